@@ -1,0 +1,39 @@
+"""Exceptions of the engine. Each message says what happened, where, what was lost and what to do."""
+
+from __future__ import annotations
+
+
+class FtError(Exception):
+    """Base class: catch this to catch everything the engine raises on purpose."""
+
+
+class EpochChanged(FtError):  # noqa: N818 - a control-flow signal, named after the event as in DESIGN.md
+    """The job moved to a new epoch; the current step is abandoned and `Session.protect` takes over."""
+
+
+class ConfigError(FtError):
+    """A flag, a JSON key or a combination of them cannot work. Raised before anything is changed."""
+
+
+class AuthenticationError(FtError):
+    """A peer could not prove that it knows the job's secret."""
+
+
+class ProtocolError(FtError):
+    """A peer sent something that is not part of the protocol, or too much of it."""
+
+
+class TransportError(FtError):
+    """A transfer did not finish: peer gone, deadline passed, or data refused by the peer."""
+
+
+class CorruptSnapshot(FtError):  # noqa: N818 - a noun for the thing found, as in the logs
+    """A stored or received copy does not match its checksums. It is never loaded."""
+
+
+class ReplayMismatch(FtError):  # noqa: N818
+    """A newcomer's start-up collectives differ from what its peers recorded."""
+
+
+class Unrecoverable(FtError):  # noqa: N818
+    """No version exists that every role could have. The message names what was lost."""
