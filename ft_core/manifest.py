@@ -1,0 +1,80 @@
+"""What a role's state consists of: items (tensors) in segments (tensors with the same holders).
+
+A segment is the unit of replication and transfer. Its layout depends on its items alone, so every
+holder lays it out alike and a copy made for one holder serves any other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+CHUNK = 1 << 20
+"""Bytes per checksummed chunk; the last chunk of a segment may be shorter."""
+
+ALIGN = 64
+"""Every item starts at a multiple of this many bytes, so that a view has its dtype's alignment."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor: `dtype` without the `torch.` prefix, `offset` and `nbytes` in its segment's bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Items that exactly `holders` have with identical content after every step, laid out contiguously."""
+
+    holders: tuple[int, ...]
+    items: tuple[Item, ...]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the segment, alignment gaps between items included."""
+        return self.items[-1].offset + self.items[-1].nbytes if self.items else 0
+
+    @property
+    def chunks(self) -> int:
+        """How many checksums the segment has."""
+        return -(-self.nbytes // CHUNK)
+
+    @cached_property
+    def id(self) -> str:
+        """Names the segment over its whole life: who holds it, not what shape it has (that may grow)."""
+        digest = hashlib.sha256(",".join(map(str, self.holders)).encode()).hexdigest()[:12]
+        return f"{self.holders[0]}x{len(self.holders)}-{digest}"
+
+    @cached_property
+    def signature(self) -> str:
+        """Equal signatures mean equal layouts: a copy of one is usable as the other."""
+        return hashlib.sha256(json.dumps(self.to_json()).encode()).hexdigest()[:16]
+
+    def to_json(self) -> dict[str, Any]:
+        """For control messages and replica metadata."""
+        rows = [[i.name, i.dtype, list(i.shape), i.offset, i.nbytes] for i in self.items]
+        return {"holders": list(self.holders), "items": rows}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Segment:
+        """Inverse of `to_json`. Raises KeyError, TypeError or ValueError on anything else."""
+        items = tuple(Item(str(n), str(d), tuple(map(int, s)), int(o), int(b)) for n, d, s, o, b in data["items"])
+        return cls(tuple(map(int, data["holders"])), items)
+
+
+def layout(holders: tuple[int, ...], tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> Segment:
+    """Lay tensors, given as (name, dtype, shape, nbytes), out one after the other."""
+    items, offset = [], 0
+    for name, dtype, shape, nbytes in tensors:
+        items.append(Item(name, dtype, shape, offset, nbytes))
+        offset = -(-(offset + nbytes) // ALIGN) * ALIGN
+    return Segment(holders, tuple(items))
