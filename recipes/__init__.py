@@ -1,0 +1,1 @@
+"""Ready to run: one command each for one machine, Slurm, Kubernetes and users of torchrun."""

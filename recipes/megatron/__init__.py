@@ -1,0 +1,1 @@
+"""Training scripts on Megatron-Core, from one machine without a GPU upwards."""
