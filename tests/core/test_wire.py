@@ -1,0 +1,390 @@
+"""Handshake, frames and their enemies; blocking and asyncio ends talk to each other."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ft_core.errors import AuthenticationError, ProtocolError
+from ft_core.wire import MAX_JSON, AsyncChannel, Channel, field, listen
+
+SECRET = b"s" * 32
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as executor:
+        yield executor
+
+
+class Middle:
+    """A relay on the path which may change what the client sends."""
+
+    def __init__(self, server: str, change: Callable[[bytes], bytes]) -> None:
+        self._listener = listen("127.0.0.1")
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.change: Callable[[bytes], bytes] = lambda data: data
+        self._wanted, self._server = change, server
+        self._socks: list[socket.socket] = [self._listener]
+        self._threads = [threading.Thread(target=self._run, daemon=True)]
+        self._threads[0].start()
+
+    def arm(self) -> None:
+        self.change = self._wanted
+
+    def _run(self) -> None:
+        client, _ = self._listener.accept()
+        host, port = self._server.split(":")
+        server = socket.create_connection((host, int(port)))
+        self._socks += [client, server]
+        back = threading.Thread(target=self._pump, args=(server, client, False), daemon=True)
+        back.start()
+        self._pump(client, server, True)
+        back.join()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, changed: bool) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                sink.sendall(self.change(data) if changed else data)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        for sock in self._socks:
+            sock.close()
+
+
+def pair(
+    pool: ThreadPoolExecutor,
+    secret: bytes = SECRET,
+    through: list[Middle] | None = None,
+    change: Callable[[bytes], bytes] | None = None,
+) -> tuple[Channel, Channel]:
+    listener = listen("127.0.0.1")
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    accepted: Future[Channel] = pool.submit(lambda: Channel.accept(listener.accept()[0], SECRET))
+    if change is not None and through is not None:
+        through.append(Middle(address, change))
+        address = through[0].address
+    try:
+        client = Channel.connect(address, secret, 5)
+        return client, accepted.result()
+    finally:
+        listener.close()
+
+
+def test_messages_and_payloads_arrive_as_sent(pool: ThreadPoolExecutor) -> None:
+    client, server = pair(pool)
+    data = os.urandom(3_000_001)
+    sent = pool.submit(client.send, {"a": [1, "x"]}, memoryview(data))
+    assert server.recv() == {"a": [1, "x"]}
+    assert server.payload_bytes == len(data)
+    got = bytearray(len(data))
+    server.recv_payload_into(memoryview(got)[:1000])
+    server.recv_payload_into(memoryview(got)[1000:])
+    sent.result()
+    assert got == data
+    server.send({"b": None})
+    assert client.recv() == {"b": None} and client.payload_bytes == 0
+    server.send({}, b"abc")
+    client.recv()
+    with pytest.raises(ProtocolError, match="3 payload bytes"):
+        client.recv()
+    client.close()
+    server.close()
+
+
+def test_skipped_payload_leaves_the_next_message(pool: ThreadPoolExecutor) -> None:
+    client, server = pair(pool)
+    sent = pool.submit(lambda: (client.send({"n": 1}, bytes(2_500_000)), client.send({"n": 2}, b"")))
+    assert server.recv() == {"n": 1}
+    server.skip_payload()
+    assert server.recv() == {"n": 2}
+    sent.result()
+    client.close()
+    with pytest.raises(ConnectionError):
+        server.recv()
+    server.close()
+
+
+def test_several_threads_may_send(pool: ThreadPoolExecutor) -> None:
+    client, server = pair(pool)
+    sends = [pool.submit(lambda k=k: [client.send({"k": k, "i": i}) for i in range(200)]) for k in range(3)]
+    got = [server.recv() for _ in range(600)]
+    [s.result() for s in sends]
+    for k in range(3):
+        assert [m["i"] for m in got if m["k"] == k] == list(range(200))
+    client.close()
+    server.close()
+
+
+def test_timeout_in_recv_loses_nothing(pool: ThreadPoolExecutor) -> None:
+    listener = listen("127.0.0.1")
+    raw: list[bytes] = []
+    middle: list[Middle] = []
+
+    def hold_back(data: bytes) -> bytes:
+        raw.append(data)
+        return data[:20]
+
+    client, server = pair(pool, through=middle, change=hold_back)
+    middle[0].arm()
+    client.send({"late": True})
+    server.settimeout(0.05)
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            server.recv()
+    middle[0].change = lambda data: raw[0][20:]
+    client.send({})  # its bytes are replaced by the rest of the first frame
+    server.settimeout(5)
+    assert server.recv() == {"late": True}
+    for end in (client, server, middle[0], listener):
+        end.close()
+
+
+def test_wrong_secret_at_the_client(pool: ThreadPoolExecutor) -> None:
+    listener = listen("127.0.0.1")
+    accepted = pool.submit(lambda: Channel.accept(listener.accept()[0], SECRET))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    with pytest.raises(AuthenticationError, match=address + " refused"):
+        Channel.connect(address, b"other", 5)
+    with pytest.raises(AuthenticationError, match=r"127\.0\.0\.1:\d+ does not know this job's secret"):
+        accepted.result()
+    listener.close()
+
+
+def test_server_that_does_not_know_the_secret(pool: ThreadPoolExecutor) -> None:
+    listener = listen("127.0.0.1")
+
+    def impostor() -> None:
+        sock, _ = listener.accept()
+        sock.sendall(b"FTW1" + bytes(32))
+        sock.recv(68, socket.MSG_WAITALL)
+        sock.sendall(b"\1" * 32)  # accepts everybody, but cannot prove itself
+        sock.recv(1)
+        sock.close()
+
+    fake = pool.submit(impostor)
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    with pytest.raises(AuthenticationError, match=address + " does not know"):
+        Channel.connect(address, SECRET, 5)
+    fake.result()
+    listener.close()
+
+
+def test_stranger_costs_nothing(pool: ThreadPoolExecutor) -> None:
+    """Whatever a stranger sends first, 68 bytes of it are read, and the connection is closed."""
+    listener = listen("127.0.0.1")
+    oversized = struct.pack("!4sIQ32s", b"FTW1", 0xFFFFFFFF, 1 << 60, bytes(32)).ljust(68, b"\0")
+    for data in (oversized, b"GET / HTTP/1.1\r\nHost: x\r\n".ljust(68, b" "), b"FTW1"):
+        accepted = pool.submit(lambda: Channel.accept(listener.accept()[0], SECRET))
+        with socket.create_connection(listener.getsockname()) as sock:
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            answer = b""
+            while part := sock.recv(4096):
+                answer += part
+            assert len(answer) in (36, 68) and answer[36:] == bytes(len(answer) - 36)
+        with pytest.raises(AuthenticationError, match=r"127\.0\.0\.1"):
+            accepted.result()
+    accepted = pool.submit(lambda: Channel.accept(listener.accept()[0], SECRET, 0.05))
+    silent = socket.create_connection(listener.getsockname())
+    with pytest.raises(AuthenticationError, match="did not finish"):
+        accepted.result()
+    silent.close()
+    listener.close()
+
+
+@pytest.mark.parametrize("position", [5, 14, 30, 52], ids=["json length", "payload length", "mac", "json"])
+def test_tampered_frame(pool: ThreadPoolExecutor, position: int) -> None:
+    def flip(data: bytes) -> bytes:
+        changed = bytearray(data)
+        changed[position] ^= 1
+        return bytes(changed)
+
+    middle: list[Middle] = []
+    client, server = pair(pool, through=middle, change=flip)
+    middle[0].arm()
+    client.send({"pay": "me"}, b"1234")
+    client.close()  # a changed length makes the server wait for bytes that never come
+    with pytest.raises((AuthenticationError, ProtocolError, ConnectionError)):
+        server.recv()
+    assert server.fileno() == -1
+    middle[0].close()
+
+
+def test_repeated_frame_is_refused(pool: ThreadPoolExecutor) -> None:
+    middle: list[Middle] = []
+    client, server = pair(pool, through=middle, change=lambda data: data * 2)
+    middle[0].arm()
+    client.send({"pay": 1})
+    assert server.recv() == {"pay": 1}
+    with pytest.raises(AuthenticationError, match="altered"):
+        server.recv()
+    client.close()
+    middle[0].close()
+
+
+def test_oversized_json_is_refused_before_it_is_read(pool: ThreadPoolExecutor) -> None:
+    def grow(data: bytes) -> bytes:
+        return data[:4] + struct.pack("!I", MAX_JSON + 1) + data[8:]
+
+    middle: list[Middle] = []
+    client, server = pair(pool, through=middle, change=grow)
+    middle[0].arm()
+    client.send({})
+    with pytest.raises(ProtocolError, match="limit"):
+        server.recv()
+    with pytest.raises(ProtocolError, match="limit"):
+        client.send({"x": "y" * MAX_JSON})
+    client.close()
+    middle[0].close()
+
+
+def test_truncated_frame(pool: ThreadPoolExecutor) -> None:
+    middle: list[Middle] = []
+    client, server = pair(pool, through=middle, change=lambda data: data[:-3])
+    middle[0].arm()
+    client.send({"whole": False})
+    client.close()
+    with pytest.raises(ConnectionError):
+        server.recv()
+    middle[0].close()
+
+
+def test_abort_wakes_a_blocked_thread(pool: ThreadPoolExecutor) -> None:
+    client, server = pair(pool)
+    blocked = pool.submit(server.recv)
+    server.abort()
+    with pytest.raises(ConnectionError):
+        blocked.result()
+    server.close()
+    with pytest.raises(ConnectionError):
+        server.recv()
+    client.close()
+
+
+def test_send_to_a_peer_that_takes_nothing_times_out(pool: ThreadPoolExecutor) -> None:
+    client, server = pair(pool)
+    client.settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        client.send({}, bytes(64 << 20))
+    with pytest.raises(ConnectionError):  # half a frame is out
+        client.send({})
+    server.close()
+
+
+@pytest.mark.parametrize("family", ["tcp", "unix"])
+def test_blocking_client_and_asyncio_server(tmp_path: Path, family: str) -> None:
+    async def serve() -> None:
+        done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            channel = await AsyncChannel.accept(reader, writer, SECRET)
+            for _ in range(3):
+                channel.post({"echo": await channel.recv()})
+            with pytest.raises(ProtocolError, match="payload"):
+                await channel.recv()
+            done.set_result(channel.peer)
+
+        if family == "unix":
+            server = await asyncio.start_unix_server(connected, tmp_path / "s")
+            address = f"unix:{tmp_path / 's'}"
+        else:
+            server = await asyncio.start_server(connected, sock=listen("127.0.0.1"))
+            address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+        def talk() -> None:
+            channel = Channel.connect(address, SECRET, 5)
+            for i in range(3):
+                channel.send({"i": i})
+                assert channel.recv() == {"echo": {"i": i}}
+            with pytest.raises(ConnectionError):  # closed once the header is there
+                channel.send({}, b"payload")
+                channel.recv()
+            channel.close()
+
+        await asyncio.to_thread(talk)
+        assert (await done).startswith("127.0.0.1:" if family == "tcp" else "unix:/")
+        server.close()
+
+    asyncio.run(serve())
+
+
+def test_asyncio_client_and_blocking_server(pool: ThreadPoolExecutor) -> None:
+    async def main() -> None:
+        listener = listen("127.0.0.1")
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def serve() -> None:
+            channel = Channel.accept(listener.accept()[0], SECRET)
+            channel.send({"got": channel.recv()})
+            channel.close()
+
+        served = pool.submit(serve)
+        channel = await AsyncChannel.connect(address, SECRET)
+        waiting = asyncio.create_task(channel.recv())
+        await asyncio.sleep(0)
+        waiting.cancel()  # a cancelled recv takes nothing away
+        await asyncio.gather(waiting, return_exceptions=True)
+        await channel.send({"x": 1})
+        assert await channel.recv() == {"got": {"x": 1}}
+        with pytest.raises(ConnectionError):
+            await channel.recv()
+        with pytest.raises(ConnectionError):
+            channel.post({})
+        served.result()
+        accepted = pool.submit(lambda: Channel.accept(listener.accept()[0], SECRET))
+        with pytest.raises(AuthenticationError, match="refused"):
+            await AsyncChannel.connect(address, b"other")
+        with pytest.raises(AuthenticationError):
+            accepted.result()
+        listener.close()
+
+    asyncio.run(main())
+
+
+def test_asyncio_server_refuses_strangers() -> None:
+    async def main() -> None:
+        refused: asyncio.Queue[str] = asyncio.Queue()
+
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                await AsyncChannel.accept(reader, writer, SECRET)
+            except AuthenticationError as error:
+                refused.put_nowait(str(error))
+
+        server = await asyncio.start_server(connected, sock=listen("127.0.0.1"))
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(AuthenticationError, match="refused"):
+            await asyncio.to_thread(Channel.connect, address, b"other", 5)
+        assert "does not know" in await refused.get()
+        _, writer = await asyncio.open_connection("127.0.0.1", int(address.split(":")[1]))
+        writer.close()
+        assert "did not finish" in await refused.get()
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_field_is_strict() -> None:
+    assert field({"a": 1}, "a", int) == 1
+    for message in ({"a": True}, {"a": "1"}, {}):
+        with pytest.raises(ProtocolError, match="'a'"):
+            field(message, "a", int)
+
+
+def test_empty_secret_is_refused() -> None:
+    ours, theirs = socket.socketpair()
+    with pytest.raises(ValueError, match="secret"):
+        Channel.accept(ours, b"")
+    theirs.close()
