@@ -55,7 +55,7 @@ def replica_nodes(
 def survives(
     segment: Segment, role_nodes: Mapping[int, str], domains: Mapping[str, str], nodes: Iterable[str]
 ) -> int:
-    """How many failure domains, whichever, may be lost while a holder or one of the replica `nodes` remains."""
+    """How many failure domains, whichever, may be lost while a holder or replica remains."""
     covered = _domains(segment, role_nodes, domains) | {domain_of(n, domains) for n in nodes}
     return len(covered) - 1
 

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import pytest
+
+from ft_core.decision import Assignment, Choice, NodeReport, RoleReport, assign, choose_version
+from ft_core.errors import Unrecoverable
+
+# Two data-parallel peers, one a node: "p" are the parameters, "a" and "b" their optimizer shards.
+HOLDERS = {"p": [0, 1], "a": [0], "b": [1]}
+SEGMENTS = {0: ("p", "a"), 1: ("p", "b")}
+
+
+def role(
+    number: int, node: str, versions: Iterable[int], stage: str = "training", alive: bool = True
+) -> RoleReport:
+    assert stage in ("startup", "training")
+    segments = SEGMENTS[number] if stage == "training" else ()
+    return RoleReport(number, node, alive, stage, tuple(versions), segments)  # type: ignore[arg-type]
+
+
+def node(
+    name: str, *roles: RoleReport, replicas: Mapping[str, tuple[int, ...]] | None = None, spare: int = 0
+) -> NodeReport:
+    return NodeReport(name, name, {r.role: r for r in roles}, replicas or {}, HOLDERS, spare)
+
+
+def choose(*reports: NodeReport, durable: Iterable[int] = (), **more: object) -> Choice:
+    return choose_version(reports, range(2), 0, list(durable), **more)  # type: ignore[arg-type]
+
+
+def test_a_lost_role_is_restored_from_peer_and_replica() -> None:
+    choice = choose(node("x", role(0, "x", (4, 5)), replicas={"b": (4, 5)}), node("spare"))
+    assert (choice.version, choice.origin) == (5, "memory")
+    assert choice.sources[1] == {"p": ["x"], "b": ["x"]}
+
+
+def test_the_newest_version_that_all_can_have() -> None:
+    choice = choose(node("x", role(0, "x", (4, 5)), replicas={"b": (3, 4)}))
+    assert choice.version == 4
+
+
+def test_a_dead_workers_memory_counts_and_its_own_node_comes_first() -> None:
+    reports = [
+        node("x", role(0, "x", (4, 5), alive=False), replicas={"b": (4, 5)}),
+        node("y", role(1, "y", (4, 5)), replicas={"a": (4, 5)}),
+    ]
+    choice = choose(*reports, placements={0: "x", 1: "y"})
+    assert choice.sources == {0: {"p": ["x", "y"], "a": ["x", "y"]}, 1: {"p": ["y", "x"], "b": ["y", "x"]}}
+
+
+def test_a_survivor_that_fell_behind_fetches_what_it_lacks() -> None:
+    choice = choose(
+        node("x", role(0, "x", (4, 5)), replicas={"b": (5,)}),
+        node("y", role(1, "y", (3, 4)), replicas={"a": (4,)}),
+    )
+    assert choice.version == 5
+    assert choice.sources[1] == {"p": ["x"], "b": ["x"]}
+
+
+def test_fetches_are_spread_over_the_holders() -> None:
+    holders = list(range(8))
+    peers = [
+        NodeReport(
+            f"n{r}", "", {r: RoleReport(r, f"n{r}", True, "training", (7,), ("w",))}, {}, {"w": holders}
+        )
+        for r in range(4)
+    ]
+    choice = choose_version(peers, holders, 0, [], placements={r: f"n{r}" for r in range(8)})
+    assert [choice.sources[r]["w"][0] for r in range(4)] == [f"n{r}" for r in range(4)]
+    assert Counter(choice.sources[r]["w"][0] for r in range(4, 8)) == {f"n{r}": 1 for r in range(4)}
+
+
+def test_start_up_is_repeated_while_nothing_was_trained() -> None:
+    choice = choose(node("x", role(0, "x", (0,))), node("y", role(1, "y", (), "startup")))
+    assert (choice.version, choice.origin) == (0, "initial")
+    assert choice.sources[1] == {} and choice.sources[0]["a"] == ["x"]
+    assert choose(node("x", role(0, "x", (), "startup"))).origin == "initial"
+
+
+def test_a_newcomer_that_was_still_starting_is_restored_again() -> None:
+    choice = choose(
+        node("x", role(0, "x", (4, 5)), replicas={"b": (5,)}),
+        node("y", role(1, "y", (), "startup")),
+    )
+    assert (choice.version, choice.origin) == (5, "memory")
+
+
+def test_a_job_whose_memory_is_gone_does_not_start_from_scratch() -> None:
+    with pytest.raises(Unrecoverable, match="role 0: nobody knows"):
+        choose_version([NodeReport("spare", "spare")], range(2), 0, [], reached=9)
+    choice = choose_version([NodeReport("spare", "spare")], range(2), 0, [6, 3])
+    assert (choice.version, choice.origin) == (6, "durable")
+
+
+def test_the_fall_back_is_the_newest_durable_checkpoint() -> None:
+    choice = choose(node("x", role(0, "x", (8, 9))), durable=[2, 7])
+    assert (choice.version, choice.origin) == (7, "durable")
+    assert [(x.role, x.segment, x.held) for x in choice.lost] == [(1, "b", ())]
+
+
+def test_older_memory_is_preferred_to_a_checkpoint() -> None:
+    reports = [node("x", role(0, "x", (4, 5)), replicas={"b": (4,)})]
+    assert choose(*reports, durable=[2]).version == 4
+
+
+def test_the_error_says_what_was_lost_and_where() -> None:
+    with pytest.raises(Unrecoverable) as error:
+        choose(node("x", role(0, "x", (8, 9)), replicas={"b": (7,)}), previous={0: "x", 1: "y"})
+    assert "role 1: segment b is held only at version 7 (the role ran on y)" in str(error.value)
+    assert "version 9 is not complete" in str(error.value)
+
+
+def test_a_role_that_nobody_remembers_is_not_taken_for_recoverable() -> None:
+    forgetful = replace(node("x", role(0, "x", (8, 9))), segments={"a": [0]})
+    with pytest.raises(Unrecoverable, match="role 1: nobody knows what it held"):
+        choose(forgetful)
+
+
+PLACES = {0: "x", 1: "x", 2: "y", 3: "y"}
+
+
+def test_a_dead_worker_is_restarted_where_its_memory_is() -> None:
+    assert assign(PLACES, {"x": 1, "y": 0, "s": 2}, [1]) == Assignment(PLACES)
+
+
+def test_roles_of_a_dead_node_go_to_one_spare() -> None:
+    found = assign(PLACES, {"x": 2, "s": 1, "t": 3, "u": 2}, [2, 3])
+    assert found == Assignment({0: "x", 1: "x", 2: "u", 3: "u"})
+
+
+def test_they_are_spread_when_no_spare_has_room() -> None:
+    assert assign(PLACES, {"s": 1, "x": 1}, [2, 3]).roles == {0: "x", 1: "x", 2: "s", 3: "x"}
+
+
+def test_a_live_node_without_idle_workers_hands_its_role_over() -> None:
+    assert assign(PLACES, {"x": 0, "y": 0, "s": 2}, [0, 2, 3]).unplaced == (0,)
+    assert assign(PLACES, {"x": 0, "y": 0, "s": 2}, [0]).roles[0] == "s"
+
+
+def test_a_shortage_names_the_roles() -> None:
+    found = assign(PLACES, {"x": 0}, [2, 3])
+    assert found.unplaced == (2, 3)
+    assert found.roles == {0: "x", 1: "x"}
