@@ -1,0 +1,46 @@
+"""What the engine asks of a training framework. An adapter answers these questions and nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A tensor of a role's state after a step.
+
+    `holders` are the roles that have the same content (this one included). A `volatile` tensor may
+    change before the optimizer step (a running statistic, say), so it is copied at the step boundary
+    and not behind the next forward pass. Keep volatile tensors small.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    holders: tuple[int, ...]
+    volatile: bool = False
+
+
+class Adapter(Protocol):
+    """Framework side of snapshot and restore."""
+
+    ring: tuple[int, ...]
+    """The DP peers of this role in order, itself included: where replicas go first."""
+
+    def tensors(self) -> Iterable[StateTensor]:
+        """The state after the step just finished, in an order that depends on the layout alone."""
+
+    def envelope(self) -> Any:
+        """Small state that is no tensor of its own: RNG, schedules, loss scaler, hyper-parameters."""
+
+    def envelope_holders(self) -> tuple[int, ...]:
+        """Roles whose envelope would do for this role as well."""
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
+        """Put a snapshot back in place. `tensors` are views of host memory: copy, do not keep."""
+
+    def reset(self) -> None:
+        """Drop whatever an abandoned step left behind: gradients, pending handles, flags."""

@@ -1,0 +1,563 @@
+"""The agent: one process per node. Starts workers, owns the snapshot memory, moves replicas, reports.
+
+It acts on the controller's epochs (abort, plan) and on its workers' messages; it decides nothing
+about the job. It outlives its workers, and it works on while the controller is away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing import Std
+
+from ft_core import durable
+from ft_core.errors import CorruptSnapshot, FtError, TransportError
+from ft_core.inject import ENV as INJECT_ENV
+from ft_core.inject import Injector
+from ft_core.manifest import Segment
+from ft_core.memory import SnapshotBuffer, Word
+from ft_core.replicator import Replicator
+from ft_core.settings import Settings, read_secret
+from ft_core.store import NodeStore
+from ft_core.transport import TcpTransport
+from ft_core.wire import AsyncChannel
+from ft_core.workers import Exit, Worker, WorkerPool
+
+log = logging.getLogger(__name__)
+Message = dict[str, Any]
+
+_FETCH_DEADLINE = 600.0
+_ASK_DEADLINE = 10.0
+_RECONNECT = 0.05
+_FAREWELL = 10.0
+
+
+class Agent:
+    """State and message handlers of one node."""
+
+    def __init__(self, settings: Settings, job_dir: Path, node: str, domain: str, node_rank: int) -> None:
+        self.settings, self.job_dir, self.node = settings, job_dir, node
+        self.domain = domain or node
+        self.node_rank = node_rank
+        self.secret = read_secret(job_dir)
+        self.store = NodeStore()
+        self.plan: Message = {}
+        self.epoch = 0
+        self._host = _own_host(settings.controller)
+        self.transport = TcpTransport(self.store, self.secret, host=self._host, answer=self._answer)
+        self._injector = Injector(job_dir, settings.inject)
+        self.replicator = Replicator(self.store, self.transport, settings.replicas, self._injector)
+        self._controller: AsyncChannel | None = None
+        self._rendezvous: TCPStore | None = None
+        self._next_rendezvous: TCPStore | None = None
+        self._asked: dict[int, asyncio.Future[Message]] = {}
+        self._reported = 0
+        self._done: asyncio.Future[int] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.pool: WorkerPool
+
+    async def run(self) -> int:
+        """Serve until the controller ends the job. Returns the job's exit code."""
+        self._loop = asyncio.get_running_loop()
+        self._done = self._loop.create_future()
+        socket = f"\0ft-{uuid.uuid4().hex}"
+        server = await asyncio.start_unix_server(self._accept_worker, path=socket)
+        self.pool = WorkerPool(
+            socket=f"unix:{socket}",
+            secret=self.secret,
+            job_dir=self.job_dir,
+            log_dir=self.job_dir / "logs" / f"{self.node}-{os.getpid()}",
+            command=self.settings.command,
+            tee=Std(int(self.settings.tee)),
+            redirects=Std(int(self.settings.redirects)),
+            prefix=f"[{self.node}]: " if self.settings.log_prefix else "",
+            on_exit=self._worker_ended,
+        )
+        for device in range(self.settings.nproc_per_node):
+            self.pool.start(device)
+        self.pool.start(-1)  # the standby that takes over from a worker that crashes here
+        self._spawn(self._serve_controller())
+        self._spawn(self._heartbeat())
+        code = await self._done
+        server.close()
+        await self._farewell()
+        return code
+
+    # -- controller ----------------------------------------------------------------------------
+
+    async def _serve_controller(self) -> None:
+        while True:
+            try:
+                channel = await AsyncChannel.connect(self.settings.controller, self.secret)
+                self._controller = channel
+                self._post({"type": "hello", "kind": "agent", **self._identity(), **self._holdings()})
+                while True:
+                    self._on_controller(await channel.recv())
+            except (OSError, FtError, asyncio.IncompleteReadError) as error:
+                # Training goes on without a controller; it rebuilds its view when it is back.
+                log.debug("node %s: controller away (%s)", self.node, error)
+                self._controller = None
+            await asyncio.sleep(_RECONNECT)
+
+    def _on_controller(self, message: Message) -> None:
+        kind = message["type"]
+        if kind == "abort":
+            self._abort(message["epoch"])
+        elif kind == "plan":
+            self._apply(message)
+        elif kind == "kill":
+            self._kill(message.get("role"))
+        elif kind == "shutdown":
+            assert self._done is not None
+            if not self._done.done():
+                self._done.set_result(int(message["code"]))
+
+    def _identity(self) -> Message:
+        return {
+            "node": self.node,
+            "pid": os.getpid(),
+            "node_rank": self.node_rank,
+            "domain": self.domain,
+            "data": self.transport.address,
+            "plan": self.plan,
+        }
+
+    def _holdings(self) -> Message:
+        """What this node could contribute to a recovery."""
+        if self._next_rendezvous is None:
+            self._next_rendezvous = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+        roles: dict[str, Message] = {}
+        segments: dict[str, list[int]] = {}
+        for role in self._roles_here():
+            worker, memory = self.pool.of_role(role), self.store.memory(role)
+            layout = memory.segments()
+            segments.update({s.id: list(s.holders) for s in layout})
+            roles[str(role)] = {
+                "alive": worker is not None,
+                "stage": worker.stage if worker else "startup",
+                "versions": memory.versions(),
+                "segments": [s.id for s in layout],
+                "counts": worker.counts if worker else {},
+                "initial": worker.initial if worker else None,
+                "finished": worker is not None and worker.finished,
+            }
+        replicas = self.store.replicas.versions()
+        for name in replicas:
+            if (segment := self.store.replicas.segment(name)) is not None:
+                segments[name] = list(segment.holders)
+        return {
+            "epoch": self.epoch,
+            "roles": roles,
+            "replicas": replicas,
+            "segments": segments,
+            "idle": len(self.pool.idle()),
+            "store": f"{self._host}:{self._next_rendezvous.port}",
+            "durable": durable.complete_versions(self.settings.durable_dir, self.settings.world_size),
+        }
+
+    async def _heartbeat(self) -> None:
+        parent = os.getppid()
+        while True:
+            roles = {}
+            for worker in self.pool.playing():
+                role = worker.role
+                assert role is not None
+                sent, snapshots = self.replicator.sent(role)
+                roles[str(role)] = {
+                    "pid": worker.pid,
+                    "step": worker.control[Word.VERSION],
+                    "tag": worker.control[Word.TAG],
+                    "held": self.store.memory(role).versions(),
+                    "committed": worker.control[Word.COMMITTED],
+                    "waited_s": worker.control[Word.WAITED_NS] / 1e9,
+                    "h2h_bytes": sent,
+                    "h2h_snapshots": snapshots,
+                }
+            message = {"type": "heartbeat", "roles": roles, "idle": len(self.pool.idle())}
+            self._post({**message, "replicas": self.store.replicas.versions()})
+            if os.getppid() != parent:
+                log.error("node %s: ftrun is gone; this agent stops", self.node)
+                os.killpg(os.getpgrp(), signal.SIGKILL)
+            await asyncio.sleep(self.settings.heartbeat)
+
+    def _post(self, message: Message) -> None:
+        if self._controller is not None:
+            self._controller.post(message)
+
+    # -- epochs --------------------------------------------------------------------------------
+
+    def _abort(self, epoch: int) -> None:
+        if epoch <= self.epoch:
+            return
+        self.epoch = epoch
+        self.store.replicas.epoch = epoch
+        self._next_rendezvous = None
+        self.replicator.cancel()
+        for worker in self.pool.playing():
+            worker.control[Word.EPOCH] = epoch
+            worker.control[Word.COMMITTED] = -1
+            worker.post({"type": "abort", "epoch": epoch})
+        self._spawn(self._kill_stuck(epoch))
+        self._report_if_quiet()
+
+    def _report_if_quiet(self) -> None:
+        """Once no worker here is inside a step of an older epoch, say what this node holds."""
+        quiet = all(w.quiesced >= self.epoch for w in self.pool.playing())
+        if quiet and self._reported < self.epoch and self.epoch != self.plan.get("epoch"):
+            self._reported = self.epoch
+            self._post({"type": "holdings", **self._holdings()})
+
+    async def _kill_stuck(self, epoch: int) -> None:
+        await asyncio.sleep(self.settings.quiesce_timeout)
+        for worker in self.pool.playing():
+            if self.epoch == epoch and worker.quiesced < epoch and self.plan.get("epoch", 0) < epoch:
+                log.error(
+                    "node %s: role %s did not leave its step within %.0f s; its worker %d is replaced",
+                    *(self.node, worker.role, self.settings.quiesce_timeout, worker.pid),
+                )
+                self.pool.kill(worker)
+
+    def _apply(self, plan: Message) -> None:
+        """Begin the epoch of `plan`: give roles to workers, bring their state here, let them go on."""
+        if plan["epoch"] < self.epoch or plan["epoch"] == self.plan.get("epoch"):
+            return
+        self.plan, self.epoch = plan, plan["epoch"]
+        self._rendezvous, self._next_rendezvous = self._next_rendezvous, None
+        self.store.replicas.epoch = self.epoch
+        self.replicator.begin(plan)
+        version = plan["version"]
+        if version is not None:
+            self.store.drop_after(version)
+        self.store.keep_only(self._roles_here())
+        for role in self._roles_here():
+            worker = self.pool.of_role(role)
+            if worker is not None:
+                worker.post({"type": "plan", **self._worker_plan()})
+            else:
+                worker = self._assign(role)
+            if worker is not None:
+                self._spawn(self._restore(worker, role, plan))
+
+    def _worker_plan(self) -> Message:
+        return {key: self.plan[key] for key in ("epoch", "store", "completed")}
+
+    def _assign(self, role: int) -> Worker | None:
+        local_rank = role % self.settings.nproc_per_node
+        idle = self.pool.idle()
+        if not idle:
+            self._post({"type": "short", "epoch": self.epoch, "role": role})
+            return None
+        worker = next((w for w in idle if w.device == local_rank), idle[0])
+        worker.role = role
+        worker.post(
+            {
+                "type": "assign",
+                "role": role,
+                "world_size": self.settings.world_size,
+                "env": self._environment(role, local_rank),
+                "plan": self._worker_plan(),
+            }
+        )
+        link = self.job_dir / "logs" / f"role-{role}"
+        with contextlib.suppress(OSError):
+            link.unlink(missing_ok=True)
+            link.symlink_to(f"{self.node}-{os.getpid()}/worker-{worker.number}")
+        return worker
+
+    def _environment(self, role: int, local_rank: int) -> dict[str, str]:
+        """The variables torchrun sets, and those by which an executed program could find us."""
+        settings = self.settings
+        host, port = self.plan["store"].rsplit(":", 1)
+        return {
+            "RANK": str(role),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(settings.world_size),
+            "LOCAL_WORLD_SIZE": str(settings.nproc_per_node),
+            "GROUP_RANK": str(role // settings.nproc_per_node),
+            "GROUP_WORLD_SIZE": str(settings.nnodes),
+            "ROLE_RANK": str(role),
+            "ROLE_NAME": "default",
+            "ROLE_WORLD_SIZE": str(settings.world_size),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RUN_ID": self.job_dir.name,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "FT_JOB_DIR": str(self.job_dir),
+            INJECT_ENV: settings.inject,
+            **settings.environment,
+        }
+
+    def _roles_here(self) -> list[int]:
+        return [int(role) for role, node in self.plan.get("roles", {}).items() if node == self.node]
+
+    # -- state ---------------------------------------------------------------------------------
+
+    async def _restore(self, worker: Worker, role: int, plan: Message) -> None:
+        """Have version `plan["version"]` of `role` in memory here, then let its worker load it."""
+        epoch, version = plan["epoch"], plan["version"]
+        message: Message = {"type": "restore", "epoch": epoch, "version": version}
+        if version is not None:
+            memory = self.store.memory(role)
+            found = memory.find(version)
+            if found is None and plan["origin"] == "initial":
+                message["version"] = None  # its script makes the initial state by itself
+            elif found is None:
+                try:
+                    found = await asyncio.to_thread(self._bring, role, plan)
+                except FtError as error:
+                    log.error("node %s: role %d, version %d: %s", self.node, role, version, error)
+                    self._post({"type": "restore_failed", "epoch": epoch, "role": role, "reason": str(error)})
+                    return
+            if found is not None:
+                slot, buffer = found
+                message |= {"slot": slot, "address": buffer.memory.address}
+                message["segments"] = [s.to_json() for s in buffer.segments]
+        if self.epoch == epoch:
+            worker.post(message)
+
+    def _bring(self, role: int, plan: Message) -> tuple[int, SnapshotBuffer]:
+        """Fetch a role's segments from those who hold them (or read the durable checkpoint)."""
+        version, memory = plan["version"], self.store.memory(role)
+        if plan["origin"] == "durable":
+            segments, fill = durable.open_role(self.settings.durable_dir, version, role)
+            slot = memory.free_slot()
+            buffer = memory.allocate(slot, segments)
+            fill(buffer)
+            buffer.version = version
+            return slot, buffer
+        layouts: list[tuple[Segment, str]] = []
+        for name, nodes in plan["sources"][str(role)].items():
+            layouts.append(self._describe(name, version, nodes))
+        layouts.sort(key=lambda found: found[0].holders)
+        slot = memory.free_slot()
+        buffer = memory.allocate(slot, [segment for segment, _ in layouts])
+        for index, (segment, node) in enumerate(layouts):
+            address = plan["nodes"][node]["data"]
+            data = buffer.data(index)
+            _, sums = self.transport.fetch(
+                address, segment.id, version, allocate=lambda _, view=data: view, deadline=_FETCH_DEADLINE
+            )
+            table = buffer.checksums(index)
+            for chunk, value in enumerate(sums):
+                table[chunk] = value
+        buffer.version = version
+        return slot, buffer
+
+    def _describe(self, name: str, version: int, nodes: list[str]) -> tuple[Segment, str]:
+        reasons = []
+        for node in nodes:
+            try:
+                address = self.plan["nodes"][node]["data"]
+                question = {"ask": "segment", "segment": name, "version": version}
+                answer = self.transport.request(address, question, deadline=_ASK_DEADLINE)
+                return Segment.from_json(answer["segment"]), node
+            except (TransportError, CorruptSnapshot, KeyError) as error:
+                reasons.append(f"{node}: {error}")
+        raise TransportError(f"no holder gave segment {name}: {'; '.join(reasons)}")
+
+    def _answer(self, question: Message) -> Message:
+        """Another agent asks. Runs in a thread of the transport."""
+        if question.get("ask") == "segment":
+            found = self.store.find(str(question["segment"]), int(question["version"]))
+            if found is None:
+                return {"error": f"node {self.node} does not hold {question['segment']}"}
+            return {"segment": found[0].to_json()}
+        if question.get("ask") == "startup":
+            assert self._loop is not None
+            entries = asyncio.run_coroutine_threadsafe(self._startup_entries(question), self._loop)
+            return entries.result(_ASK_DEADLINE)
+        return {"error": "unknown question"}
+
+    async def _startup_entries(self, question: Message) -> Message:
+        """Have the worker that plays the asked role give its record of start-up collectives."""
+        worker = self.pool.of_role(int(question["holder"]))
+        if worker is None or worker.channel is None:
+            return {"error": f"role {question['holder']} has no worker on node {self.node}"}
+        number = len(self._asked)
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._asked[number] = future
+        worker.post(
+            {
+                "type": "startup_entries",
+                "id": number,
+                "group": str(question["group"]),
+                "start": int(question["start"]),
+            }
+        )
+        return {"entries": (await asyncio.wait_for(future, _ASK_DEADLINE))["entries"]}
+
+    # -- workers -------------------------------------------------------------------------------
+
+    async def _accept_worker(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            channel = await AsyncChannel.accept(reader, writer, self.secret)
+            hello = await channel.recv()
+            worker = self.pool.workers[int(hello["worker"])]
+            await channel.send({"type": "welcome", "control": worker.control.memory.address})
+            worker.channel = channel
+            self._post({"type": "idle", "idle": len(self.pool.idle())})
+            while True:
+                self._on_worker(worker, await channel.recv())
+        except (OSError, FtError, asyncio.IncompleteReadError, KeyError, ValueError) as error:
+            log.debug("node %s: a worker's connection ended (%r)", self.node, error)
+            writer.close()
+
+    def _on_worker(self, worker: Worker, message: Message) -> None:
+        kind, role = message["type"], worker.role
+        assert role is not None or kind == "hello"
+        if kind == "staged":
+            self._commit(worker, message["version"])
+        elif kind == "allocate":
+            segments = [Segment.from_json(s) for s in message["segments"]]
+            buffer = self.store.memory(role).allocate(message["slot"], segments)
+            worker.post({"type": "reply", "id": message["id"], "address": buffer.memory.address})
+        elif kind == "registered":
+            worker.stage, worker.initial, worker.ring = "training", message["version"], message["ring"]
+            self.replicator.register(role, message["ring"])
+        elif kind == "quiesced":
+            worker.quiesced, worker.stage = message["epoch"], message["stage"]
+            worker.counts = message["counts"]
+            self._report_if_quiet()
+        elif kind == "restored":
+            self._post({**message, "role": role, "pid": worker.pid})
+            if self.store.memory(role).find(message["version"]) is not None:
+                self._commit(worker, message["version"])
+        elif kind in ("stepped", "suspect", "unprotected"):
+            self._post({**message, "role": role})
+        elif kind == "corrupt":
+            self.store.memory(role).strike(message["slot"])
+            self._post({"type": "restore_failed", "epoch": self.epoch, "role": role, **_reason(message)})
+        elif kind == "startup_fetch":
+            self._spawn(self._forward_startup_fetch(worker, message))
+        elif kind == "reply":
+            self._asked.pop(message["id"]).set_result(message)
+        elif kind == "finished":
+            worker.finished = True
+            self._post({"type": "finished", "role": role})
+
+    def _commit(self, worker: Worker, version: int) -> None:
+        assert worker.role is not None
+        self._spawn(self._replicate(worker, worker.role, version, self.epoch))
+
+    async def _replicate(self, worker: Worker, role: int, version: int, epoch: int) -> None:
+        gate = self.replicator.gate(self.pool.traffic, worker.control[Word.STEP_NS])
+        while self.epoch == epoch == self.plan.get("epoch"):
+            try:
+                await asyncio.to_thread(self.replicator.replicate, role, version, epoch, gate)
+            except FtError as error:
+                if self.epoch != epoch:
+                    return
+                log.warning("node %s: role %d, version %d not replicated: %s", self.node, role, version, error)
+                self._post({"type": "suspect", "epoch": epoch, "role": role, "reason": str(error)})
+                await asyncio.sleep(self.settings.heartbeat)
+                continue
+            if self.epoch == epoch:
+                worker.control[Word.COMMITTED] = max(worker.control[Word.COMMITTED], version)
+                await self._write_durable(role, version)
+            return
+
+    async def _write_durable(self, role: int, version: int) -> None:
+        interval = self.settings.durable_interval
+        if not interval or version % interval:
+            return
+        found = self.store.memory(role).find(version)
+        if found is None:
+            return
+        try:
+            copy = await asyncio.to_thread(durable.copy_of, found[1], version)
+            if copy is not None:
+                await asyncio.to_thread(durable.write_role, self.settings.durable_dir, version, role, copy)
+                self._post({"type": "durable", "role": role, "version": version})
+        except OSError as error:
+            # A failed save must not end training: the in-memory copies are what protects it.
+            log.error("node %s: durable checkpoint of step %d, role %d: %s", self.node, version, role, error)
+
+    async def _forward_startup_fetch(self, worker: Worker, message: Message) -> None:
+        reply: Message = {"type": "reply", "id": message["id"]}
+        try:
+            node = self.plan["roles"][str(message["holder"])]
+            question = {"ask": "startup", **{k: message[k] for k in ("holder", "group", "start")}}
+            address = self.plan["nodes"][node]["data"]
+            reply |= await asyncio.to_thread(self.transport.request, address, question, _ASK_DEADLINE)
+        except (FtError, KeyError) as error:
+            reply["error"] = f"start-up record of role {message['holder']}: {error}"
+        worker.post(reply)
+
+    def _worker_ended(self, worker: Worker, ended: Exit) -> None:
+        assert self._done is not None
+        if self._done.done():
+            return
+        if worker.role is not None and not worker.finished:
+            message = {"type": "worker_lost", "role": worker.role, "pid": worker.pid, "exit": str(ended)}
+            self._post({**message, "crashed": ended.crashed, "code": ended.code, "traceback": ended.message})
+        self.pool.start(-1 if worker.role is None else worker.device)
+        self._report_if_quiet()
+
+    def _kill(self, role: int | None) -> None:
+        if role is None:
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+        elif (worker := self.pool.of_role(role)) is not None:
+            self.pool.kill(worker)
+
+    async def _farewell(self) -> None:
+        for worker in self.pool.playing():
+            worker.post({"type": "exit"})
+        deadline = time.monotonic() + _FAREWELL
+        while any(w.finished for w in self.pool.playing()) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        self.pool.close()
+        self.transport.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _reason(message: Message) -> Message:
+    return {"reason": message["reason"]}
+
+
+def _own_host(controller: str) -> str:
+    """The address of this machine that the controller's machine can reach; loopback stays loopback."""
+    import socket  # noqa: PLC0415
+
+    host, port = controller.rsplit(":", 1)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # sends nothing; the kernel picks the interface
+        return str(probe.getsockname()[0])
+
+
+def main() -> int:
+    """Entry of the agent process (started by `ftrun`, or by a recipe on each node)."""
+    parser = argparse.ArgumentParser(prog="python -m ft_core.agent", description=__doc__)
+    parser.add_argument("--job-dir", type=Path, required=True)
+    parser.add_argument("--node", required=True, help="this node's name, unique in the job")
+    parser.add_argument("--domain", default="", help="failure domain label (rack, switch); default: the node")
+    parser.add_argument("--node-rank", type=int, default=-1, help="position at the start; -1: a spare")
+    args = parser.parse_args()
+    logging.basicConfig(format="%(asctime)s ft %(levelname)s %(message)s", level=logging.WARNING)
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)  # a node's processes are one group: killed together, as a node would be
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    agent = Agent(Settings.read(args.job_dir), args.job_dir, args.node, args.domain, args.node_rank)
+    return asyncio.run(agent.run())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

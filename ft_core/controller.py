@@ -1,0 +1,510 @@
+"""The controller: one process per job. Liveness, epochs, recovery decisions; control messages only.
+
+Its state is soft: everything it knows it was told by the agents, and a new one learns it again from
+their next greetings. Training does not notice its absence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from ft_core import decision
+from ft_core.errors import FtError, Unrecoverable
+from ft_core.settings import Settings, read_secret
+from ft_core.wire import AsyncChannel, listen
+
+log = logging.getLogger(__name__)
+Message = dict[str, Any]
+
+_TICK = 0.05
+_RETURN_GRACE = 0.3
+"""Seconds that an agent whose connection broke has to come back before its node counts as lost."""
+_REBUILD_GRACE = 2.0
+"""Seconds that a restarted controller waits for the nodes of the plan it was told of."""
+_FUTILE = 8
+"""Recoveries in a row without one finished step after which the job is stopped."""
+
+
+class Phase(StrEnum):
+    """What the job is doing, seen from here."""
+
+    FORMING = "forming"
+    REBUILDING = "rebuilding"
+    RUNNING = "running"
+    QUIESCING = "quiescing"
+    WAITING = "waiting"
+    DONE = "done"
+
+
+@dataclass
+class Node:
+    """A live agent."""
+
+    name: str
+    channel: AsyncChannel
+    about: Message
+    seen: float
+    holdings: Message = field(default_factory=dict)
+    heartbeat: Message = field(default_factory=dict)
+    gone_since: float | None = None
+
+
+class Controller:
+    """State machine of one job."""
+
+    def __init__(self, settings: Settings, job_dir: Path) -> None:
+        self.settings, self.job_dir = settings, job_dir
+        self.secret = read_secret(job_dir)
+        self.phase = Phase.FORMING
+        self.epoch = 0
+        self.plan: Message = {}
+        self.nodes: dict[str, Node] = {}
+        self.fenced: set[str] = set()
+        self._events = (job_dir / "events.jsonl").open("a", buffering=1)
+        self._started = time.monotonic()
+        self._restored: dict[int, int] = {}
+        self._stepped: set[int] = set()
+        self._finished: set[int] = set()
+        self._futile = 0
+        self._waiting_for = ""
+        self._unprotected = False
+        self._done: asyncio.Future[int] | None = None
+
+    async def run(self) -> int:
+        """Serve until the job ends. Returns its exit code."""
+        self._done = asyncio.get_running_loop().create_future()
+        host, port = self.settings.controller.rsplit(":", 1)
+        server = await asyncio.start_server(self._accept, sock=listen(host, int(port)))
+        ticker = asyncio.create_task(self._tick())
+        code = await self._done
+        ticker.cancel()
+        server.close()
+        for node in self.nodes.values():
+            with contextlib.suppress(OSError, FtError):
+                await node.channel.send({"type": "shutdown", "code": code})
+        return code
+
+    def event(self, name: str, reason: str = "", roles: list[int] | None = None, **more: Any) -> None:
+        """Write one line of `events.jsonl`."""
+        line = {
+            "event": name,
+            "epoch": self.epoch,
+            "monotonic": time.monotonic(),
+            "time": time.time(),
+            "roles": roles or [],
+            "reason": reason,
+            **more,
+        }
+        self._events.write(json.dumps(line) + "\n")
+
+    # -- connections ---------------------------------------------------------------------------
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        node: Node | None = None
+        try:
+            channel = await AsyncChannel.accept(reader, writer, self.secret)
+            hello = await channel.recv()
+            if hello.get("kind") == "ctl":
+                await self._serve_ctl(channel)
+                return
+            node = self._greet(channel, hello)
+            while node is not None:
+                message = await channel.recv()
+                node.seen = time.monotonic()
+                self._on_agent(node, message)
+        except FtError as error:
+            log.warning("refused: %s", error)
+            self.event("refused", str(error))
+        except (OSError, asyncio.IncompleteReadError):
+            pass
+        except (KeyError, TypeError, ValueError) as error:
+            log.warning("malformed message from %s: %r", node.name if node else "a new connection", error)
+            self.event("refused", f"malformed message: {error!r}")
+        finally:
+            writer.close()
+            if node is not None and self.nodes.get(node.name) is node:
+                node.gone_since = time.monotonic()
+
+    def _greet(self, channel: AsyncChannel, hello: Message) -> Node | None:
+        name = str(hello["node"])
+        if name in self.fenced:
+            # Declared dead and replaced: what still runs there must not meet its successor.
+            channel.post({"type": "kill"})
+            return None
+        node = Node(name, channel, hello, time.monotonic(), holdings=hello)
+        node.heartbeat = {"idle": hello["idle"], "roles": {}, "replicas": hello["replicas"]}
+        back = name in self.nodes
+        self.nodes[name] = node
+        if hello["plan"].get("epoch", 0) > self.plan.get("epoch", 0):
+            self.plan = hello["plan"]
+            self.phase = Phase.REBUILDING
+        self.epoch = max(self.epoch, int(hello["epoch"]), self.plan.get("epoch", 0))
+        self._finished |= {int(r) for r, about in hello["roles"].items() if about["finished"]}
+        if not back:
+            self.event("joined", node=name, agent_pid=hello["pid"], domain=hello["domain"])
+        if self.phase in (Phase.QUIESCING, Phase.WAITING):
+            channel.post({"type": "abort", "epoch": self.epoch})
+        elif self.phase is Phase.RUNNING and hello["epoch"] < self.epoch and hello["roles"]:
+            channel.post({"type": "abort", "epoch": self.epoch})
+            channel.post(self.plan)
+        return node
+
+    def _on_agent(self, node: Node, message: Message) -> None:
+        kind, epoch = message["type"], message.get("epoch")
+        if kind == "heartbeat":
+            node.heartbeat = message
+            node.holdings["idle"] = message["idle"]
+        elif kind == "idle":
+            node.heartbeat["idle"] = node.holdings["idle"] = message["idle"]
+            if self.phase is Phase.WAITING:
+                self._decide_if_ready()
+        elif kind == "holdings":
+            node.holdings = message
+            self._decide_if_ready()
+        elif kind == "worker_lost":
+            self._worker_lost(node, message)
+        elif kind in ("restore_failed", "short") and epoch == self.epoch:
+            reason = str(message.get("reason", "no idle worker on its node"))
+            self._failed(f"role {message['role']} on {node.name}: {reason}", [int(message["role"])])
+        elif kind == "restored" and epoch == self.epoch:
+            self._restored[int(message["role"])] = int(message["pid"])
+            if len(self._restored) == self.settings.world_size:
+                self.event("state_restored", version=self.plan["version"], pids=self._restored)
+        elif kind == "stepped" and epoch == self.epoch:
+            self._stepped.add(int(message["role"]))
+            if len(self._stepped) == self.settings.world_size:
+                self._futile = 0
+                self.event("resumed", version=int(message["version"]))
+        elif kind == "opened" and epoch == self.epoch:
+            self.event("communicators_ready", roles=[int(message["role"])])
+        elif kind == "unprotected":
+            self._unprotected = True
+        elif kind == "suspect":
+            self.event("suspected", str(message["reason"]), [int(message["role"])])
+        elif kind == "durable":
+            self.event("durable", roles=[int(message["role"])], version=message["version"])
+        elif kind == "finished":
+            self._finished.add(int(message["role"]))
+            if len(self._finished) == self.settings.world_size:
+                self._end(0, "every role has finished")
+
+    # -- failures ------------------------------------------------------------------------------
+
+    def _worker_lost(self, node: Node, message: Message) -> None:
+        role = int(message["role"])
+        where = f"worker {message['pid']} of role {role} on {node.name}: {message['exit']}"
+        if message["crashed"]:
+            self._failed(where, [role])
+        elif message["code"] == 0:
+            self._finished.add(role)
+            if len(self._finished) == self.settings.world_size:
+                self._end(0, "every role has finished")
+        else:
+            self._end(1, f"{where}\n{message['traceback']}")
+
+    def _node_lost(self, node: Node, why: str) -> None:
+        del self.nodes[node.name]
+        node.channel.close()
+        roles = [int(r) for r, where in self.plan.get("roles", {}).items() if where == node.name]
+        if roles:
+            self.fenced.add(node.name)
+            self._failed(f"node {node.name} lost: {why}", roles)
+        else:
+            self.event("spare_lost", f"node {node.name}: {why}", node=node.name)
+            self._decide_if_ready()
+
+    def _failed(self, reason: str, roles: list[int]) -> None:
+        """A failure: end the epoch, unless it is ending already."""
+        if self.phase in (Phase.DONE, Phase.FORMING):
+            self.event("detected", reason, roles)
+            if self.phase is Phase.FORMING:
+                self._form_if_ready()
+            return
+        if self._finished:
+            # The last collective of the script is behind everybody: nothing is left to lose.
+            self.event("detected", f"{reason}; its script had only local work left", roles)
+            self._finished |= set(roles)
+            if len(self._finished) == self.settings.world_size:
+                self._end(0, "every role has finished")
+            return
+        if self.phase in (Phase.QUIESCING, Phase.WAITING):
+            self.event("detected", reason, roles)
+            self._decide_if_ready()
+            return
+        if self._unprotected:
+            self._end(1, f"{reason}; the script runs without fault tolerance (--ft)")
+            return
+        self.epoch += 1
+        self.phase = Phase.QUIESCING
+        self.event("detected", reason, roles)
+        self._futile += 1
+        if self._futile > _FUTILE:
+            self._end(1, f"{_FUTILE} recoveries in a row without one finished step; the last: {reason}")
+            return
+        for node in self.nodes.values():
+            node.channel.post({"type": "abort", "epoch": self.epoch})
+        self._decide_if_ready()
+
+    async def _tick(self) -> None:
+        limit = self.settings.heartbeat * self.settings.heartbeats_missed
+        while True:
+            await asyncio.sleep(_TICK)
+            now = time.monotonic()
+            for node in list(self.nodes.values()):
+                if node.gone_since is not None and now - node.gone_since > _RETURN_GRACE:
+                    self._node_lost(node, "its agent's connection broke")
+                elif now - node.seen > limit:
+                    self._node_lost(node, f"no heartbeat for {limit:.1f} s")
+            if self.phase is Phase.FORMING:
+                self._form_if_ready()
+            elif self.phase is Phase.REBUILDING:
+                self._rebuild(now - self._started > _REBUILD_GRACE)
+            elif self.phase is Phase.WAITING:
+                self._decide_if_ready()
+
+    # -- decisions -----------------------------------------------------------------------------
+
+    def _form_if_ready(self) -> None:
+        """The first epoch: node rank i plays roles i*n .. i*n+n-1."""
+        wanted, n = self.settings.nnodes, self.settings.nproc_per_node
+        ranked = {node.about["node_rank"]: node for node in self.nodes.values()}
+        first = [ranked.get(rank) for rank in range(wanted)]
+        if any(node is None or node.heartbeat["idle"] < n for node in first):
+            return
+        roles = {rank * n + i: node.name for rank, node in enumerate(first) if node for i in range(n)}
+        durable = set.intersection(*(set(node.holdings["durable"]) for node in first if node))
+        self.epoch += 1
+        origin = "durable" if durable else "initial"
+        self._start(roles, max(durable) if durable else None, origin, {}, {})
+
+    def _rebuild(self, late: bool) -> None:
+        missing = set(self.plan["roles"].values()) - set(self.nodes)
+        if missing and not late:
+            return
+        self.phase = Phase.RUNNING
+        self.event("controller_restarted", f"plan of epoch {self.plan['epoch']} taken over")
+        if len(self._finished) == self.settings.world_size:
+            self._end(0, "every role has finished")
+            return
+        dead = [int(r) for r, node in self.plan["roles"].items() if not self._alive(int(r), node)]
+        if dead or self.epoch > self.plan["epoch"]:
+            self.fenced |= missing
+            self._failed("lost while the controller was away" if dead else "recovery was under way", dead)
+
+    def _alive(self, role: int, node: str) -> bool:
+        about = self.nodes[node].holdings["roles"].get(str(role)) if node in self.nodes else None
+        return about is not None and bool(about["alive"])
+
+    def _decide_if_ready(self) -> None:
+        if self.phase not in (Phase.QUIESCING, Phase.WAITING):
+            return
+        if any(n.holdings["epoch"] != self.epoch or n.gone_since is not None for n in self.nodes.values()):
+            return
+        places = {int(role): node for role, node in self.plan["roles"].items()}
+        lost = [role for role, node in places.items() if not self._alive(role, node)]
+        idle = {node.name: int(node.heartbeat["idle"]) for node in self.nodes.values()}
+        assignment = decision.assign(places, idle, lost)
+        if assignment.unplaced:
+            self._wait(list(assignment.unplaced))
+            return
+        try:
+            version, origin, sources = self._choose(assignment.roles, places)
+        except Unrecoverable as error:
+            self._end(1, str(error))
+            return
+        self._waiting_for = ""
+        self._start(assignment.roles, version, origin, sources, self._completed(), lost)
+
+    def _choose(self, roles: dict[int, str], places: dict[int, str]) -> tuple[int | None, str, Message]:
+        reports = [_report(node) for node in self.nodes.values()]
+        steps = [int(b["step"]) for n in self.nodes.values() for b in n.heartbeat["roles"].values()]
+        initial = _initial(self.nodes.values())
+        if initial is None and not any(r.versions for report in reports for r in report.roles.values()):
+            # Nobody has reached training: start-up goes on towards what it was begun with.
+            return self.plan["version"], self.plan["origin"], {}
+        choice = decision.choose_version(
+            reports,
+            range(self.settings.world_size),
+            initial,
+            _common_durable(self.nodes.values()),
+            placements=roles,
+            previous=places,
+            reached=max(steps, default=None),
+        )
+        return choice.version, choice.origin, {str(role): found for role, found in choice.sources.items()}
+
+    def _wait(self, lost: list[int]) -> None:
+        nodes = sorted({self.plan["roles"][str(role)] for role in lost} - set(self.nodes))
+        what = f"no worker for roles {lost} (lost nodes: {', '.join(nodes) or 'none'})"
+        if self.settings.policy == "stop" and nodes:
+            self._end(1, f"{what}; policy is stop")
+            return
+        self.phase = Phase.WAITING
+        if nodes and what != self._waiting_for:
+            self._waiting_for = what
+            how = f"ftrun --join {self.settings.controller} --job-dir {self.job_dir}"
+            self.event("waiting", f"{what}; survivors hold their state until a node joins: {how}", lost)
+            log.warning("%s; waiting for a node: %s", what, how)
+
+    def _start(
+        self,
+        roles: dict[int, str],
+        version: int | None,
+        origin: str,
+        sources: Message,
+        completed: Message,
+        lost: list[int] | None = None,
+    ) -> None:
+        lead = self.nodes[roles[0]]
+        self.plan = {
+            "type": "plan",
+            "epoch": self.epoch,
+            "roles": {str(role): node for role, node in sorted(roles.items())},
+            "nodes": {
+                n.name: {"data": n.about["data"], "domain": n.about["domain"]} for n in self.nodes.values()
+            },
+            "store": lead.holdings["store"],
+            "version": version,
+            "origin": origin,
+            "sources": sources,
+            "completed": completed,
+        }
+        self.phase = Phase.RUNNING
+        self._restored, self._stepped = {}, set()
+        moved = {role: node for role, node in roles.items() if role in (lost or [])}
+        self.event("decided", f"version {version} ({origin})", lost, version=version, origin=origin, moved=moved)
+        for node in self.nodes.values():
+            node.channel.post(self.plan)
+
+    def _completed(self) -> dict[str, list[int]]:
+        """For each group how many start-up collectives are done, and a role that has their record."""
+        found: dict[str, list[int]] = {}
+        for node in self.nodes.values():
+            for role, about in node.holdings["roles"].items():
+                for group, count in about["counts"].items() if about["alive"] else ():
+                    if count > found.get(group, [0])[0]:
+                        found[group] = [count, int(role)]
+        return found
+
+    def _end(self, code: int, reason: str) -> None:
+        if self._done is None or self._done.done():
+            return
+        self.phase = Phase.DONE
+        self.event("finished" if code == 0 else "stopped", reason)
+        if code:
+            print(f"ftrun: the job stops: {reason}", file=sys.stderr, flush=True)
+        self._done.set_result(code)
+
+    # -- ftctl ---------------------------------------------------------------------------------
+
+    async def _serve_ctl(self, channel: AsyncChannel) -> None:
+        while True:
+            request = await channel.recv()
+            if request["type"] == "status":
+                await channel.send(self.status())
+            elif request["type"] == "kill":
+                await channel.send(self._inject(request))
+            else:
+                await channel.send({"error": f"unknown command {request['type']!r}"})
+
+    def status(self) -> Message:
+        """The answer to `ftctl status`."""
+        rows = []
+        copies: dict[str, Message] = {}
+        for node in self.nodes.values():
+            for segment, versions in node.heartbeat.get("replicas", {}).items():
+                copies.setdefault(segment, {})[node.name] = versions
+        for role, name in self.plan.get("roles", {}).items():
+            node = self.nodes.get(name)
+            beat = node.heartbeat["roles"].get(role, {}) if node else {}
+            segments = node.holdings.get("roles", {}).get(role, {}).get("segments", []) if node else []
+            rows.append(
+                {
+                    "role": int(role),
+                    "node": name,
+                    "worker_pid": beat.get("pid"),
+                    "agent_pid": node.about["pid"] if node else None,
+                    "step": beat.get("step"),
+                    "tag": beat.get("tag"),
+                    "held": beat.get("held", []),
+                    "replicas": {s: v for s, v in copies.items() if s in segments or s.startswith(f"{role}x1-")},
+                    **{k: beat.get(k) for k in ("committed", "waited_s", "h2h_bytes", "h2h_snapshots")},
+                }
+            )
+        busy = set(self.plan.get("roles", {}).values())
+        spares = [
+            {"node": n.name, "agent_pid": n.about["pid"], "idle": n.heartbeat["idle"]}
+            for n in self.nodes.values()
+            if n.name not in busy
+        ]
+        about = {"phase": self.phase, "controller_pid": os.getpid(), "finished": sorted(self._finished)}
+        return {"epoch": self.epoch, "roles": rows, "spares": spares, **about}
+
+    def _inject(self, request: Message) -> Message:
+        role = request.get("role")
+        name = self.plan.get("roles", {}).get(str(role)) if role is not None else request.get("node")
+        node = self.nodes.get(str(name))
+        if node is None:
+            return {"error": f"no such role or node: {role if role is not None else name}"}
+        self.event("injected", f"ftctl kill {'node ' + node.name if role is None else f'role {role}'}")
+        node.channel.post({"type": "kill", **({} if role is None else {"role": int(role)})})
+        return {"killed": node.name if role is None else int(role)}
+
+
+def _report(node: Node) -> decision.NodeReport:
+    held = node.holdings
+    roles = {}
+    for role, about in held["roles"].items():
+        roles[int(role)] = decision.RoleReport(
+            role=int(role),
+            node=node.name,
+            alive=about["alive"],
+            stage=about["stage"],
+            versions=tuple(about["versions"]),
+            segments=tuple(about["segments"]),
+        )
+    return decision.NodeReport(
+        node=node.name,
+        domain=node.about["domain"],
+        roles=roles,
+        replicas={segment: tuple(versions) for segment, versions in held["replicas"].items()},
+        segments=held["segments"],
+        spare_workers=int(node.heartbeat["idle"]),
+    )
+
+
+def _initial(nodes: Any) -> int | None:
+    """The version that the script itself makes, if some role has told it."""
+    known = {about["initial"] for n in nodes for about in n.holdings["roles"].values()}
+    known.discard(None)
+    return min(known) if known else None
+
+
+def _common_durable(nodes: Any) -> list[int]:
+    """Durable versions that every live node can read."""
+    sets = [set(n.holdings["durable"]) for n in nodes]
+    return sorted(set.intersection(*sets)) if sets else []
+
+
+def main() -> int:
+    """Entry of the controller process (started by `ftrun`)."""
+    parser = argparse.ArgumentParser(prog="python -m ft_core.controller", description=__doc__)
+    parser.add_argument("--job-dir", type=Path, required=True)
+    args = parser.parse_args()
+    logging.basicConfig(format="%(asctime)s ft %(levelname)s %(message)s", level=logging.WARNING)
+    return asyncio.run(Controller(Settings.read(args.job_dir), args.job_dir).run())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

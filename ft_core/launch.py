@@ -1,0 +1,271 @@
+"""`ftrun`: starts a fault-tolerant job. Takes torchrun's flags, and a few more.
+
+    ftrun --standalone --nnodes 3 --nproc-per-node 2 --spares 1 train.py --args   one machine, as if it were four
+    ftrun --nnodes 4 --nproc-per-node 8 --node-rank 0 --rdzv-endpoint HOST:PORT train.py   on each node
+    ftrun --join HOST:PORT --job-dir DIR                                          another node, any time
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from ft_core import inject
+from ft_core.errors import ConfigError
+from ft_core.settings import Settings, write_secret
+from ft_core.wire import listen
+from ft_core.worker import Command
+
+_DEFAULT_PORT = 29400
+_POLL = 0.05
+_STOP_GRACE = 15.0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `ftrun`."""
+    p = argparse.ArgumentParser(
+        prog="ftrun", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    t = p.add_argument_group("as torchrun's")
+    t.add_argument("--standalone", action="store_true", help="all nodes on this machine, one process tree each")
+    t.add_argument("--nnodes", default="1", help="nodes that train (spares come on top)")
+    t.add_argument("--nproc-per-node", "--nproc_per_node", default="1", help="workers per node, or `gpu`")
+    t.add_argument("--node-rank", "--node_rank", type=int, default=None, help="this node's number; spares: >= nnodes")
+    t.add_argument("--rdzv-endpoint", "--rdzv_endpoint", default="", help="HOST:PORT of the controller (on node rank 0)")
+    t.add_argument("--master-addr", "--master_addr", default="127.0.0.1", help="the controller's host, another way")
+    t.add_argument("--master-port", "--master_port", type=int, default=_DEFAULT_PORT)
+    t.add_argument("--rdzv-id", "--rdzv_id", default="", help="accepted and ignored: the job directory is the job")
+    t.add_argument("--rdzv-backend", "--rdzv_backend", default="", help="accepted and ignored")
+    t.add_argument("--max-restarts", "--max_restarts", default="", help="accepted and ignored: nothing is restarted")
+    t.add_argument("-m", "--module", action="store_true", help="the script is a module, as in python -m")
+    t.add_argument("--no-python", "--no_python", action="store_true", help="the script is a program; run it unprotected")
+    t.add_argument("--log-dir", "--log_dir", type=Path, default=None, help="another name for --job-dir")
+    t.add_argument("-r", "--redirects", default="3", help="streams that go to log files: 0 none, 1 out, 2 err, 3 both")
+    t.add_argument("-t", "--tee", default=None, help="streams that go to log files and the console (default 3)")
+    f = p.add_argument_group("fault tolerance")
+    f.add_argument("--job-dir", type=Path, default=None, help="address, secret, events and logs of the job; default: new")
+    f.add_argument("--spares", "--ft-spares", type=int, default=0, help="nodes that stand by (with --standalone)")
+    f.add_argument("--respawn", action="store_true", help="with --standalone: start a new node for each that dies")
+    f.add_argument("--join", metavar="HOST:PORT", default="", help="join the job whose controller is there, as a spare")
+    f.add_argument("--controller", metavar="HOST:PORT", default="", help="another name for --rdzv-endpoint")
+    f.add_argument("--ft-replicas", type=int, default=1, help="k: failure domains that may be lost at once (default 1)")
+    f.add_argument("--ft-policy", choices=["wait", "stop"], default="wait", help="with no spare left: hold, or end the job")
+    f.add_argument("--ft-domain", default="", help="failure domain of this node (rack, switch); a comma list for --standalone")
+    f.add_argument("--ft-durable-dir", default="", help="directory of the durable checkpoints (shared by all nodes)")
+    f.add_argument("--ft-durable-interval", type=int, default=0, help="steps between durable checkpoints (0: none)")
+    f.add_argument("--ft-heartbeat", type=float, default=0.5, help="seconds between an agent's heartbeats")
+    f.add_argument("--ft-quiesce-timeout", type=float, default=60.0, help="seconds a worker may take to leave its step")
+    f.add_argument("--ft-inject", default="", help="failures on purpose: ROLE@POINT:STEP[:worker],... (for drills)")
+    p.add_argument("script", nargs="?", default="", help="the training script, its arguments after it")
+    p.add_argument("arguments", nargs=argparse.REMAINDER)
+    return p
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """Check the flags against each other. Raises ConfigError before anything is started."""
+    nnodes = _count("--nnodes", args.nnodes)
+    nproc = _gpus() if args.nproc_per_node in ("gpu", "auto") else _count("--nproc-per-node", args.nproc_per_node)
+    if not args.script:
+        raise ConfigError("no script given")
+    if not args.no_python and not args.module and not Path(args.script).is_file():
+        raise ConfigError(f"there is no script {args.script!r} (give -m for a module)")
+    if args.spares < 0 or args.ft_replicas < 0:
+        raise ConfigError("--spares and --ft-replicas count things: 0 or more")
+    if args.spares and not args.standalone:
+        raise ConfigError("--spares goes with --standalone; elsewhere start spare nodes with --node-rank >= nnodes")
+    if bool(args.ft_durable_dir) != bool(args.ft_durable_interval):
+        raise ConfigError("--ft-durable-dir and --ft-durable-interval go together")
+    if args.ft_replicas >= nnodes > 1:
+        raise ConfigError(
+            f"--ft-replicas {args.ft_replicas} needs at least {args.ft_replicas + 1} nodes; there are {nnodes}"
+        )
+    if args.ft_heartbeat <= 0 or args.ft_quiesce_timeout <= 0 or args.ft_durable_interval < 0:
+        raise ConfigError("--ft-heartbeat, --ft-quiesce-timeout and --ft-durable-interval must be positive")
+    if args.respawn and not args.standalone:
+        raise ConfigError("--respawn goes with --standalone; elsewhere the scheduler starts nodes")
+    if args.standalone and args.node_rank not in (None, 0):
+        raise ConfigError("--standalone starts all nodes itself: leave --node-rank out")
+    inject.parse(args.ft_inject)
+    streams = "3" if args.tee is None else args.tee
+    for flag, value in (("--redirects", args.redirects), ("--tee", streams)):
+        if value not in ("0", "1", "2", "3"):
+            raise ConfigError(f"{flag} {value!r}: give 0, 1, 2 or 3, the same for all workers")
+    return Settings(
+        nnodes=nnodes,
+        nproc_per_node=nproc,
+        command=Command(args.script, args.arguments, args.module, args.no_python),
+        controller=_controller_address(args),
+        spares=args.spares,
+        replicas=args.ft_replicas,
+        policy=args.ft_policy,
+        heartbeat=args.ft_heartbeat,
+        quiesce_timeout=args.ft_quiesce_timeout,
+        durable_dir=str(Path(args.ft_durable_dir).resolve()) if args.ft_durable_dir else "",
+        durable_interval=args.ft_durable_interval,
+        redirects=args.redirects,
+        tee=streams,
+        log_prefix=args.tee is not None,
+        inject=args.ft_inject,
+    )
+
+
+class Launcher:
+    """Starts the processes of this machine and waits for the end of the job."""
+
+    def __init__(self, job_dir: Path) -> None:
+        self._job_dir = job_dir
+        self._controller: subprocess.Popen[bytes] | None = None
+        self._agents: list[subprocess.Popen[bytes]] = []
+        self.respawn = False
+        """Start a new node for each that dies, as a cluster's scheduler would."""
+
+    def controller(self) -> None:
+        """Start the controller; `wait` starts it again should it die."""
+        self._controller = self._start("ft_core.controller")
+
+    def agent(self, node: str, node_rank: int, domain: str) -> None:
+        """Start an agent."""
+        about = ["--node", node, "--node-rank", str(node_rank), "--domain", domain]
+        self._agents.append(self._start("ft_core.agent", *about))
+
+    def wait(self) -> int:
+        """Until the job is over. Returns its exit code."""
+        while True:
+            if self._controller is not None and (code := self._controller.poll()) is not None:
+                if code >= 0:
+                    self._reap()
+                    return code
+                self.controller()  # killed: a new one takes over, training goes on meanwhile
+            for agent in [a for a in self._agents if self.respawn and (a.poll() or 0) < 0]:
+                self._agents.remove(agent)
+                self.agent(f"node{len(os.listdir(self._job_dir / 'logs'))}", -1, "")
+            if self._controller is None and all(a.poll() is not None for a in self._agents):
+                return max((abs(a.returncode) for a in self._agents), default=1)
+            time.sleep(_POLL)
+
+    def stop(self) -> None:
+        """End everything that was started here, whole process groups."""
+        for process in [*self._agents, *([self._controller] if self._controller else [])]:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def _reap(self) -> None:
+        deadline = time.monotonic() + _STOP_GRACE
+        while any(a.poll() is None for a in self._agents) and time.monotonic() < deadline:
+            time.sleep(_POLL)
+
+    def _start(self, module: str, *arguments: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", module, "--job-dir", str(self._job_dir), *arguments]
+        return subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry of `ftrun`. Returns the job's exit code."""
+    args = parser().parse_args(argv)
+    try:
+        launcher = _join(args) if args.join else _launch(args)
+    except ConfigError as error:
+        print(f"ftrun: {error}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        return launcher.wait()
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        launcher.stop()
+
+
+def _launch(args: argparse.Namespace) -> Launcher:
+    settings = settings_of(args)
+    job_dir = _job_dir(args)
+    settings.write(job_dir)
+    write_secret(job_dir)
+    (job_dir / "controller").write_text(settings.controller + "\n")
+    launcher = Launcher(job_dir)
+    if args.standalone:
+        domains = [d.strip() for d in args.ft_domain.split(",")] if args.ft_domain else []
+        launcher.respawn = args.respawn
+        launcher.controller()
+        for rank in range(settings.nnodes + settings.spares):
+            domain = domains[rank] if rank < len(domains) else ""
+            launcher.agent(f"node{rank}", rank, domain)
+        return launcher
+    rank = 0 if args.node_rank is None and settings.nnodes == 1 else args.node_rank
+    if rank is None:
+        raise ConfigError("--nnodes above 1 needs --node-rank (or --standalone)")
+    if rank == 0:
+        launcher.controller()
+    launcher.agent(f"{socket.gethostname()}-{rank}", rank, args.ft_domain)
+    return launcher
+
+
+def _join(args: argparse.Namespace) -> Launcher:
+    """Join a running job as a spare, with its own command line if its directory is not shared."""
+    if args.script:
+        settings = settings_of(args)
+        job_dir = _job_dir(args)
+        settings.write(job_dir)
+        write_secret(job_dir)
+    elif args.job_dir is None:
+        raise ConfigError("--join needs the job's --job-dir, or the job's own command line")
+    else:
+        job_dir = args.job_dir.resolve()
+        settings = Settings.read(job_dir)
+    if settings.controller != args.join:
+        raise ConfigError(f"--join {args.join}: the job in {job_dir} is at {settings.controller}")
+    launcher = Launcher(job_dir)
+    launcher.agent(f"{socket.gethostname()}-{os.getpid()}", -1, args.ft_domain)
+    return launcher
+
+
+def _job_dir(args: argparse.Namespace) -> Path:
+    given = args.job_dir or args.log_dir
+    if given is None:
+        path = Path(tempfile.mkdtemp(prefix="ftjob-"))
+        print(f"ftrun: job directory {path}", file=sys.stderr, flush=True)
+        return path
+    path = Path(given).resolve()
+    path.mkdir(parents=True, exist_ok=True)
+    if (path / "events.jsonl").exists() and not args.join:
+        raise ConfigError(f"{path} is the directory of an earlier job; give a new one")
+    return path
+
+
+def _controller_address(args: argparse.Namespace) -> str:
+    given = args.join or args.controller or args.rdzv_endpoint
+    if given:
+        host, _, port = given.rpartition(":")
+        if not host:
+            return f"{given}:{_DEFAULT_PORT}"
+        if not port.isdigit():
+            raise ConfigError(f"{given!r} is no HOST:PORT")
+        return str(given)
+    if args.standalone or args.nnodes == "1":
+        with listen("127.0.0.1") as free:
+            return f"127.0.0.1:{free.getsockname()[1]}"
+    return f"{args.master_addr}:{args.master_port}"
+
+
+def _count(flag: str, text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"{flag} {text!r}: give a number of 1 or more (elastic ranges are not supported)")
+    return int(text)
+
+
+def _gpus() -> int:
+    import torch  # noqa: PLC0415 - slow, and needed for this question only
+
+    return torch.cuda.device_count() or 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Sends the unique part of each snapshot to the ring, TRAIN before STATE, and keeps the count.
+
+FFTrainer, sections 4.2 (neighbouring redundancy) and 5.3 (training traffic goes first).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ft_core.errors import TransportError
+from ft_core.inject import Injector
+from ft_core.placement import replica_nodes, sender
+from ft_core.store import NodeStore
+from ft_core.transport import TcpTransport
+
+_DEADLINE = 600.0
+_GATE_SHARE = 0.2
+"""Share of a step that the gate may hold a snapshot back; beyond it, STATE is sent all the same."""
+_GATE_POLL = 2e-4
+
+
+class Replicator:
+    """One per agent. `replicate` is called in a thread per role and version."""
+
+    def __init__(self, store: NodeStore, transport: TcpTransport, replicas: int, injector: Injector) -> None:
+        self._store, self._transport, self._replicas = store, transport, replicas
+        self._injector = injector
+        self._lock = threading.Lock()
+        self._rings: dict[int, list[int]] = {}
+        self._sent: dict[int, tuple[int, int]] = {}
+        self._role_nodes: dict[int, str] = {}
+        self._domains: dict[str, str] = {}
+        self._addresses: dict[str, str] = {}
+
+    def begin(self, plan: dict[str, Any]) -> None:
+        """A new epoch: learn where everybody is."""
+        self._role_nodes = {int(role): node for role, node in plan["roles"].items()}
+        self._domains = {node: about["domain"] for node, about in plan["nodes"].items()}
+        self._addresses = {node: about["data"] for node, about in plan["nodes"].items()}
+
+    def cancel(self) -> None:
+        """An epoch ended: wake every transfer under way."""
+        self._transport.close_peers()
+
+    def register(self, role: int, ring: list[int]) -> None:
+        """Remember a role's DP peers, the first choice for its replicas."""
+        self._rings[role] = ring
+
+    def replicate(self, role: int, version: int, epoch: int, gate: Callable[[], None]) -> None:
+        """Make every segment of the role's snapshot survive k failure domains.
+
+        Returns when each copy is acknowledged as verified. Raises TransportError.
+        """
+        found = self._store.memory(role).find(version)
+        if found is None:
+            raise TransportError(f"version {version} of role {role} is no longer in memory")
+        _, buffer = found
+        total = 0
+        for index, segment in enumerate(buffer.segments):
+            if sender(segment, self._role_nodes) != role:
+                continue
+            ring = self._rings.get(role)
+            for node in replica_nodes(segment, self._role_nodes, self._domains, self._replicas, ring=ring):
+                self._injector.point(role, "h2h", version)
+                sums = list(buffer.checksums(index))
+                total += self._transport.push(
+                    self._addresses[node],
+                    segment,
+                    version,
+                    buffer.data(index),
+                    sums,
+                    epoch=epoch,
+                    gate=gate,
+                    deadline=_DEADLINE,
+                )
+        with self._lock:
+            sent, snapshots = self._sent.get(role, (0, 0))
+            self._sent[role] = (sent + total, snapshots + 1)
+
+    def sent(self, role: int) -> tuple[int, int]:
+        """Payload bytes sent for a role since the start, and for how many snapshots."""
+        with self._lock:
+            return self._sent.get(role, (0, 0))
+
+    @staticmethod
+    def gate(busy: Callable[[], bool], step_ns: int) -> Callable[[], None]:
+        """A gate between chunks: closed while training traffic is in flight, for a bounded time in all."""
+        left = _GATE_SHARE * step_ns / 1e9
+
+        def wait() -> None:
+            nonlocal left
+            while left > 0 and busy():
+                time.sleep(_GATE_POLL)
+                left -= _GATE_POLL
+
+        return wait

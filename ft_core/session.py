@@ -1,0 +1,358 @@
+"""A worker's runtime: its link to the agent, its step boundary, and its way through a recovery.
+
+One watcher thread listens to the agent; it aborts the communicators of an epoch that ended, which
+makes the main thread unwind to `Session.protect`. Everything else happens in the main thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ft_core.adapter import Adapter
+from ft_core.errors import CorruptSnapshot, EpochChanged, FtError
+from ft_core.inject import Injector
+from ft_core.manifest import Segment
+from ft_core.memory import IN_OPTIMIZER, ControlBlock, SharedMemory, Word
+from ft_core.process_group import Communicators
+from ft_core.snapshot import Snapshotter
+from ft_core.wire import Channel
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Message = dict[str, Any]
+
+_current: Session | None = None
+
+
+def current() -> Session | None:
+    """The session of this process, or None when it was not started by `ftrun`."""
+    return _current
+
+
+class Stage(StrEnum):
+    """How far a worker's script has come."""
+
+    STARTUP = "startup"
+    TRAINING = "training"
+    FINISHED = "finished"
+
+
+class Session:
+    """One worker's part in the job. Made by `ft_core.worker` before the user's script starts."""
+
+    def __init__(self, channel: Channel, job_dir: Path, worker: int) -> None:
+        self._channel = channel
+        self._condition = threading.Condition()
+        self._replies: dict[int, Message] = {}
+        self._ids = itertools.count()
+        self._assignment: Message | None = None
+        self._plan: Message = {}
+        self._restore: Message | None = None
+        self._pending = 0
+        self._stage = Stage.STARTUP
+        self._exit = threading.Event()
+        self._injector = Injector(job_dir)
+        self._snapshotter: Snapshotter | None = None
+        self._report_step = False
+        self.job_dir = job_dir
+        self.epoch = 0
+        self.role = -1
+        self.world_size = 0
+        self.version = 0
+        """How many steps the state of this role has seen."""
+        channel.send({"type": "hello", "worker": worker, "pid": os.getpid()})
+        welcome = channel.recv()
+        self.control = ControlBlock(SharedMemory.open(welcome["control"]))
+        threading.Thread(target=self._watch, name="ft-watcher", daemon=True).start()
+
+    # -- before the script ---------------------------------------------------------------------
+
+    def wait_for_role(self) -> Message:
+        """Block until this worker is given a role; returns the agent's assignment."""
+        global _current
+        with self._condition:
+            self._condition.wait_for(lambda: self._assignment is not None)
+            assert self._assignment is not None
+            assignment = self._assignment
+        _current = self
+        return assignment
+
+    def finish(self) -> None:
+        """The script is done. Returns when every role is, so that nobody misses a peer."""
+        self._set_stage(Stage.FINISHED)
+        self._channel.send({"type": "finished"})
+        self._exit.wait()
+
+    # -- the step ------------------------------------------------------------------------------
+
+    def protect(self, adapter: Adapter, train: Callable[[], T], version: int) -> T:
+        """Run `train` to its end through any number of recoveries.
+
+        `train` must take up the work at `self.version` whenever it is called: after a recovery it is
+        called again, on every role alike. `version` is the number of steps that the state has seen.
+        Errors that no recovery explains are the caller's and pass through.
+        """
+        if self._snapshotter is not None:
+            raise FtError("protect() cannot be nested: one training function per process")
+        self._enter_training(adapter, version)
+        while True:
+            try:
+                self._resume()
+                return train()
+            except Exception as error:
+                if not self._epoch_moved(error):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # the step's tensors hang on its frames
+            self._quiesce(adapter)
+
+    def unprotected(self) -> None:
+        """The script wants no fault tolerance: nothing is recorded, and a failure ends the job."""
+        self.comms.end_startup()
+        self._set_stage(Stage.TRAINING)
+        self._send({"type": "unprotected"})
+
+    def commit_wait(self) -> None:
+        """Wait until this version is staged here and verified at the ring peers (DeadPool, VI-A).
+
+        Called before the rank contributes to the barrier; see docs/design.md for why not after it.
+        """
+        started = time.monotonic_ns()
+        pause = 20e-6
+        while self.control[Word.COMMITTED] < self.version:
+            self._raise_if_moved()
+            if self._snapshotter is not None and (failure := self._snapshotter.failed) is not None:
+                raise failure
+            time.sleep(pause)
+            pause = min(2e-3, pause * 1.5)
+        self.control[Word.WAITED_NS] += time.monotonic_ns() - started
+
+    def optimizer_begins(self) -> None:
+        """The barrier is passed: from here on the state changes."""
+        self.control[Word.TAG] = IN_OPTIMIZER
+        self.point("optimizer")
+
+    def step_done(self) -> None:
+        """The step is complete on this role: its state is a new version, which is staged at once."""
+        assert self._snapshotter is not None
+        now = time.monotonic_ns()
+        if self._step_began:
+            self.control[Word.STEP_NS] = now - self._step_began
+        self._step_began = now
+        self.version += 1
+        self.control[Word.VERSION] = self.control[Word.TAG] = self.version
+        self._snapshotter.stage(self.version)
+        if self._report_step:
+            self._report_step = False
+            self._send({"type": "stepped", "epoch": self.epoch, "version": self.version})
+
+    def point(self, name: str) -> None:
+        """A place where a failure may be injected."""
+        if self._injector.armed:
+            self._injector.point(self.role, name, self.version)
+
+    @property
+    def injecting(self) -> bool:
+        """Whether failures are to be injected in this job."""
+        return self._injector.armed
+
+    # -- recovery, main thread -----------------------------------------------------------------
+
+    def _enter_training(self, adapter: Adapter, version: int) -> None:
+        with self._condition:
+            # An abort answered by the watcher on behalf of a worker in start-up is completed first.
+            self._condition.wait_for(lambda: self._pending <= self.epoch)
+            self.comms.end_startup()
+            self._stage = Stage.TRAINING
+        self.version = version
+        self.control[Word.VERSION] = self.control[Word.TAG] = version
+        self._snapshotter = Snapshotter(
+            adapter, self._allocate, self._staged, on_copy=lambda: self.point("d2h")
+        )
+        self._send({"type": "registered", "version": version, "ring": list(adapter.ring)})
+
+    def _resume(self) -> None:
+        assert self._snapshotter is not None
+        self.point("recovery" if self.epoch > 1 else "startup")
+        restore = self._await_restore()
+        version = restore["version"]
+        if version is None:
+            self._snapshotter.stage(self.version)
+        else:
+            segments = [Segment.from_json(s) for s in restore["segments"]]
+            try:
+                self._snapshotter.load(restore["slot"], restore["address"], segments, version)
+            except CorruptSnapshot as error:
+                # The copy is struck off, and the controller decides again without it.
+                self._send({"type": "corrupt", "slot": restore["slot"], "reason": str(error)})
+                self._await_epoch()
+            self.version = version
+            self.control[Word.STAGED] = version
+        self.control[Word.VERSION] = self.control[Word.TAG] = self.version
+        self._step_began = time.monotonic_ns()
+        self._report_step = True
+        self._send({"type": "restored", "epoch": self.epoch, "version": self.version})
+
+    def _quiesce(self, adapter: Adapter) -> None:
+        assert self._snapshotter is not None
+        try:
+            self._snapshotter.wait()
+        except Exception:
+            log.exception("role %d: staging version %d failed; the copy is not used", self.role, self.version)
+        adapter.reset()
+        while True:
+            with self._condition:
+                epoch = self._pending
+            self._send_quiesced(epoch, self._stage)
+            with self._condition:
+                self._condition.wait_for(
+                    lambda e=epoch: self._pending > e or self._plan.get("epoch", 0) >= e  # type: ignore[misc]
+                )
+                if self._pending == self._plan.get("epoch"):
+                    plan = self._plan
+                    break
+        self.comms.swap(plan["epoch"], plan["store"], plan["completed"], self._fetch_startup)
+        self.comms.reset()
+        self.epoch = plan["epoch"]
+
+    def _send_quiesced(self, epoch: int, stage: Stage) -> None:
+        counts = self.comms.startup_counts()
+        self._send({"type": "quiesced", "epoch": epoch, "stage": stage, "counts": counts})
+
+    def _epoch_moved(self, error: Exception) -> bool:
+        return isinstance(error, EpochChanged) or self._pending > self.epoch
+
+    def _raise_if_moved(self) -> None:
+        if self._pending > self.epoch:
+            raise EpochChanged(f"epoch {self._pending} was announced; role {self.role} leaves its step")
+
+    def _await_restore(self) -> Message:
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self._pending > self.epoch
+                or (self._restore is not None and self._restore["epoch"] == self.epoch)
+            )
+            self._raise_if_moved()
+            assert self._restore is not None
+            return self._restore
+
+    def _await_epoch(self) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: self._pending > self.epoch)
+        self._raise_if_moved()
+
+    # -- the agent -----------------------------------------------------------------------------
+
+    def _send(self, message: Message) -> None:
+        self._channel.send(message)
+
+    def _ask(self, message: Message) -> Message:
+        """Send a request and wait for the agent's reply. Raises EpochChanged when overtaken."""
+        number = next(self._ids)
+        self._send({**message, "id": number})
+        with self._condition:
+            self._condition.wait_for(lambda: number in self._replies)
+            reply = self._replies.pop(number)
+        if "error" in reply:
+            raise FtError(reply["error"])
+        return reply
+
+    def _allocate(self, slot: int, segments: list[Segment]) -> list[int]:
+        reply = self._ask({"type": "allocate", "slot": slot, "segments": [s.to_json() for s in segments]})
+        return list(reply["address"])
+
+    def _staged(self, version: int) -> None:
+        self.control[Word.STAGED] = version
+        self._send({"type": "staged", "version": version})
+
+    def _fetch_startup(self, holder: int, group: str, start: int) -> list[Any]:
+        reply = self._ask({"type": "startup_fetch", "holder": holder, "group": group, "start": start})
+        return list(reply["entries"])
+
+    def _set_stage(self, stage: Stage) -> None:
+        with self._condition:
+            self._stage = stage
+
+    # -- watcher thread ------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        try:
+            while True:
+                self._handle(self._channel.recv())
+        except OSError:
+            # The agent is gone, and with it this node: a worker without one must not linger.
+            os._exit(1)
+        except BaseException:
+            log.exception("role %d: the watcher failed", self.role)
+            os._exit(1)
+
+    def _handle(self, message: Message) -> None:
+        kind = message["type"]
+        if kind == "abort":
+            self._abort(message["epoch"])
+        elif kind == "plan":
+            self._planned(message)
+        elif kind == "assign":
+            self._assigned(message)
+        elif kind == "restore":
+            with self._condition:
+                self._restore = message
+                self._condition.notify_all()
+        elif kind == "reply":
+            with self._condition:
+                self._replies[message["id"]] = message
+                self._condition.notify_all()
+        elif kind == "startup_entries":
+            entries = self.comms.startup_entries(message["group"], message["start"])
+            self._send({"type": "reply", "id": message["id"], "entries": entries})
+        elif kind == "exit":
+            self._exit.set()
+
+    def _assigned(self, message: Message) -> None:
+        self.role, self.world_size = message["role"], message["world_size"]
+        self.comms = Communicators(self.role, self.world_size, self._suspect)
+        self.comms.traffic = self._traffic
+        plan = message["plan"]
+        self.comms.swap(plan["epoch"], plan["store"], plan["completed"], self._fetch_startup)
+        with self._condition:
+            self._pending = self.epoch = plan["epoch"]
+            self._plan = plan
+            self._assignment = message
+            self._condition.notify_all()
+
+    def _abort(self, epoch: int) -> None:
+        with self._condition:
+            if epoch <= self._pending or self.role < 0:
+                return
+            self._pending = epoch
+            stage = self._stage
+            self.comms.abort(epoch)
+            self._condition.notify_all()
+        if stage is not Stage.TRAINING:
+            self._send_quiesced(epoch, stage)
+
+    def _planned(self, plan: Message) -> None:
+        with self._condition:
+            if plan["epoch"] != self._pending:
+                return
+            self._plan = plan
+            if self._stage is not Stage.TRAINING:
+                self.comms.swap(plan["epoch"], plan["store"], plan["completed"], self._fetch_startup)
+                self.epoch = plan["epoch"]
+            self._condition.notify_all()
+
+    def _suspect(self, reason: str) -> None:
+        self._send({"type": "suspect", "epoch": self.epoch, "reason": reason})
+
+    def _traffic(self, in_flight: int) -> None:
+        self.control[Word.TRAFFIC] = in_flight
+
+    _step_began = 0

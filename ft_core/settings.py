@@ -1,0 +1,91 @@
+"""A job's settings, as `ftrun` writes them to `job.json` in the job directory for its other processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ft_core.errors import ConfigError
+from ft_core.worker import Command
+
+SECRET_ENV = "FT_JOB_SECRET"  # noqa: S105 - the name of a variable
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every process of a job must know. Times in seconds."""
+
+    nnodes: int
+    nproc_per_node: int
+    command: Command
+    controller: str = ""
+    """The controller's address, host:port."""
+    spares: int = 0
+    replicas: int = 1
+    """k: how many failure domains may be lost at once without losing state."""
+    policy: str = "wait"
+    """With no spare left: `wait` for a node to join, or `stop`."""
+    heartbeat: float = 0.5
+    heartbeats_missed: int = 3
+    quiesce_timeout: float = 60.0
+    """How long a worker may take to leave its step before it is killed and replaced."""
+    durable_dir: str = ""
+    durable_interval: int = 0
+    """Steps between durable checkpoints; 0 writes none."""
+    redirects: str = "3"
+    tee: str = "3"
+    log_prefix: bool = False
+    inject: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Set in every worker, as torchrun's own variables are."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of roles."""
+        return self.nnodes * self.nproc_per_node
+
+    def write(self, job_dir: Path) -> None:
+        """Write `job.json`."""
+        (job_dir / "job.json").write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, job_dir: Path) -> Settings:
+        """Read `job.json`. Raises ConfigError saying what is wrong with the directory."""
+        path = job_dir / "job.json"
+        try:
+            data = json.loads(path.read_text())
+            return cls(**{**data, "command": Command(**data["command"])})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is not a job's settings ({error}); give the directory of ftrun --job-dir") from None
+
+
+def write_secret(job_dir: Path) -> None:
+    """Put the job's secret into its directory, readable by the owner only.
+
+    The secret comes from the environment when it is set there (so that many nodes agree without a
+    shared directory), otherwise it is drawn.
+    """
+    path = job_dir / "secret"
+    if path.exists():
+        return
+    text = os.environ.get(SECRET_ENV) or secrets.token_hex(32)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+
+
+def read_secret(job_dir: Path | None) -> bytes:
+    """The job's secret, from its directory or the environment. Raises ConfigError if there is none."""
+    if text := os.environ.get(SECRET_ENV):
+        return text.encode()
+    try:
+        assert job_dir is not None
+        return (job_dir / "secret").read_text().strip().encode()
+    except (AssertionError, OSError) as error:
+        raise ConfigError(
+            f"no job secret ({error}): give --job-dir of the job, or set {SECRET_ENV} to the content of its `secret` file"
+        ) from None

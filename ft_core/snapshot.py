@@ -1,0 +1,190 @@
+"""Worker side of snapshots: device to host into ping-pong buffers, behind the next forward pass, and back.
+
+DeadPool, sections V-B and VI-A: two host buffers change roles every step, so a failure during a copy
+never costs the older one. FFTrainer, section 4.2: what leaves the host later is the unique part only;
+the copy here is complete, because a survivor may have to roll back on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+import xxhash
+
+from ft_core import envelope
+from ft_core.adapter import Adapter, StateTensor
+from ft_core.errors import CorruptSnapshot
+from ft_core.manifest import CHUNK, Segment, layout
+from ft_core.memory import TORN, SharedMemory, SnapshotBuffer
+
+ENVELOPE = "ft/envelope"
+Allocate = Callable[[int, list[Segment]], Sequence[int]]
+"""(slot, segments) -> address of fresh memory for that slot, owned by the agent."""
+
+
+class Snapshotter:
+    """Stages a role's state version by version, in a thread of its own."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        allocate: Allocate,
+        on_staged: Callable[[int], None],
+        on_copy: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._adapter = adapter
+        self._allocate = allocate
+        self._on_staged = on_staged
+        self._on_copy = on_copy
+        self._buffers: list[MappedBuffer | None] = [None, None]
+        self._thread = ThreadPoolExecutor(1, "ft-d2h")
+        self._staging: Future[None] | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def stage(self, version: int) -> None:
+        """Begin to copy the state as version `version`; it must not change until `wait` or the commit.
+
+        Volatile tensors and the envelope are copied before this returns.
+        """
+        self.wait()
+        tensors = list(self._adapter.tensors())
+        small = torch.frombuffer(bytearray(envelope.encode(self._adapter.envelope())), dtype=torch.uint8)
+        tensors.insert(0, StateTensor(ENVELOPE, small, self._adapter.envelope_holders()))
+        tensors = [
+            StateTensor(t.name, t.tensor.detach().clone(), t.holders) if t.volatile else t for t in tensors
+        ]
+        segments = _segments(tensors)
+        buffer = self._buffer_for(segments)
+        buffer.version = TORN
+        fence = torch.cuda.Event() if any(t.tensor.is_cuda for t in tensors) else None
+        if fence is not None:
+            fence.record()
+        self._staging = self._thread.submit(self._copy, buffer, tensors, version, fence)
+
+    def wait(self) -> None:
+        """Until what was begun is complete in host memory. Raises what the copy raised."""
+        if self._staging is not None:
+            staging, self._staging = self._staging, None
+            staging.result()
+
+    @property
+    def failed(self) -> BaseException | None:
+        """What stopped the copy under way, if anything did."""
+        if self._staging is not None and self._staging.done():
+            return self._staging.exception()
+        return None
+
+    def load(self, slot: int, address: Sequence[int], segments: Sequence[Segment], version: int) -> None:
+        """Put version `version`, held in the agent's buffer `slot`, back into the framework.
+
+        Every chunk is verified first; raises CorruptSnapshot without having touched anything.
+        """
+        buffer = self._buffers[slot]
+        if buffer is None or buffer.memory_address != list(address):
+            buffer = self._map(slot, address, segments)
+        if buffer.version != version:
+            raise CorruptSnapshot(f"snapshot buffer {slot} holds version {buffer.version}, not {version}")
+        verify(buffer)
+        views: dict[str, torch.Tensor] = {}
+        for index, segment in enumerate(buffer.segments):
+            flat = torch.frombuffer(buffer.data(index), dtype=torch.uint8)
+            for item in segment.items:
+                raw = flat[item.offset : item.offset + item.nbytes]
+                views[item.name] = raw.view(getattr(torch, item.dtype)).view(item.shape)
+        data = views.pop(ENVELOPE).numpy().tobytes()
+        self._adapter.restore(views, envelope.decode(data))
+
+    def _buffer_for(self, segments: list[Segment]) -> MappedBuffer:
+        held = [TORN - 1 if b is None else b.version for b in self._buffers]
+        slot = held.index(min(held))
+        buffer = self._buffers[slot]
+        if buffer is None or [s.signature for s in buffer.segments] != [s.signature for s in segments]:
+            buffer = self._map(slot, self._allocate(slot, segments), segments)
+        return buffer
+
+    def _map(self, slot: int, address: Sequence[int], segments: Sequence[Segment]) -> MappedBuffer:
+        buffer = MappedBuffer(address, segments)
+        if torch.cuda.is_available() and hasattr(torch.cuda, "cudart"):
+            # Page-locked memory is what makes the copy asynchronous.
+            torch.cuda.cudart().cudaHostRegister(buffer.memory.pointer, buffer.memory.nbytes, 0)
+        self._buffers[slot] = buffer
+        return buffer
+
+    def _copy(
+        self, buffer: SnapshotBuffer, tensors: list[StateTensor], version: int, fence: torch.cuda.Event | None
+    ) -> None:
+        self._on_copy()
+        by_name = {t.name: t.tensor for t in tensors}
+        for index, segment in enumerate(buffer.segments):
+            data, sums = buffer.data(index), buffer.checksums(index)
+            flat = torch.frombuffer(data, dtype=torch.uint8)
+            done = 0
+            with torch.no_grad():
+                if fence is not None:
+                    self._copy_from_device(flat, segment, by_name, fence)
+                else:
+                    for item in segment.items:
+                        source = _bytes_of(by_name[item.name])
+                        start = 0
+                        while start < item.nbytes:  # piecewise, so that a chunk is hashed while in cache
+                            at = item.offset + start
+                            size = min(item.nbytes - start, CHUNK - at % CHUNK)
+                            flat[at : at + size].copy_(source[start : start + size])
+                            start += size
+                            while (done + 1) * CHUNK <= at + size:
+                                sums[done] = _hash(data, done)
+                                done += 1
+            for chunk in range(done, segment.chunks):
+                sums[chunk] = _hash(data, chunk)
+        buffer.version = version
+        self._on_staged(version)
+
+    def _copy_from_device(
+        self, flat: torch.Tensor, segment: Segment, by_name: dict[str, torch.Tensor], fence: torch.cuda.Event
+    ) -> None:
+        self._stream = self._stream or torch.cuda.Stream()
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(fence)
+            for item in segment.items:
+                source = _bytes_of(by_name[item.name])
+                flat[item.offset : item.offset + item.nbytes].copy_(source, non_blocking=True)
+        self._stream.synchronize()
+
+
+class MappedBuffer(SnapshotBuffer):
+    """A snapshot buffer in another process's memory (the agent's)."""
+
+    def __init__(self, address: Sequence[int], segments: Sequence[Segment]) -> None:
+        super().__init__(SharedMemory.open(address), segments)
+        self.memory_address = list(address)
+
+
+def verify(buffer: SnapshotBuffer) -> None:
+    """Check every chunk against its checksum. Raises CorruptSnapshot naming the first bad one."""
+    for index, segment in enumerate(buffer.segments):
+        data, sums = buffer.data(index), buffer.checksums(index)
+        for chunk in range(segment.chunks):
+            if _hash(data, chunk) != sums[chunk]:
+                raise CorruptSnapshot(
+                    f"local snapshot of version {buffer.version}: chunk {chunk} of segment {segment.id} "
+                    "does not match its checksum; this copy is not used"
+                )
+
+
+def _hash(data: memoryview, chunk: int) -> int:
+    return xxhash.xxh3_64_intdigest(data[chunk * CHUNK : (chunk + 1) * CHUNK])
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _segments(tensors: Sequence[StateTensor]) -> list[Segment]:
+    groups: dict[tuple[int, ...], list[tuple[str, str, tuple[int, ...], int]]] = {}
+    for t in tensors:
+        dtype = str(t.tensor.dtype).removeprefix("torch.")
+        row = (t.name, dtype, tuple(t.tensor.shape), t.tensor.numel() * t.tensor.element_size())
+        groups.setdefault(t.holders, []).append(row)
+    return [layout(holders, groups[holders]) for holders in sorted(groups)]

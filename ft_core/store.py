@@ -1,0 +1,114 @@
+"""What a node holds in memory: its own roles' snapshots, and replicas for others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+from ft_core.manifest import Segment
+from ft_core.memory import TORN, SnapshotBuffer
+from ft_core.replicas import ReplicaStore
+
+Found = tuple[Segment, memoryview, Sequence[int]]
+
+
+class RoleMemory:
+    """The two snapshot buffers of a role. They outlive its worker."""
+
+    def __init__(self) -> None:
+        self.slots: list[SnapshotBuffer | None] = [None, None]
+
+    def allocate(self, slot: int, segments: Sequence[Segment]) -> SnapshotBuffer:
+        """Fresh memory for a slot; what the slot held is given up."""
+        buffer = SnapshotBuffer.create(segments)
+        self.slots[slot] = buffer
+        return buffer
+
+    def free_slot(self) -> int:
+        """The slot whose content is oldest or torn."""
+        held = [TORN - 1 if b is None else b.version for b in self.slots]
+        return held.index(min(held))
+
+    def versions(self) -> list[int]:
+        """Complete versions, oldest first."""
+        return sorted(b.version for b in self.slots if b is not None and b.version != TORN)
+
+    def find(self, version: int) -> tuple[int, SnapshotBuffer] | None:
+        """The slot that holds `version`, and its buffer."""
+        for slot, buffer in enumerate(self.slots):
+            if buffer is not None and buffer.version == version:
+                return slot, buffer
+        return None
+
+    def drop_after(self, version: int) -> None:
+        """Strike off versions that the job has rolled back behind."""
+        for buffer in self.slots:
+            if buffer is not None and buffer.version > version:
+                buffer.version = TORN
+
+    def strike(self, slot: int) -> None:
+        """Strike off a copy that was found corrupt."""
+        buffer = self.slots[slot]
+        if buffer is not None:
+            buffer.version = TORN
+
+    def segments(self) -> tuple[Segment, ...]:
+        """The layout of the newest complete version; empty before there is one."""
+        held = self.versions()
+        found = self.find(held[-1]) if held else None
+        return found[1].segments if found else ()
+
+
+class NodeStore:
+    """Serves transfers: reads come from own snapshots or replicas, writes go to the replicas."""
+
+    def __init__(self) -> None:
+        self.replicas = ReplicaStore()
+        self.roles: dict[int, RoleMemory] = {}
+        self._lock = threading.Lock()
+
+    def memory(self, role: int) -> RoleMemory:
+        """The role's buffers here; made at first use."""
+        with self._lock:
+            return self.roles.setdefault(role, RoleMemory())
+
+    def keep_only(self, roles: Iterable[int]) -> None:
+        """Give up the memory of roles that live elsewhere now."""
+        keep = set(roles)
+        with self._lock:
+            for role in set(self.roles) - keep:
+                del self.roles[role]
+
+    def drop_after(self, version: int) -> None:
+        """Strike off everything newer than the version the job resumes from."""
+        for memory in list(self.roles.values()):
+            memory.drop_after(version)
+        self.replicas.drop_after(version)
+
+    # -- SegmentStore --------------------------------------------------------------------------
+
+    def begin(
+        self, segment: Segment, version: int, epoch: int, checksums: Sequence[int]
+    ) -> memoryview | None:
+        """See `transport.SegmentStore`."""
+        return self.replicas.begin(segment, version, epoch, checksums)
+
+    def commit(self, segment: Segment, version: int) -> None:
+        """See `transport.SegmentStore`."""
+        self.replicas.commit(segment, version)
+
+    def discard(self, segment: Segment, version: int) -> None:
+        """See `transport.SegmentStore`."""
+        self.replicas.discard(segment, version)
+
+    def find(self, segment_id: str, version: int) -> Found | None:
+        """The segment at that version: from an own role's snapshot if one has it, else a replica."""
+        for memory in list(self.roles.values()):
+            found = memory.find(version)
+            if found is None:
+                continue
+            buffer = found[1]
+            for index, segment in enumerate(buffer.segments):
+                if segment.id == segment_id:
+                    return segment, buffer.data(index), list(buffer.checksums(index))
+        return self.replicas.find(segment_id, version)

@@ -1,0 +1,68 @@
+"""The entry of a worker process: waits for a role, then runs the user's script in it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import runpy
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ft_core.session import Session
+from ft_core.wire import Channel
+
+_CONNECT_TIMEOUT = 30.0
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the user wants to run: a script, a module (`-m`) or any program (`--no-python`)."""
+
+    target: str
+    arguments: list[str] = field(default_factory=list)
+    module: bool = False
+    no_python: bool = False
+
+
+def main(socket: str, secret: bytes, job_dir: str, worker: int, device: int, command: Command) -> None:
+    """Run in a process forked by the agent. Returns when the whole job is done.
+
+    `device` is the index of the GPU this worker would use, or -1 for one that may serve any.
+    """
+    logging.basicConfig(format="%(asctime)s ft %(levelname)s %(message)s", level=logging.WARNING)
+    channel = Channel.connect(socket, secret, _CONNECT_TIMEOUT)
+    channel.settimeout(None)
+    session = Session(channel, Path(job_dir), worker)
+    if device >= 0 and not command.no_python and torch.cuda.is_available() and hasattr(torch.cuda, "cudart"):
+        torch.cuda.set_device(device)
+        torch.zeros(1, device="cuda")  # a spare has its device context up
+    assignment = session.wait_for_role()
+    os.environ.update(assignment["env"])
+    if command.no_python:
+        # Another program cannot be hooked from here; it runs as under torchrun, in the same process.
+        os.execvp(command.target, [command.target, *command.arguments])
+    session.comms.install()
+    try:
+        run(command)
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            raise
+    session.finish()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # communicators of a finished job are not taken down one by one
+
+
+def run(command: Command) -> None:
+    """Execute the script or module as `__main__`, as the interpreter would."""
+    if command.module:
+        sys.argv = [command.target, *command.arguments]
+        runpy.run_module(command.target, run_name="__main__", alter_sys=True)
+        return
+    sys.argv = [command.target, *command.arguments]
+    sys.path[0:0] = [str(Path(command.target).resolve().parent)]
+    runpy.run_path(command.target, run_name="__main__")

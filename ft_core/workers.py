@@ -1,0 +1,158 @@
+"""The agent's workers: starting them, telling them apart, noticing their death at once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std, start_processes
+
+from ft_core import preload, worker
+from ft_core.memory import ControlBlock, Word
+from ft_core.wire import AsyncChannel
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Worker:
+    """One worker process. `role` is None while it is a standby."""
+
+    number: int
+    device: int
+    context: PContext
+    pid: int
+    control: ControlBlock
+    channel: AsyncChannel | None = None
+    role: int | None = None
+    quiesced: int = 0
+    """The newest epoch for which it has left its step."""
+    stage: str = "startup"
+    counts: dict[str, int] = field(default_factory=dict)
+    initial: int | None = None
+    """The version that its script starts from; known once it has entered training."""
+    ring: list[int] = field(default_factory=list)
+    finished: bool = False
+
+    @property
+    def idle(self) -> bool:
+        """Ready to be given a role."""
+        return self.channel is not None and self.role is None
+
+    def post(self, message: dict[str, Any]) -> None:
+        """Send without waiting; a worker that is gone is noticed through its pid."""
+        if self.channel is not None:
+            self.channel.post(message)
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a worker ended: exit code (negative: signal) and its traceback if it had one."""
+
+    code: int
+    message: str
+
+    @property
+    def crashed(self) -> bool:
+        """Ended by a signal: a failure of the machine or the process, not an error of the script."""
+        return self.code < 0
+
+    def __str__(self) -> str:
+        if self.crashed:
+            return f"killed by {signal.Signals(-self.code).name}"
+        return f"exit code {self.code}"
+
+
+class WorkerPool:
+    """Starts workers from a warm fork server and watches their pids."""
+
+    def __init__(
+        self,
+        *,
+        socket: str,
+        secret: bytes,
+        job_dir: Path,
+        log_dir: Path,
+        command: worker.Command,
+        tee: Std,
+        redirects: Std,
+        prefix: str | None,
+        on_exit: Callable[[Worker, Exit], None],
+    ) -> None:
+        self._arguments = (socket, secret, str(job_dir))
+        self._command = command
+        self._log_dir = log_dir
+        self._tee, self._redirects, self._prefix = tee, redirects, prefix
+        self._on_exit = on_exit
+        self._numbers = itertools.count()
+        self.workers: dict[int, Worker] = {}
+        os.environ[preload.ENV] = "" if command.no_python else command.target
+        multiprocessing.set_forkserver_preload(["ft_core.preload"])
+
+    def start(self, device: int) -> Worker:
+        """Fork a worker, which reports to the agent's socket and waits for a role there."""
+        number = next(self._numbers)
+        directory = self._log_dir / f"worker-{number}"
+        directory.mkdir(parents=True)
+        context = start_processes(
+            name="worker",
+            entrypoint=worker.main,
+            args={0: (*self._arguments, number, device, self._command)},
+            envs={0: {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "ft"}},
+            logs_specs=DefaultLogsSpecs(str(directory), redirects=self._redirects, tee=self._tee),
+            log_line_prefixes=None if self._prefix is None else {0: self._prefix},
+            start_method="forkserver",
+        )
+        pid = context.pids()[0]
+        found = Worker(number, device, context, pid, ControlBlock.create())
+        self.workers[number] = found
+        descriptor = os.pidfd_open(pid)
+        asyncio.get_running_loop().add_reader(descriptor, self._ended, found, descriptor)
+        return found
+
+    def _ended(self, worker: Worker, descriptor: int) -> None:
+        asyncio.get_running_loop().remove_reader(descriptor)
+        os.close(descriptor)
+        self.workers.pop(worker.number, None)
+        if worker.channel is not None:
+            worker.channel.close()
+        result = worker.context.wait(timeout=5, period=0.01)
+        failure = result.failures.get(0) if result is not None else None
+        if failure is None:
+            ended = Exit(0, "")
+        else:
+            ended = Exit(failure.exitcode, failure.message)
+        self._on_exit(worker, ended)
+
+    def of_role(self, role: int) -> Worker | None:
+        """The worker that plays `role`, if it lives."""
+        return next((w for w in self.workers.values() if w.role == role), None)
+
+    def playing(self) -> list[Worker]:
+        """Workers that have a role."""
+        return [w for w in self.workers.values() if w.role is not None]
+
+    def idle(self) -> list[Worker]:
+        """Workers that wait for a role, those tied to a device first."""
+        return sorted((w for w in self.workers.values() if w.idle), key=lambda w: (w.device < 0, w.number))
+
+    def traffic(self) -> bool:
+        """Whether training traffic is in flight on this node."""
+        return any(w.control[Word.TRAFFIC] > 0 for w in self.playing())
+
+    def kill(self, worker: Worker) -> None:
+        """SIGKILL one worker."""
+        os.kill(worker.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End what is left."""
+        for worker in list(self.workers.values()):
+            self.kill(worker)

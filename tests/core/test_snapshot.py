@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ft_core.adapter import StateTensor
+from ft_core.errors import CorruptSnapshot
+from ft_core.manifest import CHUNK
+from ft_core.memory import TORN, SnapshotBuffer
+from ft_core.snapshot import Snapshotter
+from ft_core.store import RoleMemory
+
+
+class Model:
+    """A state with a big shard, redundant parameters, an odd-sized tensor and optimizer state that comes late."""
+
+    ring = (0, 1)
+
+    def __init__(self):
+        g = torch.Generator().manual_seed(0)
+        self.shard = torch.randn(CHUNK // 4 * 2 + 12345, generator=g)
+        self.weight = torch.randn(33, 7, generator=g).bfloat16()
+        self.count = torch.tensor(0.0)
+        self.statistic = torch.zeros(5)
+        self.late = None
+        self.lr = 0.1
+
+    def tensors(self):
+        yield StateTensor("weight", self.weight, (0, 1))
+        yield StateTensor("shard", self.shard, (0,))
+        yield StateTensor("count", self.count, (0,))
+        yield StateTensor("statistic", self.statistic, (0, 1), volatile=True)
+        if self.late is not None:
+            yield StateTensor("late", self.late, (0,))
+
+    def envelope(self):
+        return {"lr": self.lr}
+
+    def envelope_holders(self):
+        return (0,)
+
+    def restore(self, tensors, envelope):
+        self.lr = envelope["lr"]
+        self.late = tensors["late"].clone() if "late" in tensors else None
+        for name in ("weight", "shard", "count", "statistic"):
+            getattr(self, name).copy_(tensors[name])
+
+    def reset(self):
+        pass
+
+    def step(self):
+        self.shard.mul_(1.5)
+        self.weight.add_(1)
+        self.count.add_(1)
+        self.statistic.add_(2)
+        self.lr /= 3
+        self.late = torch.ones(10) if self.late is None else self.late * 2
+
+    def content(self):
+        return [t.clone() for t in (self.weight, self.shard, self.count, self.statistic)], self.late, self.lr
+
+
+def same(a, b):
+    late = (a[1] is None) == (b[1] is None) and (a[1] is None or torch.equal(a[1], b[1]))
+    return all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True)) and late and a[2] == b[2]
+
+
+@pytest.fixture
+def parts():
+    model, memory, staged = Model(), RoleMemory(), []
+    snapshotter = Snapshotter(model, lambda slot, s: memory.allocate(slot, s).memory.address, staged.append)
+    return model, memory, snapshotter, staged
+
+
+def load(snapshotter, memory, version):
+    slot, buffer = memory.find(version)
+    snapshotter.load(slot, buffer.memory.address, buffer.segments, version)
+
+
+def test_any_of_the_last_two_versions_comes_back(parts):
+    model, memory, snapshotter, staged = parts
+    contents = []
+    for version in range(5):
+        snapshotter.stage(version)
+        snapshotter.wait()
+        contents.append(model.content())
+        assert memory.versions() == ([version - 1, version] if version else [0])
+        model.step()
+    assert staged == [0, 1, 2, 3, 4]
+    for version in (3, 4, 3):
+        load(snapshotter, memory, version)
+        assert same(model.content(), contents[version])
+
+
+def test_a_version_from_before_the_optimizer_had_state_takes_that_state_away(parts):
+    model, memory, snapshotter, _ = parts
+    snapshotter.stage(0)
+    snapshotter.wait()
+    before = model.content()
+    model.step()
+    load(snapshotter, memory, 0)
+    assert same(model.content(), before) and model.late is None
+
+
+def test_a_new_worker_loads_what_a_dead_one_left(parts):
+    model, memory, snapshotter, _ = parts
+    model.step()
+    snapshotter.stage(7)
+    snapshotter.wait()
+    other = Model()
+    successor = Snapshotter(other, lambda slot, s: memory.allocate(slot, s).memory.address, lambda v: None)
+    load(successor, memory, 7)
+    assert same(other.content(), model.content())
+    other.step()
+    successor.stage(8)
+    successor.wait()
+    assert memory.versions() == [7, 8]
+
+
+def test_a_flipped_bit_is_found_before_anything_is_touched(parts):
+    model, memory, snapshotter, _ = parts
+    snapshotter.stage(3)
+    snapshotter.wait()
+    _, buffer = memory.find(3)
+    index = next(i for i, s in enumerate(buffer.segments) if s.nbytes > CHUNK)
+    buffer.data(index)[CHUNK + 17] ^= 4
+    model.step()
+    content = model.content()
+    with pytest.raises(CorruptSnapshot, match="chunk 1 of segment 0x1"):
+        load(snapshotter, memory, 3)
+    assert same(model.content(), content)
+
+
+def test_a_copy_that_fails_leaves_its_buffer_torn_and_the_older_one_whole(parts):
+    model, memory, snapshotter, staged = parts
+    snapshotter.stage(0)
+    snapshotter.wait()
+    snapshotter._on_copy = lambda: (_ for _ in ()).throw(RuntimeError("device lost"))
+    snapshotter.stage(1)
+    with pytest.raises(RuntimeError, match="device lost"):
+        snapshotter.wait()
+    assert memory.versions() == [0] and staged == [0]
+
+
+def test_rolled_back_versions_are_struck_off(parts):
+    model, memory, snapshotter, _ = parts
+    for version in (4, 5):
+        snapshotter.stage(version)
+        snapshotter.wait()
+    memory.drop_after(4)
+    assert memory.versions() == [4]
+    snapshotter.stage(5)
+    snapshotter.wait()
+    assert memory.versions() == [4, 5]
+
+
+def test_equal_layouts_on_every_holder():
+    """What one DP peer lays out, another can load: same items, same offsets, same signature."""
+    segments = []
+    for _ in range(2):
+        memory = RoleMemory()
+        snapshotter = Snapshotter(Model(), lambda slot, s, m=memory: m.allocate(slot, s).memory.address, print)
+        snapshotter._on_staged = lambda version: None
+        snapshotter.stage(0)
+        snapshotter.wait()
+        segments.append({s.id: s.signature for s in memory.segments()})
+    assert segments[0] == segments[1]
+
+
+def test_a_fresh_buffer_is_torn():
+    assert SnapshotBuffer.create([]).version == TORN

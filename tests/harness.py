@@ -1,0 +1,183 @@
+"""Runs whole jobs of the recipe, with and without failures, and reads what they left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = ROOT / "recipes" / "megatron" / "pretrain_gpt_core.py"
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
+    "--global-batch-size 8 --mock-data"
+).split()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A parallel layout, and how the optimizer keeps its state."""
+
+    tp: int
+    pp: int
+    dp: int
+    distributed: bool = False
+    bf16: bool = False
+    more: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        kind = "distopt" if self.distributed else "plain"
+        return f"tp{self.tp}pp{self.pp}dp{self.dp}-{kind}-{'bf16' if self.bf16 else 'fp32'}" + "".join(self.more)
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def flags(self) -> list[str]:
+        flags = [f"--tensor-model-parallel-size={self.tp}", f"--pipeline-model-parallel-size={self.pp}"]
+        flags += ["--use-distributed-optimizer"] * self.distributed + ["--bf16"] * self.bf16
+        return [*flags, *self.more]
+
+
+@dataclass
+class Result:
+    """What a job printed and recorded."""
+
+    code: int
+    output: str
+    losses: dict[int, set[str]]
+    digest: str | None
+    events: list[dict] = field(default_factory=list)
+    job_dir: Path | None = None
+
+    def of(self, name: str) -> list[dict]:
+        return [e for e in self.events if e["event"] == name]
+
+    @property
+    def recoveries(self) -> int:
+        return len([e for e in self.of("decided") if e["epoch"] > 1])
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+
+
+def read_losses(text: str) -> dict[int, set[str]]:
+    losses: dict[int, set[str]] = {}
+    for step, loss in re.findall(r"iteration (\d+)/\d+ \| loss (\S+)", text):
+        losses.setdefault(int(step), set()).add(loss)
+    return losses
+
+
+def read_digest(text: str) -> str | None:
+    found = re.findall(r"^digest sha256:([0-9a-f]{64})$", text, re.M)
+    return found[-1] if found else None
+
+
+@cache
+def reference(layout: Layout, iterations: int, *flags: str) -> Result:
+    """The same training under plain torchrun: no plugin, no failure."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={layout.world}"]
+    command += [str(RECIPE), *TINY, *layout.flags, f"--train-iters={iterations}", *flags]
+    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = Result(0, done.stdout, read_losses(done.stdout), read_digest(done.stdout))
+    assert result.digest and len(result.losses) == iterations
+    return result
+
+
+class Job:
+    """A job under `ftrun --standalone`. Use as a context manager: nothing of it is left behind."""
+
+    def __init__(self, job_dir: Path, layout: Layout, iterations: int, *, nproc: int = 1, spares: int = 1,
+                 ftrun: tuple[str, ...] = (), flags: tuple[str, ...] = (), script: Path = RECIPE) -> None:  # fmt: skip
+        self.job_dir = job_dir
+        nnodes = layout.world // nproc
+        command = [sys.executable, "-m", "ft_core.launch", "--standalone", f"--nnodes={nnodes}"]
+        command += [f"--nproc-per-node={nproc}", f"--spares={spares}", f"--job-dir={job_dir}", *ftrun]
+        command += [str(script), *TINY, *layout.flags, f"--train-iters={iterations}", "--ft", *flags]
+        self._output = (job_dir.parent / f"{job_dir.name}.console").open("w+")
+        self.process = subprocess.Popen(
+            command, env=environment(), cwd=ROOT, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self._output.close()
+
+    def events(self) -> list[dict]:
+        path = self.job_dir / "events.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for(self, event: str, count: int = 1, timeout: float = 60) -> list[dict]:
+        """Until `count` events of that name are recorded."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            found = [e for e in self.events() if e["event"] == event]
+            if len(found) >= count:
+                return found
+            assert self.process.poll() is None, self.console()[-4000:]
+            time.sleep(0.05)
+        raise AssertionError(f"no {event} within {timeout} s; {self.events()[-5:]}; {self.console()[-3000:]}")
+
+    def ctl(self, *arguments: str) -> str:
+        command = [sys.executable, "-m", "ft_core.ctl", "--job-dir", str(self.job_dir), *arguments]
+        done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def status(self) -> dict:
+        return json.loads(self.ctl("status", "--json"))
+
+    def console(self) -> str:
+        self._output.flush()
+        return Path(self._output.name).read_text()
+
+    def finish(self, timeout: float = 110) -> Result:
+        """Wait for the end and read everything."""
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"hangs: {self.events()[-6:]}; {self.console()[-3000:]}") from None
+        logs = "\n".join(p.read_text() for p in sorted(self.job_dir.glob("logs/*/worker-*/**/stdout.log")))
+        return Result(code, self.console(), read_losses(logs), read_digest(logs), self.events(), self.job_dir)
+
+
+def check_identical(result: Result, layout: Layout, iterations: int, *flags: str) -> None:
+    """Final digest and every logged loss equal those of the undisturbed run."""
+    expected = reference(layout, iterations, *flags)
+    assert result.code == 0, result.output[-4000:]
+    assert result.losses == expected.losses
+    assert result.digest == expected.digest
+
+
+def check_survivors(result: Result, world: int) -> None:
+    """No worker was replaced but those whose failure a decision names."""
+    pids: dict[int, int] = {}
+    moved: set[int] = set()
+    for event in result.events:
+        if event["event"] == "decided":
+            moved |= set(event["roles"])
+        elif event["event"] == "state_restored":
+            now = {int(role): pid for role, pid in event["pids"].items()}
+            assert len(now) == world
+            changed = {role for role in pids if pids[role] != now[role]}
+            assert changed <= moved, f"roles {changed - moved} lost their worker without need"
+            pids, moved = now, set()
+    assert pids
