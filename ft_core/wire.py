@@ -251,7 +251,7 @@ class Channel:
 
     After `recv`, `payload_bytes` bytes of payload follow: take them with `recv_payload_into` or
     `skip_payload` before the next `recv`. A lost connection raises ConnectionError, `settimeout`'s limit
-    TimeoutError. After a time-out in `recv`, `recv` may be called again; any other failure closes the channel.
+    TimeoutError. After a time-out in `recv`, `recv` may be called again; other failures close the channel.
     """
 
     def __init__(self, sock: socket.socket, codec: _Codec, peer: str) -> None:

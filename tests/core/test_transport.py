@@ -1,0 +1,490 @@
+"""Push and fetch between real processes, which also die, stop, lie and lose bits."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from xxhash import xxh3_64_intdigest
+
+from ft_core.errors import CorruptSnapshot, TransportError
+from ft_core.manifest import CHUNK, Item, Segment, layout
+from ft_core.replicas import ReplicaStore
+from ft_core.transport import TcpTransport
+from ft_core.wire import Channel, listen
+
+PEER = Path(__file__).with_name("transport_peer.py")
+ROOT = Path(__file__).parents[2]
+SECRET = b"transport test secret"
+
+
+class Peer:
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(PEER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+        self.address = self.line()
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    other = Peer()
+    yield other
+    other.close()
+
+
+@pytest.fixture
+def mine() -> Iterator[TcpTransport]:
+    transport = TcpTransport(ReplicaStore(), SECRET)
+    yield transport
+    transport.close()
+
+
+def make(nbytes: int, role: int = 0) -> tuple[Segment, memoryview, list[int]]:
+    segment = layout((role,), [("w", "uint8", (nbytes,), nbytes)] if nbytes else [])
+    data = memoryview(bytearray(os.urandom(nbytes)))
+    return segment, data, sums(data)
+
+
+def sums(data: memoryview) -> list[int]:
+    return [xxh3_64_intdigest(data[i : i + CHUNK]) for i in range(0, len(data), CHUNK)]
+
+
+def push(
+    transport: TcpTransport,
+    address: str,
+    copy: tuple[Segment, memoryview, list[int]],
+    version: int = 1,
+    epoch: int = 0,
+    deadline: float = 20,
+    gate: Callable[[], None] = lambda: None,
+) -> int:
+    segment, data, checksums = copy
+    return transport.push(
+        address, segment, version, data, checksums, epoch=epoch, gate=gate, deadline=deadline
+    )
+
+
+def fetch(
+    transport: TcpTransport, address: str, name: str, version: int = 1
+) -> tuple[Segment, list[int], bytearray]:
+    data = bytearray()
+
+    def allocate(segment: Segment) -> memoryview:
+        data.extend(bytes(segment.nbytes))
+        return memoryview(data)
+
+    segment, checksums = transport.fetch(address, name, version, allocate=allocate, deadline=20)
+    return segment, checksums, data
+
+
+def versions(transport: TcpTransport, address: str) -> dict[str, list[int]]:
+    held: dict[str, list[int]] = transport.request(address, {"do": "versions"}, 5)["versions"]
+    return held
+
+
+def test_round_trip_of_several_sizes(mine: TcpTransport, peer: Peer) -> None:
+    sizes = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 4 * CHUNK, 5 * CHUNK, 9 * CHUNK + 12345]
+    copies = [make(size, role) for role, size in enumerate(sizes)]
+    for copy, size in zip(copies, sizes, strict=True):
+        assert push(mine, peer.address, copy) == size
+    assert mine.sent_bytes == sum(sizes)
+    for segment, data, checksums in copies:
+        assert fetch(mine, peer.address, segment.id) == (segment, checksums, bytearray(data))
+    assert mine.received_bytes == sum(sizes)
+    assert mine.request(peer.address, {"do": "counts"}, 5) == {"sent": 0, "received": sum(sizes)}
+
+
+def test_a_held_copy_is_not_sent_again(mine: TcpTransport, peer: Peer) -> None:
+    segment, data, checksums = make(5 * CHUNK + 7)
+    assert push(mine, peer.address, (segment, data, checksums)) == segment.nbytes
+    assert push(mine, peer.address, (segment, data, checksums)) == 0
+    assert push(mine, peer.address, (segment, data, checksums), version=2) == segment.nbytes
+    data[-1] ^= 1
+    assert push(mine, peer.address, (segment, data, sums(data)), version=2) == segment.nbytes
+    assert mine.sent_bytes == 3 * segment.nbytes
+    assert versions(mine, peer.address) == {segment.id: [2]}  # the later word on version 2, once
+    assert fetch(mine, peer.address, segment.id, 2)[2] == data
+
+
+def test_gate_is_called_before_each_chunk(mine: TcpTransport, peer: Peer) -> None:
+    passed: list[int] = []
+    push(mine, peer.address, make(7 * CHUNK + 1), gate=lambda: passed.append(mine.sent_bytes))
+    assert len(passed) == 8 and min(passed) == 0
+
+
+def test_pushes_in_parallel(mine: TcpTransport, peer: Peer) -> None:
+    copies = [make(6 * CHUNK + role, role) for role in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        sizes = list(pool.map(lambda copy: push(mine, peer.address, copy), copies))
+    assert sizes == [segment.nbytes for segment, _, _ in copies]
+    for segment, data, _ in copies:
+        assert fetch(mine, peer.address, segment.id)[2] == data
+
+
+def test_killed_receiver(mine: TcpTransport, peer: Peer) -> None:
+    copy = make(16 * CHUNK)
+
+    def kill_late() -> None:
+        if mine.sent_bytes >= 6 * CHUNK:
+            peer.process.kill()
+            peer.process.wait()
+
+    with pytest.raises(TransportError, match=f"pushing segment {copy[0].id}.*version 1.*{peer.address}"):
+        push(mine, peer.address, copy, gate=kill_late)
+    with pytest.raises(TransportError, match="refused"):
+        push(mine, peer.address, copy)
+
+
+def test_stopped_receiver_hits_the_deadline(mine: TcpTransport, peer: Peer) -> None:
+    stopped = threading.Event()
+
+    def stop() -> None:
+        if not stopped.is_set() and mine.sent_bytes >= 4 * CHUNK:
+            stopped.set()
+            peer.process.send_signal(signal.SIGSTOP)
+
+    with pytest.raises(TransportError, match=r"in time|deadline"):
+        push(mine, peer.address, make(64 * CHUNK), gate=stop, deadline=1)
+    with pytest.raises(TransportError):
+        mine.request(peer.address, {"do": "versions"}, 0.2)
+    peer.process.send_signal(signal.SIGCONT)
+    assert versions(mine, peer.address) == {}
+
+
+def test_stopped_holder_hits_the_deadline_of_a_fetch(mine: TcpTransport, peer: Peer) -> None:
+    segment, data, checksums = make(64 * CHUNK)
+    push(mine, peer.address, (segment, data, checksums))
+
+    def stop(segment: Segment) -> memoryview:
+        peer.process.send_signal(signal.SIGSTOP)
+        return memoryview(bytearray(segment.nbytes))
+
+    with pytest.raises(TransportError, match="fetching segment"):
+        mine.fetch(peer.address, segment.id, 1, allocate=stop, deadline=0.5)
+    peer.process.send_signal(signal.SIGCONT)
+    assert fetch(mine, peer.address, segment.id)[2] == data
+
+
+def test_torn_push_keeps_the_older_copies(mine: TcpTransport, peer: Peer) -> None:
+    segment, first, checksums = make(8 * CHUNK)
+    push(mine, peer.address, (segment, first, checksums), version=1)
+    _, second, others = make(8 * CHUNK)
+
+    class TornError(Exception):
+        pass
+
+    def tear() -> None:
+        if mine.sent_bytes >= 12 * CHUNK:
+            raise TornError
+
+    for version in (2, 3):
+        with pytest.raises(TornError):
+            push(mine, peer.address, (segment, second, others), version=version, gate=tear)
+    assert versions(mine, peer.address) == {segment.id: [1]}
+    assert fetch(mine, peer.address, segment.id)[2] == first
+    assert push(mine, peer.address, (segment, second, others), version=3) == segment.nbytes
+    assert versions(mine, peer.address) == {segment.id: [1, 3]}
+
+
+def test_killed_between_the_last_chunk_and_the_commit(mine: TcpTransport, peer: Peer) -> None:
+    mine.request(peer.address, {"do": "hold"}, 5)
+    with ThreadPoolExecutor(1) as pool:
+        pushed = pool.submit(push, mine, peer.address, make(5 * CHUNK))
+        assert peer.line() == "at commit"
+        peer.process.kill()
+        with pytest.raises(TransportError):
+            pushed.result()
+
+
+def test_flipped_bit_in_a_replica_is_found(mine: TcpTransport, peer: Peer) -> None:
+    segment, data, checksums = make(7 * CHUNK)
+    for version in (1, 2):
+        push(mine, peer.address, (segment, data, checksums), version=version)
+    question = {"do": "flip", "segment": segment.id, "version": 2, "byte": 5 * CHUNK + 3}
+    mine.request(peer.address, question, 5)
+    with pytest.raises(
+        CorruptSnapshot, match=rf"{segment.id}.*version 2: chunk 5 .*held by agent {peer.address}"
+    ):
+        fetch(mine, peer.address, segment.id, 2)
+    assert fetch(mine, peer.address, segment.id, 1)[2] == data
+
+
+def test_data_that_changed_since_its_checksums(mine: TcpTransport, peer: Peer) -> None:
+    segment, data, checksums = make(6 * CHUNK)
+    data[3 * CHUNK] ^= 1
+    with pytest.raises(CorruptSnapshot) as caught:
+        push(mine, peer.address, (segment, data, checksums))
+    for part in (segment.id, "version 1", "chunk 3", "role 0", peer.address, mine.address):
+        assert part in str(caught.value)
+    assert mine.sent_bytes == 7 * CHUNK  # the chunk was sent twice
+    assert versions(mine, peer.address) == {}
+
+
+class FlippingRelay:
+    """Flips one bit of the payload that passes towards the server, once."""
+
+    def __init__(self, server: str, after: int) -> None:
+        self.server, self.left = server, after
+        self.listener = listen("127.0.0.1")
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        self.socks = [self.listener]
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self) -> None:
+        while True:
+            try:
+                client, _ = self.listener.accept()
+            except OSError:
+                return
+            host, port = self.server.split(":")
+            server = socket.create_connection((host, int(port)))
+            self.socks += [client, server]
+            threading.Thread(target=self.pump, args=(client, server, True), daemon=True).start()
+            threading.Thread(target=self.pump, args=(server, client, False), daemon=True).start()
+
+    def pump(self, source: socket.socket, sink: socket.socket, flip: bool) -> None:
+        try:
+            while data := bytearray(source.recv(1 << 16)):
+                if flip and self.left >= 0:
+                    self.left -= len(data)
+                    if self.left < 0:
+                        data[len(data) // 2] ^= 1
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        for sock in self.socks:
+            sock.close()
+
+
+def test_bit_lost_on_the_way_is_sent_again(mine: TcpTransport, peer: Peer) -> None:
+    segment, data, checksums = make(2 * CHUNK)
+    relay = FlippingRelay(peer.address, CHUNK // 2)  # well inside the first chunk's payload
+    assert push(mine, relay.address, (segment, data, checksums)) == segment.nbytes
+    assert mine.sent_bytes == 3 * CHUNK
+    assert fetch(mine, peer.address, segment.id)[2] == data
+    mine.close_peers()
+    relay.close()
+
+
+def test_missing_copy(mine: TcpTransport, peer: Peer) -> None:
+    segment, data, checksums = make(100)
+    push(mine, peer.address, (segment, data, checksums))
+    for name, version in ((segment.id, 2), ("nobody", 1)):
+        with pytest.raises(TransportError, match=f"no valid copy of segment {name} version {version}"):
+            fetch(mine, peer.address, name, version)
+
+
+def test_stale_epoch_is_refused(mine: TcpTransport, peer: Peer) -> None:
+    mine.request(peer.address, {"do": "epoch", "epoch": 3}, 5)
+    with pytest.raises(TransportError, match=r"stale sender.*epoch 2.*epoch 3"):
+        push(mine, peer.address, make(100), epoch=2)
+    assert push(mine, peer.address, make(100), epoch=3) == 100
+
+
+def test_close_peers_wakes_a_blocked_push(mine: TcpTransport, peer: Peer) -> None:
+    copy = make(64 * CHUNK)
+    reached = threading.Event()
+
+    def gate() -> None:
+        if mine.sent_bytes >= 4 * CHUNK and not reached.is_set():
+            peer.process.send_signal(signal.SIGSTOP)
+            reached.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        pushed = pool.submit(push, mine, peer.address, copy, deadline=60, gate=gate)
+        reached.wait()
+        mine.close_peers()
+        with pytest.raises(TransportError, match="dropped its connections"):
+            pushed.result(timeout=30)
+    peer.process.send_signal(signal.SIGCONT)
+    assert push(mine, peer.address, copy) == copy[0].nbytes  # connections are made anew
+
+
+def test_new_sender_takes_over_from_a_stuck_one(mine: TcpTransport, peer: Peer) -> None:
+    copy = make(8 * CHUNK)
+    stuck, go_on = threading.Event(), threading.Event()
+
+    def gate() -> None:
+        if mine.sent_bytes >= 5 * CHUNK:
+            stuck.set()
+            go_on.wait()
+
+    other = TcpTransport(ReplicaStore(), SECRET)
+    with ThreadPoolExecutor(1) as pool:
+        pushed = pool.submit(push, mine, peer.address, copy, gate=gate, epoch=4)
+        stuck.wait()
+        with pytest.raises(TransportError, match="stale sender"):
+            push(other, peer.address, copy, epoch=3)
+        assert push(other, peer.address, copy, epoch=5) == copy[0].nbytes
+        go_on.set()
+        with pytest.raises(TransportError):
+            pushed.result()
+    assert fetch(other, peer.address, copy[0].id)[2] == copy[1]
+    other.close()
+
+
+def test_connections_are_reused_and_rebuilt(mine: TcpTransport) -> None:
+    store = ReplicaStore()
+    server = TcpTransport(store, SECRET, answer=lambda message: message)
+    port = int(server.address.rsplit(":", 1)[1])
+    for i in range(20):
+        assert mine.request(server.address, {"i": i}, 5) == {"i": i}
+    assert len(server._server._threads) == 1
+    server.close()
+    with pytest.raises(TransportError):
+        mine.request(server.address, {}, 5)
+    echo = listen("127.0.0.1", port)  # another process on the same port, as after a restart
+    with ThreadPoolExecutor(1) as pool:
+
+        def serve() -> None:
+            channel = Channel.accept(echo.accept()[0], SECRET)
+            channel.recv()
+            channel.send({"ok": True, "message": {"new": True}})
+            channel.close()
+
+        served = pool.submit(serve)
+        assert mine.request(server.address, {}, 5) == {"new": True}
+        served.result()
+    echo.close()
+
+
+def test_error_of_an_answer_reaches_the_asker(mine: TcpTransport, peer: Peer) -> None:
+    with pytest.raises(TransportError, match="no such thing"):
+        mine.request(peer.address, {"do": "fail"}, 5)
+    assert versions(mine, peer.address) == {}
+    with pytest.raises(TransportError, match="answers no questions"):
+        mine.request(mine.address, {}, 5)
+
+
+def row(*items: tuple[int, int], holders: tuple[Any, ...] = (0,)) -> dict[str, Any]:
+    made = tuple(Item(f"i{k}", "uint8", (n,), o, n) for k, (o, n) in enumerate(items))
+    return Segment(holders, made).to_json()
+
+
+GOOD = {"op": "push", "segment": row((0, 10)), "version": 1, "epoch": 0, "checksums": [1], "seconds": 5.0}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {"op": "exec"},
+        {"op": ["push"]},
+        {"op": "push"},
+        GOOD | {"segment": []},
+        GOOD | {"segment": {"holders": [0], "items": [["a"]]}},
+        GOOD | {"segment": {"holders": [0], "items": 7}},
+        GOOD | {"segment": row((0, 10), holders=())},
+        GOOD | {"segment": row((0, 10), holders=(1, 1))},
+        GOOD | {"segment": row((0, 10), holders=(-1,))},
+        GOOD | {"segment": row((0, 10), (9, 10))},
+        GOOD | {"segment": row((-64, 10))},
+        GOOD | {"segment": row((0, -1))},
+        GOOD | {"segment": row((1 << 50, 10))},
+        GOOD | {"segment": {"holders": [0], "items": [["a", "f", [1], float("inf"), 4]]}},
+        GOOD | {"checksums": []},
+        GOOD | {"checksums": ["1"]},
+        GOOD | {"checksums": [-1]},
+        GOOD | {"checksums": [1 << 64]},
+        GOOD | {"version": -1},
+        GOOD | {"version": True},
+        GOOD | {"epoch": None},
+        GOOD | {"seconds": float("nan")},
+        GOOD | {"seconds": "1"},
+        {"op": "commit"},
+        {"op": "fetch", "segment": 1, "version": 1, "seconds": 5.0},
+        {"op": "ask", "message": "hello"},
+    ],
+    ids=repr,
+)
+def test_nonsense_is_answered_and_the_server_lives(mine: TcpTransport, message: dict[str, Any]) -> None:
+    channel = Channel.connect(mine.address, SECRET, 5)
+    channel.settimeout(10)
+    channel.send(message)
+    reply = channel.recv()
+    assert reply["ok"] is False and reply["error"]
+    with pytest.raises(ConnectionError):
+        channel.recv()
+    channel.close()
+    with pytest.raises(TransportError, match="answers no questions"):
+        mine.request(mine.address, {}, 5)
+
+
+@pytest.mark.parametrize(("index", "size"), [(0, 9), (0, 11), (1, 10), (-1, 10), (None, 10)], ids=repr)
+def test_chunk_that_does_not_fit_is_refused(mine: TcpTransport, index: int | None, size: int) -> None:
+    channel = Channel.connect(mine.address, SECRET, 5)
+    channel.settimeout(10)
+    channel.send(GOOD)
+    token = channel.recv()["token"]
+    channel.send({"op": "chunk", "token": token, "index": index}, bytes(size))
+    assert re.search("chunk|index", channel.recv()["error"])
+    channel.close()
+
+
+def test_commit_needs_every_chunk_verified(mine: TcpTransport) -> None:
+    channel = Channel.connect(mine.address, SECRET, 5)
+    channel.settimeout(10)
+    channel.send(GOOD)
+    token = channel.recv()["token"]
+    channel.send({"op": "chunk", "token": token, "index": 0}, bytes(10))  # not what the checksum says
+    channel.send({"op": "commit", "token": token})
+    assert "1 chunks missing" in channel.recv()["error"]
+    channel.close()
+
+
+def test_segment_over_the_limit_is_refused(mine: TcpTransport) -> None:
+    small = TcpTransport(ReplicaStore(), SECRET, max_segment_bytes=1000)
+    with pytest.raises(TransportError, match="over the limit of 1000"):
+        push(mine, small.address, make(1001))
+    assert push(mine, small.address, make(1000)) == 1000
+    small.close()
+
+
+def test_wrong_secret(mine: TcpTransport) -> None:
+    stranger = TcpTransport(ReplicaStore(), b"another job")
+    with pytest.raises(TransportError, match="secret"):
+        push(stranger, mine.address, make(10))
+    stranger.close()
+
+
+def test_arguments_that_do_not_belong_together(mine: TcpTransport) -> None:
+    segment, data, checksums = make(100)
+    for wrong in ((segment, data[:99], checksums), (segment, data, [*checksums, 1])):
+        with pytest.raises(ValueError, match="100 bytes and 1 chunks"):
+            push(mine, mine.address, wrong)
+
+
+def test_close_leaves_no_threads() -> None:
+    before = set(threading.enumerate())
+    one, two = TcpTransport(ReplicaStore(), SECRET), TcpTransport(ReplicaStore(), SECRET)
+    push(one, two.address, make(6 * CHUNK))
+    push(two, one.address, make(6 * CHUNK))
+    one.close()
+    two.close()
+    assert set(threading.enumerate()) <= before
