@@ -12,6 +12,7 @@ in recoveries, the steady state reuses its memory.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import mmap
 import threading
@@ -28,6 +29,15 @@ class _State(enum.Enum):
     VALID = enum.auto()
 
 
+def _allocate(nbytes: int) -> mmap.mmap:
+    """Anonymous memory, in huge pages where the kernel has them: a first push is mostly page faults."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.madvise(mmap.MADV_DONTFORK)  # a child of the agent needs no copy of it
+    return memory
+
+
 @dataclass
 class _Slot:
     state: _State = _State.EMPTY
@@ -42,7 +52,7 @@ class _Slot:
         """Writable memory of `nbytes`, the old memory if it is large enough and nobody reads it."""
         if self.memory is None or self.lent or len(self.memory) < nbytes:
             self.memory = None  # first free what was there
-            self.memory = mmap.mmap(-1, max(nbytes, 1))
+            self.memory = _allocate(max(nbytes, 1))
             self.lent = False
         return memoryview(self.memory)[:nbytes]
 
