@@ -47,7 +47,8 @@ def install() -> None:
     if "megatron.core" in sys.modules:
         raise RuntimeError(
             "no GPU here, and cpu_shadow.install() came after the first megatron import, which keeps "
-            "references to the real torch.cuda. Import ft_megatron.cpu_shadow_auto before anything from megatron."
+            "references to the real torch.cuda: "
+            "import ft_megatron.cpu_shadow_auto before anything from megatron"
         )
     _install()
 
@@ -93,7 +94,7 @@ def _install() -> None:
     _OnCpu().__enter__()  # for the rest of the process, as torch.set_default_device does
 
     # Megatron warns when the CPU generator moves while the CUDA generator is forked for model-parallel
-    # dropout: here they are one. The numbers are right, since it saves and restores the state around the fork.
+    # dropout: here they are one. The numbers are right: it saves and restores the state around the fork.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_not_about_the_cpu_generator)
     _installed = True
 

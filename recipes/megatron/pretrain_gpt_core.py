@@ -6,8 +6,8 @@ the lines that mention `job`. Without ``--ft`` it is a plain training script:
     python recipes/megatron/prepare_data.py --output-prefix runs/data/stdlib
     torchrun --nproc-per-node 2 recipes/megatron/pretrain_gpt_core.py --data-path runs/data/stdlib
 
-On a host without a GPU it runs on the CPU over gloo. Progress goes to stdout: one line a step with the loss at
-full precision, so that runs can be compared bit by bit, and last a digest of all ranks' final state.
+On a host without a GPU it runs on the CPU over gloo. Progress goes to stdout: one line a step with the loss
+at full precision, so that runs can be compared bit by bit, and last a digest of all ranks' final state.
 """
 
 from __future__ import annotations

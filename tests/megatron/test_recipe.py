@@ -1,0 +1,168 @@
+"""The Megatron recipe as an ordinary training script, its data, and the CPU's shadow of torch.cuda."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "megatron" / "pretrain_gpt_core.py"
+PREPARE = ROOT / "recipes" / "megatron" / "prepare_data.py"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+TINY = ["--num-layers=2", "--hidden-size=32", "--num-attention-heads=2", "--seq-length=32", "--train-iters=4"]
+SHARED_BATCH = ["--global-batch-size=4", "--attention-dropout=0", "--hidden-dropout=0"]
+
+
+def python(*args: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, args)], env=ENVIRONMENT, capture_output=True, text=True, timeout=100
+    )
+
+
+def train(data: Path, *flags: object, ranks: int = 1) -> tuple[list[float], str]:
+    """Losses of the steps, and the digest of the final state."""
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    )
+    done = python(*launcher, RECIPE, *TINY, "--data-path", data, *flags)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    digest = re.fullmatch(r"digest sha256:([0-9a-f]{64})", lines[-1])
+    assert digest, done.stdout
+    steps = [
+        re.match(r"iteration \d+/4 \| loss (\S+) \| lr \S+ \| grad norm \S+ \| \S+ ms$", x) for x in lines
+    ]
+    return [float(step[1]) for step in steps if step], digest[1]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    for name in ("b.txt", "a.py", "empty.py", "skipped.bin"):
+        size = 0 if name == "empty.py" else 3000
+        (folder / name).write_text((name * size)[:size])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(texts: Path) -> Path:
+    prefix = texts / "out" / "bytes"
+    done = python(PREPARE, "--input", texts, *[texts / "a.py"] * 10, "--output-prefix", prefix)
+    assert done.returncode == 0, done.stderr
+    assert "12 documents, 36012 tokens" in done.stdout
+    return prefix
+
+
+def test_tokens_are_the_bytes_of_sorted_files(texts: Path, data: Path) -> None:
+    tokens = np.fromfile(data.with_suffix(".bin"), dtype=np.uint16)
+    assert bytes(tokens[:3000].astype(np.uint8)) == (texts / "a.py").read_bytes()
+    assert bytes(tokens[3001:6001].astype(np.uint8)) == (texts / "b.txt").read_bytes()
+    assert np.flatnonzero(tokens == 256).tolist() == list(range(3000, 36012, 3001))
+
+
+def test_data_is_cut_at_the_limit(texts: Path) -> None:
+    prefix = texts / "cut"
+    done = python(PREPARE, "--input", texts, "--output-prefix", prefix, "--max-megabytes", 0.0031)
+    assert "2 documents, 3102 tokens" in done.stdout
+
+
+def test_equal_runs_end_in_equal_bits(data: Path) -> None:
+    flags = ("--use-distributed-optimizer", "--bf16", "--eval-interval", 2, "--split", "80,20,0")
+    losses, digest = train(data, *flags, ranks=2)
+    assert len(losses) == 4
+    assert train(data, *flags, ranks=2) == (losses, digest)
+
+
+def test_tensor_and_pipeline_parallel(data: Path) -> None:
+    losses, _ = train(
+        data, "--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2, "--fp16", ranks=4
+    )
+    assert len(losses) == 4
+
+
+def test_losses_depend_on_the_seed_and_not_on_the_number_of_ranks(data: Path) -> None:
+    alone, digest = train(data, *SHARED_BATCH)
+    shared, _ = train(data, *SHARED_BATCH, ranks=2)
+    assert shared == pytest.approx(alone, rel=1e-5)
+
+    other, other_digest = train(data, *SHARED_BATCH, "--seed", 5)
+    assert other != pytest.approx(alone, rel=1e-5) and other_digest != digest
+
+
+def test_contradicting_flags_are_refused(data: Path) -> None:
+    done = python(RECIPE, "--data-path", data, "--bf16", "--fp16")
+    assert done.returncode == 2
+    assert "--bf16 and --fp16 exclude each other" in done.stderr
+
+
+SHADOW = """
+from ft_megatron import cpu_shadow
+import torch
+assert not cpu_shadow.active()
+cpu_shadow.install()
+cpu_shadow.install()
+assert cpu_shadow.active() and torch.cuda.is_available() and not torch.accelerator.is_available()
+
+x = torch.zeros(2, device="cuda:0")
+for y in (x, x.cuda(), x.to("cuda", non_blocking=True), x.to(0), x.new_ones(1, device=torch.device("cuda"))):
+    assert y.device.type == "cpu"
+assert x.type() == "torch.cuda.FloatTensor" and isinstance(x, torch.cuda.FloatTensor)
+assert x.bfloat16().type() == "torch.cuda.BFloat16Tensor"
+
+torch.manual_seed(3)
+state = torch.cuda.get_rng_state()
+first = torch.rand(3)
+torch.cuda.set_rng_state(state)
+assert torch.equal(torch.rand(3), first)
+
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+tracker = CudaRNGStatesTracker()
+tracker.add("model-parallel-rng", 7)
+torch.cuda.set_rng_state(state)
+with tracker.fork():
+    inside = torch.rand(3)
+assert torch.equal(torch.rand(3), first)  # the fork left the default generator alone
+with tracker.fork():
+    assert not torch.equal(torch.rand(3), inside)  # and its own went on
+"""
+
+LATE = """
+import megatron.core
+import ft_megatron.cpu_shadow_auto
+"""
+
+REAL_DEVICE = """
+import torch
+torch.cuda.is_available = lambda: True
+zeros, stream = torch.zeros, torch.cuda.Stream
+import ft_megatron.cpu_shadow_auto
+from ft_megatron import cpu_shadow
+assert not cpu_shadow.active() and torch.cuda.Stream is stream
+"""
+
+
+def test_the_shadow_acts_on_the_cpu() -> None:
+    done = python("-c", SHADOW)
+    assert done.returncode == 0, done.stderr
+    assert "CPU RNG state changed" not in done.stderr
+
+
+def test_the_shadow_must_come_before_megatron() -> None:
+    done = python("-c", LATE)
+    assert done.returncode == 1
+    assert "import ft_megatron.cpu_shadow_auto before anything from megatron" in done.stderr
+
+
+def test_a_real_device_is_left_alone() -> None:
+    done = python("-c", REAL_DEVICE)
+    assert done.returncode == 0, done.stderr
