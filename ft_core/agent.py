@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Coroutine
@@ -23,11 +24,12 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import Std
 
 from ft_core import durable
-from ft_core.errors import CorruptSnapshot, FtError, TransportError
+from ft_core.errors import FtError
+from ft_core.fetch import bring
 from ft_core.inject import ENV as INJECT_ENV
 from ft_core.inject import Injector
 from ft_core.manifest import Segment
-from ft_core.memory import SnapshotBuffer, Word
+from ft_core.memory import Word
 from ft_core.replicator import Replicator
 from ft_core.settings import Settings, read_secret
 from ft_core.store import NodeStore
@@ -38,7 +40,6 @@ from ft_core.workers import Exit, Worker, WorkerPool
 log = logging.getLogger(__name__)
 Message = dict[str, Any]
 
-_FETCH_DEADLINE = 600.0
 _ASK_DEADLINE = 10.0
 _RECONNECT = 0.05
 _FAREWELL = 10.0
@@ -94,6 +95,10 @@ class Agent:
         code = await self._done
         server.close()
         await self._farewell()
+        # Threads that still wait for a peer must not hold up the end of a job that is over.
+        watchdog = threading.Timer(_FAREWELL, os._exit, [code])
+        watchdog.daemon = True
+        watchdog.start()
         return code
 
     # -- controller ----------------------------------------------------------------------------
@@ -234,6 +239,7 @@ class Agent:
         """Begin the epoch of `plan`: give roles to workers, bring their state here, let them go on."""
         if plan["epoch"] < self.epoch or plan["epoch"] == self.plan.get("epoch"):
             return
+        before = self._roles_here()
         self.plan, self.epoch = plan, plan["epoch"]
         self._rendezvous, self._next_rendezvous = self._next_rendezvous, None
         self.store.replicas.epoch = self.epoch
@@ -241,7 +247,8 @@ class Agent:
         version = plan["version"]
         if version is not None:
             self.store.drop_after(version)
-        self.store.keep_only(self._roles_here())
+        # A role that has moved away may still be fetched from here: its memory goes one epoch later.
+        self.store.keep_only([*self._roles_here(), *before])
         for role in self._roles_here():
             worker = self.pool.of_role(role)
             if worker is not None:
@@ -318,7 +325,7 @@ class Agent:
                 message["version"] = None  # its script makes the initial state by itself
             elif found is None:
                 try:
-                    found = await asyncio.to_thread(self._bring, role, plan)
+                    found = await asyncio.to_thread(bring, role, plan, self.store, self.transport, self.settings)
                 except FtError as error:
                     log.error("node %s: role %d, version %d: %s", self.node, role, version, error)
                     self._post({"type": "restore_failed", "epoch": epoch, "role": role, "reason": str(error)})
@@ -330,46 +337,6 @@ class Agent:
         if self.epoch == epoch:
             worker.post(message)
 
-    def _bring(self, role: int, plan: Message) -> tuple[int, SnapshotBuffer]:
-        """Fetch a role's segments from those who hold them (or read the durable checkpoint)."""
-        version, memory = plan["version"], self.store.memory(role)
-        if plan["origin"] == "durable":
-            segments, fill = durable.open_role(self.settings.durable_dir, version, role)
-            slot = memory.free_slot()
-            buffer = memory.allocate(slot, segments)
-            fill(buffer)
-            buffer.version = version
-            return slot, buffer
-        layouts: list[tuple[Segment, str]] = []
-        for name, nodes in plan["sources"][str(role)].items():
-            layouts.append(self._describe(name, version, nodes))
-        layouts.sort(key=lambda found: found[0].holders)
-        slot = memory.free_slot()
-        buffer = memory.allocate(slot, [segment for segment, _ in layouts])
-        for index, (segment, node) in enumerate(layouts):
-            address = plan["nodes"][node]["data"]
-            data = buffer.data(index)
-            _, sums = self.transport.fetch(
-                address, segment.id, version, allocate=lambda _, view=data: view, deadline=_FETCH_DEADLINE
-            )
-            table = buffer.checksums(index)
-            for chunk, value in enumerate(sums):
-                table[chunk] = value
-        buffer.version = version
-        return slot, buffer
-
-    def _describe(self, name: str, version: int, nodes: list[str]) -> tuple[Segment, str]:
-        reasons = []
-        for node in nodes:
-            try:
-                address = self.plan["nodes"][node]["data"]
-                question = {"ask": "segment", "segment": name, "version": version}
-                answer = self.transport.request(address, question, deadline=_ASK_DEADLINE)
-                return Segment.from_json(answer["segment"]), node
-            except (TransportError, CorruptSnapshot, KeyError) as error:
-                reasons.append(f"{node}: {error}")
-        raise TransportError(f"no holder gave segment {name}: {'; '.join(reasons)}")
-
     def _answer(self, question: Message) -> Message:
         """Another agent asks. Runs in a thread of the transport."""
         if question.get("ask") == "segment":
@@ -377,6 +344,13 @@ class Agent:
             if found is None:
                 return {"error": f"node {self.node} does not hold {question['segment']}"}
             return {"segment": found[0].to_json()}
+        if question.get("ask") == "strike":
+            log.error(
+                "node %s: its copy of segment %s, version %s, is corrupt and struck off; another is used",
+                *(self.node, question["segment"], question["version"]),
+            )
+            self.store.strike(str(question["segment"]), int(question["version"]))
+            return {}
         if question.get("ask") == "startup":
             assert self._loop is not None
             entries = asyncio.run_coroutine_threadsafe(self._startup_entries(question), self._loop)
@@ -415,16 +389,22 @@ class Agent:
                 self._on_worker(worker, await channel.recv())
         except (OSError, FtError, asyncio.IncompleteReadError, KeyError, ValueError) as error:
             log.debug("node %s: a worker's connection ended (%r)", self.node, error)
+        except asyncio.CancelledError:
+            pass  # this agent ends
+        finally:
             writer.close()
 
     def _on_worker(self, worker: Worker, message: Message) -> None:
         kind, role = message["type"], worker.role
-        assert role is not None or kind == "hello"
+        if role is None:
+            return
         if kind == "staged":
             self._commit(worker, message["version"])
         elif kind == "allocate":
             segments = [Segment.from_json(s) for s in message["segments"]]
             buffer = self.store.memory(role).allocate(message["slot"], segments)
+            layout = {s.id: list(s.holders) for s in segments}
+            self._post({"type": "layout", "role": role, "segments": layout})
             worker.post({"type": "reply", "id": message["id"], "address": buffer.memory.address})
         elif kind == "registered":
             worker.stage, worker.initial, worker.ring = "training", message["version"], message["ring"]
@@ -435,7 +415,7 @@ class Agent:
             self._report_if_quiet()
         elif kind == "restored":
             self._post({**message, "role": role, "pid": worker.pid})
-            if self.store.memory(role).find(message["version"]) is not None:
+            if message["loaded"]:
                 self._commit(worker, message["version"])
         elif kind in ("stepped", "suspect", "unprotected"):
             self._post({**message, "role": role})
@@ -505,7 +485,8 @@ class Agent:
         if worker.role is not None and not worker.finished:
             message = {"type": "worker_lost", "role": worker.role, "pid": worker.pid, "exit": str(ended)}
             self._post({**message, "crashed": ended.crashed, "code": ended.code, "traceback": ended.message})
-        self.pool.start(-1 if worker.role is None else worker.device)
+        if not worker.finished:
+            self.pool.start(-1 if worker.role is None else worker.device)
         self._report_if_quiet()
 
     def _kill(self, role: int | None) -> None:
@@ -552,6 +533,8 @@ def main() -> int:
     parser.add_argument("--node-rank", type=int, default=-1, help="position at the start; -1: a spare")
     args = parser.parse_args()
     logging.basicConfig(format="%(asctime)s ft %(levelname)s %(message)s", level=logging.WARNING)
+    # A worker's death is reported by the controller, with what is done about it.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # a node's processes are one group: killed together, as a node would be
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -71,6 +71,8 @@ class Controller:
         self.plan: Message = {}
         self.nodes: dict[str, Node] = {}
         self.fenced: set[str] = set()
+        self.catalogue: dict[str, dict[str, list[int]]] = {}
+        """Role -> its segments and their holders: what is lost without a trace must still be missed."""
         self._events = (job_dir / "events.jsonl").open("a", buffering=1)
         self._started = time.monotonic()
         self._restored: dict[int, int] = {}
@@ -126,8 +128,8 @@ class Controller:
         except FtError as error:
             log.warning("refused: %s", error)
             self.event("refused", str(error))
-        except (OSError, asyncio.IncompleteReadError):
-            pass
+        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass  # gone, or this controller ends
         except (KeyError, TypeError, ValueError) as error:
             log.warning("malformed message from %s: %r", node.name if node else "a new connection", error)
             self.event("refused", f"malformed message: {error!r}")
@@ -148,6 +150,7 @@ class Controller:
         self.nodes[name] = node
         if hello["plan"].get("epoch", 0) > self.plan.get("epoch", 0):
             self.plan = hello["plan"]
+            self.catalogue = {**self.plan["catalogue"], **self.catalogue}
             self.phase = Phase.REBUILDING
         self.epoch = max(self.epoch, int(hello["epoch"]), self.plan.get("epoch", 0))
         self._finished |= {int(r) for r, about in hello["roles"].items() if about["finished"]}
@@ -188,6 +191,8 @@ class Controller:
                 self.event("resumed", version=int(message["version"]))
         elif kind == "opened" and epoch == self.epoch:
             self.event("communicators_ready", roles=[int(message["role"])])
+        elif kind == "layout":
+            self.catalogue[str(message["role"])] = message["segments"]
         elif kind == "unprotected":
             self._unprotected = True
         elif kind == "suspect":
@@ -327,7 +332,8 @@ class Controller:
         self._start(assignment.roles, version, origin, sources, self._completed(), lost)
 
     def _choose(self, roles: dict[int, str], places: dict[int, str]) -> tuple[int | None, str, Message]:
-        reports = [_report(node) for node in self.nodes.values()]
+        catalogue = {name: held for found in self.catalogue.values() for name, held in found.items()}
+        reports = [_report(node, catalogue) for node in self.nodes.values()]
         steps = [int(b["step"]) for n in self.nodes.values() for b in n.heartbeat["roles"].values()]
         initial = _initial(self.nodes.values())
         if initial is None and not any(r.versions for report in reports for r in report.roles.values()):
@@ -379,6 +385,7 @@ class Controller:
             "origin": origin,
             "sources": sources,
             "completed": completed,
+            "catalogue": self.catalogue,
         }
         self.phase = Phase.RUNNING
         self._restored, self._stepped = {}, set()
@@ -462,7 +469,7 @@ class Controller:
         return {"killed": node.name if role is None else int(role)}
 
 
-def _report(node: Node) -> decision.NodeReport:
+def _report(node: Node, catalogue: dict[str, list[int]]) -> decision.NodeReport:
     held = node.holdings
     roles = {}
     for role, about in held["roles"].items():
@@ -479,7 +486,7 @@ def _report(node: Node) -> decision.NodeReport:
         domain=node.about["domain"],
         roles=roles,
         replicas={segment: tuple(versions) for segment, versions in held["replicas"].items()},
-        segments=held["segments"],
+        segments=catalogue | held["segments"],
         spare_workers=int(node.heartbeat["idle"]),
     )
 

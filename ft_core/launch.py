@@ -19,9 +19,8 @@ from pathlib import Path
 
 from ft_core import inject
 from ft_core.errors import ConfigError
-from ft_core.settings import Settings, write_secret
+from ft_core.settings import Command, Settings, write_secret
 from ft_core.wire import listen
-from ft_core.worker import Command
 
 _DEFAULT_PORT = 29400
 _POLL = 0.05
@@ -31,7 +30,10 @@ _STOP_GRACE = 15.0
 def parser() -> argparse.ArgumentParser:
     """The command line of `ftrun`."""
     p = argparse.ArgumentParser(
-        prog="ftrun", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="ftrun",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     t = p.add_argument_group("as torchrun's")
     t.add_argument("--standalone", action="store_true", help="all nodes on this machine, one process tree each")
@@ -63,8 +65,7 @@ def parser() -> argparse.ArgumentParser:
     f.add_argument("--ft-heartbeat", type=float, default=0.5, help="seconds between an agent's heartbeats")
     f.add_argument("--ft-quiesce-timeout", type=float, default=60.0, help="seconds a worker may take to leave its step")
     f.add_argument("--ft-inject", default="", help="failures on purpose: ROLE@POINT:STEP[:worker],... (for drills)")
-    p.add_argument("script", nargs="?", default="", help="the training script, its arguments after it")
-    p.add_argument("arguments", nargs=argparse.REMAINDER)
+    p.add_argument("command", nargs=argparse.REMAINDER, metavar="script ...", help="the training script and its arguments")
     return p
 
 
@@ -72,10 +73,11 @@ def settings_of(args: argparse.Namespace) -> Settings:
     """Check the flags against each other. Raises ConfigError before anything is started."""
     nnodes = _count("--nnodes", args.nnodes)
     nproc = _gpus() if args.nproc_per_node in ("gpu", "auto") else _count("--nproc-per-node", args.nproc_per_node)
-    if not args.script:
+    if not args.command:
         raise ConfigError("no script given")
-    if not args.no_python and not args.module and not Path(args.script).is_file():
-        raise ConfigError(f"there is no script {args.script!r} (give -m for a module)")
+    script, *arguments = args.command
+    if not args.no_python and not args.module and not Path(script).is_file():
+        raise ConfigError(f"there is no script {script!r} (give -m for a module)")
     if args.spares < 0 or args.ft_replicas < 0:
         raise ConfigError("--spares and --ft-replicas count things: 0 or more")
     if args.spares and not args.standalone:
@@ -100,7 +102,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return Settings(
         nnodes=nnodes,
         nproc_per_node=nproc,
-        command=Command(args.script, args.arguments, args.module, args.no_python),
+        command=Command(script, arguments, args.module, args.no_python),
         controller=_controller_address(args),
         spares=args.spares,
         replicas=args.ft_replicas,
@@ -210,7 +212,7 @@ def _launch(args: argparse.Namespace) -> Launcher:
 
 def _join(args: argparse.Namespace) -> Launcher:
     """Join a running job as a spare, with its own command line if its directory is not shared."""
-    if args.script:
+    if args.command:
         settings = settings_of(args)
         job_dir = _job_dir(args)
         settings.write(job_dir)

@@ -167,6 +167,13 @@ class ReplicaStore:
                     if slot.version > version:
                         slot.clear()
 
+    def strike(self, segment_id: str, version: int) -> None:
+        """Give up one copy: a reader found it corrupt."""
+        with self._lock:
+            for slot in self._slots.get(segment_id, ()):
+                if slot.state is _State.VALID and slot.version == version:
+                    slot.clear()
+
     def drop(self, segment_id: str) -> None:
         """Give a segment's memory back: it is no longer replicated here."""
         with self._lock:

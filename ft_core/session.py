@@ -199,7 +199,8 @@ class Session:
         self.control[Word.VERSION] = self.control[Word.TAG] = self.version
         self._step_began = time.monotonic_ns()
         self._report_step = True
-        self._send({"type": "restored", "epoch": self.epoch, "version": self.version})
+        loaded = version is not None
+        self._send({"type": "restored", "epoch": self.epoch, "version": self.version, "loaded": loaded})
 
     def _quiesce(self, adapter: Adapter) -> None:
         assert self._snapshotter is not None

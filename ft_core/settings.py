@@ -10,9 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ft_core.errors import ConfigError
-from ft_core.worker import Command
 
 SECRET_ENV = "FT_JOB_SECRET"  # noqa: S105 - the name of a variable
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the user wants to run: a script, a module (`-m`) or any program (`--no-python`)."""
+
+    target: str
+    arguments: list[str] = field(default_factory=list)
+    module: bool = False
+    no_python: bool = False
 
 
 @dataclass(frozen=True)

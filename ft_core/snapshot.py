@@ -106,7 +106,7 @@ class Snapshotter:
 
     def _map(self, slot: int, address: Sequence[int], segments: Sequence[Segment]) -> MappedBuffer:
         buffer = MappedBuffer(address, segments)
-        if torch.cuda.is_available() and hasattr(torch.cuda, "cudart"):
+        if has_gpu():
             # Page-locked memory is what makes the copy asynchronous.
             torch.cuda.cudart().cudaHostRegister(buffer.memory.pointer, buffer.memory.nbytes, 0)
         self._buffers[slot] = buffer
@@ -159,6 +159,11 @@ class MappedBuffer(SnapshotBuffer):
     def __init__(self, address: Sequence[int], segments: Sequence[Segment]) -> None:
         super().__init__(SharedMemory.open(address), segments)
         self.memory_address = list(address)
+
+
+def has_gpu() -> bool:
+    """Whether there is a real GPU: a shadowed `torch.cuda` (CPU runs) says it is available, too."""
+    return torch.version.cuda is not None and torch._C._cuda_getDeviceCount() > 0
 
 
 def verify(buffer: SnapshotBuffer) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 
+from ft_core.errors import CorruptSnapshot
 from ft_core.manifest import Segment
 from ft_core.memory import TORN, SnapshotBuffer
 from ft_core.replicas import ReplicaStore
+from ft_core.snapshot import verify
 
 Found = tuple[Segment, memoryview, Sequence[int]]
 
@@ -100,6 +102,17 @@ class NodeStore:
     def discard(self, segment: Segment, version: int) -> None:
         """See `transport.SegmentStore`."""
         self.replicas.discard(segment, version)
+
+    def strike(self, segment_id: str, version: int) -> None:
+        """Give up a copy that a reader found corrupt, after making sure that it is."""
+        for memory in list(self.roles.values()):
+            found = memory.find(version)
+            if found is not None and any(s.id == segment_id for s in found[1].segments):
+                try:
+                    verify(found[1])
+                except CorruptSnapshot:
+                    memory.strike(found[0])
+        self.replicas.strike(segment_id, version)
 
     def find(self, segment_id: str, version: int) -> Found | None:
         """The segment at that version: from an own role's snapshot if one has it, else a replica."""

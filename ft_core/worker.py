@@ -6,25 +6,16 @@ import logging
 import os
 import runpy
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from ft_core.session import Session
+from ft_core.settings import Command
+from ft_core.snapshot import has_gpu
 from ft_core.wire import Channel
 
 _CONNECT_TIMEOUT = 30.0
-
-
-@dataclass(frozen=True)
-class Command:
-    """What the user wants to run: a script, a module (`-m`) or any program (`--no-python`)."""
-
-    target: str
-    arguments: list[str] = field(default_factory=list)
-    module: bool = False
-    no_python: bool = False
 
 
 def main(socket: str, secret: bytes, job_dir: str, worker: int, device: int, command: Command) -> None:
@@ -36,7 +27,7 @@ def main(socket: str, secret: bytes, job_dir: str, worker: int, device: int, com
     channel = Channel.connect(socket, secret, _CONNECT_TIMEOUT)
     channel.settimeout(None)
     session = Session(channel, Path(job_dir), worker)
-    if device >= 0 and not command.no_python and torch.cuda.is_available() and hasattr(torch.cuda, "cudart"):
+    if device >= 0 and not command.no_python and has_gpu():
         torch.cuda.set_device(device)
         torch.zeros(1, device="cuda")  # a spare has its device context up
     assignment = session.wait_for_role()
@@ -54,7 +45,7 @@ def main(socket: str, secret: bytes, job_dir: str, worker: int, device: int, com
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # communicators of a finished job are not taken down one by one
+    os._exit(0)  # the communicators of a finished job are not taken down one by one
 
 
 def run(command: Command) -> None:

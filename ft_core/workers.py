@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 
 from ft_core import preload, worker
 from ft_core.memory import ControlBlock, Word
+from ft_core.settings import Command
 from ft_core.wire import AsyncChannel
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class WorkerPool:
         secret: bytes,
         job_dir: Path,
         log_dir: Path,
-        command: worker.Command,
+        command: Command,
         tee: Std,
         redirects: Std,
         prefix: str | None,
@@ -124,12 +125,11 @@ class WorkerPool:
         self.workers.pop(worker.number, None)
         if worker.channel is not None:
             worker.channel.close()
-        result = worker.context.wait(timeout=5, period=0.01)
+        # A worker that left by itself has sent no result, which torch would wait for.
+        result = None if worker.finished else worker.context.wait(timeout=0.2, period=0.01)
         failure = result.failures.get(0) if result is not None else None
-        if failure is None:
-            ended = Exit(0, "")
-        else:
-            ended = Exit(failure.exitcode, failure.message)
+        ended = Exit(0, "") if failure is None else Exit(failure.exitcode, _traceback(failure.message))
+        worker.context.close(signal.SIGKILL)
         self._on_exit(worker, ended)
 
     def of_role(self, role: int) -> Worker | None:
@@ -155,4 +155,11 @@ class WorkerPool:
     def close(self) -> None:
         """End what is left."""
         for worker in list(self.workers.values()):
-            self.kill(worker)
+            worker.context.close(signal.SIGKILL)
+
+
+def _traceback(message: Any) -> str:
+    """The worker's traceback, out of the error file that torch's launcher writes."""
+    if isinstance(message, dict):
+        return str(message.get("extraInfo", {}).get("py_callstack") or message.get("message", ""))
+    return str(message)
