@@ -53,6 +53,16 @@ def install() -> None:
     _install()
 
 
+def skip_compile_helpers() -> None:
+    """Keep ``megatron.training`` from compiling the datasets' C++ helper, which its wheel holds compiled.
+
+    Imports megatron, so it is not a part of `install`; call it before ``megatron.training.pretrain``.
+    """
+    from megatron.core.datasets import utils
+
+    utils.compile_helpers = _returns(None)
+
+
 def _real_cuda() -> bool:
     """Ask for CUDA devices without starting the driver, which would make CUDA unusable in forked workers."""
     before = os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")
@@ -155,6 +165,11 @@ class _Stream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = CPU
         self.cuda_stream = 0
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """Lowest and highest priority."""
+        return 0, 0
 
     def __enter__(self) -> _Stream:
         return self

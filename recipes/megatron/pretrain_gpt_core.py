@@ -80,7 +80,9 @@ class Arguments:
     untie_embeddings_and_output_weights: bool = _flag(False, "give the output layer weights of its own")
     attention_dropout: float = _flag(0.1, "dropout of attention weights")
     hidden_dropout: float = _flag(0.1, "dropout of the residual stream")
-    num_experts: int | None = _flag(None, "experts per MLP; default: a dense model")
+    num_experts: int | None = _flag(
+        None, "experts per MLP (megatron-core 0.16: needs transformer-engine); default: a dense model"
+    )
     moe_router_topk: int = _flag(2, "experts a token goes to")
     moe_aux_loss_coeff: float = _flag(0.01, "weight of the experts' load-balancing loss")
 
@@ -110,7 +112,9 @@ class Arguments:
     tensor_model_parallel_size: int = _flag(1, "ranks that share each layer")
     pipeline_model_parallel_size: int = _flag(1, "pipeline stages")
     expert_model_parallel_size: int = _flag(1, "ranks that share the experts")
-    sequence_parallel: bool = _flag(False, "split layer norms and dropout over the tensor-parallel ranks")
+    sequence_parallel: bool = _flag(
+        False, "split layer norms and dropout over tensor-parallel ranks (needs apex)"
+    )
     use_distributed_optimizer: bool = _flag(False, "shard the optimizer state over the data-parallel ranks")
     num_distributed_optimizer_instances: int = _flag(1, "replicas of the sharded optimizer state")
     overlap_grad_reduce: bool = _flag(False, "reduce gradients during the backward pass")
@@ -255,7 +259,10 @@ def build_model(args: Arguments) -> list[DistributedDataParallel]:
         num_moe_experts=args.num_experts,
         moe_router_topk=args.moe_router_topk,
         moe_aux_loss_coeff=args.moe_aux_loss_coeff,
-        moe_token_dispatcher_type="alltoall",
+        # without a GPU Megatron's all-to-all gets its split sizes in a form that torch refuses
+        moe_token_dispatcher_type="allgather" if cpu_shadow.active() else "alltoall",
+        # nor have experts biases where tensor-parallel ranks share them
+        add_bias_linear=args.num_experts is None,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
