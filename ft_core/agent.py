@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -325,7 +326,9 @@ class Agent:
                 message["version"] = None  # its script makes the initial state by itself
             elif found is None:
                 try:
-                    found = await asyncio.to_thread(bring, role, plan, self.store, self.transport, self.settings)
+                    found = await asyncio.to_thread(
+                        bring, role, plan, self.store, self.transport, self.settings
+                    )
                 except FtError as error:
                     log.error("node %s: role %d, version %d: %s", self.node, role, version, error)
                     self._post({"type": "restore_failed", "epoch": epoch, "role": role, "reason": str(error)})
@@ -442,7 +445,9 @@ class Agent:
             except FtError as error:
                 if self.epoch != epoch:
                     return
-                log.warning("node %s: role %d, version %d not replicated: %s", self.node, role, version, error)
+                log.warning(
+                    "node %s: role %d, version %d not replicated: %s", self.node, role, version, error
+                )
                 self._post({"type": "suspect", "epoch": epoch, "role": role, "reason": str(error)})
                 await asyncio.sleep(self.settings.heartbeat)
                 continue
@@ -516,8 +521,6 @@ def _reason(message: Message) -> Message:
 
 def _own_host(controller: str) -> str:
     """The address of this machine that the controller's machine can reach; loopback stays loopback."""
-    import socket  # noqa: PLC0415
-
     host, port = controller.rsplit(":", 1)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port)))  # sends nothing; the kernel picks the interface

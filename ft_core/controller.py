@@ -390,7 +390,9 @@ class Controller:
         self.phase = Phase.RUNNING
         self._restored, self._stepped = {}, set()
         moved = {role: node for role, node in roles.items() if role in (lost or [])}
-        self.event("decided", f"version {version} ({origin})", lost, version=version, origin=origin, moved=moved)
+        self.event(
+            "decided", f"version {version} ({origin})", lost, version=version, origin=origin, moved=moved
+        )
         for node in self.nodes.values():
             node.channel.post(self.plan)
 
@@ -433,19 +435,21 @@ class Controller:
             for segment, versions in node.heartbeat.get("replicas", {}).items():
                 copies.setdefault(segment, {})[node.name] = versions
         for role, name in self.plan.get("roles", {}).items():
-            node = self.nodes.get(name)
-            beat = node.heartbeat["roles"].get(role, {}) if node else {}
-            segments = node.holdings.get("roles", {}).get(role, {}).get("segments", []) if node else []
+            host = self.nodes.get(name)
+            beat = host.heartbeat["roles"].get(role, {}) if host else {}
+            segments = host.holdings.get("roles", {}).get(role, {}).get("segments", []) if host else []
             rows.append(
                 {
                     "role": int(role),
                     "node": name,
                     "worker_pid": beat.get("pid"),
-                    "agent_pid": node.about["pid"] if node else None,
+                    "agent_pid": host.about["pid"] if host else None,
                     "step": beat.get("step"),
                     "tag": beat.get("tag"),
                     "held": beat.get("held", []),
-                    "replicas": {s: v for s, v in copies.items() if s in segments or s.startswith(f"{role}x1-")},
+                    "replicas": {
+                        s: v for s, v in copies.items() if s in segments or s.startswith(f"{role}x1-")
+                    },
                     **{k: beat.get(k) for k in ("committed", "waited_s", "h2h_bytes", "h2h_snapshots")},
                 }
             )

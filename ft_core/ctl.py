@@ -30,14 +30,18 @@ def ask(message: dict[str, Any], job_dir: Path | None, address: str = "") -> dic
 
 def _table(status: dict[str, Any]) -> str:
     lines = [f"epoch {status['epoch']}  {status['phase']}  controller pid {status['controller_pid']}"]
-    lines.append(f"{'role':>4}  {'node':<16} {'worker':>8} {'agent':>8} {'step':>7} {'tag':>7}  held  replicas")
+    lines.append(
+        f"{'role':>4}  {'node':<16} {'worker':>8} {'agent':>8} {'step':>7} {'tag':>7}  held  replicas"
+    )
     for row in status["roles"]:
         copies = ", ".join(f"{n}:{v}" for found in row["replicas"].values() for n, v in found.items())
         lines.append(
             f"{row['role']:>4}  {row['node']:<16} {row['worker_pid'] or '-':>8} {row['agent_pid'] or '-':>8} "
             f"{_or_dash(row['step']):>7} {_or_dash(row['tag']):>7}  {row['held']}  {copies}"
         )
-    lines += [f"spare {s['node']}  agent {s['agent_pid']}  idle workers {s['idle']}" for s in status["spares"]]
+    lines += [
+        f"spare {s['node']}  agent {s['agent_pid']}  idle workers {s['idle']}" for s in status["spares"]
+    ]
     return "\n".join(lines)
 
 
@@ -49,7 +53,9 @@ def main(argv: list[str] | None = None) -> int:
     """Entry of `ftctl`. Returns 0, or 1 when the job said no, or 2 for a wrong call."""
     parser = argparse.ArgumentParser(prog="ftctl", description=__doc__)
     parser.add_argument("--job-dir", type=Path, default=None, help="the job's directory (see ftrun)")
-    parser.add_argument("--controller", default="", metavar="HOST:PORT", help="its controller, if the directory is elsewhere")
+    parser.add_argument(
+        "--controller", default="", metavar="HOST:PORT", help="its controller, if the directory is elsewhere"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     status = commands.add_parser("status", help="roles, workers, versions held, replicas, spares")
     status.add_argument("--json", action="store_true")
@@ -57,7 +63,9 @@ def main(argv: list[str] | None = None) -> int:
     victim = kill.add_mutually_exclusive_group(required=True)
     victim.add_argument("--role", type=int)
     victim.add_argument("--node")
-    plan.add_arguments(commands.add_parser("plan", help="bytes, memory and what is survived, for given flags"))
+    plan.add_arguments(
+        commands.add_parser("plan", help="bytes, memory and what is survived, for given flags")
+    )
     args = parser.parse_args(argv)
     if args.command == "plan":
         return plan.main(args)

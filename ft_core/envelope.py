@@ -34,7 +34,9 @@ def decode(data: bytes | memoryview) -> Any:
     try:
         return _unpack(json.loads(bytes(data)))
     except (ValueError, KeyError, TypeError) as error:
-        raise CorruptSnapshot(f"metadata envelope is not readable ({error}); another copy is needed") from error
+        raise CorruptSnapshot(
+            f"metadata envelope is not readable ({error}); another copy is needed"
+        ) from error
 
 
 def _pack(value: Any) -> Any:
@@ -59,8 +61,15 @@ def _pack(value: Any) -> Any:
         return _pack(value.item())
     if isinstance(value, np.ndarray) and value.dtype != object:
         raw = np.ascontiguousarray(value).tobytes()
-        return {_KIND: "array", "d": value.dtype.str, "s": list(value.shape), "v": base64.b64encode(raw).decode()}
-    raise TypeError(f"cannot put a {type(value).__name__} into a snapshot's envelope; give plain data or tensors")
+        return {
+            _KIND: "array",
+            "d": value.dtype.str,
+            "s": list(value.shape),
+            "v": base64.b64encode(raw).decode(),
+        }
+    raise TypeError(
+        f"cannot put a {type(value).__name__} into a snapshot's envelope; give plain data or tensors"
+    )
 
 
 def _unpack(value: Any) -> Any:

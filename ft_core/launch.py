@@ -1,8 +1,8 @@
 """`ftrun`: starts a fault-tolerant job. Takes torchrun's flags, and a few more.
 
-    ftrun --standalone --nnodes 3 --nproc-per-node 2 --spares 1 train.py --args   one machine, as if it were four
-    ftrun --nnodes 4 --nproc-per-node 8 --node-rank 0 --rdzv-endpoint HOST:PORT train.py   on each node
-    ftrun --join HOST:PORT --job-dir DIR                                          another node, any time
+ftrun --standalone --nnodes 3 --nproc-per-node 2 --spares 1 train.py --args   one machine, as if it were four
+ftrun --nnodes 4 --nproc-per-node 8 --node-rank 0 --rdzv-endpoint HOST:PORT train.py   on each node
+ftrun --join HOST:PORT --job-dir DIR                                          another node, any time
 """
 
 from __future__ import annotations
@@ -36,43 +36,95 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     t = p.add_argument_group("as torchrun's")
-    t.add_argument("--standalone", action="store_true", help="all nodes on this machine, one process tree each")
+    t.add_argument(
+        "--standalone", action="store_true", help="all nodes on this machine, one process tree each"
+    )
     t.add_argument("--nnodes", default="1", help="nodes that train (spares come on top)")
     t.add_argument("--nproc-per-node", "--nproc_per_node", default="1", help="workers per node, or `gpu`")
-    t.add_argument("--node-rank", "--node_rank", type=int, default=None, help="this node's number; spares: >= nnodes")
-    t.add_argument("--rdzv-endpoint", "--rdzv_endpoint", default="", help="HOST:PORT of the controller (on node rank 0)")
-    t.add_argument("--master-addr", "--master_addr", default="127.0.0.1", help="the controller's host, another way")
+    t.add_argument(
+        "--node-rank", "--node_rank", type=int, default=None, help="this node's number; spares: >= nnodes"
+    )
+    t.add_argument(
+        "--rdzv-endpoint", "--rdzv_endpoint", default="", help="HOST:PORT of the controller (on node rank 0)"
+    )
+    t.add_argument(
+        "--master-addr", "--master_addr", default="127.0.0.1", help="the controller's host, another way"
+    )
     t.add_argument("--master-port", "--master_port", type=int, default=_DEFAULT_PORT)
-    t.add_argument("--rdzv-id", "--rdzv_id", default="", help="accepted and ignored: the job directory is the job")
+    t.add_argument(
+        "--rdzv-id", "--rdzv_id", default="", help="accepted and ignored: the job directory is the job"
+    )
     t.add_argument("--rdzv-backend", "--rdzv_backend", default="", help="accepted and ignored")
-    t.add_argument("--max-restarts", "--max_restarts", default="", help="accepted and ignored: nothing is restarted")
+    t.add_argument(
+        "--max-restarts", "--max_restarts", default="", help="accepted and ignored: nothing is restarted"
+    )
     t.add_argument("-m", "--module", action="store_true", help="the script is a module, as in python -m")
-    t.add_argument("--no-python", "--no_python", action="store_true", help="the script is a program; run it unprotected")
+    t.add_argument(
+        "--no-python", "--no_python", action="store_true", help="the script is a program; run it unprotected"
+    )
     t.add_argument("--log-dir", "--log_dir", type=Path, default=None, help="another name for --job-dir")
-    t.add_argument("-r", "--redirects", default="3", help="streams that go to log files: 0 none, 1 out, 2 err, 3 both")
-    t.add_argument("-t", "--tee", default=None, help="streams that go to log files and the console (default 3)")
+    t.add_argument(
+        "-r", "--redirects", default="3", help="streams that go to log files: 0 none, 1 out, 2 err, 3 both"
+    )
+    t.add_argument(
+        "-t", "--tee", default=None, help="streams that go to log files and the console (default 3)"
+    )
     f = p.add_argument_group("fault tolerance")
-    f.add_argument("--job-dir", type=Path, default=None, help="address, secret, events and logs of the job; default: new")
-    f.add_argument("--spares", "--ft-spares", type=int, default=0, help="nodes that stand by (with --standalone)")
-    f.add_argument("--respawn", action="store_true", help="with --standalone: start a new node for each that dies")
-    f.add_argument("--join", metavar="HOST:PORT", default="", help="join the job whose controller is there, as a spare")
+    f.add_argument(
+        "--job-dir", type=Path, default=None, help="address, secret, events and logs of the job; default: new"
+    )
+    f.add_argument(
+        "--spares", "--ft-spares", type=int, default=0, help="nodes that stand by (with --standalone)"
+    )
+    f.add_argument(
+        "--respawn", action="store_true", help="with --standalone: start a new node for each that dies"
+    )
+    f.add_argument(
+        "--join", metavar="HOST:PORT", default="", help="join the job whose controller is there, as a spare"
+    )
     f.add_argument("--controller", metavar="HOST:PORT", default="", help="another name for --rdzv-endpoint")
-    f.add_argument("--ft-replicas", type=int, default=1, help="k: failure domains that may be lost at once (default 1)")
-    f.add_argument("--ft-policy", choices=["wait", "stop"], default="wait", help="with no spare left: hold, or end the job")
-    f.add_argument("--ft-domain", default="", help="failure domain of this node (rack, switch); a comma list for --standalone")
-    f.add_argument("--ft-durable-dir", default="", help="directory of the durable checkpoints (shared by all nodes)")
-    f.add_argument("--ft-durable-interval", type=int, default=0, help="steps between durable checkpoints (0: none)")
+    f.add_argument(
+        "--ft-replicas", type=int, default=1, help="k: failure domains that may be lost at once (default 1)"
+    )
+    f.add_argument(
+        "--ft-policy",
+        choices=["wait", "stop"],
+        default="wait",
+        help="with no spare left: hold, or end the job",
+    )
+    f.add_argument(
+        "--ft-domain",
+        default="",
+        help="failure domain of this node (rack, switch); a comma list for --standalone",
+    )
+    f.add_argument(
+        "--ft-durable-dir", default="", help="directory of the durable checkpoints (shared by all nodes)"
+    )
+    f.add_argument(
+        "--ft-durable-interval", type=int, default=0, help="steps between durable checkpoints (0: none)"
+    )
     f.add_argument("--ft-heartbeat", type=float, default=0.5, help="seconds between an agent's heartbeats")
-    f.add_argument("--ft-quiesce-timeout", type=float, default=60.0, help="seconds a worker may take to leave its step")
-    f.add_argument("--ft-inject", default="", help="failures on purpose: ROLE@POINT:STEP[:worker],... (for drills)")
-    p.add_argument("command", nargs=argparse.REMAINDER, metavar="script ...", help="the training script and its arguments")
+    f.add_argument(
+        "--ft-quiesce-timeout", type=float, default=60.0, help="seconds a worker may take to leave its step"
+    )
+    f.add_argument(
+        "--ft-inject", default="", help="failures on purpose: ROLE@POINT:STEP[:worker],... (for drills)"
+    )
+    p.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="script ...",
+        help="the training script and its arguments",
+    )
     return p
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """Check the flags against each other. Raises ConfigError before anything is started."""
     nnodes = _count("--nnodes", args.nnodes)
-    nproc = _gpus() if args.nproc_per_node in ("gpu", "auto") else _count("--nproc-per-node", args.nproc_per_node)
+    nproc = (
+        _gpus() if args.nproc_per_node in ("gpu", "auto") else _count("--nproc-per-node", args.nproc_per_node)
+    )
     if not args.command:
         raise ConfigError("no script given")
     script, *arguments = args.command
@@ -81,7 +133,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
     if args.spares < 0 or args.ft_replicas < 0:
         raise ConfigError("--spares and --ft-replicas count things: 0 or more")
     if args.spares and not args.standalone:
-        raise ConfigError("--spares goes with --standalone; elsewhere start spare nodes with --node-rank >= nnodes")
+        raise ConfigError(
+            "--spares goes with --standalone; elsewhere start spare nodes with --node-rank >= nnodes"
+        )
     if bool(args.ft_durable_dir) != bool(args.ft_durable_interval):
         raise ConfigError("--ft-durable-dir and --ft-durable-interval go together")
     if args.ft_replicas >= nnodes > 1:
@@ -264,7 +318,7 @@ def _count(flag: str, text: str) -> int:
 
 
 def _gpus() -> int:
-    import torch  # noqa: PLC0415 - slow, and needed for this question only
+    import torch  # slow, and needed for this question only
 
     return torch.cuda.device_count() or 1
 

@@ -67,7 +67,9 @@ class Segment:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Segment:
         """Inverse of `to_json`. Raises KeyError, TypeError or ValueError on anything else."""
-        items = tuple(Item(str(n), str(d), tuple(map(int, s)), int(o), int(b)) for n, d, s, o, b in data["items"])
+        items = tuple(
+            Item(str(n), str(d), tuple(map(int, s)), int(o), int(b)) for n, d, s, o, b in data["items"]
+        )
         return cls(tuple(map(int, data["holders"])), items)
 
 

@@ -181,7 +181,8 @@ class Session:
 
     def _resume(self) -> None:
         assert self._snapshotter is not None
-        self.point("recovery" if self.epoch > 1 else "startup")
+        if self.epoch > 1:
+            self.point("recovery")
         restore = self._await_restore()
         version = restore["version"]
         if version is None:
@@ -238,8 +239,10 @@ class Session:
     def _await_restore(self) -> Message:
         with self._condition:
             self._condition.wait_for(
-                lambda: self._pending > self.epoch
-                or (self._restore is not None and self._restore["epoch"] == self.epoch)
+                lambda: (
+                    self._pending > self.epoch
+                    or (self._restore is not None and self._restore["epoch"] == self.epoch)
+                )
             )
             self._raise_if_moved()
             assert self._restore is not None

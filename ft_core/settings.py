@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ft_core.errors import ConfigError
 
-SECRET_ENV = "FT_JOB_SECRET"  # noqa: S105 - the name of a variable
+SECRET_ENV = "FT_JOB_SECRET"
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,9 @@ class Settings:
             data = json.loads(path.read_text())
             return cls(**{**data, "command": Command(**data["command"])})
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} is not a job's settings ({error}); give the directory of ftrun --job-dir") from None
+            raise ConfigError(
+                f"{path} is not a job's settings ({error}); give the directory of ftrun --job-dir"
+            ) from None
 
 
 def write_secret(job_dir: Path) -> None:
@@ -96,5 +98,6 @@ def read_secret(job_dir: Path | None) -> bytes:
         return (job_dir / "secret").read_text().strip().encode()
     except (AssertionError, OSError) as error:
         raise ConfigError(
-            f"no job secret ({error}): give --job-dir of the job, or set {SECRET_ENV} to the content of its `secret` file"
+            f"no job secret ({error}): give --job-dir of the job, or set {SECRET_ENV} to the content "
+            "of its `secret` file"
         ) from None

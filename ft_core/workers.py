@@ -154,8 +154,8 @@ class WorkerPool:
 
     def close(self) -> None:
         """End what is left."""
-        for worker in list(self.workers.values()):
-            worker.context.close(signal.SIGKILL)
+        for left in list(self.workers.values()):
+            left.context.close(signal.SIGKILL)
 
 
 def _traceback(message: Any) -> str:

@@ -1,4 +1,4 @@
-"""The training loop's side of fault tolerance: a `Job` says which step is next and runs the loop to its end."""
+"""The training loop's side of fault tolerance: a `Job` says which step is next and runs the loop."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ class Job:
             )
         self._adapter = MegatronAdapter(model, optimizer, scheduler)
         _hook(optimizer, model, self._session, self._adapter.sharded)
+        self._session.point("startup")
 
     @property
     def step(self) -> int:

@@ -34,7 +34,9 @@ class Layout:
 
     def __str__(self) -> str:
         kind = "distopt" if self.distributed else "plain"
-        return f"tp{self.tp}pp{self.pp}dp{self.dp}-{kind}-{'bf16' if self.bf16 else 'fp32'}" + "".join(self.more)
+        return f"tp{self.tp}pp{self.pp}dp{self.dp}-{kind}-{'bf16' if self.bf16 else 'fp32'}" + "".join(
+            self.more
+        )
 
     @property
     def world(self) -> int:
@@ -85,7 +87,13 @@ def read_digest(text: str) -> str | None:
 @cache
 def reference(layout: Layout, iterations: int, *flags: str) -> Result:
     """The same training under plain torchrun: no plugin, no failure."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={layout.world}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={layout.world}",
+    ]
     command += [str(RECIPE), *TINY, *layout.flags, f"--train-iters={iterations}", *flags]
     done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -106,7 +114,12 @@ class Job:
         command += [str(script), *TINY, *layout.flags, f"--train-iters={iterations}", "--ft", *flags]
         self._output = (job_dir.parent / f"{job_dir.name}.console").open("w+")
         self.process = subprocess.Popen(
-            command, env=environment(), cwd=ROOT, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env=environment(),
+            cwd=ROOT,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
     def __enter__(self) -> Job:
@@ -138,7 +151,9 @@ class Job:
 
     def ctl(self, *arguments: str) -> str:
         command = [sys.executable, "-m", "ft_core.ctl", "--job-dir", str(self.job_dir), *arguments]
-        done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=30
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -47,7 +47,9 @@ def test_code_is_not_data():
         envelope.encode({"f": lambda: None})
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b'{"__ft__":"tensor","d":"os","s":[1],"v":"AAAA"}', b'{"__ft__":"x","v":""}'])
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b'{"__ft__":"tensor","d":"os","s":[1],"v":"AAAA"}', b'{"__ft__":"x","v":""}']
+)
 def test_garbage_is_refused(data):
     with pytest.raises(CorruptSnapshot):
         envelope.decode(data)

@@ -12,7 +12,7 @@ from ft_core.store import RoleMemory
 
 
 class Model:
-    """A state with a big shard, redundant parameters, an odd-sized tensor and optimizer state that comes late."""
+    """A big shard, redundant parameters, an odd-sized tensor, and optimizer state that comes late."""
 
     ring = (0, 1)
 
@@ -159,7 +159,9 @@ def test_equal_layouts_on_every_holder():
     segments = []
     for _ in range(2):
         memory = RoleMemory()
-        snapshotter = Snapshotter(Model(), lambda slot, s, m=memory: m.allocate(slot, s).memory.address, print)
+        snapshotter = Snapshotter(
+            Model(), lambda slot, s, m=memory: m.allocate(slot, s).memory.address, print
+        )
         snapshotter._on_staged = lambda version: None
         snapshotter.stage(0)
         snapshotter.wait()

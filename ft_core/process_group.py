@@ -1,0 +1,411 @@
+"""The `ft` backend: process groups that are repaired in place when the job moves to a new epoch.
+
+`Communicators` is the registry of a worker's groups and all that the session talks to:
+
+    comms = Communicators(role, world_size, on_failure=report)
+    comms.install()                       # init_process_group and new_group now make `ft` groups
+    comms.swap(epoch, "host:port", ...)   # a plan arrived: communicators of this epoch may open
+    comms.abort(epoch)                    # watcher thread: epochs below this one are over
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ft_core.collectives import AnySourceWork, FtProcessGroup, FtWork, is_transport_error
+from ft_core.errors import ConfigError, EpochChanged
+from ft_core.inner import Inner, Opener, start
+from ft_core.startup import Fetch, Startup
+
+log = logging.getLogger(__name__)
+
+OPENERS = 4
+"""How many communicators are re-opened at once after a swap."""
+
+CLOSE_TIMEOUT = 5.0
+"""Seconds that destroying a group waits for its operations to end."""
+
+_FT = "ft"
+_POINT_TO_POINT = ("send", "recv")
+
+
+class Communicators:
+    """All process groups of the worker that plays `role`, in creation order.
+
+    `on_failure(reason)` is called once per epoch, from the thread whose operation failed, when a
+    communicator fails before the watcher heard of a new epoch. `failure_grace` is how long (seconds)
+    such an operation then waits for the new epoch before the original error is raised after all.
+    """
+
+    def __init__(
+        self,
+        role: int,
+        world_size: int,
+        on_failure: Callable[[str], None],
+        failure_grace: float = 30.0,
+    ) -> None:
+        self.role, self.world_size = role, world_size
+        self.traffic: Callable[[int], None] | None = None
+        """Called with the number of operations in flight when it becomes 1 or 0. Must be cheap."""
+        self.counts: Counter[str] = Counter()
+        """Collectives issued, by kind (the values of `collectives.COLLECTIVES`)."""
+        self.epoch = -1
+        self.aborted = 0
+        """Epochs below this one are over."""
+        self.startup = Startup(self)
+        self._on_failure, self._grace = on_failure, failure_grace
+        self._condition = threading.Condition()
+        self._groups: list[FtProcessGroup] = []
+        self._created: Counter[tuple[int, ...]] = Counter()
+        self._opener = Opener(-1, ":0", role, lambda: False, lambda name: None)
+        self._asked: set[str] = set()
+        self._reported = -1
+        self._flying, self._generation = 0, 0
+        self._traffic_lock = threading.Lock()
+
+    # -- epochs -----------------------------------------------------------------------------------
+
+    def swap(
+        self,
+        epoch: int,
+        store_address: str,
+        completed: Mapping[str, Any] | None = None,
+        fetch: Fetch | None = None,
+    ) -> None:
+        """Begin `epoch`. Any thread; returns at once.
+
+        `store_address` ("host:port") is a TCPStore that is empty of this epoch's keys. `completed` and
+        `fetch` serve operations of the start-up phase, see `startup`. Ignored when a newer epoch was
+        already announced.
+        """
+        with self._condition:
+            if epoch <= self.epoch or epoch < self.aborted:
+                return
+            old, _ = self._bury(epoch)
+            self._opener.close()
+            opener = Opener(epoch, store_address, self.role, lambda: epoch >= self.aborted, self._on_asked)
+            self.epoch, self._opener = epoch, opener
+            self._asked.clear()
+            self.startup.plan(completed or {}, fetch)
+            reopen = iter([g for g in self._groups if g.used])
+            many = sum(1 for g in self._groups if g.used)
+            self._condition.notify_all()
+        if old:
+            start("reaper", _close, old)
+        if self.world_size > 2:
+            start("listener", opener.listen)
+        for _ in range(min(OPENERS, many)):
+            start("reopen", self._reopen, epoch, reopen)
+
+    def abort(self, epoch: int) -> None:
+        """Epochs below `epoch` are over: whatever is blocked in them, or issued from now on, raises
+        EpochChanged within milliseconds. Any thread; never touches a communicator of `epoch` or later."""
+        with self._condition:
+            if epoch <= self.aborted:
+                return
+            self._bury(epoch)
+            self._condition.notify_all()
+
+    def _bury(self, epoch: int) -> tuple[list[Inner], list[Inner]]:
+        """With the lock: mark epochs below `epoch` dead, wake their operations. Returns what to close."""
+        woken, dead = [], []
+        for group in self._groups:
+            inner = group.inner
+            if inner is None or inner.size == 1 or inner.epoch >= epoch:
+                continue
+            if inner.ready:
+                dead.append(inner)
+                if inner.epoch >= self.aborted:
+                    woken.append(inner)
+        self.aborted = max(self.aborted, epoch)
+        for inner in woken:
+            start("wake", inner.wake)
+        return dead, woken
+
+    def reset(self) -> None:
+        """After an epoch change, main thread: forget half-made coalesced operations and what was in flight."""
+        c10d._world.pg_coalesce_state.clear()
+        for group in self._groups:
+            group.coalescing = False
+        with self._traffic_lock:
+            self._generation += 1
+            busy, self._flying = self._flying > 0, 0
+            if busy and self.traffic is not None:
+                self.traffic(0)
+
+    def failed(self, epoch: int, error: Exception) -> NoReturn:
+        """An operation of `epoch` failed with `error`: find out why, and raise accordingly.
+
+        Raises EpochChanged if the epoch is over, or ends within the grace period; else `error`.
+        """
+        with self._condition:
+            first = epoch >= self.aborted and self._reported < epoch
+            if first:
+                self._reported = epoch
+        if first:
+            self._on_failure(f"{type(error).__name__}: {error}")
+        with self._condition:
+            if not self._condition.wait_for(lambda: epoch < self.aborted, self._grace):
+                raise error
+        raise EpochChanged(f"epoch {epoch} ended during a collective of role {self.role}") from error
+
+    def wait_live(self) -> int:
+        """Block until there is a live epoch; return it."""
+        with self._condition:
+            self._condition.wait_for(lambda: self.epoch >= self.aborted)
+            return self.epoch
+
+    def wait_for(self, predicate: Callable[[], bool], epoch: int) -> None:
+        """Block until `predicate` or the end of `epoch`. Whoever makes it true calls `notify`."""
+        with self._condition:
+            self._condition.wait_for(lambda: predicate() or epoch < self.aborted)
+
+    def notify(self) -> None:
+        """Have waiters look again."""
+        with self._condition:
+            self._condition.notify_all()
+
+    def if_alive(self, epoch: int, action: Callable[[], None]) -> bool:
+        """Run `action` unless `epoch` is over; no abort comes in between."""
+        with self._condition:
+            if epoch < self.aborted:
+                return False
+            action()
+            return True
+
+    # -- communicators ----------------------------------------------------------------------------
+
+    def communicator(self, group: FtProcessGroup, kind: str) -> Inner:
+        """The group's communicator in the current epoch, opened if need be. Blocks until it is open.
+
+        Raises EpochChanged if there is no live epoch or it ends, or what the opening failed with.
+        """
+        with self._condition:
+            if group.size() == 1:
+                return self._local(group)
+            if self.epoch < self.aborted:
+                raise EpochChanged(f"epoch {self.epoch} is over; role {self.role} waits for the next one")
+            group.p2p_used |= kind in _POINT_TO_POINT
+            if "cuda" in group.devices and torch.cuda.is_available():
+                group.cuda_device = torch.cuda.current_device()
+            inner, fresh = self._claim(group)
+            opener = self._opener
+        if fresh:
+            start("open", self._open, inner, opener, group.p2p_used)
+        self.wait_for(lambda: inner.ready or inner.error is not None, inner.epoch)
+        if inner.error is not None:
+            self.failed(inner.epoch, inner.error)
+        if inner.epoch < self.aborted:
+            raise EpochChanged(f"epoch {inner.epoch} ended while role {self.role} opened {inner.name}")
+        return inner
+
+    def _claim(self, group: FtProcessGroup) -> tuple[Inner, bool]:
+        """With the lock: the current epoch's inner communicator, and whether the caller must open it."""
+        if group.inner is not None and group.inner.epoch == self.epoch:
+            return group.inner, False
+        group.used = True
+        group.inner = Inner(
+            group.ft_name,
+            group.members,
+            group.rank(),
+            group.devices,
+            group.timeout,
+            group.options,
+            self.epoch,
+            group.cuda_device,
+        )
+        return group.inner, True
+
+    def _local(self, group: FtProcessGroup) -> Inner:
+        # A group of one has no peer to lose: it stays open over all epochs.
+        if self.epoch < self.aborted and not self.startup.recording:
+            raise EpochChanged(f"epoch {self.epoch} is over; role {self.role} waits for the next one")
+        if group.inner is None:
+            inner, _ = self._claim(group)
+            group.used = False
+            inner.connect(dist.HashStore())
+            inner.ready = True
+        assert group.inner is not None
+        group.inner.epoch = max(self.epoch, self.aborted)
+        return group.inner
+
+    def _open(self, inner: Inner, opener: Opener, urgent: bool) -> None:
+        error: Exception | None = None
+        try:
+            opener.open(inner, urgent)
+        except Exception as caught:
+            error = caught
+        with self._condition:
+            inner.error, inner.ready = error, error is None
+            dead = inner.epoch < self.aborted
+            self._condition.notify_all()
+        if dead:
+            inner.close()
+
+    def _reopen(self, epoch: int, groups: Iterator[FtProcessGroup]) -> None:
+        while True:
+            with self._condition:
+                group = next(groups, None)
+                if group is None or self.epoch != epoch or epoch < self.aborted:
+                    return
+                # A group whose members wait for each other is opened by its user, not by this queue.
+                inner, fresh = self._claim(group)
+                opener = self._opener
+            if fresh:
+                self._open(inner, opener, group.p2p_used)
+
+    def _on_asked(self, name: str) -> None:
+        with self._condition:
+            group = next((g for g in self._groups if g.ft_name == name), None)
+            if group is None:
+                self._asked.add(name)  # its creation is still to come
+                return
+            inner, fresh = self._claim(group)
+            opener = self._opener
+        if fresh:
+            start("open", self._open, inner, opener, False)
+
+    # -- operations -------------------------------------------------------------------------------
+
+    def launch(self, inner: Inner, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FtWork | None:
+        """Issue an operation. None where the backend has already ordered it on the caller's stream."""
+        with self._traffic_lock:
+            generation = self._generation
+            self._flying += 1
+            if self._flying == 1 and self.traffic is not None:
+                self.traffic(1)
+        try:
+            if inner.pg is None:
+                raise EpochChanged(f"epoch {inner.epoch} is over")
+            work = getattr(inner.pg, method)(*args, **kwargs)
+        except Exception as error:
+            self.ended(generation)
+            if isinstance(error, EpochChanged):
+                raise
+            if inner.epoch >= self.aborted and method != "monitored_barrier" and not is_transport_error(error):
+                raise
+            self.failed(inner.epoch, error)
+        if work is None:
+            self.ended(generation)
+            return None
+        wrapper = AnySourceWork if method == "recv_anysource" else FtWork
+        return wrapper(self, inner, work, generation)
+
+    def ended(self, generation: int) -> None:
+        """An operation that `launch` counted is over."""
+        with self._traffic_lock:
+            if generation == self._generation:
+                self._flying -= 1
+                if self._flying == 0 and self.traffic is not None:
+                    self.traffic(0)
+
+    # -- start-up phase ---------------------------------------------------------------------------
+
+    def end_startup(self) -> None:
+        """The first training section begins. Raises ReplayMismatch if peers recorded more start-up than this."""
+        with self._condition:
+            self.startup.end([g.ft_name for g in self._groups])
+
+    def startup_counts(self) -> dict[str, int]:
+        """Completed start-up operations by group name, to be merged by maximum. Any thread."""
+        with self._condition:
+            return self.startup.counts()
+
+    def startup_entries(self, group_name: str, start_at: int) -> list[dict[str, Any]]:
+        """What a peer needs to replay operations `start_at` and later of a group. Any thread."""
+        with self._condition:
+            return self.startup.log.to_json(group_name, start_at)
+
+    # -- groups -----------------------------------------------------------------------------------
+
+    def create(self, members: tuple[int, ...], requested: str, timeout: timedelta, store: Any, options: Any) -> Any:
+        """Make a group; local to this process."""
+        with self._condition:
+            key = tuple(sorted(members))
+            group = FtProcessGroup(self, members, self._created[key], requested, timeout, store, options)
+            self._created[key] += 1
+            self._groups.append(group)
+            asked = group.ft_name in self._asked
+        if asked:
+            self._on_asked(group.ft_name)
+        return group
+
+    def forget(self, group: FtProcessGroup, wake: bool) -> None:
+        """Destroy a group."""
+        with self._condition:
+            if group in self._groups:
+                self._groups.remove(group)
+            inner, group.inner = group.inner, None
+        if inner is not None and inner.ready:
+            if wake:
+                inner.wake()
+            start("closer", inner.close).join(CLOSE_TIMEOUT)
+
+    def install(self) -> None:
+        """Make `init_process_group` and `new_group` create `ft` groups, whatever backend they ask for.
+
+        Two functions that both go through are replaced, so it does not matter who imported
+        what before: `rendezvous` (no network, a local store) and `_new_process_group_helper`.
+        `get_backend` still returns what was asked for: frameworks branch on "gloo" and "nccl".
+        """
+        create_helper = c10d._new_process_group_helper
+        asked_for = ""
+
+        def creator(options: Any, backend_options: Any) -> Any:
+            members = tuple(options.global_ranks_in_group) or tuple(range(self.world_size))
+            return self.create(members, asked_for, options.timeout, options.store, backend_options)
+
+        def rendezvous(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[Any]:
+            self._check_place(rank, world_size)
+            yield dist.HashStore(), self.role, self.world_size
+
+        def helper(size: int, rank: Any, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal asked_for
+            if str(backend) == c10d.Backend.FAKE:
+                return create_helper(size, rank, ranks, backend, store, *args, **kwargs)
+            if not ranks:
+                self._check_place(rank, size)
+            asked_for = str(backend)
+            _check_backend(asked_for)
+            # A bound device would make torch look for a communicator to split from.
+            kwargs.pop("device_id", None)
+            group, prefix = create_helper(size, rank, ranks, _FT, store, *args, **kwargs)
+            if isinstance(group, FtProcessGroup):
+                backend = c10d.Backend(asked_for)
+                c10d._world.pg_map[group] = (backend, c10d._world.pg_map[group][1])
+                c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(backend))
+            return group, prefix
+
+        c10d.Backend.register_backend(_FT, creator, extended_api=True, devices=["cpu", "cuda"])
+        c10d.rendezvous = rendezvous
+        c10d._new_process_group_helper = helper
+        c10d._store_based_barrier = lambda *args, **kwargs: None
+
+    def _check_place(self, rank: int, world_size: int) -> None:
+        if rank not in (-1, self.role) or world_size not in (-1, self.world_size):
+            raise ConfigError(
+                f"init_process_group was called with rank {rank} of {world_size}, but this worker plays "
+                f"role {self.role} of {self.world_size}: pass neither, or RANK and WORLD_SIZE as given"
+            )
+
+
+def _check_backend(requested: str) -> None:
+    names = {part.rpartition(":")[2] for part in requested.split(",")}
+    if unknown := names - {"gloo", "nccl", "undefined", _FT}:
+        raise ConfigError(
+            f"fault tolerance supports the backends gloo and nccl, not {', '.join(sorted(unknown))} (asked: {requested})"
+        )
+
+
+def _close(inners: list[Inner]) -> None:
+    for inner in inners:
+        inner.close()

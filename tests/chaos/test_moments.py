@@ -1,0 +1,48 @@
+"""A node is lost at every moment of a step, on purpose, in every layout: the run ends bit-identically."""
+
+from __future__ import annotations
+
+import pytest
+from harness import Job, Layout, check_identical, check_survivors
+
+ITERATIONS = 18
+LAYOUTS = [
+    *(Layout(1, 1, 2, d, b) for d in (False, True) for b in (False, True)),
+    *(Layout(1, 2, 2, d, b) for d in (False, True) for b in (False, True)),
+    *(Layout(2, 1, 2, d, b) for d in (False, True) for b in (False, True)),
+    *(Layout(2, 2, 1, False, b) for b in (False, True)),
+]
+
+
+def moments(layout: Layout, nproc: int) -> dict[str, str]:
+    """Moment -> where it is injected. The victims alternate between the nodes."""
+    first, last = 0, layout.world - 1
+    found = {
+        "startup": f"{last}@startup:0",
+        "recovery": f"{last}@recovery:0",  # the newcomer of the failure before: a failure during its recovery
+        "forward": f"{first}@forward:2",
+        "backward": f"{last}@backward:4",
+        "gradients": f"{first}@gradients:6",
+        "optimizer": f"{last}@optimizer:8",
+        "d2h": f"{last}@d2h:12",
+    }
+    if layout.distributed:
+        found["gather"] = f"{first}@gather:10"
+    # Only what no other node holds is sent: nothing, for plain DP across nodes.
+    if layout.distributed or layout.dp == 1 or nproc > 1:
+        found["h2h"] = f"{first}@h2h:14"
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_moment(layout: Layout, tmp_path):
+    nproc = layout.world // 2
+    injected = moments(layout, nproc)
+    ftrun = ("--respawn", "--ft-inject", ",".join(injected.values()))
+    with Job(tmp_path / "job", layout, ITERATIONS, nproc=nproc, spares=1, ftrun=ftrun) as job:
+        result = job.finish()
+    check_identical(result, layout, ITERATIONS)
+    check_survivors(result, layout.world)
+    fired = {p.name for p in (tmp_path / "job").glob("injected-*")}
+    assert len(fired) == len(injected), f"not every failure happened: {sorted(fired)}"
+    assert result.recoveries >= len(injected) - 1  # two that fall together are one recovery
