@@ -201,7 +201,7 @@ class FtProcessGroup(dist.ProcessGroup):
         options: Any,
     ) -> None:
         rank = members.index(comms.role)
-        super().__init__(rank, len(members))
+        super().__init__(rank, len(members))  # type: ignore[call-arg, arg-type]
         self.ft_name = group_name(members, index)
         self.members, self.requested, self.timeout, self.options = members, requested, timeout, options
         self.devices = devices_of(requested)
@@ -258,7 +258,7 @@ class FtProcessGroup(dist.ProcessGroup):
         """For C++."""
         return self._desc
 
-    def _set_group_name(self, name: str) -> None:  # type: ignore[override]
+    def _set_group_name(self, name: str) -> None:
         self._name = name
 
     def _set_group_desc(self, desc: str) -> None:

@@ -66,8 +66,8 @@ def parse(text: str) -> list[Injection]:
 class Injector:
     """Fires the injections of one process. Costs a comparison per point when there are none."""
 
-    def __init__(self, job_dir: Path, text: str | None = None) -> None:
-        self._pending = parse(os.environ.get(ENV, "") if text is None else text)
+    def __init__(self, job_dir: Path, text: str) -> None:
+        self._pending = parse(text)
         self._job_dir = job_dir
 
     @property

@@ -41,7 +41,7 @@ WAKE_TAG = 0x7F7
 
 
 def devices_of(requested: str) -> dict[str, str]:
-    """Device type -> backend ("gloo" or "nccl") of what the script asked for, such as "cpu:gloo,cuda:nccl"."""
+    """Device type -> "gloo" or "nccl", from what the script asked for, such as "cpu:gloo,cuda:nccl"."""
     if requested == "ft":
         requested = Backend.UNDEFINED
     return {d: str(b) for d, b in BackendConfig(Backend(requested)).get_device_backend_map().items()}
@@ -95,8 +95,6 @@ class Inner:
             gloo = dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
             gloo._set_sequence_number_for_group()
             return gloo
-        if not dist.is_nccl_available():
-            raise RuntimeError("Distributed package doesn't have NCCL built in")
         options = self._options or dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         options.global_ranks_in_group = list(self.members)

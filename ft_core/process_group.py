@@ -21,8 +21,9 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ft_core.backend import install
 from ft_core.collectives import AnySourceWork, FtProcessGroup, FtWork, is_transport_error
-from ft_core.errors import ConfigError, EpochChanged
+from ft_core.errors import EpochChanged
 from ft_core.inner import Inner, Opener, start
 from ft_core.startup import Fetch, Startup
 
@@ -34,7 +35,6 @@ OPENERS = 4
 CLOSE_TIMEOUT = 5.0
 """Seconds that destroying a group waits for its operations to end."""
 
-_FT = "ft"
 _POINT_TO_POINT = ("send", "recv")
 
 
@@ -132,7 +132,7 @@ class Communicators:
         return dead, woken
 
     def reset(self) -> None:
-        """After an epoch change, main thread: forget half-made coalesced operations and what was in flight."""
+        """After an epoch change, main thread: forget half-coalesced operations and what was in flight."""
         c10d._world.pg_coalesce_state.clear()
         for group in self._groups:
             group.coalescing = False
@@ -184,17 +184,20 @@ class Communicators:
 
     # -- communicators ----------------------------------------------------------------------------
 
-    def communicator(self, group: FtProcessGroup, kind: str) -> Inner:
+    def communicator(self, group: FtProcessGroup, kind: str, epoch: int | None = None) -> Inner:
         """The group's communicator in the current epoch, opened if need be. Blocks until it is open.
 
-        Raises EpochChanged if there is no live epoch or it ends, or what the opening failed with.
+        Raises EpochChanged if there is no live epoch, if it is not `epoch` or if it ends, and otherwise
+        what the opening failed with.
         """
         with self._condition:
             if group.size() == 1:
                 return self._local(group)
-            if self.epoch < self.aborted:
-                raise EpochChanged(f"epoch {self.epoch} is over; role {self.role} waits for the next one")
-            group.p2p_used |= kind in _POINT_TO_POINT
+            if self.epoch < self.aborted or epoch not in (None, self.epoch):
+                raise EpochChanged(
+                    f"epoch {epoch or self.epoch} is over; role {self.role} goes on in the next"
+                )
+            group.p2p_used |= kind in _POINT_TO_POINT and group.size() > 2
             if "cuda" in group.devices and torch.cuda.is_available():
                 group.cuda_device = torch.cuda.current_device()
             inner, fresh = self._claim(group)
@@ -228,7 +231,7 @@ class Communicators:
     def _local(self, group: FtProcessGroup) -> Inner:
         # A group of one has no peer to lose: it stays open over all epochs.
         if self.epoch < self.aborted and not self.startup.recording:
-            raise EpochChanged(f"epoch {self.epoch} is over; role {self.role} waits for the next one")
+            raise EpochChanged(f"epoch {self.epoch} is over; role {self.role} goes on in the next")
         if group.inner is None:
             inner, _ = self._claim(group)
             group.used = False
@@ -276,7 +279,9 @@ class Communicators:
 
     # -- operations -------------------------------------------------------------------------------
 
-    def launch(self, inner: Inner, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FtWork | None:
+    def launch(
+        self, inner: Inner, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> FtWork | None:
         """Issue an operation. None where the backend has already ordered it on the caller's stream."""
         with self._traffic_lock:
             generation = self._generation
@@ -291,7 +296,8 @@ class Communicators:
             self.ended(generation)
             if isinstance(error, EpochChanged):
                 raise
-            if inner.epoch >= self.aborted and method != "monitored_barrier" and not is_transport_error(error):
+            alive = inner.epoch >= self.aborted
+            if alive and method != "monitored_barrier" and not is_transport_error(error):
                 raise
             self.failed(inner.epoch, error)
         if work is None:
@@ -311,7 +317,7 @@ class Communicators:
     # -- start-up phase ---------------------------------------------------------------------------
 
     def end_startup(self) -> None:
-        """The first training section begins. Raises ReplayMismatch if peers recorded more start-up than this."""
+        """The first training section begins. Raises ReplayMismatch if peers did more start-up than this."""
         with self._condition:
             self.startup.end([g.ft_name for g in self._groups])
 
@@ -327,7 +333,9 @@ class Communicators:
 
     # -- groups -----------------------------------------------------------------------------------
 
-    def create(self, members: tuple[int, ...], requested: str, timeout: timedelta, store: Any, options: Any) -> Any:
+    def create(
+        self, members: tuple[int, ...], requested: str, timeout: timedelta, store: dist.Store, options: Any
+    ) -> FtProcessGroup:
         """Make a group; local to this process."""
         with self._condition:
             key = tuple(sorted(members))
@@ -351,59 +359,8 @@ class Communicators:
             start("closer", inner.close).join(CLOSE_TIMEOUT)
 
     def install(self) -> None:
-        """Make `init_process_group` and `new_group` create `ft` groups, whatever backend they ask for.
-
-        Two functions that both go through are replaced, so it does not matter who imported
-        what before: `rendezvous` (no network, a local store) and `_new_process_group_helper`.
-        `get_backend` still returns what was asked for: frameworks branch on "gloo" and "nccl".
-        """
-        create_helper = c10d._new_process_group_helper
-        asked_for = ""
-
-        def creator(options: Any, backend_options: Any) -> Any:
-            members = tuple(options.global_ranks_in_group) or tuple(range(self.world_size))
-            return self.create(members, asked_for, options.timeout, options.store, backend_options)
-
-        def rendezvous(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[Any]:
-            self._check_place(rank, world_size)
-            yield dist.HashStore(), self.role, self.world_size
-
-        def helper(size: int, rank: Any, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal asked_for
-            if str(backend) == c10d.Backend.FAKE:
-                return create_helper(size, rank, ranks, backend, store, *args, **kwargs)
-            if not ranks:
-                self._check_place(rank, size)
-            asked_for = str(backend)
-            _check_backend(asked_for)
-            # A bound device would make torch look for a communicator to split from.
-            kwargs.pop("device_id", None)
-            group, prefix = create_helper(size, rank, ranks, _FT, store, *args, **kwargs)
-            if isinstance(group, FtProcessGroup):
-                backend = c10d.Backend(asked_for)
-                c10d._world.pg_map[group] = (backend, c10d._world.pg_map[group][1])
-                c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(backend))
-            return group, prefix
-
-        c10d.Backend.register_backend(_FT, creator, extended_api=True, devices=["cpu", "cuda"])
-        c10d.rendezvous = rendezvous
-        c10d._new_process_group_helper = helper
-        c10d._store_based_barrier = lambda *args, **kwargs: None
-
-    def _check_place(self, rank: int, world_size: int) -> None:
-        if rank not in (-1, self.role) or world_size not in (-1, self.world_size):
-            raise ConfigError(
-                f"init_process_group was called with rank {rank} of {world_size}, but this worker plays "
-                f"role {self.role} of {self.world_size}: pass neither, or RANK and WORLD_SIZE as given"
-            )
-
-
-def _check_backend(requested: str) -> None:
-    names = {part.rpartition(":")[2] for part in requested.split(",")}
-    if unknown := names - {"gloo", "nccl", "undefined", _FT}:
-        raise ConfigError(
-            f"fault tolerance supports the backends gloo and nccl, not {', '.join(sorted(unknown))} (asked: {requested})"
-        )
+        """Make `init_process_group` and `new_group` create `ft` groups, see `backend`. Once per process."""
+        install(self)
 
 
 def _close(inners: list[Inner]) -> None:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from ft_core.adapter import Adapter
 from ft_core.errors import CorruptSnapshot, EpochChanged, FtError
+from ft_core.inject import ENV as INJECT_ENV
 from ft_core.inject import Injector
 from ft_core.manifest import Segment
 from ft_core.memory import IN_OPTIMIZER, ControlBlock, SharedMemory, Word
@@ -60,7 +61,7 @@ class Session:
         self._pending = 0
         self._stage = Stage.STARTUP
         self._exit = threading.Event()
-        self._injector = Injector(job_dir)
+        self._injector = Injector(job_dir, "")
         self._snapshotter: Snapshotter | None = None
         self._report_step = False
         self.job_dir = job_dir
@@ -322,6 +323,7 @@ class Session:
 
     def _assigned(self, message: Message) -> None:
         self.role, self.world_size = message["role"], message["world_size"]
+        self._injector = Injector(self.job_dir, message["env"][INJECT_ENV])
         self.comms = Communicators(self.role, self.world_size, self._suspect)
         self.comms.traffic = self._traffic
         plan = message["plan"]

@@ -1,0 +1,183 @@
+"""The start-up log: what each completed operation of the start-up phase was, and what came out of it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ft_core.errors import ReplayMismatch
+
+log = logging.getLogger(__name__)
+
+TOTAL_CAP = 16 << 20
+"""Bytes of results that one process keeps; beyond it, entries keep their signature only."""
+
+ENTRY_CAP = 1 << 20
+"""Bytes above which a result is a parameter broadcast or the like: restore overwrites what it filled,
+and it must not crowd out the small results that steer the script."""
+
+_IN_PLACE = ("allreduce", "broadcast", "reduce")
+_OWN_RESULT = ("reduce_scatter", "scatter", "alltoall")
+_AT_ROOT = ("gather", "reduce")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A completed operation. `tensors`: the bytes of each result, or None where they are not kept."""
+
+    kind: str
+    signature: str
+    tensors: tuple[bytes, ...] | None
+
+    def to_json(self) -> dict[str, Any]:
+        """For the control channel: tensors as base64."""
+        kept = None if self.tensors is None else [base64.b64encode(t).decode() for t in self.tensors]
+        return {"kind": self.kind, "signature": self.signature, "tensors": kept}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Entry:
+        """Inverse of `to_json`. Raises ReplayMismatch on anything else."""
+        try:
+            kept = data["tensors"]
+            tensors = None if kept is None else tuple(base64.b64decode(t, validate=True) for t in kept)
+            return cls(str(data["kind"]), str(data["signature"]), tensors)
+        except (KeyError, TypeError, ValueError, binascii.Error) as error:
+            raise ReplayMismatch(f"a peer's start-up log cannot be read: {error!r}") from error
+
+
+class StartupLog:
+    """Completed operations by name. The caller holds the lock that abort takes."""
+
+    def __init__(self, total_cap: int = TOTAL_CAP, entry_cap: int = ENTRY_CAP) -> None:
+        self._room, self._entry_cap = total_cap, entry_cap
+        self._entries: dict[str, list[Entry]] = {}
+
+    def append(self, name: str, entry: Entry) -> None:
+        """Record the next operation of `name`."""
+        if entry.tensors is not None:
+            nbytes = sum(map(len, entry.tensors))
+            if nbytes > min(self._room, self._entry_cap):
+                entry = Entry(entry.kind, entry.signature, None)
+            else:
+                self._room -= nbytes
+        self._entries.setdefault(name, []).append(entry)
+
+    def count(self, name: str) -> int:
+        """Completed operations of `name`."""
+        return len(self._entries.get(name, ()))
+
+    def counts(self) -> dict[str, int]:
+        """Completed operations by name."""
+        return {name: len(entries) for name, entries in self._entries.items()}
+
+    def to_json(self, name: str, start: int) -> list[dict[str, Any]]:
+        """Entries of `name` from `start` on."""
+        return [e.to_json() for e in self._entries.get(name, ())[start:]]
+
+
+class Call:
+    """One operation's arguments, taken apart: results, inputs, signature."""
+
+    def __init__(self, rank: int, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        flat = [*args, *kwargs.values()]
+        self.kind = kind
+        first = tensors_in(flat[0]) if flat else []
+        second = tensors_in(flat[1]) if len(flat) > 1 else []
+        self.results = first
+        self.inputs = first if kind in _IN_PLACE else second
+        root = next((o.rootRank for o in flat if hasattr(o, "rootRank")), None)
+        if root is None and kind in ("broadcast", "gather", "scatter", "reduce"):
+            root = next((o for o in flat if isinstance(o, int)), 0)
+        op = next((o.reduceOp for o in flat if hasattr(o, "reduceOp")), None)
+        self.is_root = root == rank
+        shown = self.inputs if kind == "gather" else self.results
+        words = [str(op.op).rpartition(".")[2]] if op is not None else []
+        words += [f"root {root}"] if root is not None else []
+        words += describe(shown)
+        self.signature = f"{kind}({', '.join(words)})"
+
+    @property
+    def replayable(self) -> bool:
+        """Whether a peer's log can stand for this operation."""
+        return self.kind not in _OWN_RESULT and not (self.kind in _AT_ROOT and self.is_root)
+
+    def save(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copies of the inputs that executing it may overwrite, each with its original."""
+        places = {t.untyped_storage().data_ptr() for t in self.results}
+        touched = (t for t in self.inputs if t.untyped_storage().data_ptr() in places)
+        return [(t, t.detach().clone()) for t in touched] if self.kind != "broadcast" else []
+
+    def entry(self) -> Entry:
+        """What to record of it, with the bytes of the results that are the same on all members."""
+        if self.kind in _OWN_RESULT + _AT_ROOT:
+            return Entry(self.kind, self.signature, None)
+        # A result that cannot be kept anyway is not copied.
+        if sum(t.nbytes for t in self.results) > ENTRY_CAP:
+            return Entry(self.kind, self.signature, None)
+        return Entry(self.kind, self.signature, tuple(to_bytes(t) for t in self.results))
+
+    def apply(self, entry: Entry, where: str) -> None:
+        """Fill the results from a peer's entry. Raises ReplayMismatch."""
+        if entry.signature != self.signature:
+            raise mismatch(where, self.signature, entry.signature)
+        if not self.replayable:
+            raise ReplayMismatch(
+                f"{where}: the result of {self.signature} existed on this role only and is lost with its "
+                "worker; the job must fall back to its durable checkpoint"
+            )
+        if self.kind in _AT_ROOT:
+            return
+        if entry.tensors is None:
+            # Parameters are restored later. Anything else steers the script and must not be made up.
+            if any(not t.is_floating_point() for t in self.results):
+                raise ReplayMismatch(
+                    f"{where}: the result of {self.signature} was too large for the start-up log; the job "
+                    "must fall back to its durable checkpoint"
+                )
+            log.info("%s: %s is left as it is, restore overwrites it", where, self.signature)
+            return
+        if [len(b) for b in entry.tensors] != [t.nbytes for t in self.results]:
+            raise ReplayMismatch(f"{where}: the peer's entry for {self.signature} has another size")
+        for tensor, data in zip(self.results, entry.tensors, strict=True):
+            fill(tensor, data)
+
+
+def describe(tensors: list[torch.Tensor]) -> list[str]:
+    """Dtypes and shapes, for a signature."""
+    return [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
+
+
+def mismatch(where: str, issued: str, recorded: str) -> ReplayMismatch:
+    """The script took another path than its peers did."""
+    return ReplayMismatch(
+        f"{where}: this process issues {issued}, its peers did {recorded}: the script is not deterministic up "
+        "to here; the job must fall back to its durable checkpoint"
+    )
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a nested list, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in tensors_in(v)]
+    return []
+
+
+def to_bytes(tensor: torch.Tensor) -> bytes:
+    """A tensor's content."""
+    flat = tensor.detach().reshape(-1).cpu()
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def fill(tensor: torch.Tensor, data: bytes) -> None:
+    """Inverse of `to_bytes`; `data` must have the tensor's size."""
+    if data:
+        source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        tensor.detach().copy_(source.view(tensor.dtype).reshape(tensor.shape))
