@@ -201,7 +201,7 @@ class FtProcessGroup(dist.ProcessGroup):
         options: Any,
     ) -> None:
         rank = members.index(comms.role)
-        super().__init__(rank, len(members))  # type: ignore[call-arg, arg-type]
+        super().__init__(rank, len(members))  # type: ignore[call-arg]
         self.ft_name = group_name(members, index)
         self.members, self.requested, self.timeout, self.options = members, requested, timeout, options
         self.devices = devices_of(requested)

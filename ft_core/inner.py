@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,11 +31,14 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT = timedelta(seconds=60)
 """For a connection to the epoch's store, and for one answer of it."""
 
-PATIENCE = timedelta(milliseconds=500)
-"""How long an opening waits for members to come by themselves before it asks them."""
+PATIENCE = 0.5
+"""Seconds that an opening waits for members to come by themselves before it asks them."""
 
-SLICE = timedelta(seconds=1)
-"""A helper thread notices within this time that its epoch is over. Nobody waits for it."""
+POLL_MIN, POLL_MAX, POLL_SHARE = 0.001, 0.25, 0.05
+"""A waiting opening looks again after this share of the seconds it has waited, within these bounds. Not
+a blocking wait, because torch logs each one that times out."""
+
+FOREVER = timedelta(days=365)
 
 WAKE_TAG = 0x7F7
 """Tag of the receive that never matches: it only exists to time out."""
@@ -166,15 +170,15 @@ class Opener:
         if client.add(f"{prefix}/arrived", 1) == inner.size:
             client.set(f"{prefix}/ready", "1")
             return
-        if urgent:
-            self._ask(client, inner)
-        patience = PATIENCE
+        began, asked = time.monotonic(), False
         while self._alive():
-            if _appears(client, f"{prefix}/ready", patience):
+            if client.check([f"{prefix}/ready"]):
                 return
-            if patience is PATIENCE and not urgent:
+            waited = time.monotonic() - began
+            if not asked and (urgent or waited > PATIENCE):
                 self._ask(client, inner)
-            patience = SLICE
+                asked = True
+            time.sleep(min(max(POLL_MIN, waited * POLL_SHARE), POLL_MAX))
         raise EpochChanged(f"epoch {self.epoch} ended while group {inner.name} was being opened")
 
     def _ask(self, client: dist.Store, inner: Inner) -> None:
@@ -182,34 +186,35 @@ class Opener:
             return
         for member in inner.members:
             if member != self._role:
-                number = client.add(f"{self.epoch}/asks/{member}", 1)
-                client.set(f"{self.epoch}/ask/{member}/{number}", inner.name)
+                self._post(client, member, inner.name)
+
+    def _post(self, client: dist.Store, role: int, name: str) -> None:
+        number = client.add(f"{self.epoch}/asks/{role}", 1)
+        client.set(f"{self.epoch}/ask/{role}/{number}", name)
 
     def listen(self) -> None:
-        """Report the groups that this role is asked to open. Returns when the epoch is over."""
+        """Report the groups that this role is asked to open. Returns after `close`."""
         number = 1
         try:
             with self._client() as client:
                 while self._alive():
                     key = f"{self.epoch}/ask/{self._role}/{number}"
-                    if _appears(client, key, SLICE):
-                        self._asked(client.get(key).decode())
-                        number += 1
+                    client.wait([key], FOREVER)
+                    if name := client.get(key).decode():
+                        self._asked(name)
+                    number += 1
         except RuntimeError as error:
             if self._alive():
                 log.warning("role %d: the store of epoch %d is gone: %s", self._role, self.epoch, error)
 
     def close(self) -> None:
-        """Drop the idle connections."""
+        """The epoch is over: end `listen`, drop the connections."""
+        try:
+            with self._client() as client:
+                self._post(client, self._role, "")
+        except RuntimeError:
+            log.debug("the store of epoch %d is gone, and the listener with it", self.epoch)
         self._idle.clear()
-
-
-def _appears(client: dist.Store, key: str, within: timedelta) -> bool:
-    try:
-        client.wait([key], within)
-    except dist.DistStoreError:
-        return False
-    return True
 
 
 def start(name: str, target: Callable[..., None], *args: Any) -> threading.Thread:

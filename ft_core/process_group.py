@@ -91,7 +91,7 @@ class Communicators:
             if epoch <= self.epoch or epoch < self.aborted:
                 return
             old, _ = self._bury(epoch)
-            self._opener.close()
+            finished = self._opener
             opener = Opener(epoch, store_address, self.role, lambda: epoch >= self.aborted, self._on_asked)
             self.epoch, self._opener = epoch, opener
             self._asked.clear()
@@ -101,7 +101,9 @@ class Communicators:
             self._condition.notify_all()
         if old:
             start("reaper", _close, old)
-        if self.world_size > 2:
+        if finished.epoch >= 0:
+            start("closer", finished.close)
+        if self.world_size > 1:
             start("listener", opener.listen)
         for _ in range(min(OPENERS, many)):
             start("reopen", self._reopen, epoch, reopen)
@@ -319,7 +321,7 @@ class Communicators:
     def end_startup(self) -> None:
         """The first training section begins. Raises ReplayMismatch if peers did more start-up than this."""
         with self._condition:
-            self.startup.end([g.ft_name for g in self._groups])
+            self.startup.end({g.ft_name: g.rank() for g in self._groups})
 
     def startup_counts(self) -> dict[str, int]:
         """Completed start-up operations by group name, to be merged by maximum. Any thread."""

@@ -208,8 +208,8 @@ class Startup:
                     and value[0] > self.log.count(name)
                 ):
                     raise ReplayMismatch(
-                        f"{self.where(name, self.log.count(name))}: whose message comes next is not known for a "
-                        "receive from any source; the job must fall back to its durable checkpoint"
+                        f"{self.where(name, self.log.count(name))}: whose message comes next is not known "
+                        "for a receive from any source; the job must fall back to its durable checkpoint"
                     )
             try:
                 source = self._execute(group, "recv_anysource", "recv", args, {}, epoch).source_rank()
@@ -241,16 +241,20 @@ class Startup:
             else:
                 self.reissue()
 
-    def end(self, groups: list[str]) -> None:
-        """With the lock: start-up is over. Raises ReplayMismatch if peers did more than this process."""
+    def end(self, groups: Mapping[str, int]) -> None:
+        """With the lock: start-up is over. `groups`: name -> rank of this role in it.
+
+        Raises ReplayMismatch if peers did more than this process.
+        """
         if not self.recording:
             return
         for name, (done, holder) in ((n, v) for n, v in self._completed.items() if not n.endswith(_END)):
-            own = self.log.count(name)
-            if own < done and self._comms.role in members_of(name):
+            group, _, pair = name.partition("/")
+            mine = str(groups.get(group)) in pair.split(">") if pair else self._comms.role in members_of(group)
+            if mine and self.log.count(name) < done:
                 raise mismatch(
                     f"end of start-up on role {self._comms.role}",
-                    f"{own} operations in group {name}",
+                    f"{self.log.count(name)} operations in group {name}",
                     f"{done} (role {holder})",
                 )
         self.recording = False
@@ -308,8 +312,8 @@ class PointToPoint(dist.Work):
         elif self._method == "recv":
             if entry.tensors is None or [len(b) for b in entry.tensors] != [t.nbytes for t in self._tensors]:
                 raise ReplayMismatch(
-                    f"{where}: what was sent was too large for the start-up log; the job must fall back to its "
-                    "durable checkpoint"
+                    f"{where}: what was sent was too large for the start-up log; the job must fall back to "
+                    "its durable checkpoint"
                 )
             for tensor, data in zip(self._tensors, entry.tensors, strict=True):
                 fill(tensor, data)

@@ -156,8 +156,8 @@ def describe(tensors: list[torch.Tensor]) -> list[str]:
 def mismatch(where: str, issued: str, recorded: str) -> ReplayMismatch:
     """The script took another path than its peers did."""
     return ReplayMismatch(
-        f"{where}: this process issues {issued}, its peers did {recorded}: the script is not deterministic up "
-        "to here; the job must fall back to its durable checkpoint"
+        f"{where}: this process issues {issued}, its peers did {recorded}: the script is not deterministic "
+        "up to here; the job must fall back to its durable checkpoint"
     )
 
 

@@ -1,0 +1,324 @@
+"""What the workers of the process-group tests run. Imported by name in the worker processes."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+from ft_core.errors import EpochChanged
+
+
+def plain(value: Any) -> Any:
+    """Tensors as lists: they cross a pipe after their process may have ended."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    return {k: plain(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def every_collective(rank: int, world: int, group: Any) -> dict[str, Any]:
+    """Each collective once; the same code runs over plain gloo and over `ft`."""
+    out: dict[str, Any] = {}
+
+    def mine(n: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return (torch.arange(n) + 10 * rank).to(dtype)
+
+    t = mine()
+    dist.all_reduce(t, group=group)
+    out["all_reduce"] = t
+    t = mine(dtype=torch.bfloat16)
+    work = dist.all_reduce(t, dist.ReduceOp.MAX, group=group, async_op=True)
+    work.wait()
+    out["all_reduce_max"] = t
+    t = mine()
+    out["future"] = dist.all_reduce(t, group=group, async_op=True).get_future().wait()[0].clone()
+    t = mine()
+    dist.broadcast(t, src=1, group=group)
+    out["broadcast"] = t
+    parts = [torch.zeros(4) for _ in range(world)]
+    dist.all_gather(parts, mine(), group=group)
+    out["all_gather"] = parts
+    t = torch.zeros(4 * world)
+    dist.all_gather_single(t, mine(), group=group)
+    out["all_gather_single"] = t
+    t = torch.zeros(4 * world)
+    group._allgather_base(t, mine()).wait()
+    out["_allgather_base"] = t
+    t = torch.zeros(4)
+    dist.reduce_scatter(t, [mine() + i for i in range(world)], group=group)
+    out["reduce_scatter"] = t
+    t = torch.zeros(2)
+    dist.reduce_scatter_single(t, mine(2 * world), group=group)
+    out["reduce_scatter_single"] = t
+    t = torch.zeros(world)
+    dist.all_to_all_single(t, mine(world), group=group)
+    out["all_to_all_single"] = t
+    parts = [torch.zeros(4) for _ in range(world)] if rank == 0 else None
+    dist.gather(mine(), parts, dst=0, group=group)
+    out["gather"] = parts
+    t = torch.zeros(4)
+    dist.scatter(t, [mine() + i for i in range(world)] if rank == 2 else None, src=2, group=group)
+    out["scatter"] = t
+    t = mine()
+    dist.reduce(t, dst=1, group=group)
+    out["reduce"] = t if rank == 1 else None
+    dist.barrier(group=group)
+    dist.monitored_barrier(group=group, timeout=timedelta(seconds=30))
+    tensors = [mine(2), mine(3)]
+    with _coalescing_manager(group, async_ops=True) as manager:
+        for t in tensors:
+            dist.all_reduce(t, group=group)
+    manager.wait()
+    out["coalesced_all_reduce"] = tensors
+    gathered = [torch.zeros(2 * world), torch.zeros(3 * world)]
+    with _coalescing_manager(group, async_ops=True) as manager:
+        for t, n in zip(gathered, (2, 3), strict=True):
+            dist.all_gather_single(t, mine(n), group=group)
+    manager.wait()
+    out["coalesced_all_gather"] = gathered
+    shards = [torch.zeros(2), torch.zeros(3)]
+    with _coalescing_manager(group, async_ops=True) as manager:
+        for t, n in zip(shards, (2, 3), strict=True):
+            dist.reduce_scatter_single(t, mine(n * world), group=group)
+    manager.wait()
+    out["coalesced_reduce_scatter"] = shards
+    following, previous = (rank + 1) % world, (rank - 1) % world
+    t = torch.zeros(4)
+    if rank % 2:
+        dist.send(mine(), following, group=group)
+        dist.recv(t, previous, group=group)
+    else:
+        dist.recv(t, previous, group=group)
+        dist.send(mine(), following, group=group)
+    out["send_recv"] = t
+    t = torch.zeros(4)
+    ops = [dist.P2POp(dist.isend, mine(), following, group), dist.P2POp(dist.irecv, t, previous, group)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    out["batch_isend_irecv"] = t
+    t = torch.zeros(4)
+    if rank == 0:
+        out["source"] = dist.recv(t, group=group)
+    elif rank == 1:
+        dist.send(mine(), 0, group=group)
+    out["recv_anysource"] = t
+    objects: list[Any] = [None] * world
+    dist.all_gather_object(objects, {"rank": rank, "text": "x" * rank}, group=group)
+    out["all_gather_object"] = objects
+    shared = [f"from {rank}", rank]
+    dist.broadcast_object_list(shared, src=0, group=group)
+    out["broadcast_object_list"] = shared
+    collected = [None] * world if rank == 0 else None
+    dist.gather_object(("o", rank), collected, dst=0, group=group)
+    out["gather_object"] = collected
+    return plain(out)
+
+
+def plain_gloo(rank: int, world: int, port: int, sender: Any) -> None:
+    """The reference: the same collectives over torch's own gloo."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    sender.send(every_collective(rank, world, dist.group.WORLD))
+    dist.barrier()
+
+
+def collectives(worker: Any, in_startup: bool) -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    if not in_startup:
+        worker.begin_training()
+    seen: list[int] = []
+    worker.comms.traffic = seen.append
+    out = every_collective(worker.role, worker.world, group)
+    out["facts"] = {
+        "backend": dist.get_backend(),
+        "config": dist.distributed_c10d.get_backend_config(),
+        "rank": dist.get_rank(),
+        "size": dist.get_world_size(),
+        "name": group.name(),
+        "names": (type(group.group_name), type(group.group_desc)),
+        "ranks": dist.get_process_group_ranks(group),
+        "traffic": sorted(set(seen)),
+        "last": seen[-1],
+        "balanced": seen.count(0) == seen.count(1),
+    }
+    out["counts"] = dict(worker.comms.counts)
+    dist.destroy_process_group()
+    out["initialized"] = dist.is_initialized()
+    return out
+
+
+def groups(worker: Any) -> dict[str, Any]:
+    """Groups of all kinds; the members of one use it while others never touch it."""
+    dist.init_process_group("cpu:gloo", rank=worker.role, world_size=worker.world)
+    worker.begin_training()
+    role, world = worker.role, worker.world
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    explicit = dist.new_group(list(range(world)), backend="gloo")
+    alone = [dist.new_group([r]) for r in range(world)]
+    again = dist.new_group([0, 1])
+    evens = dist.new_group([2, 0])
+    half = halves[role // 2]
+    t = torch.tensor([1.0 + role])
+    dist.all_reduce(t, group=half)
+    lonely = torch.tensor([5.0])
+    dist.all_reduce(lonely, group=alone[role])
+    if role == 0:
+        # Roles 2 and 3 have no business with this group: they are asked to open it.
+        dist.send(torch.tensor([7.0]), 1, group=explicit)
+    if role == 1:
+        dist.recv(lonely, 0, group=explicit)
+    sub, _ = dist.new_subgroups(2)
+    dist.barrier(group=sub)
+    names = [g.ft_name for g in (half, explicit, alone[role], again, evens, sub) if not isinstance(g, int)]
+    return {"sum": t.item(), "lonely": lonely.item(), "names": names, "backend": dist.get_backend(explicit)}
+
+
+def crossed_first_use(worker: Any) -> float:
+    """Roles 0 and 1 first use two groups in a different order, which is legal for asynchronous operations."""
+    dist.init_process_group("gloo")
+    worker.begin_training()
+    pair = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    ones = [torch.ones(1), torch.ones(1)]
+    order = (0, 1) if worker.role == 0 else (1, 0)
+    works = [dist.all_reduce(ones[i], group=pair[i], async_op=True) for i in order]
+    for work in works:
+        work.wait()
+    return sum(t.item() for t in ones)
+
+
+def callers_mistake(worker: Any) -> list[str]:
+    """Wrong arguments raise at once, as in torch, and break nothing."""
+    dist.init_process_group("gloo")
+    worker.begin_training()
+    dist.barrier()
+    group = dist.group.WORLD
+    raised = []
+    for call in (
+        lambda: dist.all_reduce_coalesced([torch.ones(2).to_sparse(), torch.ones(2)]),
+        lambda: dist.reduce_scatter_single(torch.ones(3), torch.ones(4)),
+        lambda: dist.all_reduce(torch.ones(2, dtype=torch.int16), op="sum"),
+        lambda: group.broadcast([torch.ones(1)], 7, 9, 11),
+    ):
+        try:
+            call()
+            raised.append("nothing")
+        except EpochChanged:
+            raised.append("EpochChanged")
+        except Exception as error:
+            raised.append(type(error).__name__)
+    t = torch.ones(1)
+    dist.all_reduce(t)
+    return [*raised, str(t.item()), str(worker.failures)]
+
+
+def train(worker: Any, steps: int, blocked_in: str, stop_at: dict[int, int]) -> dict[str, Any]:
+    """A loop of collectives. In epoch e role `stop_at[e]` says so and waits in step 1 to be killed."""
+    dist.init_process_group("gloo")
+    world, role = worker.world, worker.role
+    group = dist.group.WORLD
+    neighbours = dist.new_group([0, 1])
+    worker.begin_training()
+    log: list[tuple[int, float]] = []
+    resources: list[tuple[int, int]] = []
+    identity = id(group)
+    while True:
+        try:
+            for step in range(steps):
+                t = torch.tensor([float(role + step)])
+                dist.all_reduce(t)
+                log.append((worker.epoch, t.item()))
+                if role in (0, 1):
+                    dist.barrier(group=neighbours)
+                if step == 1 and worker.epoch in stop_at:
+                    if stop_at[worker.epoch] == role:
+                        worker.tell("stopped", worker.epoch)
+                        threading.Event().wait()
+                    worker.tell("blocked", worker.epoch)
+                    _block(blocked_in, role, world, stop_at[worker.epoch])
+            break
+        except EpochChanged:
+            worker.next_epoch()
+            resources.append(_resources())
+    assert group is dist.group.WORLD and id(group) == identity
+    dist.destroy_process_group()
+    return {"log": log, "resources": resources, "failures": len(worker.failures), "reasons": worker.failures}
+
+
+def _block(how: str, role: int, world: int, lost: int) -> None:
+    others = [r for r in range(world) if r != lost]
+    if how == "all_reduce":
+        dist.all_reduce(torch.ones(1000))
+    elif how == "recv":
+        # From a peer that is alive and silent: only the abort can end this.
+        peer = others[(others.index(role) + 1) % len(others)]
+        dist.recv(torch.ones(1), peer, tag=3)
+    elif how == "anysource":
+        dist.recv(torch.ones(1), tag=3)
+    elif how == "async":
+        work = dist.all_reduce(torch.ones(1000), async_op=True)
+        future = work.get_future()
+        future.wait()
+    elif how == "opening":
+        dist.barrier(group=dist.new_group(list(range(world))))
+    raise AssertionError("was not woken")
+
+
+def _resources() -> tuple[int, int]:
+    import os
+
+    return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+
+def native_threads() -> int:
+    import os
+
+    return len(os.listdir("/proc/self/task"))
+
+
+def endure(worker: Any, epochs: int) -> dict[str, Any]:
+    """11 groups over many epochs. Role 0 reports threads and descriptors at the end of each."""
+    import os
+    import time
+
+    dist.init_process_group("gloo")
+    world = worker.world
+    made = [dist.new_group(list(range(world))) for _ in range(6)]
+    made += [dist.new_group([a, b]) for a, b in ((0, 1), (2, 3), (0, 2), (1, 3))]
+    mine = [dist.group.WORLD, *(g for g in made if not isinstance(g, int))]
+    worker.begin_training()
+    use: list[tuple[int, int]] = []
+    times: list[float] = []
+    start = time.monotonic()
+    while True:
+        try:
+            for group in mine:
+                dist.barrier(group=group)
+            times.append(time.monotonic() - start)
+            worker.tell("round", worker.epoch)
+            if worker.epoch > epochs:
+                break
+            dist.barrier(group=mine[1]) if worker.role else dist.recv(torch.ones(1), 1, tag=9)
+        except EpochChanged:
+            worker.next_epoch()
+            use.append((native_threads(), len(os.listdir("/proc/self/fd"))))
+            start = time.monotonic()
+    return {"use": use, "times": times}
+
+
+def fail_alone(worker: Any) -> None:
+    """Role 1 is killed and nobody starts a new epoch."""
+    worker.comms._grace = 0.5
+    dist.init_process_group("gloo")
+    worker.begin_training()
+    dist.barrier()
+    if worker.role == 1:
+        threading.Event().wait()
+    worker.tell("blocked")
+    dist.all_reduce(torch.ones(1))

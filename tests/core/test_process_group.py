@@ -1,0 +1,123 @@
+"""Process groups that are repaired in place, with real processes and real kills."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from core import pg_scripts
+from core.pg_harness import CONTEXT, Job
+from torch import distributed as dist
+
+from ft_core.collectives import group_name, is_transport_error, members_of
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[dict[str, Any]]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    del store
+    pipes, processes = [], []
+    for rank in range(4):
+        ours, theirs = CONTEXT.Pipe()
+        processes.append(CONTEXT.Process(target=pg_scripts.plain_gloo, args=(rank, 4, port, theirs)))
+        processes[-1].start()
+        pipes.append(ours)
+    results = [p.recv() for p in pipes]
+    for process in processes:
+        process.join(20)
+        process.kill()
+    return results
+
+
+@pytest.mark.parametrize("in_startup", [False, True])
+def test_every_collective_equals_plain_gloo(reference: list[dict[str, Any]], in_startup: bool) -> None:
+    with Job(4, "collectives", in_startup) as job:
+        results = job.results()
+    for role, (plain, ours) in enumerate(zip(reference, results, strict=True)):
+        for name, value in plain.items():
+            assert value == ours[name], (role, name)
+        facts = ours["facts"]
+        assert facts["backend"] == facts["name"] == "gloo"
+        assert facts["config"] == "cpu:gloo,cuda:gloo"
+        assert (facts["rank"], facts["size"], facts["ranks"]) == (role, 4, [0, 1, 2, 3])
+        assert facts["names"] == (str, str)
+        assert facts["traffic"] == [0, 1] and facts["last"] == 0 and facts["balanced"]
+        assert not ours["initialized"]
+        assert ours["counts"]["allreduce"] == 4
+        assert ours["counts"]["send"] == 2 + (role == 1)
+
+
+def test_groups_are_made_locally_and_named_alike() -> None:
+    with Job(4, "groups") as job:
+        results = job.results()
+    assert [r["sum"] for r in results] == [3, 3, 7, 7]
+    assert [r["lonely"] for r in results] == [5, 7, 5, 5]
+    assert results[0]["names"] == ["0-1:1#0", "0-3:1#1", "0#0", "0-1:1#1", "0-2:2#0", "0-1:1#2"]
+    assert results[3]["names"] == ["2-3:1#0", "0-3:1#1", "3#0", "2-3:1#1"]
+    assert {r["backend"] for r in results} == {"gloo"}
+
+
+def test_first_uses_in_different_order_do_not_deadlock() -> None:
+    with Job(2, "crossed_first_use") as job:
+        assert job.results() == [4.0, 4.0]
+
+
+def test_callers_mistakes_are_raised_at_once() -> None:
+    with Job(2, "callers_mistake") as job:
+        for result in job.results():
+            assert "nothing" not in result and "EpochChanged" not in result
+            assert result[-2:] == ["2.0", "[]"]
+
+
+@pytest.mark.parametrize("blocked_in", ["all_reduce", "recv", "anysource", "async", "opening"])
+def test_survivors_go_on_with_a_newcomer(blocked_in: str) -> None:
+    stop_at = {1: 2, 2: 0}
+    with Job(3, "train", 3, blocked_in, stop_at) as job:
+        for epoch, lost in stop_at.items():
+            job.wait("stopped", [lost], epoch)
+            job.wait("blocked", {0, 1, 2} - {lost}, epoch)
+            job.kill(lost)
+            job.next_epoch([lost])
+        results = job.results()
+    expected = [3.0, 6.0, 9.0]
+    assert results[1]["log"] == [(e, v) for e in (1, 2) for v in expected[:2]] + [(3, v) for v in expected]
+    assert [v for e, v in results[0]["log"]] == expected
+    assert all(r["failures"] <= 2 for r in results)
+
+
+def test_a_failure_that_no_epoch_follows_is_raised() -> None:
+    with Job(2, "fail_alone") as job:
+        job.wait("blocked", [0])
+        job.kill(1)
+        kind, text, _ = job.wait("error", [0])[0]
+        assert kind == "RuntimeError" and "EpochChanged" not in text
+        assert len(job.wait("failed", [0])) == 1
+
+
+def test_thirty_epochs_leave_no_threads_and_no_descriptors() -> None:
+    epochs = 30
+    with Job(4, "endure", epochs) as job:
+        for epoch in range(1, epochs + 1):
+            job.wait("round", None, epoch)
+            job.next_epoch([])
+        results = job.results()
+    for result in results:
+        use = result["use"]
+        for early, late in zip(use[5], max(use[-5:]), strict=True):
+            assert late <= early + 12, use
+
+
+def test_names_of_groups() -> None:
+    for members in [(0,), (0, 1), (3, 1, 2), (0, 4, 8, 12), (0, 1, 2, 8, 9, 30), tuple(range(0, 512, 3))]:
+        assert members_of(group_name(members, 3)) == set(members)
+    assert group_name((0, 4, 8, 12), 1) == "0-12:4#1"
+
+
+def test_errors_at_issue_are_told_apart() -> None:
+    pair = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:1"
+    assert is_transport_error(RuntimeError(pair))
+    assert is_transport_error(RuntimeError("Application timeout caused pair closure"))
+    assert not is_transport_error(RuntimeError("ProcessGroupGloo::allreduce: invalid tensor size at index 0"))
+    assert not is_transport_error(ValueError("socket"))
+    assert not is_transport_error(RuntimeError("Invalid scalar type"))
