@@ -407,7 +407,7 @@ class Agent:
             segments = [Segment.from_json(s) for s in message["segments"]]
             buffer = self.store.memory(role).allocate(message["slot"], segments)
             layout = {s.id: list(s.holders) for s in segments}
-            self._post({"type": "layout", "role": role, "segments": layout})
+            self._post({"type": "layout", "role": role, "segments": layout, "initial": worker.initial})
             worker.post({"type": "reply", "id": message["id"], "address": buffer.memory.address})
         elif kind == "registered":
             worker.stage, worker.initial, worker.ring = "training", message["version"], message["ring"]

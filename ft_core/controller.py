@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -32,6 +33,8 @@ _RETURN_GRACE = 0.3
 """Seconds that an agent whose connection broke has to come back before its node counts as lost."""
 _REBUILD_GRACE = 2.0
 """Seconds that a restarted controller waits for the nodes of the plan it was told of."""
+_STANDBY_GRACE = 20.0
+"""Seconds that a healthy node has to bring up a standby before a crashed worker's role moves elsewhere."""
 _FUTILE = 8
 """Recoveries in a row without one finished step after which the job is stopped."""
 
@@ -73,12 +76,17 @@ class Controller:
         self.fenced: set[str] = set()
         self.catalogue: dict[str, dict[str, list[int]]] = {}
         """Role -> its segments and their holders: what is lost without a trace must still be missed."""
+        self.initial: int | None = None
+        """The version that the script makes by itself; known once a role has reached training."""
+        self.reached = 0
+        """The newest version that any role is known to have had."""
         self._events = (job_dir / "events.jsonl").open("a", buffering=1)
         self._started = time.monotonic()
         self._restored: dict[int, int] = {}
         self._stepped: set[int] = set()
         self._finished: set[int] = set()
         self._futile = 0
+        self._ended_at = 0.0
         self._waiting_for = ""
         self._unprotected = False
         self._done: asyncio.Future[int] | None = None
@@ -151,8 +159,11 @@ class Controller:
         if hello["plan"].get("epoch", 0) > self.plan.get("epoch", 0):
             self.plan = hello["plan"]
             self.catalogue = {**self.plan["catalogue"], **self.catalogue}
+            self.initial, self.reached = self.plan["initial"], self.plan["reached"]
             self.phase = Phase.REBUILDING
         self.epoch = max(self.epoch, int(hello["epoch"]), self.plan.get("epoch", 0))
+        for about in hello["roles"].values():
+            self.initial = about["initial"] if self.initial is None else self.initial
         self._finished |= {int(r) for r, about in hello["roles"].items() if about["finished"]}
         if not back:
             self.event("joined", node=name, agent_pid=hello["pid"], domain=hello["domain"])
@@ -193,6 +204,7 @@ class Controller:
             self.event("communicators_ready", roles=[int(message["role"])])
         elif kind == "layout":
             self.catalogue[str(message["role"])] = message["segments"]
+            self.initial = message["initial"]
         elif kind == "unprotected":
             self._unprotected = True
         elif kind == "suspect":
@@ -252,6 +264,7 @@ class Controller:
             return
         self.epoch += 1
         self.phase = Phase.QUIESCING
+        self._ended_at = time.monotonic()
         self.event("detected", reason, roles)
         self._futile += 1
         if self._futile > _FUTILE:
@@ -319,7 +332,12 @@ class Controller:
         places = {int(role): node for role, node in self.plan["roles"].items()}
         lost = [role for role, node in places.items() if not self._alive(role, node)]
         idle = {node.name: int(node.heartbeat["idle"]) for node in self.nodes.values()}
-        assignment = decision.assign(places, idle, lost)
+        crashed = Counter(places[role] for role in lost if places[role] in idle)
+        if any(idle[node] < count for node, count in crashed.items()) and not self._standby_overdue():
+            # A worker that crashed on a healthy node is restarted there; its standby is about to be up.
+            self.phase = Phase.WAITING
+            return
+        assignment = decision.assign(places, idle, lost, self.settings.nproc_per_node)
         if assignment.unplaced:
             self._wait(list(assignment.unplaced))
             return
@@ -335,20 +353,24 @@ class Controller:
         catalogue = {name: held for found in self.catalogue.values() for name, held in found.items()}
         reports = [_report(node, catalogue) for node in self.nodes.values()]
         steps = [int(b["step"]) for n in self.nodes.values() for b in n.heartbeat["roles"].values()]
-        initial = _initial(self.nodes.values())
-        if initial is None and not any(r.versions for report in reports for r in report.roles.values()):
-            # Nobody has reached training: start-up goes on towards what it was begun with.
-            return self.plan["version"], self.plan["origin"], {}
+        self.reached = max([self.reached, *steps])
+        if self.initial is None:
+            # Nobody has ever reached training: start-up goes on towards what it was begun with.
+            version, origin = self.plan["start"]
+            return version, origin, {}
         choice = decision.choose_version(
             reports,
             range(self.settings.world_size),
-            initial,
+            self.initial,
             _common_durable(self.nodes.values()),
             placements=roles,
             previous=places,
-            reached=max(steps, default=None),
+            reached=self.reached,
         )
         return choice.version, choice.origin, {str(role): found for role, found in choice.sources.items()}
+
+    def _standby_overdue(self) -> bool:
+        return time.monotonic() - self._ended_at > _STANDBY_GRACE
 
     def _wait(self, lost: list[int]) -> None:
         nodes = sorted({self.plan["roles"][str(role)] for role in lost} - set(self.nodes))
@@ -386,6 +408,9 @@ class Controller:
             "sources": sources,
             "completed": completed,
             "catalogue": self.catalogue,
+            "initial": self.initial,
+            "reached": max(self.reached, version or 0),
+            "start": self.plan.get("start", [version, origin]),
         }
         self.phase = Phase.RUNNING
         self._restored, self._stepped = {}, set()
@@ -493,13 +518,6 @@ def _report(node: Node, catalogue: dict[str, list[int]]) -> decision.NodeReport:
         segments=catalogue | held["segments"],
         spare_workers=int(node.heartbeat["idle"]),
     )
-
-
-def _initial(nodes: Any) -> int | None:
-    """The version that the script itself makes, if some role has told it."""
-    known = {about["initial"] for n in nodes for about in n.holdings["roles"].values()}
-    known.discard(None)
-    return min(known) if known else None
 
 
 def _common_durable(nodes: Any) -> list[int]:

@@ -132,11 +132,14 @@ class Assignment:
     unplaced: tuple[int, ...] = ()
 
 
-def assign(placements: Mapping[int, str], idle: Mapping[str, int], lost: Collection[int]) -> Assignment:
+def assign(
+    placements: Mapping[int, str], idle: Mapping[str, int], lost: Collection[int], capacity: int
+) -> Assignment:
     """Find workers for the `lost` roles.
 
-    `placements`: role -> node before the failure. `idle`: workers without a role on each live node. A role
-    goes back to its node while that has idle workers, for its state is in memory there. The roles of a dead
+    `placements`: role -> node before the failure. `idle`: workers without a role on each live node.
+    `capacity`: roles that a node has devices for; an idle worker beyond it only stands in for one that
+    crashed on its own node. A role goes back to its node while that has idle workers, for its state is in memory there. The roles of a dead
     node go together to one node if one has enough idle workers, else they are spread. Nodes that play no role
     come first, then those that play few; of equals, the one that fits most tightly.
     """
@@ -150,6 +153,8 @@ def assign(placements: Mapping[int, str], idle: Mapping[str, int], lost: Collect
             roles[role] = home
         else:
             groups.setdefault(home, []).append(role)
+    playing = Counter(roles.values())
+    free = {node: min(count, capacity - playing[node]) for node, count in free.items()}
 
     unplaced: list[int] = []
     for group in sorted(groups.values(), key=lambda g: (-len(g), g)):

@@ -8,6 +8,7 @@ ftrun --join HOST:PORT --job-dir DIR                                          an
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import signal
 import socket
@@ -179,6 +180,7 @@ class Launcher:
         self._job_dir = job_dir
         self._controller: subprocess.Popen[bytes] | None = None
         self._agents: list[subprocess.Popen[bytes]] = []
+        self.numbers = itertools.count()
         self.respawn = False
         """Start a new node for each that dies, as a cluster's scheduler would."""
 
@@ -201,7 +203,7 @@ class Launcher:
                 self.controller()  # killed: a new one takes over, training goes on meanwhile
             for agent in [a for a in self._agents if self.respawn and (a.poll() or 0) < 0]:
                 self._agents.remove(agent)
-                self.agent(f"node{len(os.listdir(self._job_dir / 'logs'))}", -1, "")
+                self.agent(f"node{next(self.numbers)}", -1, "")
             if self._controller is None and all(a.poll() is not None for a in self._agents):
                 return max((abs(a.returncode) for a in self._agents), default=1)
             time.sleep(_POLL)
@@ -253,7 +255,7 @@ def _launch(args: argparse.Namespace) -> Launcher:
         launcher.controller()
         for rank in range(settings.nnodes + settings.spares):
             domain = domains[rank] if rank < len(domains) else ""
-            launcher.agent(f"node{rank}", rank, domain)
+            launcher.agent(f"node{next(launcher.numbers)}", rank, domain)
         return launcher
     rank = 0 if args.node_rank is None and settings.nnodes == 1 else args.node_rank
     if rank is None:

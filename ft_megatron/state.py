@@ -39,6 +39,8 @@ class MegatronAdapter:
             group = parallel_state.get_inter_distributed_optimizer_instance_group()
             self._shard_holders = _ranks(group)
         self.sharded = bool(model[0].ddp_config.use_distributed_optimizer)
+        self.result: Any = None
+        """What the training loop has to log for the newest step; restored with the state."""
         self.ring: tuple[int, ...] = self._data_parallel
 
     # -- what there is -------------------------------------------------------------------------
@@ -66,6 +68,7 @@ class MegatronAdapter:
     def envelope(self) -> Any:
         """RNG states, scheduler, loss scalers, hyper-parameters and what else is no tensor."""
         return {
+            "result": self.result,
             "python": random.getstate(),
             "numpy": np.random.get_state(),
             "torch": torch.get_rng_state(),
@@ -120,6 +123,7 @@ class MegatronAdapter:
                 optimizer.grad_scaler.load_state_dict(scaler)
         if self._scheduler is not None:
             _load_scheduler(self._scheduler, envelope["scheduler"])
+        self.result = envelope["result"]
         random.setstate(envelope["python"])
         np.random.set_state(envelope["numpy"])
         torch.set_rng_state(envelope["torch"])

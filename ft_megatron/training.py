@@ -34,6 +34,8 @@ class Job:
         self._step = 0
         self._newest = 0
         self._adapter: MegatronAdapter | None = None
+        self.inherited: Any = None
+        """The result of step `step`, if another worker did that step in this role, else None."""
         if not enabled:
             if self._session is not None:
                 self._session.unprotected()
@@ -70,8 +72,11 @@ class Job:
         """Whether faults are injected, so that the loop should install its injection points."""
         return self._session is not None and self._session.injecting
 
-    def step_done(self) -> None:
-        """The step is complete on this rank."""
+    def step_done(self, result: Any = None) -> None:
+        """The step is complete on this rank. `result` is plain data to be logged: it travels with the state."""
+        if self._adapter is not None:
+            self._adapter.result = result
+        self.inherited = None
         if self._session is None:
             self._step += 1
         else:
@@ -88,9 +93,14 @@ class Job:
         """Run `train` to its end, through any number of recoveries, and return what it returns."""
         if self._session is None:
             return train()
-        assert self._adapter is not None
+        adapter = self._adapter
+        assert adapter is not None
 
         def entered() -> Result:
+            if self.step > self._newest:
+                # A worker that takes a role over may find a step complete whose line nobody has logged.
+                self.inherited = adapter.result
+                self._newest = self.step
             self._repeated = self.step < self._newest
             return train()
 

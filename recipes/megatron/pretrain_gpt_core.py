@@ -462,14 +462,17 @@ class Trainer:
         Entered again from the top after a recovery, so nothing here outlives a call but what `job` restores.
         """
         args, job = self.args, self.job
+        if job.inherited:
+            self.log_step(*job.inherited)
         while job.step < args.train_iters:
             if args.eval_interval and job.step and job.step % args.eval_interval == 0:
                 self.evaluate()
             started = time.perf_counter()
             lr = self.optimizer.param_groups[0]["lr"]
             loss, grad_norm = self.train_step(job.step)
-            job.step_done()
-            self.log_step(loss, lr, grad_norm, time.perf_counter() - started)
+            result = (loss, lr, grad_norm, time.perf_counter() - started)
+            job.step_done(result)
+            self.log_step(*result)
         if args.eval_interval:
             self.evaluate()
         return self.digest()

@@ -124,24 +124,30 @@ PLACES = {0: "x", 1: "x", 2: "y", 3: "y"}
 
 
 def test_a_dead_worker_is_restarted_where_its_memory_is() -> None:
-    assert assign(PLACES, {"x": 1, "y": 0, "s": 2}, [1]) == Assignment(PLACES)
+    assert assign(PLACES, {"x": 1, "y": 0, "s": 2}, [1], 4) == Assignment(PLACES)
 
 
 def test_roles_of_a_dead_node_go_to_one_spare() -> None:
-    found = assign(PLACES, {"x": 2, "s": 1, "t": 3, "u": 2}, [2, 3])
+    found = assign(PLACES, {"x": 2, "s": 1, "t": 3, "u": 2}, [2, 3], 4)
     assert found == Assignment({0: "x", 1: "x", 2: "u", 3: "u"})
 
 
 def test_they_are_spread_when_no_spare_has_room() -> None:
-    assert assign(PLACES, {"s": 1, "x": 1}, [2, 3]).roles == {0: "x", 1: "x", 2: "s", 3: "x"}
+    assert assign(PLACES, {"s": 1, "x": 1}, [2, 3], 4).roles == {0: "x", 1: "x", 2: "s", 3: "x"}
 
 
 def test_a_live_node_without_idle_workers_hands_its_role_over() -> None:
-    assert assign(PLACES, {"x": 0, "y": 0, "s": 2}, [0, 2, 3]).unplaced == (0,)
-    assert assign(PLACES, {"x": 0, "y": 0, "s": 2}, [0]).roles[0] == "s"
+    assert assign(PLACES, {"x": 0, "y": 0, "s": 2}, [0, 2, 3], 4).unplaced == (0,)
+    assert assign(PLACES, {"x": 0, "y": 0, "s": 2}, [0], 4).roles[0] == "s"
 
 
 def test_a_shortage_names_the_roles() -> None:
-    found = assign(PLACES, {"x": 0}, [2, 3])
+    found = assign(PLACES, {"x": 0}, [2, 3], 4)
     assert found.unplaced == (2, 3)
     assert found.roles == {0: "x", 1: "x"}
+
+
+def test_a_standby_is_not_a_spare():
+    # x has two devices and two roles: its idle worker is there for its own crashes only.
+    assert assign(PLACES, {"x": 1}, [2, 3], 2).unplaced == (2, 3)
+    assert assign(PLACES, {"x": 1}, [1], 2).roles[1] == "x"
