@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -176,7 +177,10 @@ class Agent:
 
     async def _heartbeat(self) -> None:
         parent = os.getppid()
+        stalls = (self.job_dir / "logs" / f"{self.node}-{os.getpid()}" / "stalls.txt").open("w")
         while True:
+            # An agent that is held up looks dead from outside: leave a trace of what held it up.
+            faulthandler.dump_traceback_later(2 * self.settings.heartbeat, file=stalls)
             roles = {}
             for worker in self.pool.playing():
                 role = worker.role

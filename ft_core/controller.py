@@ -89,6 +89,8 @@ class Controller:
         self._ended_at = 0.0
         self._waiting_for = ""
         self._unprotected = False
+        self._suspected = -1
+        """The newest epoch in which a worker saw a communicator break."""
         self._done: asyncio.Future[int] | None = None
 
     async def run(self) -> int:
@@ -208,6 +210,7 @@ class Controller:
         elif kind == "unprotected":
             self._unprotected = True
         elif kind == "suspect":
+            self._suspected = self.epoch
             self.event("suspected", str(message["reason"]), [int(message["role"])])
         elif kind == "durable":
             self.event("durable", roles=[int(message["role"])], version=message["version"])
@@ -280,7 +283,9 @@ class Controller:
             await asyncio.sleep(_TICK)
             now = time.monotonic()
             for node in list(self.nodes.values()):
-                if node.gone_since is not None and now - node.gone_since > _RETURN_GRACE:
+                # A peer that saw its connections break as well leaves no doubt.
+                grace = 0.0 if self._suspected == self.epoch else _RETURN_GRACE
+                if node.gone_since is not None and now - node.gone_since > grace:
                     self._node_lost(node, "its agent's connection broke")
                 elif now - node.seen > limit:
                     self._node_lost(node, f"no heartbeat for {limit:.1f} s")
@@ -366,6 +371,7 @@ class Controller:
             placements=roles,
             previous=places,
             reached=self.reached,
+            catalogue={int(role): set(found) for role, found in self.catalogue.items()},
         )
         return choice.version, choice.origin, {str(role): found for role, found in choice.sources.items()}
 

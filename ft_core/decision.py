@@ -84,6 +84,7 @@ def choose_version(
     placements: Mapping[int, str] | None = None,
     previous: Mapping[int, str] | None = None,
     reached: int | None = None,
+    catalogue: Mapping[int, Collection[str]] | None = None,
 ) -> Choice:
     """Choose the newest version that every role can have.
 
@@ -94,12 +95,13 @@ def choose_version(
     `reached` is the newest version that any role is known to have had (step tags): it keeps a job whose
     memory is all gone from starting silently from scratch.
 
-    The agents' `segments` together must name every segment of every role, also of the dead: the loss of a
+    `catalogue` (role -> ids of its segments) is what the roles themselves have told since the job began; a
+    role that is not in it never had a snapshot. Without it, the agents' `segments` together must name every segment of every role, also of the dead: the loss of a
     segment that nobody remembers could not be noticed. A role of which nothing is known counts as lost.
 
     Raises Unrecoverable, with what was lost, when neither memory nor start-up nor a checkpoint helps.
     """
-    holdings = _Holdings(reports)
+    holdings = _Holdings(reports, catalogue)
     roles = sorted(roles)
     best: tuple[int, tuple[Loss, ...]] | None = None
     for version in sorted(holdings.versions | ({initial} if initial is not None else set()), reverse=True):
@@ -178,7 +180,9 @@ def assign(
 class _Holdings:
     """The reports, indexed by what is asked of them."""
 
-    def __init__(self, reports: Iterable[NodeReport]) -> None:
+    def __init__(
+        self, reports: Iterable[NodeReport], catalogue: Mapping[int, Collection[str]] | None
+    ) -> None:
         self.versions: set[int] = set()
         self.starting: set[int] = set()
         self._nodes: dict[tuple[str, int], list[str]] = {}
@@ -203,6 +207,8 @@ class _Holdings:
                 for version in versions:
                     self._nodes.setdefault((segment, version), []).append(report.node)
         # A role's own word on its segments is newer than what others remember of them.
+        if catalogue is not None:
+            self._segments = {role: set(names) for role, names in catalogue.items()}
         self._segments |= reported
 
     def missing(self, version: int | None, roles: Iterable[int]) -> tuple[Loss, ...]:

@@ -151,3 +151,9 @@ def test_a_standby_is_not_a_spare():
     # x has two devices and two roles: its idle worker is there for its own crashes only.
     assert assign(PLACES, {"x": 1}, [2, 3], 2).unplaced == (2, 3)
     assert assign(PLACES, {"x": 1}, [1], 2).roles[1] == "x"
+
+
+def test_a_role_that_never_had_a_snapshot_makes_the_initial_state_itself() -> None:
+    # Role 1 died in start-up: its peer's snapshot names the segment they share, but not its own shard.
+    found = choose(node("x", role(0, "x", (0,))), reached=0, catalogue={0: SEGMENTS[0]})
+    assert (found.version, found.origin, found.sources[1]) == (0, "initial", {})
