@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
-from torch.distributed.elastic.multiprocessing import Std
 
 from ft_core import durable
 from ft_core.errors import FtError
 from ft_core.fetch import bring
 from ft_core.inject import ENV as INJECT_ENV
 from ft_core.inject import Injector
+from ft_core.logs import Tee
 from ft_core.manifest import Segment
 from ft_core.memory import Word
 from ft_core.replicator import Replicator
@@ -78,15 +78,16 @@ class Agent:
         self._done = self._loop.create_future()
         socket = f"\0ft-{uuid.uuid4().hex}"
         server = await asyncio.start_unix_server(self._accept_worker, path=socket)
+        tee = Tee(self.settings.tee, f"[{self.node}]: " if self.settings.log_prefix else "")
+        self._spawn(tee.run())
         self.pool = WorkerPool(
             socket=f"unix:{socket}",
             secret=self.secret,
             job_dir=self.job_dir,
             log_dir=self.job_dir / "logs" / f"{self.node}-{os.getpid()}",
             command=self.settings.command,
-            tee=Std(int(self.settings.tee)),
-            redirects=Std(int(self.settings.redirects)),
-            prefix=f"[{self.node}]: " if self.settings.log_prefix else "",
+            redirects=self.settings.redirects | self.settings.tee,
+            tee=tee,
             on_exit=self._worker_ended,
         )
         for device in range(self.settings.nproc_per_node):
@@ -433,6 +434,8 @@ class Agent:
             self._spawn(self._forward_startup_fetch(worker, message))
         elif kind == "reply":
             self._asked.pop(message["id"]).set_result(message)
+        elif kind == "failed":
+            worker.traceback = message["traceback"]
         elif kind == "finished":
             worker.finished = True
             self._post({"type": "finished", "role": role})
@@ -540,11 +543,11 @@ def main() -> int:
     parser.add_argument("--node-rank", type=int, default=-1, help="position at the start; -1: a spare")
     args = parser.parse_args()
     logging.basicConfig(format="%(asctime)s ft %(levelname)s %(message)s", level=logging.WARNING)
-    # A worker's death is reported by the controller, with what is done about it.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # a node's processes are one group: killed together, as a node would be
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Connections break at every failure; c10d would write a C++ stack trace for each.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     agent = Agent(Settings.read(args.job_dir), args.job_dir, args.node, args.domain, args.node_rank)
     return asyncio.run(agent.run())
 

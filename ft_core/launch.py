@@ -166,8 +166,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
         quiesce_timeout=args.ft_quiesce_timeout,
         durable_dir=str(Path(args.ft_durable_dir).resolve()) if args.ft_durable_dir else "",
         durable_interval=args.ft_durable_interval,
-        redirects=args.redirects,
-        tee=streams,
+        redirects=int(args.redirects),
+        tee=int(streams),
         log_prefix=args.tee is not None,
         inject=args.ft_inject,
     )

@@ -41,9 +41,7 @@ def imports_of(source: str) -> list[str]:
 
 
 def _preload() -> None:
-    import torch.distributed.elastic.multiprocessing  # noqa: F401 - what every worker needs
-
-    import ft_core.worker  # noqa: F401
+    import ft_core.worker  # noqa: F401 - what every worker needs
 
     target = os.environ.get(ENV, "")
     source = source_of(target) if target else None

@@ -93,6 +93,10 @@ class Session:
         self._channel.send({"type": "finished"})
         self._exit.wait()
 
+    def failed(self, traceback: str) -> None:
+        """The script raised an error of its own: the agent is told why before this process ends."""
+        self._send({"type": "failed", "traceback": traceback})
+
     # -- the step ------------------------------------------------------------------------------
 
     def protect(self, adapter: Adapter, train: Callable[[], T], version: int) -> T:

@@ -45,8 +45,8 @@ class Settings:
     durable_dir: str = ""
     durable_interval: int = 0
     """Steps between durable checkpoints; 0 writes none."""
-    redirects: str = "3"
-    tee: str = "3"
+    redirects: int = 3
+    tee: int = 3
     log_prefix: bool = False
     inject: str = ""
     environment: dict[str, str] = field(default_factory=dict)

@@ -250,7 +250,9 @@ class Startup:
             return
         for name, (done, holder) in ((n, v) for n, v in self._completed.items() if not n.endswith(_END)):
             group, _, pair = name.partition("/")
-            mine = str(groups.get(group)) in pair.split(">") if pair else self._comms.role in members_of(group)
+            mine = (
+                str(groups.get(group)) in pair.split(">") if pair else self._comms.role in members_of(group)
+            )
             if mine and self.log.count(name) < done:
                 raise mismatch(
                     f"end of start-up on role {self._comms.role}",

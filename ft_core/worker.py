@@ -6,10 +6,13 @@ import logging
 import os
 import runpy
 import sys
+import traceback
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
+from ft_core.logs import redirect
 from ft_core.session import Session
 from ft_core.settings import Command
 from ft_core.snapshot import has_gpu
@@ -18,11 +21,21 @@ from ft_core.wire import Channel
 _CONNECT_TIMEOUT = 30.0
 
 
-def main(socket: str, secret: bytes, job_dir: str, worker: int, device: int, command: Command) -> None:
-    """Run in a process forked by the agent. Returns when the whole job is done.
+def main(
+    socket: str,
+    secret: bytes,
+    job_dir: str,
+    worker: int,
+    device: int,
+    command: Command,
+    logs: tuple[int, str],
+) -> NoReturn:
+    """Run in a process forked by the agent, and leave it when the whole job is done.
 
-    `device` is the index of the GPU this worker would use, or -1 for one that may serve any.
+    `device` is the index of the GPU this worker would use, or -1 for one that may serve any. `logs`:
+    which streams (1 out, 2 err, 3 both) go to files, and in which directory.
     """
+    redirect(logs[0], Path(logs[1]))
     logging.basicConfig(format="%(asctime)s ft %(levelname)s %(message)s", level=logging.WARNING)
     channel = Channel.connect(socket, secret, _CONNECT_TIMEOUT)
     channel.settimeout(None)
@@ -38,14 +51,22 @@ def main(socket: str, secret: bytes, job_dir: str, worker: int, device: int, com
     session.comms.install()
     try:
         run(command)
+        code = 0
     except SystemExit as stop:
-        if stop.code not in (None, 0):
-            raise
-    session.finish()
+        code = 0 if stop.code is None else stop.code if isinstance(stop.code, int) else 1
+        if code:
+            session.failed(f"the script ended itself: exit code {stop.code}")
+    except BaseException:
+        code = 1
+        text = traceback.format_exc()
+        print(text, file=sys.stderr)
+        session.failed(text)
+    if code == 0:
+        session.finish()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # the communicators of a finished job are not taken down one by one
+    os._exit(code)  # the communicators of a finished job are not taken down one by one
 
 
 def run(command: Command) -> None:

@@ -10,12 +10,12 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std, start_processes
-
 from ft_core import preload, worker
+from ft_core.logs import Tee
 from ft_core.memory import ControlBlock, Word
 from ft_core.settings import Command
 from ft_core.wire import AsyncChannel
@@ -29,8 +29,9 @@ class Worker:
 
     number: int
     device: int
-    context: PContext
+    process: BaseProcess
     pid: int
+    log_dir: Path
     control: ControlBlock
     channel: AsyncChannel | None = None
     role: int | None = None
@@ -42,6 +43,7 @@ class Worker:
     """The version that its script starts from; known once it has entered training."""
     ring: list[int] = field(default_factory=list)
     finished: bool = False
+    traceback: str = ""
 
     @property
     def idle(self) -> bool:
@@ -83,54 +85,47 @@ class WorkerPool:
         job_dir: Path,
         log_dir: Path,
         command: Command,
-        tee: Std,
-        redirects: Std,
-        prefix: str | None,
+        redirects: int,
+        tee: Tee,
         on_exit: Callable[[Worker, Exit], None],
     ) -> None:
-        self._arguments = (socket, secret, str(job_dir))
+        self._link = (socket, secret, str(job_dir))
         self._command = command
-        self._log_dir = log_dir
-        self._tee, self._redirects, self._prefix = tee, redirects, prefix
+        self._log_dir, self._redirects, self._tee = log_dir, redirects, tee
         self._on_exit = on_exit
         self._numbers = itertools.count()
         self.workers: dict[int, Worker] = {}
         os.environ[preload.ENV] = "" if command.no_python else command.target
-        multiprocessing.set_forkserver_preload(["ft_core.preload"])
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["ft_core.preload"])
 
     def start(self, device: int) -> Worker:
         """Fork a worker, which reports to the agent's socket and waits for a role there."""
         number = next(self._numbers)
         directory = self._log_dir / f"worker-{number}"
         directory.mkdir(parents=True)
-        context = start_processes(
-            name="worker",
-            entrypoint=worker.main,
-            args={0: (*self._arguments, number, device, self._command)},
-            envs={0: {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "ft"}},
-            logs_specs=DefaultLogsSpecs(str(directory), redirects=self._redirects, tee=self._tee),
-            log_line_prefixes=None if self._prefix is None else {0: self._prefix},
-            start_method="forkserver",
+        logs = (self._redirects, str(directory))
+        process = self._context.Process(
+            target=worker.main,
+            args=(*self._link, number, device, self._command, logs),
+            name=f"worker-{number}",
         )
-        pid = context.pids()[0]
-        found = Worker(number, device, context, pid, ControlBlock.create())
+        process.start()
+        assert process.pid is not None
+        self._tee.follow(directory)
+        found = Worker(number, device, process, process.pid, directory, ControlBlock.create())
         self.workers[number] = found
-        descriptor = os.pidfd_open(pid)
-        asyncio.get_running_loop().add_reader(descriptor, self._ended, found, descriptor)
+        asyncio.get_running_loop().add_reader(process.sentinel, self._ended, found)
         return found
 
-    def _ended(self, worker: Worker, descriptor: int) -> None:
-        asyncio.get_running_loop().remove_reader(descriptor)
-        os.close(descriptor)
+    def _ended(self, worker: Worker) -> None:
+        asyncio.get_running_loop().remove_reader(worker.process.sentinel)
+        worker.process.join()
         self.workers.pop(worker.number, None)
+        self._tee.unfollow(worker.log_dir)
         if worker.channel is not None:
             worker.channel.close()
-        # A worker that left by itself has sent no result, which torch would wait for.
-        result = None if worker.finished else worker.context.wait(timeout=0.2, period=0.01)
-        failure = result.failures.get(0) if result is not None else None
-        ended = Exit(0, "") if failure is None else Exit(failure.exitcode, _traceback(failure.message))
-        worker.context.close(signal.SIGKILL)
-        self._on_exit(worker, ended)
+        self._on_exit(worker, Exit(worker.process.exitcode or 0, worker.traceback))
 
     def of_role(self, role: int) -> Worker | None:
         """The worker that plays `role`, if it lives."""
@@ -155,11 +150,4 @@ class WorkerPool:
     def close(self) -> None:
         """End what is left."""
         for left in list(self.workers.values()):
-            left.context.close(signal.SIGKILL)
-
-
-def _traceback(message: Any) -> str:
-    """The worker's traceback, out of the error file that torch's launcher writes."""
-    if isinstance(message, dict):
-        return str(message.get("extraInfo", {}).get("py_callstack") or message.get("message", ""))
-    return str(message)
+            self.kill(left)

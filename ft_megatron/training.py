@@ -104,7 +104,7 @@ class Job:
             self._repeated = self.step < self._newest
             return train()
 
-        return self._session.protect(self._adapter, entered, self._step)
+        return self._session.protect(adapter, entered, self._step)
 
     _repeated = False
 
