@@ -19,6 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,9 @@ class Agent:
         self._injector = Injector(job_dir, settings.inject)
         self.replicator = Replicator(self.store, self.transport, settings.replicas, self._injector)
         self._controller: AsyncChannel | None = None
-        self._rendezvous: TCPStore | None = None
-        self._next_rendezvous: TCPStore | None = None
+        self._store_maker = ThreadPoolExecutor(1, "ft-rendezvous")
+        self._rendezvous: Future[TCPStore] | None = None
+        self._next_rendezvous = self._make_rendezvous()
         self._asked: dict[int, asyncio.Future[Message]] = {}
         self._reported = 0
         self._done: asyncio.Future[int] | None = None
@@ -109,6 +111,7 @@ class Agent:
     async def _serve_controller(self) -> None:
         while True:
             try:
+                await asyncio.wrap_future(self._next_rendezvous)
                 channel = await AsyncChannel.connect(self.settings.controller, self.secret)
                 self._controller = channel
                 self._post({"type": "hello", "kind": "agent", **self._identity(), **self._holdings()})
@@ -128,6 +131,9 @@ class Agent:
             self._apply(message)
         elif kind == "kill":
             self._kill(message.get("role"))
+        elif kind == "release":
+            for worker in self.pool.playing():
+                worker.post({"type": "release"})
         elif kind == "shutdown":
             assert self._done is not None
             if not self._done.done():
@@ -143,10 +149,18 @@ class Agent:
             "plan": self.plan,
         }
 
+    def _make_rendezvous(self) -> Future[TCPStore]:
+        """Make the store of the epoch to come ahead of need, and in a thread.
+
+        torch looks up the name of whoever connects: where the DNS does not answer that takes seconds, in
+        which the agent would look dead.
+        """
+        return self._store_maker.submit(
+            lambda: TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+        )
+
     def _holdings(self) -> Message:
-        """What this node could contribute to a recovery."""
-        if self._next_rendezvous is None:
-            self._next_rendezvous = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+        """What this node could contribute to a recovery. `_next_rendezvous` must be there."""
         roles: dict[str, Message] = {}
         segments: dict[str, list[int]] = {}
         for role in self._roles_here():
@@ -160,6 +174,7 @@ class Agent:
                 "segments": [s.id for s in layout],
                 "counts": worker.counts if worker else {},
                 "initial": worker.initial if worker else None,
+                "completed": worker.completed if worker else 0,
                 "finished": worker is not None and worker.finished,
             }
         replicas = self.store.replicas.versions()
@@ -172,7 +187,7 @@ class Agent:
             "replicas": replicas,
             "segments": segments,
             "idle": len(self.pool.idle()),
-            "store": f"{self._host}:{self._next_rendezvous.port}",
+            "store": f"{self._host}:{self._next_rendezvous.result().port}",
             "durable": durable.complete_versions(self.settings.durable_dir, self.settings.world_size),
         }
 
@@ -215,7 +230,6 @@ class Agent:
             return
         self.epoch = epoch
         self.store.replicas.epoch = epoch
-        self._next_rendezvous = None
         self.replicator.cancel()
         for worker in self.pool.playing():
             worker.control[Word.EPOCH] = epoch
@@ -229,6 +243,11 @@ class Agent:
         quiet = all(w.quiesced >= self.epoch for w in self.pool.playing())
         if quiet and self._reported < self.epoch and self.epoch != self.plan.get("epoch"):
             self._reported = self.epoch
+            self._spawn(self._report(self.epoch))
+
+    async def _report(self, epoch: int) -> None:
+        await asyncio.wrap_future(self._next_rendezvous)
+        if self.epoch == epoch != self.plan.get("epoch"):
             self._post({"type": "holdings", **self._holdings()})
 
     async def _kill_stuck(self, epoch: int) -> None:
@@ -247,7 +266,7 @@ class Agent:
             return
         before = self._roles_here()
         self.plan, self.epoch = plan, plan["epoch"]
-        self._rendezvous, self._next_rendezvous = self._next_rendezvous, None
+        self._rendezvous, self._next_rendezvous = self._next_rendezvous, self._make_rendezvous()
         self.store.replicas.epoch = self.epoch
         self.replicator.begin(plan)
         version = plan["version"]
@@ -268,19 +287,22 @@ class Agent:
         return {key: self.plan[key] for key in ("epoch", "store", "completed")}
 
     def _assign(self, role: int) -> Worker | None:
-        local_rank = role % self.settings.nproc_per_node
         idle = self.pool.idle()
         if not idle:
             self._post({"type": "short", "epoch": self.epoch, "role": role})
             return None
+        local_rank = role % self.settings.nproc_per_node
         worker = next((w for w in idle if w.device == local_rank), idle[0])
+        if worker.device < 0:  # a standby takes the device of the worker it stands in for
+            taken = {w.device for w in self.pool.workers.values()}
+            worker.device = min(set(range(self.settings.nproc_per_node)) - taken, default=local_rank)
         worker.role = role
         worker.post(
             {
                 "type": "assign",
                 "role": role,
                 "world_size": self.settings.world_size,
-                "env": self._environment(role, local_rank),
+                "env": self._environment(role, worker.device),
                 "plan": self._worker_plan(),
             }
         )
@@ -434,6 +456,9 @@ class Agent:
             self._spawn(self._forward_startup_fetch(worker, message))
         elif kind == "reply":
             self._asked.pop(message["id"]).set_result(message)
+        elif kind == "completed":
+            worker.completed = message["epoch"]
+            self._post({**message, "role": role})
         elif kind == "failed":
             worker.traceback = message["traceback"]
         elif kind == "finished":
@@ -498,7 +523,7 @@ class Agent:
             message = {"type": "worker_lost", "role": worker.role, "pid": worker.pid, "exit": str(ended)}
             self._post({**message, "crashed": ended.crashed, "code": ended.code, "traceback": ended.message})
         if not worker.finished:
-            self.pool.start(-1 if worker.role is None else worker.device)
+            self.pool.start(worker.device if worker.role is None else -1)
         self._report_if_quiet()
 
     def _kill(self, role: int | None) -> None:

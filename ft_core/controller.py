@@ -85,6 +85,8 @@ class Controller:
         self._restored: dict[int, int] = {}
         self._stepped: set[int] = set()
         self._finished: set[int] = set()
+        self._completed_in: dict[int, int] = {}
+        self._released = False
         self._futile = 0
         self._ended_at = 0.0
         self._waiting_for = ""
@@ -164,7 +166,8 @@ class Controller:
             self.initial, self.reached = self.plan["initial"], self.plan["reached"]
             self.phase = Phase.REBUILDING
         self.epoch = max(self.epoch, int(hello["epoch"]), self.plan.get("epoch", 0))
-        for about in hello["roles"].values():
+        for role, about in hello["roles"].items():
+            self._completed_in[int(role)] = about["completed"]
             self.initial = about["initial"] if self.initial is None else self.initial
         self._finished |= {int(r) for r, about in hello["roles"].items() if about["finished"]}
         if not back:
@@ -214,10 +217,21 @@ class Controller:
             self.event("suspected", str(message["reason"]), [int(message["role"])])
         elif kind == "durable":
             self.event("durable", roles=[int(message["role"])], version=message["version"])
+        elif kind == "completed":
+            self._completed_in[int(message["role"])] = int(message["epoch"])
+            self._release_if_complete()
         elif kind == "finished":
             self._finished.add(int(message["role"]))
             if len(self._finished) == self.settings.world_size:
                 self._end(0, "every role has finished")
+
+    def _release_if_complete(self) -> None:
+        """Let the workers leave their training functions, once all have come to the end of them."""
+        done = [role for role, epoch in self._completed_in.items() if epoch == self.plan.get("epoch")]
+        if self.phase is Phase.RUNNING and len(done) == self.settings.world_size:
+            self._released = True
+            for node in self.nodes.values():
+                node.channel.post({"type": "release"})
 
     # -- failures ------------------------------------------------------------------------------
 
@@ -251,8 +265,8 @@ class Controller:
             if self.phase is Phase.FORMING:
                 self._form_if_ready()
             return
-        if self._finished:
-            # The last collective of the script is behind everybody: nothing is left to lose.
+        if self._released or self._finished:
+            # Training is behind everybody: nothing is left to lose.
             self.event("detected", f"{reason}; its script had only local work left", roles)
             self._finished |= set(roles)
             if len(self._finished) == self.settings.world_size:
@@ -320,6 +334,7 @@ class Controller:
         if len(self._finished) == self.settings.world_size:
             self._end(0, "every role has finished")
             return
+        self._release_if_complete()
         dead = [int(r) for r, node in self.plan["roles"].items() if not self._alive(int(r), node)]
         if dead or self.epoch > self.plan["epoch"]:
             self.fenced |= missing

@@ -95,9 +95,10 @@ def choose_version(
     `reached` is the newest version that any role is known to have had (step tags): it keeps a job whose
     memory is all gone from starting silently from scratch.
 
-    `catalogue` (role -> ids of its segments) is what the roles themselves have told since the job began; a
-    role that is not in it never had a snapshot. Without it, the agents' `segments` together must name every segment of every role, also of the dead: the loss of a
-    segment that nobody remembers could not be noticed. A role of which nothing is known counts as lost.
+    `catalogue` (role -> ids of its segments) is what the roles themselves have told since the job began;
+    a role that is not in it never had a snapshot. Without it, the agents' `segments` together must name
+    every segment of every role, also of the dead: the loss of a segment that nobody remembers could not
+    be noticed. A role of which nothing is known counts as lost.
 
     Raises Unrecoverable, with what was lost, when neither memory nor start-up nor a checkpoint helps.
     """
@@ -141,9 +142,10 @@ def assign(
 
     `placements`: role -> node before the failure. `idle`: workers without a role on each live node.
     `capacity`: roles that a node has devices for; an idle worker beyond it only stands in for one that
-    crashed on its own node. A role goes back to its node while that has idle workers, for its state is in memory there. The roles of a dead
-    node go together to one node if one has enough idle workers, else they are spread. Nodes that play no role
-    come first, then those that play few; of equals, the one that fits most tightly.
+    crashed on its own node. A role goes back to its node while that has idle workers, for its state is in
+    memory there. The roles of a dead node go together to one node if one has enough idle workers, else
+    they are spread. Nodes that play no role come first, then those that play few; of equals, the one that
+    fits most tightly.
     """
     free = {node: count for node, count in idle.items() if count > 0}
     roles = {r: n for r, n in placements.items() if r not in lost}

@@ -141,7 +141,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise ConfigError("--ft-durable-dir and --ft-durable-interval go together")
     if args.ft_replicas >= nnodes > 1:
         raise ConfigError(
-            f"--ft-replicas {args.ft_replicas} needs at least {args.ft_replicas + 1} nodes; there are {nnodes}"
+            f"--ft-replicas {args.ft_replicas} needs {args.ft_replicas + 1} nodes or more; there are {nnodes}"
         )
     if args.ft_heartbeat <= 0 or args.ft_quiesce_timeout <= 0 or args.ft_durable_interval < 0:
         raise ConfigError("--ft-heartbeat, --ft-quiesce-timeout and --ft-durable-interval must be positive")

@@ -61,6 +61,7 @@ class Session:
         self._pending = 0
         self._stage = Stage.STARTUP
         self._exit = threading.Event()
+        self._released = False
         self._injector = Injector(job_dir, "")
         self._snapshotter: Snapshotter | None = None
         self._report_step = False
@@ -112,7 +113,9 @@ class Session:
         while True:
             try:
                 self._resume()
-                return train()
+                result = train()
+                self._complete()
+                return result
             except Exception as error:
                 if not self._epoch_moved(error):
                     raise
@@ -183,6 +186,21 @@ class Session:
             adapter, self._allocate, self._staged, on_copy=lambda: self.point("d2h")
         )
         self._send({"type": "registered", "version": version, "ring": list(adapter.ring)})
+
+    def _complete(self) -> None:
+        """Wait until every role has come to the end of its training function.
+
+        Who leaves earlier could no longer take part when a peer fails in its last collective.
+        """
+        assert self._snapshotter is not None
+        self._snapshotter.wait()
+        self._send({"type": "completed", "epoch": self.epoch})
+        with self._condition:
+            self._condition.wait_for(lambda: self._released or self._pending > self.epoch)
+            if self._released:
+                self._stage = Stage.FINISHED
+                return
+        self._raise_if_moved()
 
     def _resume(self) -> None:
         assert self._snapshotter is not None
@@ -322,6 +340,10 @@ class Session:
         elif kind == "startup_entries":
             entries = self.comms.startup_entries(message["group"], message["start"])
             self._send({"type": "reply", "id": message["id"], "entries": entries})
+        elif kind == "release":
+            with self._condition:
+                self._released = True
+                self._condition.notify_all()
         elif kind == "exit":
             self._exit.set()
 

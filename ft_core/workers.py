@@ -42,6 +42,8 @@ class Worker:
     initial: int | None = None
     """The version that its script starts from; known once it has entered training."""
     ring: list[int] = field(default_factory=list)
+    completed: int = 0
+    """The epoch in which it has come to the end of its training function."""
     finished: bool = False
     traceback: str = ""
 

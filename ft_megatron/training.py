@@ -73,7 +73,7 @@ class Job:
         return self._session is not None and self._session.injecting
 
     def step_done(self, result: Any = None) -> None:
-        """The step is complete on this rank. `result` is plain data to be logged: it travels with the state."""
+        """The step is complete on this rank; `result`, plain data for the log, travels with the state."""
         if self._adapter is not None:
             self._adapter.result = result
         self.inherited = None
