@@ -447,7 +447,7 @@ class Agent:
             self._post({**message, "role": role, "pid": worker.pid})
             if message["loaded"]:
                 self._commit(worker, message["version"])
-        elif kind in ("stepped", "suspect", "unprotected"):
+        elif kind in ("stepped", "reopened", "suspect", "unprotected"):
             self._post({**message, "role": role})
         elif kind == "corrupt":
             self.store.memory(role).strike(message["slot"])

@@ -84,6 +84,8 @@ class Controller:
         self._started = time.monotonic()
         self._restored: dict[int, int] = {}
         self._stepped: set[int] = set()
+        self._reopened: set[int] = set()
+        self._newcomers: set[int] = set()
         self._finished: set[int] = set()
         self._completed_in: dict[int, int] = {}
         self._released = False
@@ -205,8 +207,11 @@ class Controller:
             if len(self._stepped) == self.settings.world_size:
                 self._futile = 0
                 self.event("resumed", version=int(message["version"]))
-        elif kind == "opened" and epoch == self.epoch:
-            self.event("communicators_ready", roles=[int(message["role"])])
+        elif kind == "reopened" and epoch == self.epoch:
+            self._reopened |= {int(message["role"])} - self._newcomers
+            survivors = set(range(self.settings.world_size)) - self._newcomers
+            if survivors and self._reopened == survivors:
+                self.event("communicators_ready")
         elif kind == "layout":
             self.catalogue[str(message["role"])] = message["segments"]
             self.initial = message["initial"]
@@ -434,7 +439,8 @@ class Controller:
             "start": self.plan.get("start", [version, origin]),
         }
         self.phase = Phase.RUNNING
-        self._restored, self._stepped = {}, set()
+        self._restored, self._stepped, self._reopened = {}, set(), set()
+        self._newcomers = set(lost or [])
         moved = {role: node for role, node in roles.items() if role in (lost or [])}
         self.event(
             "decided", f"version {version} ({origin})", lost, version=version, origin=origin, moved=moved

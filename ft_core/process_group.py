@@ -29,7 +29,7 @@ from ft_core.startup import Fetch, Startup
 
 log = logging.getLogger(__name__)
 
-OPENERS = 4
+OPENERS = 1
 """How many communicators are re-opened at once after a swap."""
 
 CLOSE_TIMEOUT = 5.0
@@ -56,6 +56,8 @@ class Communicators:
         self.role, self.world_size = role, world_size
         self.traffic: Callable[[int], None] | None = None
         """Called with the number of operations in flight when it becomes 1 or 0. Must be cheap."""
+        self.reopened: Callable[[int], None] | None = None
+        """Called once per epoch, when the groups that were in use before it are connected again."""
         self.counts: Counter[str] = Counter()
         """Collectives issued, by kind (the values of `collectives.COLLECTIVES`)."""
         self.epoch = -1
@@ -68,7 +70,8 @@ class Communicators:
         self._created: Counter[tuple[int, ...]] = Counter()
         self._opener = Opener(-1, ":0", role, lambda: False, lambda name: None)
         self._asked: set[str] = set()
-        self._reported = -1
+        self._to_reopen: list[FtProcessGroup] = []
+        self._reported = self._announced = -1
         self._flying, self._generation = 0, 0
         self._traffic_lock = threading.Lock()
 
@@ -96,8 +99,8 @@ class Communicators:
             self.epoch, self._opener = epoch, opener
             self._asked.clear()
             self.startup.plan(completed or {}, fetch)
-            reopen = iter([g for g in self._groups if g.used])
-            many = sum(1 for g in self._groups if g.used)
+            self._to_reopen = [g for g in self._groups if g.used]
+            reopen, many = iter(self._to_reopen), len(self._to_reopen)
             self._condition.notify_all()
         if old:
             start("reaper", _close, old)
@@ -252,9 +255,22 @@ class Communicators:
         with self._condition:
             inner.error, inner.ready = error, error is None
             dead = inner.epoch < self.aborted
+            complete = not dead and self._all_reopened(inner.epoch)
             self._condition.notify_all()
+        if complete and self.reopened is not None:
+            self.reopened(inner.epoch)
         if dead:
             inner.close()
+
+    def _all_reopened(self, epoch: int) -> bool:
+        """With the lock: whether this opening was the last of those that the swap began."""
+        if self._announced >= epoch or not self._to_reopen:
+            return False
+        inners = [g.inner for g in self._to_reopen]
+        if any(i is None or i.epoch < epoch or not i.ready for i in inners):
+            return False
+        self._announced = epoch
+        return True
 
     def _reopen(self, epoch: int, groups: Iterator[FtProcessGroup]) -> None:
         while True:

@@ -352,6 +352,7 @@ class Session:
         self._injector = Injector(self.job_dir, message["env"][INJECT_ENV])
         self.comms = Communicators(self.role, self.world_size, self._suspect)
         self.comms.traffic = self._traffic
+        self.comms.reopened = lambda epoch: self._send({"type": "reopened", "epoch": epoch})
         plan = message["plan"]
         self.comms.swap(plan["epoch"], plan["store"], plan["completed"], self._fetch_startup)
         with self._condition:
