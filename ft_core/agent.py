@@ -131,6 +131,8 @@ class Agent:
             self._apply(message)
         elif kind == "kill":
             self._kill(message.get("role"))
+        elif kind == "state":
+            self._post({"type": "state", **self._state_of(message["role"])})
         elif kind == "release":
             for worker in self.pool.playing():
                 worker.post({"type": "release"})
@@ -189,6 +191,17 @@ class Agent:
             "idle": len(self.pool.idle()),
             "store": f"{self._host}:{self._next_rendezvous.result().port}",
             "durable": durable.complete_versions(self.settings.durable_dir, self.settings.world_size),
+        }
+
+    def _state_of(self, role: int) -> Message:
+        """A role's segments and what protecting them has taken so far, for `ftctl plan`."""
+        worker = self.pool.of_role(role)
+        return {
+            "role": role,
+            "segments": [s.to_json() for s in self.store.memory(role).segments()],
+            "ring": worker.ring if worker else [],
+            "step_seconds": worker.control[Word.STEP_NS] / 1e9 if worker else 0,
+            "bytes_per_second": self.replicator.bandwidth(),
         }
 
     async def _heartbeat(self) -> None:

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 Message = dict[str, Any]
 
 _TICK = 0.05
+_ANSWER = 5.0
+"""Seconds that an agent has to answer what `ftctl` asks of it."""
 _RETURN_GRACE = 0.3
 """Seconds that an agent whose connection broke has to come back before its node counts as lost."""
 _REBUILD_GRACE = 2.0
@@ -87,6 +89,7 @@ class Controller:
         self._reopened: set[int] = set()
         self._newcomers: set[int] = set()
         self._finished: set[int] = set()
+        self._asked: dict[int, asyncio.Future[Message]] = {}
         self._completed_in: dict[int, int] = {}
         self._released = False
         self._futile = 0
@@ -212,6 +215,9 @@ class Controller:
             survivors = set(range(self.settings.world_size)) - self._newcomers
             if survivors and self._reopened == survivors:
                 self.event("communicators_ready")
+        elif kind == "state":
+            if (asked := self._asked.pop(int(message["role"]), None)) is not None:
+                asked.set_result(message)
         elif kind == "layout":
             self.catalogue[str(message["role"])] = message["segments"]
             self.initial = message["initial"]
@@ -476,6 +482,8 @@ class Controller:
                 await channel.send(self.status())
             elif request["type"] == "kill":
                 await channel.send(self._inject(request))
+            elif request["type"] == "state":
+                await channel.send(await self._state(int(request["role"])))
             else:
                 await channel.send({"error": f"unknown command {request['type']!r}"})
 
@@ -513,6 +521,18 @@ class Controller:
         ]
         about = {"phase": self.phase, "controller_pid": os.getpid(), "finished": sorted(self._finished)}
         return {"epoch": self.epoch, "roles": rows, "spares": spares, **about}
+
+    async def _state(self, role: int) -> Message:
+        """What a role's state consists of, by tensor: its agent knows."""
+        node = self.nodes.get(self.plan.get("roles", {}).get(str(role), ""))
+        if node is None:
+            return {"error": f"role {role} has no live node"}
+        answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._asked[role] = answer
+        node.channel.post({"type": "state", "role": role})
+        found = await asyncio.wait_for(answer, _ANSWER)
+        places = {key: self.plan[key] for key in ("roles", "nodes")}
+        return {**found, **places, "replicas": self.settings.replicas}
 
     def _inject(self, request: Message) -> Message:
         role = request.get("role")

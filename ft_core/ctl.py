@@ -67,9 +67,15 @@ def main(argv: list[str] | None = None) -> int:
         commands.add_parser("plan", help="bytes, memory and what is survived, for given flags")
     )
     args = parser.parse_args(argv)
-    if args.command == "plan":
+    if args.command == "plan" and args.job_dir is None and not args.controller:
         return plan.main(args)
     try:
+        if args.command == "plan":
+            state = ask({"type": "state", "role": args.role}, args.job_dir, args.controller)
+            if "error" not in state:
+                return plan.of_running(state, args.json)
+            print(f"ftctl: {state['error']}", file=sys.stderr)
+            return 1
         if args.command == "status":
             answer = ask({"type": "status"}, args.job_dir, args.controller)
             print(json.dumps(answer) if args.json else _table(answer))

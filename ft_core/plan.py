@@ -10,7 +10,9 @@ from dataclasses import asdict
 from typing import Any
 
 from ft_core.errors import ConfigError
-from ft_core.razor import Job, Plan, failure_domains, plan
+from ft_core.manifest import Segment
+from ft_core.placement import replica_nodes, sender
+from ft_core.razor import Job, Plan, failure_domains, plan, summarise
 from ft_core.survival import failure_probability, loss_bound, recovery_probability
 
 HOURS = 12
@@ -21,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags are named as Megatron-LM's, so that a job's command line can be pasted; others are ours."""
     model = parser.add_argument_group("model")
     for name in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--vocab-size"):
-        model.add_argument(name, type=int, required=True, metavar="N")
+        model.add_argument(name, type=int, default=0, metavar="N")
     model.add_argument("--ffn-hidden-size", type=int, default=0, metavar="N", help="default: 4 * hidden size")
     model.add_argument("--kv-channels", type=int, default=0, metavar="N", help="default: hidden size / heads")
     model.add_argument("--num-query-groups", type=int, default=0, metavar="N", help="default: one per head")
@@ -36,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--moe-ffn-hidden-size", type=int, default=0, metavar="N")
 
     job = parser.add_argument_group("parallel layout")
-    job.add_argument("--world-size", type=int, required=True, metavar="N")
+    job.add_argument("--world-size", type=int, default=0, metavar="N")
     job.add_argument("--nproc-per-node", type=int, default=8, metavar="N")
     job.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N")
     job.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="N")
@@ -54,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     precision.add_argument("--fp16", action="store_true")
 
     ours = parser.add_argument_group("fault tolerance")
+    ours.add_argument("--role", type=int, default=0, metavar="R", help="of a running job (with --job-dir)")
     ours.add_argument(
         "--ft-replicas", type=int, default=1, metavar="K", help="domains that may be lost at once"
     )
@@ -69,8 +72,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ours.add_argument("--json", action="store_true", help="the same, for programs")
 
 
+def of_running(state: dict[str, Any], as_json: bool) -> int:
+    """Print the plan of a role of a running job, from what its agent says of it."""
+    segments = [Segment.from_json(s) for s in state["segments"]]
+    roles = {int(role): node for role, node in state["roles"].items()}
+    domains = {node: about["domain"] for node, about in state["nodes"].items()}
+    rows = summarise(segments, roles, domains, state["replicas"], state["role"], state["ring"])
+    unique = sum(s.nbytes for s in segments if len(s.holders) == 1)
+    sent = sum(
+        s.nbytes * len(replica_nodes(s, roles, domains, state["replicas"], state["ring"]))
+        for s in segments
+        if sender(s, roles) == state["role"]
+    )
+    step, rate = state["step_seconds"], state["bytes_per_second"]
+    figures = {
+        "role": state["role"],
+        "tensors": [asdict(row) for row in rows],
+        "state_bytes": sum(s.nbytes for s in segments),
+        "unique_bytes": unique,
+        "h2h_bytes_per_step": sent,
+        "host_memory_bytes": 2 * sum(s.nbytes for s in segments) + 2 * sent,
+        "step_seconds": step,
+        "bytes_per_second": rate,
+        "free_checkpointing_ratio": step * rate / sent if sent and rate else None,
+        "survives": min((row.domains for row in rows), default=1) - 1,
+    }
+    if as_json:
+        print(json.dumps(figures))
+        return 0
+    for row in rows:
+        kind = "unique" if row.unique else f"{row.holders} holders"
+        print(f"{row.tensor:<70} {_size(row.nbytes):>10}  {kind:<10}  {', '.join(row.sent_to)}")
+    print(f"\nstate {_size(figures['state_bytes'])}, unique {_size(unique)}, sent per step {_size(sent)}")
+    print(f"memory suffices for the loss of any {figures['survives']} failure domain(s)")
+    if figures["free_checkpointing_ratio"] is not None:
+        print(
+            f"free-checkpointing ratio {figures['free_checkpointing_ratio']:.3g} "
+            f"(step {_seconds(step)}, {_size(rate)}/s measured; 1 or more: hidden)"
+        )
+    return 0
+
+
 def main(args: argparse.Namespace) -> int:
     """Print the plan. Returns 2 if the flags cannot work, 1 if the job would survive less than asked for."""
+    needed = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "world_size")
+    if missing := [f"--{name.replace('_', '-')}" for name in needed if getattr(args, name) < 1]:
+        print(
+            f"ftctl plan: give {', '.join(missing)}, or --job-dir of a running job (before the word plan)",
+            file=sys.stderr,
+        )
+        return 2
     try:
         job = _job(args)
         found = plan(job)

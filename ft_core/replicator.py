@@ -31,6 +31,7 @@ class Replicator:
         self._lock = threading.Lock()
         self._rings: dict[int, list[int]] = {}
         self._sent: dict[int, tuple[int, int]] = {}
+        self._seconds = 0.0
         self._role_nodes: dict[int, str] = {}
         self._domains: dict[str, str] = {}
         self._addresses: dict[str, str] = {}
@@ -58,7 +59,7 @@ class Replicator:
         if found is None:
             raise TransportError(f"version {version} of role {role} is no longer in memory")
         _, buffer = found
-        total = 0
+        total, started = 0, time.monotonic()
         for index, segment in enumerate(buffer.segments):
             if sender(segment, self._role_nodes) != role:
                 continue
@@ -79,11 +80,17 @@ class Replicator:
         with self._lock:
             sent, snapshots = self._sent.get(role, (0, 0))
             self._sent[role] = (sent + total, snapshots + 1)
+            self._seconds += time.monotonic() - started if total else 0.0
 
     def sent(self, role: int) -> tuple[int, int]:
         """Payload bytes sent for a role since the start, and for how many snapshots."""
         with self._lock:
             return self._sent.get(role, (0, 0))
+
+    def bandwidth(self) -> float:
+        """Bytes per second of all sending so far, waiting for training traffic included; 0 before any."""
+        with self._lock:
+            return sum(total for total, _ in self._sent.values()) / self._seconds if self._seconds else 0.0
 
     @staticmethod
     def gate(busy: Callable[[], bool], step_ns: int) -> Callable[[], None]:
