@@ -160,15 +160,9 @@ class Opener:
 
     def open(self, inner: Inner, urgent: bool) -> None:
         """Meet the other members and connect. Raises EpochChanged if the epoch ends while waiting."""
-        t=[time.monotonic()]
         with self._client() as client:
-            t.append(time.monotonic())
             self._meet(client, inner, urgent)
-            t.append(time.monotonic())
             inner.connect(dist.PrefixStore(f"{self.epoch}/{inner.name}/", client))
-            t.append(time.monotonic())
-            d=[b-a for a,b in zip(t,t[1:])]
-            if max(d)>1: print("SLOW",self.epoch,self._role,inner.name,d,flush=True)
 
     def _meet(self, client: dist.Store, inner: Inner, urgent: bool) -> None:
         # Counting first means that the blocking part of connecting takes milliseconds.

@@ -29,7 +29,7 @@ from ft_core.startup import Fetch, Startup
 
 log = logging.getLogger(__name__)
 
-OPENERS = 2
+OPENERS = 4
 """How many communicators are re-opened at once after a swap."""
 
 CLOSE_TIMEOUT = 5.0

@@ -14,12 +14,14 @@ import torch
 from core import pg_scripts
 from torch import distributed as dist
 
+from ft_core import reverse_dns
 from ft_core.errors import EpochChanged
 from ft_core.process_group import Communicators
 
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch.distributed", "ft_core.process_group", "core.pg_scripts"])
+CONTEXT.set_forkserver_preload(["tests.core.pg_preload"])
 PATIENCE = 60.0
+reverse_dns.disable()  # this process hosts the stores
 
 
 class Worker:
@@ -95,7 +97,9 @@ class Worker:
         self.epoch = plan[0]
 
 
-def _main(role: int, world: int, control: Any, up: Any, plan: tuple[Any, ...], script: str, args: Any) -> None:
+def _main(
+    role: int, world: int, control: Any, up: Any, plan: tuple[Any, ...], script: str, args: Any
+) -> None:
     torch.set_num_threads(1)
     worker = Worker(role, world, control, up, plan)
     try:
@@ -182,7 +186,9 @@ class Job:
                 if errors and kind != "error":
                     raise AssertionError(f"role {errors[0][1]}: {errors[0][4]}")
                 if not self._condition.wait(deadline - time.monotonic()):
-                    raise AssertionError(f"no {kind} {prefix} from {wanted - found.keys()}; had {self.events}")
+                    raise AssertionError(
+                        f"no {kind} {prefix} from {wanted - found.keys()}; had {self.events}"
+                    )
 
     def kill(self, *roles: int) -> None:
         for role in roles:

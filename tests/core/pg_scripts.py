@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -226,7 +228,6 @@ def train(worker: Any, steps: int, blocked_in: str, stop_at: dict[int, int]) -> 
     neighbours = dist.new_group([0, 1])
     worker.begin_training()
     log: list[tuple[int, float]] = []
-    resources: list[tuple[int, int]] = []
     identity = id(group)
     while True:
         try:
@@ -245,10 +246,9 @@ def train(worker: Any, steps: int, blocked_in: str, stop_at: dict[int, int]) -> 
             break
         except EpochChanged:
             worker.next_epoch()
-            resources.append(_resources())
     assert group is dist.group.WORLD and id(group) == identity
     dist.destroy_process_group()
-    return {"log": log, "resources": resources, "failures": len(worker.failures), "reasons": worker.failures}
+    return {"log": log, "failures": len(worker.failures), "reasons": worker.failures}
 
 
 def _block(how: str, role: int, world: int, lost: int) -> None:
@@ -270,23 +270,17 @@ def _block(how: str, role: int, world: int, lost: int) -> None:
     raise AssertionError("was not woken")
 
 
-def _resources() -> tuple[int, int]:
-    import os
-
-    return threading.active_count(), len(os.listdir("/proc/self/fd"))
-
-
-def native_threads() -> int:
-    import os
-
-    return len(os.listdir("/proc/self/task"))
+def settled() -> tuple[int, int]:
+    """Threads and descriptors once what belongs to an older epoch has been given back."""
+    samples = []
+    for _ in range(20):
+        time.sleep(0.05)
+        samples.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    return min(s[0] for s in samples), min(s[1] for s in samples)
 
 
 def endure(worker: Any, epochs: int) -> dict[str, Any]:
-    """11 groups over many epochs. Role 0 reports threads and descriptors at the end of each."""
-    import os
-    import time
-
+    """11 groups over many epochs: threads and descriptors early and late, seconds until all groups worked."""
     dist.init_process_group("gloo")
     world = worker.world
     made = [dist.new_group(list(range(world))) for _ in range(6)]
@@ -301,15 +295,18 @@ def endure(worker: Any, epochs: int) -> dict[str, Any]:
             for group in mine:
                 dist.barrier(group=group)
             times.append(time.monotonic() - start)
+            if worker.epoch in (5, epochs + 1):
+                use.append(settled())
             worker.tell("round", worker.epoch)
             if worker.epoch > epochs:
-                break
-            dist.barrier(group=mine[1]) if worker.role else dist.recv(torch.ones(1), 1, tag=9)
+                return {"use": use, "times": times}
+            if worker.role:
+                dist.barrier(group=mine[1])
+            else:
+                dist.recv(torch.ones(1), 1, tag=9)
         except EpochChanged:
             worker.next_epoch()
-            use.append((native_threads(), len(os.listdir("/proc/self/fd"))))
             start = time.monotonic()
-    return {"use": use, "times": times}
 
 
 def fail_alone(worker: Any) -> None:

@@ -1,0 +1,10 @@
+"""Imported by the fork server of the process-group tests."""
+
+from __future__ import annotations
+
+from ft_core import (
+    process_group,  # noqa: F401
+    reverse_dns,
+)
+
+reverse_dns.disable()
