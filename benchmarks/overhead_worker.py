@@ -1,0 +1,182 @@
+"""The training script of `benchmarks.overhead`: the recipe's trainer, with protection switched on and off.
+
+Blocks of steps alternate within one process: a protected block (X) is framed by plain ones (O), and so is
+a plain block that is only called protected (A), the control. In plain blocks the optimizer has its own
+methods back and nothing is staged. The first step of each block is not counted: it still carries the work
+of the block before it, or does not carry its own yet. Under plain torchrun every block is plain.
+"""
+
+from __future__ import annotations
+
+# isort: off
+import ft_megatron.cpu_shadow_auto  # noqa: F401  (before megatron, which keeps references to torch.cuda)
+
+# isort: on
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import cpu_seconds
+from benchmarks.overhead import WARM_UP
+from ft_core import session
+from ft_core.ctl import ask
+from ft_core.memory import Word
+from recipes.megatron.pretrain_gpt_core import Trainer, initialize, parse_args
+
+_METHODS = ("step", "step_with_ready_grads")
+
+
+class Meter:
+    """Counts what protection does in this worker, by wrapping the session's and the snapshotter's methods."""
+
+    def __init__(self, live: session.Session) -> None:
+        self.live = live
+        self.foreground = self.copy_wall = self.copy_cpu = 0.0
+        self.copies = 0
+        self.agent = os.getpgrp()  # an agent leads its node's process group
+        self._wrap(live, "step_done", self._step_done)
+        self._wrap(live._snapshotter, "_copy", self._copied)
+
+    @staticmethod
+    def _wrap(owner: Any, name: str, around: Callable[..., None]) -> None:
+        original = getattr(owner, name)
+        setattr(owner, name, lambda *args: around(original, *args))
+
+    def _step_done(self, original: Callable[..., None], *args: Any) -> None:
+        began = time.perf_counter()
+        original(*args)
+        self.foreground += time.perf_counter() - began
+
+    def _copied(self, original: Callable[..., None], *args: Any) -> None:
+        wall, cpu = time.perf_counter(), time.thread_time()
+        original(*args)
+        self.copy_wall += time.perf_counter() - wall
+        self.copy_cpu += time.thread_time() - cpu
+        self.copies += 1
+
+    def read(self) -> dict[str, float]:
+        """All counters as they stand."""
+        return {
+            "waited": self.live.control[Word.WAITED_NS] / 1e9,
+            "foreground": self.foreground,
+            "copy_wall": self.copy_wall,
+            "copy_cpu": self.copy_cpu,
+            "copies": self.copies,
+            "agent_cpu": cpu_seconds(self.agent),
+        }
+
+
+class Switch:
+    """Takes the hooks of `ft_megatron.training.Job` off the optimizer, and puts them back."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._hooks = {name: optimizer.__dict__[name] for name in _METHODS}
+
+    @contextmanager
+    def off(self) -> Any:
+        """Within, the optimizer is Megatron's own."""
+        for name in _METHODS:
+            del self._optimizer.__dict__[name]
+        yield
+        self._optimizer.__dict__.update(self._hooks)
+
+
+def blocks(trainer: Trainer, pattern: str, block: int) -> list[dict[str, Any]]:
+    """Train blocks of 1 + `block` steps; returns what each took, the first step left out."""
+    live = session.current()
+    meter, switch = (Meter(live), Switch(trainer.optimizer)) if live else (None, None)
+    steps = 0
+
+    def run(protected: bool) -> None:
+        nonlocal steps
+        trainer.train_step(steps)
+        if protected:
+            trainer.job.step_done(None)
+        steps += 1
+
+    def counted(kind: str) -> dict[str, Any]:
+        if live is not None:
+            live._step_began = time.monotonic_ns()  # or the pause would count as a step, and widen the gate
+        run(kind == "X")
+        before = meter.read() if meter else {}
+        began, cpu = time.perf_counter(), time.process_time()
+        for _ in range(block):
+            run(kind == "X")
+        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+        after = meter.read() if meter else {}
+        return {"kind": kind, "seconds": seconds, "cpu": cpu} | {k: after[k] - before[k] for k in after}
+
+    for _ in range(WARM_UP):
+        run(live is not None)
+    found = []
+    for kind in pattern:
+        if switch is not None and kind != "X":
+            with switch.off():
+                found.append(counted(kind))
+        else:
+            found.append(counted(kind))
+    return found
+
+
+def sent(role: int) -> tuple[int, int]:
+    """Bytes that this role's agent has sent to others, and for how many snapshots."""
+    live = session.current()
+    if live is None:
+        return 0, 0
+    time.sleep(1.5)  # the figure comes with a heartbeat
+    row = next(r for r in ask({"type": "status"}, live.job_dir)["roles"] if r["role"] == role)
+    return int(row["h2h_bytes"]), int(row["h2h_snapshots"])
+
+
+def state_bytes() -> int:
+    """Bytes of this role's snapshot."""
+    live = session.current()
+    if live is None:
+        return 0
+    assert live._snapshotter is not None
+    buffer = live._snapshotter._buffers[0]
+    return sum(s.nbytes for s in buffer.segments) if buffer else 0
+
+
+def main() -> None:
+    """Train as the recipe's flags say; FT_BENCH: pattern of blocks, steps of a block, where to report."""
+    pattern, block, out = json.loads(os.environ["FT_BENCH"])
+    args = parse_args(sys.argv[1:])
+    initialize(args)
+    trainer = Trainer(args)
+    entered: list[int] = []
+
+    def train() -> list[dict[str, Any]]:
+        if entered:
+            raise RuntimeError(
+                "something failed in a benchmark of failure-free training: its figures are void"
+            )
+        entered.append(1)
+        return blocks(trainer, pattern, block)
+
+    found = trainer.job.run(train)
+    rank = torch.distributed.get_rank()
+    parameters = sum(p.numel() for p in trainer.model[0].parameters())
+    h2h, snapshots = sent(rank)
+    report = {
+        "blocks": found,
+        "parameters": parameters,
+        "state_bytes": state_bytes(),
+        "h2h_bytes": h2h,
+        "h2h_snapshots": snapshots,
+    }
+    Path(out, f"rank-{rank}.json").write_text(json.dumps(report))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
