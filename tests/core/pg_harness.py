@@ -70,6 +70,7 @@ class Worker:
             elif kind == "plan":
                 if not self.training:
                     self.comms.swap(*values, self._fetch)
+                    self.epoch = values[0]
                 with self._ready:
                     self._plan = tuple(values)
                     self._ready.notify_all()

@@ -319,3 +319,109 @@ def fail_alone(worker: Any) -> None:
         threading.Event().wait()
     worker.tell("blocked")
     dist.all_reduce(torch.ones(1))
+
+
+def stop_here(worker: Any, stop: Any, point: int) -> None:
+    """The first worker of role stop[0] says that it is at point stop[1], and waits to be killed."""
+    if stop is not None and not worker.newcomer:
+        if stop == (worker.role, point):
+            worker.tell("stopped", point)
+            threading.Event().wait()
+        elif stop[1] == point:
+            worker.tell("passed", point)
+
+
+def start_up(worker: Any, stop: Any, then: Any) -> dict[str, Any]:
+    """A start-up with all that can be replayed, then some training. `stop`: (role, point) in start-up;
+    `then`: a role that stops in training."""
+    dist.init_process_group("gloo")
+    role, world = worker.role, worker.world
+    out: dict[str, Any] = {}
+    stop_here(worker, stop, 0)
+    dist.barrier()
+    pair = next(g for g in [dist.new_group([0, 1]), dist.new_group([2, 3])] if not isinstance(g, int))
+    explicit = dist.new_group(list(range(world)), backend="gloo")
+    stop_here(worker, stop, 1)
+    t = torch.tensor([1.0 + role, 2.0])
+    dist.all_reduce(t)
+    out["all_reduce"] = t
+    stop_here(worker, stop, 2)
+    t = torch.full((3,), float(role), dtype=torch.bfloat16)
+    dist.broadcast(t, src=1, group=explicit)
+    out["broadcast"] = t
+    stop_here(worker, stop, 3)
+    objects: list[Any] = [None] * world
+    dist.all_gather_object(objects, {"role": role})
+    out["objects"] = objects
+    stop_here(worker, stop, 4)
+    shared = ["from the source" if role == 0 else None, role]
+    dist.broadcast_object_list(shared, src=0)
+    out["shared"] = shared[0]
+    t = torch.tensor([10 + role])
+    dist.all_reduce(t, dist.ReduceOp.MAX, group=pair, async_op=True).wait()
+    out["pair"] = t
+    stop_here(worker, stop, 5)
+    following, previous = (role + 1) % world, (role - 1) % world
+    t = torch.zeros(2)
+    ops = [
+        dist.P2POp(dist.isend, torch.full((2,), float(role)), following),
+        dist.P2POp(dist.irecv, t, previous),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    out["p2p"] = t
+    stop_here(worker, stop, 6)
+    collected = [None] * world if role == 0 else None
+    # A newcomer's object may be another, and larger, than its predecessor's was: sizes are replayed.
+    dist.gather_object(role if stop or not worker.newcomer else "another", collected, dst=0)
+    parts = [torch.zeros(2) for _ in range(world)]
+    dist.all_gather(parts, torch.full((2,), float(role)))
+    out["all_gather"] = parts
+    parameters = torch.full((1 << 19,), float(role))
+    dist.broadcast(parameters, src=0)
+    dist.barrier()
+    worker.begin_training()
+    while True:
+        try:
+            dist.all_reduce(torch.zeros(1))
+            if then == role and not worker.newcomer:
+                worker.tell("stopped", "training")
+                threading.Event().wait()
+            t = torch.tensor([float(role)])
+            dist.all_reduce(t)
+            dist.barrier(group=pair)
+            break
+        except EpochChanged:
+            worker.next_epoch()
+    out["trained"] = t
+    return plain({**out, "epoch": worker.epoch})
+
+
+def divergent(worker: Any, how: str) -> None:
+    """A newcomer whose start-up differs from its peers'."""
+    dist.init_process_group("gloo")
+    differs = worker.newcomer
+    role = worker.role
+    if how == "scatter":
+        t = torch.zeros(1)
+        dist.reduce_scatter_single(t, torch.ones(worker.world))
+    if how == "shape" and differs:
+        dist.all_reduce(torch.ones(3))
+    elif how == "kind" and differs:
+        dist.barrier()
+    else:
+        dist.all_reduce(torch.ones(2))
+    if how == "more" and differs:
+        dist.barrier()
+    if not (how == "fewer" and differs):
+        dist.barrier()
+    worker.begin_training()
+    while True:
+        try:
+            dist.barrier()
+            if role == 1:
+                worker.tell("stopped")
+                threading.Event().wait()
+            dist.barrier()
+        except EpochChanged:
+            worker.next_epoch()

@@ -1,0 +1,110 @@
+"""Start-up collectives are recorded, replayed by newcomers and issued again by survivors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from core.pg_harness import Job
+
+from ft_core.errors import ReplayMismatch
+from ft_core.startup_log import Call, Entry, StartupLog
+
+
+def check(results: list[dict[str, Any]], epoch: int) -> None:
+    for role, result in enumerate(results):
+        assert result["all_reduce"] == [10.0, 8.0]
+        assert result["broadcast"] == [1.0] * 3
+        assert result["objects"] == [{"role": r} for r in range(4)]
+        assert result["shared"] == "from the source"
+        assert result["pair"] == [11 if role < 2 else 13]
+        assert result["p2p"] == [float((role - 1) % 4)] * 2
+        assert result["all_gather"] == [[float(r)] * 2 for r in range(4)]
+        assert result["trained"] == [6.0]
+        assert result["epoch"] == epoch
+
+
+@pytest.mark.parametrize("lost", [1, 3])
+def test_a_newcomer_replays_the_start_up(lost: int) -> None:
+    with Job(4, "start_up", None, lost) as job:
+        job.wait("stopped", [lost])
+        job.kill(lost)
+        job.next_epoch([lost])
+        check(job.results(), 2)
+
+
+@pytest.mark.parametrize("lost,point", [(2, 0), (1, 1), (3, 2), (2, 2), (0, 3), (1, 4), (2, 5), (3, 6)])
+def test_a_kill_during_start_up(lost: int, point: int) -> None:
+    """Some survivors have completed the operation that others are blocked in (broadcast, point-to-point)."""
+    with Job(4, "start_up", (lost, point), None) as job:
+        job.wait("stopped", [lost], point)
+        job.wait("passed", {0, 1, 2, 3} - {lost}, point)
+        job.kill(lost)
+        job.next_epoch([lost])
+        check(job.results(), 2)
+
+
+def test_two_kills_during_start_up() -> None:
+    with Job(4, "start_up", (2, 3), None) as job:
+        job.wait("stopped", [2], 3)
+        job.kill(2)
+        job.next_epoch([2], ((2, 99), 2))
+        job.kill(0)
+        job.next_epoch([0])
+        check(job.results(), 3)
+
+
+@pytest.mark.parametrize(
+    "how,said",
+    [
+        ("shape", "issues allreduce(SUM, float32[3]), its peers did allreduce(SUM, float32[2])"),
+        ("kind", "issues barrier(), its peers did allreduce"),
+        ("more", "operations, then ended start-up"),
+        ("fewer", "end of start-up on role 1: this process issues 1 operations in group 0-1:1#0"),
+        ("scatter", "existed on this role only"),
+    ],
+)
+def test_a_mismatch_is_detected(how: str, said: str) -> None:
+    with Job(2, "divergent", how) as job:
+        job.wait("stopped", [1])
+        job.kill(1)
+        job.next_epoch([1])
+        kind, text, _ = job.wait("error", [1])[1]
+        assert kind == "ReplayMismatch" and said in text and "durable checkpoint" in text
+
+
+def test_the_log_keeps_small_results_and_signatures_of_large_ones() -> None:
+    log = StartupLog(total_cap=100, entry_cap=60)
+    for size in (50, 70, 40, 20):
+        log.append("g", Entry("broadcast", "s", (b"x" * size,)))
+    kept = [e["tensors"] is not None for e in log.to_json("g", 0)]
+    assert kept == [True, False, True, False]
+    assert log.counts() == {"g": 4} and len(log.to_json("g", 3)) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int64, torch.float32])
+def test_entries_survive_the_wire_bit_by_bit(dtype: torch.dtype) -> None:
+    source = torch.randint(0, 2, (2, 3)).to(dtype)
+    entry = Call(0, "broadcast", ([source, torch.zeros(0)], 1), {}).entry()
+    target = torch.zeros(2, 3, dtype=dtype)
+    call = Call(1, "broadcast", ([target, torch.zeros(0)], 1), {})
+    call.apply(Entry.from_json(entry.to_json()), "here")
+    assert torch.equal(source, target)
+
+
+def test_a_large_result_is_left_to_restore_unless_it_steers_the_script() -> None:
+    for dtype, fine in ((torch.float32, True), (torch.uint8, False)):
+        call = Call(0, "broadcast", ([torch.zeros(4, dtype=dtype)], 1), {})
+        entry = Entry("broadcast", call.signature, None)
+        if fine:
+            call.apply(entry, "here")
+        else:
+            with pytest.raises(ReplayMismatch, match="too large"):
+                call.apply(entry, "here")
+
+
+@pytest.mark.parametrize("data", [{}, {"kind": "a", "signature": "b", "tensors": ["*"]}, {"tensors": 3}])
+def test_an_unreadable_entry_is_refused(data: dict[str, Any]) -> None:
+    with pytest.raises(ReplayMismatch):
+        Entry.from_json(data)
