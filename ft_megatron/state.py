@@ -143,6 +143,7 @@ class MegatronAdapter:
                 group.per_param_grad_ready_counts = {}
                 group.is_last_microbatch = True
             chunk.zero_grad_buffer()
+            chunk.train()  # an abandoned evaluation had dropout switched off
         self._optimizer.zero_grad()
 
     # -- names ---------------------------------------------------------------------------------

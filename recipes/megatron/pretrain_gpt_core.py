@@ -535,6 +535,7 @@ class Trainer:
         self.model[0].eval()
         with torch.no_grad(), self.parameters_gathered():
             for index in range(first, first + args.eval_iters):
+                self.job.point("evaluate")
                 losses += self.forward_backward(self.samples.valid, index, forward_only=True)
         self.model[0].train()
         loss = self.mean_loss(losses)

@@ -1,0 +1,43 @@
+"""Other kinds of state and other places to fail: fp16, optimizer instances, evaluation, failure domains."""
+
+from __future__ import annotations
+
+import pytest
+from harness import Job, Layout, check_identical, check_survivors
+
+ITERATIONS = 10
+EVALUATION = ("--eval-interval=3", "--eval-iters=2")
+CASES = {
+    "fp16": (
+        Layout(1, 2, 2, True, more=("--fp16", "--initial-loss-scale=1048576")),
+        (),
+        "3@optimizer:3,0@backward:6",
+        (),
+    ),
+    "instances": (
+        Layout(1, 1, 4, True, True, ("--num-distributed-optimizer-instances=2",)),
+        (),
+        "3@gather:3,0@optimizer:6",
+        (),
+    ),
+    "overlapped gradients": (
+        Layout(1, 2, 2, True, True, ("--overlap-grad-reduce",)), (), "3@backward:3,0@gradients:6", (),
+    ),
+    "overlapped gradients, plain": (
+        Layout(1, 2, 2, False, True, ("--overlap-grad-reduce",)), (), "3@backward:3,0@gradients:6", (),
+    ),
+    "evaluation": (Layout(1, 2, 2, True), (), "3@evaluate:3,0@evaluate:6", EVALUATION),
+    "crash": (Layout(2, 1, 2, True), (), "3@forward:3:worker,0@optimizer:6:worker", ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_variant(name: str, tmp_path):
+    layout, ftrun, injected, flags = CASES[name]
+    ftrun = (*ftrun, "--respawn", "--ft-inject", injected)
+    with Job(tmp_path / "job", layout, ITERATIONS, nproc=2, spares=1, ftrun=ftrun, flags=flags) as job:
+        result = job.finish()
+    check_identical(result, layout, ITERATIONS, *flags)
+    check_survivors(result, layout.world)
+    fired = [p.name for p in (tmp_path / "job").glob("injected-*")]
+    assert len(fired) == injected.count("@"), fired
