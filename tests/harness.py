@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from ft_core.ctl import ask
+
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "megatron" / "pretrain_gpt_core.py"
 TINY = (
@@ -69,7 +71,20 @@ class Result:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}:{RECIPE.parent}",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONWARNINGS": "ignore",
+        # torch's stores look up the name of 127.0.0.1 in the DNS, 5 s at a time where nobody answers.
+        "RES_OPTIONS": "timeout:1 attempts:1",
+    }
+
+
+def read_logs(job_dir: Path) -> str:
+    """What all workers printed."""
+    return "\n".join(p.read_text() for p in sorted(job_dir.glob("logs/*/worker-*/**/stdout.log")))
 
 
 def read_losses(text: str) -> dict[int, set[str]]:
@@ -106,12 +121,21 @@ class Job:
     """A job under `ftrun --standalone`. Use as a context manager: nothing of it is left behind."""
 
     def __init__(self, job_dir: Path, layout: Layout, iterations: int, *, nproc: int = 1, spares: int = 1,
-                 ftrun: tuple[str, ...] = (), flags: tuple[str, ...] = (), script: Path = RECIPE) -> None:  # fmt: skip
+                 ftrun: tuple[str, ...] = (), flags: tuple[str, ...] = (), script: Path = RECIPE,
+                 protected: bool = True) -> None:  # fmt: skip
         self.job_dir = job_dir
+        self._joined: list[subprocess.Popen] = []
         nnodes = layout.world // nproc
         command = [sys.executable, "-m", "ft_core.launch", "--standalone", f"--nnodes={nnodes}"]
         command += [f"--nproc-per-node={nproc}", f"--spares={spares}", f"--job-dir={job_dir}", *ftrun]
-        command += [str(script), *TINY, *layout.flags, f"--train-iters={iterations}", "--ft", *flags]
+        command += [
+            str(script),
+            *TINY,
+            *layout.flags,
+            f"--train-iters={iterations}",
+            *["--ft"] * protected,
+            *flags,
+        ]
         self._output = (job_dir.parent / f"{job_dir.name}.console").open("w+")
         self.process = subprocess.Popen(
             command,
@@ -126,13 +150,25 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(20)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
+        for process in [*self._joined, self.process]:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.send_signal(signal.SIGTERM)
+                try:
+                    process.wait(20)
+                except subprocess.TimeoutExpired:
+                    process.kill()
         self._output.close()
+
+    def join(self) -> subprocess.Popen:
+        """Bring another node, as the `waiting` event says."""
+        address = (self.job_dir / "controller").read_text().strip()
+        command = [sys.executable, "-m", "ft_core.launch", "--join", address, "--job-dir", str(self.job_dir)]
+        output = self._output
+        self._joined.append(
+            subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=output, stderr=output)
+        )
+        return self._joined[-1]
 
     def events(self) -> list[dict]:
         path = self.job_dir / "events.jsonl"
@@ -149,6 +185,36 @@ class Job:
             time.sleep(0.05)
         raise AssertionError(f"no {event} within {timeout} s; {self.events()[-5:]}; {self.console()[-3000:]}")
 
+    def wait_for_epoch(self, event: str, epoch: int, timeout: float = 60) -> dict:
+        """Until `event` is recorded for that epoch or a later one; the newest such."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            if found := [e for e in self.events() if e["event"] == event and e["epoch"] >= epoch]:
+                return found[-1]
+            assert self.process.poll() is None, f"the job ended early: {self.console()[-4000:]}"
+            time.sleep(0.02)
+        raise AssertionError(f"no {event} of epoch {epoch}; {self.events()[-5:]}; {self.console()[-3000:]}")
+
+    def step(self) -> int:
+        """The newest step that is logged."""
+        return max(read_losses(read_logs(self.job_dir)), default=0)
+
+    def wait_for_step(self, step: int, timeout: float = 60) -> int:
+        """Until that step is logged."""
+        deadline = time.monotonic() + timeout
+        while (reached := self.step()) < step:
+            assert self.process.poll() is None, f"the job ended early: {self.console()[-4000:]}"
+            assert time.monotonic() < deadline, f"step {reached}: {self.events()[-4:]}"
+            time.sleep(0.02)
+        return reached
+
+    def pids(self, role: int) -> tuple[int, int]:
+        """The agent and the worker that play `role` since the newest recovery."""
+        events = self.events()
+        workers = [e for e in events if e["event"] == "state_restored"][-1]["pids"]
+        agent = next(row["agent_pid"] for row in self.status()["roles"] if row["role"] == role)
+        return agent, workers[str(role)]
+
     def ctl(self, *arguments: str) -> str:
         command = [sys.executable, "-m", "ft_core.ctl", "--job-dir", str(self.job_dir), *arguments]
         done = subprocess.run(
@@ -158,7 +224,8 @@ class Job:
         return done.stdout
 
     def status(self) -> dict:
-        return json.loads(self.ctl("status", "--json"))
+        """What `ftctl status --json` prints, without the seconds that a new interpreter takes."""
+        return ask({"type": "status"}, self.job_dir)
 
     def console(self) -> str:
         self._output.flush()
@@ -170,7 +237,7 @@ class Job:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"hangs: {self.events()[-6:]}; {self.console()[-3000:]}") from None
-        logs = "\n".join(p.read_text() for p in sorted(self.job_dir.glob("logs/*/worker-*/**/stdout.log")))
+        logs = read_logs(self.job_dir)
         return Result(code, self.console(), read_losses(logs), read_digest(logs), self.events(), self.job_dir)
 
 
@@ -196,3 +263,31 @@ def check_survivors(result: Result, world: int) -> None:
             assert changed <= moved, f"roles {changed - moved} lost their worker without need"
             pids, moved = now, set()
     assert pids
+
+
+def check_clean(result: Result) -> None:
+    """No process of any node is left; an agent leads a process group with all its workers in it."""
+    groups = {event["agent_pid"] for event in result.of("joined")}
+    deadline = time.monotonic() + 10
+    while left := [pid for pid in _processes() if pid[1] in groups]:
+        assert time.monotonic() < deadline, f"still running: {left}"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    return any(found[0] == pid for found in _processes())
+
+
+def _processes() -> list[tuple[int, int, str]]:
+    """(pid, process group, name) of every process that is not a zombie."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            head, _, tail = path.read_text().rpartition(")")
+        except OSError:
+            continue
+        state, _, group = tail.split()[:3]
+        if state != "Z":
+            found.append((int(path.parent.name), int(group), head.partition("(")[2]))
+    return found
