@@ -38,8 +38,6 @@ POLL_MIN, POLL_MAX, POLL_SHARE = 0.001, 0.25, 0.05
 """A waiting opening looks again after this share of the seconds it has waited, within these bounds. Not
 a blocking wait, because torch logs each one that times out."""
 
-FOREVER = timedelta(days=365)
-
 WAKE_TAG = 0x7F7
 """Tag of the receive that never matches: it only exists to time out."""
 
@@ -186,34 +184,27 @@ class Opener:
             return
         for member in inner.members:
             if member != self._role:
-                self._post(client, member, inner.name)
-
-    def _post(self, client: dist.Store, role: int, name: str) -> None:
-        number = client.add(f"{self.epoch}/asks/{role}", 1)
-        client.set(f"{self.epoch}/ask/{role}/{number}", name)
+                number = client.add(f"{self.epoch}/asks/{member}", 1)
+                client.set(f"{self.epoch}/ask/{member}/{number}", inner.name)
 
     def listen(self) -> None:
-        """Report the groups that this role is asked to open. Returns after `close`."""
+        """Report the groups that this role is asked to open, until the epoch is over."""
         number = 1
         try:
             with self._client() as client:
                 while self._alive():
                     key = f"{self.epoch}/ask/{self._role}/{number}"
-                    client.wait([key], FOREVER)
-                    if name := client.get(key).decode():
-                        self._asked(name)
-                    number += 1
+                    if client.check([key]):
+                        self._asked(client.get(key).decode())
+                        number += 1
+                    else:
+                        time.sleep(POLL_MAX)
         except RuntimeError as error:
             if self._alive():
                 log.warning("role %d: the store of epoch %d is gone: %s", self._role, self.epoch, error)
 
     def close(self) -> None:
-        """The epoch is over: end `listen`, drop the connections."""
-        try:
-            with self._client() as client:
-                self._post(client, self._role, "")
-        except RuntimeError:
-            log.debug("the store of epoch %d is gone, and the listener with it", self.epoch)
+        """Drop the connections that are not in use; the others go with the threads that use them."""
         self._idle.clear()
 
 

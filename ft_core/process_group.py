@@ -94,7 +94,7 @@ class Communicators:
             if epoch <= self.epoch or epoch < self.aborted:
                 return
             old, _ = self._bury(epoch)
-            finished = self._opener
+            self._opener.close()
             opener = Opener(epoch, store_address, self.role, lambda: epoch >= self.aborted, self._on_asked)
             self.epoch, self._opener = epoch, opener
             self._asked.clear()
@@ -104,8 +104,6 @@ class Communicators:
             self._condition.notify_all()
         if old:
             start("reaper", _close, old)
-        if finished.epoch >= 0:
-            start("closer", finished.close)
         if self.world_size > 1:
             start("listener", opener.listen)
         for _ in range(min(OPENERS, many)):
