@@ -65,6 +65,7 @@ class Session:
         self._injector = Injector(job_dir, "")
         self._snapshotter: Snapshotter | None = None
         self._report_step = False
+        self._step_began = 0
         self.job_dir = job_dir
         self.epoch = 0
         self.role = -1
@@ -387,5 +388,3 @@ class Session:
 
     def _traffic(self, in_flight: int) -> None:
         self.control[Word.TRAFFIC] = in_flight
-
-    _step_began = 0

@@ -33,6 +33,7 @@ class Job:
         self._session: Session | None = session.current()
         self._step = 0
         self._newest = 0
+        self._repeated = False
         self._adapter: MegatronAdapter | None = None
         self.inherited: Any = None
         """The result of step `step`, if another worker did that step in this role, else None."""
@@ -105,8 +106,6 @@ class Job:
             return train()
 
         return self._session.protect(adapter, entered, self._step)
-
-    _repeated = False
 
 
 def _hook(optimizer: Any, model: list[Any], session: Session, sharded: bool) -> None:

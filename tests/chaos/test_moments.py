@@ -28,8 +28,9 @@ def moments(layout: Layout, nproc: int) -> dict[str, str]:
     }
     if layout.distributed:
         found["gather"] = f"{first}@gather:10"
-    # Only what no other node holds is sent: nothing, for plain DP across nodes.
-    if layout.distributed or layout.dp == 1 or nproc > 1:
+    # Only what no other node holds is sent. With pipeline stages, DP peers are neighbours on one node
+    # (Megatron's rank order), so everything is; with plain DP across nodes, nothing is.
+    if layout.distributed or layout.dp == 1 or (layout.pp > 1 and nproc > 1):
         found["h2h"] = f"{first}@h2h:14"
     return found
 
