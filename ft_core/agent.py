@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import faulthandler
+import itertools
 import logging
 import os
 import signal
@@ -26,7 +27,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from ft_core import durable
-from ft_core.errors import FtError
+from ft_core.errors import AuthenticationError, FtError
 from ft_core.fetch import bring
 from ft_core.inject import ENV as INJECT_ENV
 from ft_core.inject import Injector
@@ -67,6 +68,7 @@ class Agent:
         self._store_maker = ThreadPoolExecutor(1, "ft-rendezvous")
         self._rendezvous: Future[TCPStore] | None = None
         self._next_rendezvous = self._make_rendezvous()
+        self._questions = itertools.count()
         self._asked: dict[int, asyncio.Future[Message]] = {}
         self._reported = 0
         self._done: asyncio.Future[int] | None = None
@@ -117,6 +119,11 @@ class Agent:
                 self._post({"type": "hello", "kind": "agent", **self._identity(), **self._holdings()})
                 while True:
                     self._on_controller(await channel.recv())
+            except AuthenticationError as error:
+                log.error("node %s leaves: %s; check the job's secret file", self.node, error)
+                assert self._done is not None
+                self._done.set_result(2)
+                return
             except (OSError, FtError, asyncio.IncompleteReadError) as error:
                 # Training goes on without a controller; it rebuilds its view when it is back.
                 log.debug("node %s: controller away (%s)", self.node, error)
@@ -405,7 +412,7 @@ class Agent:
         worker = self.pool.of_role(int(question["holder"]))
         if worker is None or worker.channel is None:
             return {"error": f"role {question['holder']} has no worker on node {self.node}"}
-        number = len(self._asked)
+        number = next(self._questions)
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._asked[number] = future
         worker.post(

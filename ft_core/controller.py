@@ -95,7 +95,7 @@ class Controller:
         self._futile = 0
         self._ended_at = 0.0
         self._waiting_for = ""
-        self._unprotected = False
+        self._unprotected = settings.command.no_python
         self._suspected = -1
         """The newest epoch in which a worker saw a communicator break."""
         self._done: asyncio.Future[int] | None = None
