@@ -20,13 +20,12 @@ import threading
 import time
 import uuid
 from collections.abc import Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
 
-from ft_core import durable
+from ft_core import durable, reverse_dns
 from ft_core.errors import AuthenticationError, FtError
 from ft_core.fetch import bring
 from ft_core.inject import ENV as INJECT_ENV
@@ -38,7 +37,7 @@ from ft_core.replicator import Replicator
 from ft_core.settings import Settings, read_secret
 from ft_core.store import NodeStore
 from ft_core.transport import TcpTransport
-from ft_core.wire import AsyncChannel
+from ft_core.wire import AsyncChannel, listen
 from ft_core.workers import Exit, Worker, WorkerPool
 
 log = logging.getLogger(__name__)
@@ -65,9 +64,9 @@ class Agent:
         self._injector = Injector(job_dir, settings.inject)
         self.replicator = Replicator(self.store, self.transport, settings.replicas, self._injector)
         self._controller: AsyncChannel | None = None
-        self._store_maker = ThreadPoolExecutor(1, "ft-rendezvous")
-        self._rendezvous: Future[TCPStore] | None = None
-        self._next_rendezvous = self._make_rendezvous()
+        self._rendezvous: TCPStore | None = None
+        self._next_rendezvous = _open_store(self._host)
+        """The store of the epoch to come, made ahead of need."""
         self._questions = itertools.count()
         self._asked: dict[int, asyncio.Future[Message]] = {}
         self._reported = 0
@@ -113,7 +112,6 @@ class Agent:
     async def _serve_controller(self) -> None:
         while True:
             try:
-                await asyncio.wrap_future(self._next_rendezvous)
                 channel = await AsyncChannel.connect(self.settings.controller, self.secret)
                 self._controller = channel
                 self._post({"type": "hello", "kind": "agent", **self._identity(), **self._holdings()})
@@ -158,18 +156,8 @@ class Agent:
             "plan": self.plan,
         }
 
-    def _make_rendezvous(self) -> Future[TCPStore]:
-        """Make the store of the epoch to come ahead of need, and in a thread.
-
-        torch looks up the name of whoever connects: where the DNS does not answer that takes seconds, in
-        which the agent would look dead.
-        """
-        return self._store_maker.submit(
-            lambda: TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
-        )
-
     def _holdings(self) -> Message:
-        """What this node could contribute to a recovery. `_next_rendezvous` must be there."""
+        """What this node could contribute to a recovery."""
         roles: dict[str, Message] = {}
         segments: dict[str, list[int]] = {}
         for role in self._roles_here():
@@ -196,7 +184,7 @@ class Agent:
             "replicas": replicas,
             "segments": segments,
             "idle": len(self.pool.idle()),
-            "store": f"{self._host}:{self._next_rendezvous.result().port}",
+            "store": f"{self._host}:{self._next_rendezvous.port}",
             "durable": durable.complete_versions(self.settings.durable_dir, self.settings.world_size),
         }
 
@@ -263,11 +251,6 @@ class Agent:
         quiet = all(w.quiesced >= self.epoch for w in self.pool.playing())
         if quiet and self._reported < self.epoch and self.epoch != self.plan.get("epoch"):
             self._reported = self.epoch
-            self._spawn(self._report(self.epoch))
-
-    async def _report(self, epoch: int) -> None:
-        await asyncio.wrap_future(self._next_rendezvous)
-        if self.epoch == epoch != self.plan.get("epoch"):
             self._post({"type": "holdings", **self._holdings()})
 
     async def _kill_stuck(self, epoch: int) -> None:
@@ -286,7 +269,7 @@ class Agent:
             return
         before = self._roles_here()
         self.plan, self.epoch = plan, plan["epoch"]
-        self._rendezvous, self._next_rendezvous = self._next_rendezvous, self._make_rendezvous()
+        self._rendezvous, self._next_rendezvous = self._next_rendezvous, _open_store(self._host)
         self.store.replicas.epoch = self.epoch
         self.replicator.begin(plan)
         version = plan["version"]
@@ -579,6 +562,14 @@ def _own_host(controller: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def _open_store(host: str) -> TCPStore:
+    """A store for the communicators of one epoch, on this interface alone (by itself it takes them all)."""
+    with listen(host) as sock:
+        port = sock.getsockname()[1]
+        descriptor = sock.detach()
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+
+
 def main() -> int:
     """Entry of the agent process (started by `ftrun`, or by a recipe on each node)."""
     parser = argparse.ArgumentParser(prog="python -m ft_core.agent", description=__doc__)
@@ -590,6 +581,7 @@ def main() -> int:
     logging.basicConfig(format="%(asctime)s ft %(levelname)s %(message)s", level=logging.WARNING)
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # a node's processes are one group: killed together, as a node would be
+    reverse_dns.disable()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Connections break at every failure; c10d would write a C++ stack trace for each.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -42,7 +42,9 @@ def imports_of(source: str) -> list[str]:
 
 def _preload() -> None:
     import ft_core.worker  # noqa: F401 - what every worker needs
+    from ft_core import reverse_dns
 
+    reverse_dns.disable()
     target = os.environ.get(ENV, "")
     source = source_of(target) if target else None
     if source is None or source.suffix != ".py":

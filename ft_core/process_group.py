@@ -200,6 +200,8 @@ class Communicators:
                 raise EpochChanged(
                     f"epoch {epoch or self.epoch} is over; role {self.role} goes on in the next"
                 )
+            # What only start-up needs is not opened again in later epochs.
+            group.used |= not self.startup.recording
             group.p2p_used |= kind in _POINT_TO_POINT and group.size() > 2
             if "cuda" in group.devices and torch.cuda.is_available():
                 group.cuda_device = torch.cuda.current_device()
@@ -218,7 +220,6 @@ class Communicators:
         """With the lock: the current epoch's inner communicator, and whether the caller must open it."""
         if group.inner is not None and group.inner.epoch == self.epoch:
             return group.inner, False
-        group.used = True
         group.inner = Inner(
             group.ft_name,
             group.members,
@@ -237,7 +238,6 @@ class Communicators:
             raise EpochChanged(f"epoch {self.epoch} is over; role {self.role} goes on in the next")
         if group.inner is None:
             inner, _ = self._claim(group)
-            group.used = False
             inner.connect(dist.HashStore())
             inner.ready = True
         assert group.inner is not None
