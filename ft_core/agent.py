@@ -229,7 +229,8 @@ class Agent:
 
     def _post(self, message: Message) -> None:
         if self._controller is not None:
-            self._controller.post(message)
+            with contextlib.suppress(OSError):  # the controller just died: its reader notices
+                self._controller.post(message)
 
     # -- epochs --------------------------------------------------------------------------------
 

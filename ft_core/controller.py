@@ -64,6 +64,11 @@ class Node:
     heartbeat: Message = field(default_factory=dict)
     gone_since: float | None = None
 
+    def post(self, message: Message) -> None:
+        """Send without waiting. A broken connection is noticed by its reader."""
+        with contextlib.suppress(OSError):
+            self.channel.post(message)
+
 
 class Controller:
     """State machine of one job."""
@@ -106,6 +111,7 @@ class Controller:
         host, port = self.settings.controller.rsplit(":", 1)
         server = await asyncio.start_server(self._accept, sock=listen(host, int(port)))
         ticker = asyncio.create_task(self._tick())
+        ticker.add_done_callback(self._ticker_ended)
         code = await self._done
         ticker.cancel()
         server.close()
@@ -113,6 +119,13 @@ class Controller:
             with contextlib.suppress(OSError, FtError):
                 await node.channel.send({"type": "shutdown", "code": code})
         return code
+
+    def _ticker_ended(self, ticker: asyncio.Task[None]) -> None:
+        """Without its clock a controller would sit there and notice nothing: rather fail, and say why."""
+        if not ticker.cancelled() and (error := ticker.exception()) is not None:
+            assert self._done is not None
+            if not self._done.done():
+                self._done.set_exception(error)
 
     def event(self, name: str, reason: str = "", roles: list[int] | None = None, **more: Any) -> None:
         """Write one line of `events.jsonl`."""
@@ -242,7 +255,7 @@ class Controller:
         if self.phase is Phase.RUNNING and len(done) == self.settings.world_size:
             self._released = True
             for node in self.nodes.values():
-                node.channel.post({"type": "release"})
+                node.post({"type": "release"})
 
     # -- failures ------------------------------------------------------------------------------
 
@@ -299,7 +312,7 @@ class Controller:
             self._end(1, f"{_FUTILE} recoveries in a row without one finished step; the last: {reason}")
             return
         for node in self.nodes.values():
-            node.channel.post({"type": "abort", "epoch": self.epoch})
+            node.post({"type": "abort", "epoch": self.epoch})
         self._decide_if_ready()
 
     async def _tick(self) -> None:
@@ -452,7 +465,7 @@ class Controller:
             "decided", f"version {version} ({origin})", lost, version=version, origin=origin, moved=moved
         )
         for node in self.nodes.values():
-            node.channel.post(self.plan)
+            node.post(self.plan)
 
     def _completed(self) -> dict[str, list[int]]:
         """For each group how many start-up collectives are done, and a role that has their record."""
@@ -529,7 +542,7 @@ class Controller:
             return {"error": f"role {role} has no live node"}
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._asked[role] = answer
-        node.channel.post({"type": "state", "role": role})
+        node.post({"type": "state", "role": role})
         found = await asyncio.wait_for(answer, _ANSWER)
         places = {key: self.plan[key] for key in ("roles", "nodes")}
         return {**found, **places, "replicas": self.settings.replicas}
@@ -541,7 +554,7 @@ class Controller:
         if node is None:
             return {"error": f"no such role or node: {role if role is not None else name}"}
         self.event("injected", f"ftctl kill {'node ' + node.name if role is None else f'role {role}'}")
-        node.channel.post({"type": "kill", **({} if role is None else {"role": int(role)})})
+        node.post({"type": "kill", **({} if role is None else {"role": int(role)})})
         return {"killed": node.name if role is None else int(role)}
 
 

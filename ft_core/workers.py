@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import multiprocessing
@@ -55,7 +56,8 @@ class Worker:
     def post(self, message: dict[str, Any]) -> None:
         """Send without waiting; a worker that is gone is noticed through its pid."""
         if self.channel is not None:
-            self.channel.post(message)
+            with contextlib.suppress(OSError):
+                self.channel.post(message)
 
 
 @dataclass(frozen=True)
