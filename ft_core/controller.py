@@ -202,6 +202,8 @@ class Controller:
         if kind == "heartbeat":
             node.heartbeat = message
             node.holdings["idle"] = message["idle"]
+            # Kept here, because a node that is lost takes what it said with it.
+            self.reached = max([self.reached, *(int(b["step"]) for b in message["roles"].values())])
         elif kind == "idle":
             node.heartbeat["idle"] = node.holdings["idle"] = message["idle"]
             if self.phase is Phase.WAITING:
@@ -220,6 +222,7 @@ class Controller:
                 self.event("state_restored", version=self.plan["version"], pids=self._restored)
         elif kind == "stepped" and epoch == self.epoch:
             self._stepped.add(int(message["role"]))
+            self.reached = max(self.reached, int(message["version"]))
             if len(self._stepped) == self.settings.world_size:
                 self._futile = 0
                 self.event("resumed", version=int(message["version"]))
@@ -396,8 +399,6 @@ class Controller:
     def _choose(self, roles: dict[int, str], places: dict[int, str]) -> tuple[int | None, str, Message]:
         catalogue = {name: held for found in self.catalogue.values() for name, held in found.items()}
         reports = [_report(node, catalogue) for node in self.nodes.values()]
-        steps = [int(b["step"]) for n in self.nodes.values() for b in n.heartbeat["roles"].values()]
-        self.reached = max([self.reached, *steps])
         if self.initial is None:
             # Nobody has ever reached training: start-up goes on towards what it was begun with.
             version, origin = self.plan["start"]
