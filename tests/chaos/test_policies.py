@@ -1,0 +1,170 @@
+"""What becomes of a job: restart in place, spare, wait, stop, durable checkpoint, or a clear error."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from harness import (
+    RECIPE,
+    ROOT,
+    TINY,
+    Job,
+    Layout,
+    check_clean,
+    check_identical,
+    check_survivors,
+    environment,
+    reference,
+)
+
+HERE = Path(__file__).parent
+PACED = HERE / "paced.py"
+LAYOUT = Layout(1, 1, 2, distributed=True)
+STEPS = 40
+
+
+def kill_nodes(job: Job, *roles: int) -> None:
+    """SIGKILL the nodes of these roles, all at once."""
+    agents = {row["agent_pid"] for row in job.status()["roles"] if row["role"] in roles}
+    for agent in agents:
+        os.killpg(agent, signal.SIGKILL)
+
+
+def test_a_crashed_worker_is_restarted_where_it_was(tmp_path):
+    with Job(tmp_path / "job", LAYOUT, STEPS, script=PACED) as job:
+        job.wait_for("resumed")
+        before = job.status()
+        assert job.ctl("kill", "--role", "1") == "killed 1\n"
+        job.wait_for("resumed", 2)
+        after = job.status()
+        result = job.finish()
+    check_identical(result, LAYOUT, STEPS)
+    check_survivors(result, LAYOUT.world)
+    assert [row["node"] for row in after["roles"]] == [row["node"] for row in before["roles"]]
+    assert [s["node"] for s in after["spares"]] == [s["node"] for s in before["spares"]] == ["node2"]
+    decided = result.of("decided")[-1]
+    assert decided["roles"] == [1] and decided["origin"] == "memory"
+    assert len(result.of("joined")) == 3
+
+
+def test_without_a_spare_the_survivors_hold_until_a_node_joins(tmp_path):
+    with Job(tmp_path / "job", LAYOUT, STEPS, spares=0, script=PACED) as job:
+        job.wait_for("resumed")
+        _, survivor = job.pids(0)
+        kill_nodes(job, 1)
+        waiting = job.wait_for("waiting")[0]
+        address = (job.job_dir / "controller").read_text().strip()
+        assert waiting["roles"] == [1] and "node1" in waiting["reason"]
+        assert f"ftrun --join {address} --job-dir {job.job_dir}" in waiting["reason"]
+        assert job.status()["phase"] == "waiting"
+        held = job.step()
+        joined = job.join()
+        job.wait_for("resumed", 2)
+        assert job.pids(0)[1] == survivor
+        result = job.finish()
+        assert joined.wait(20) == 0
+    check_identical(result, LAYOUT, STEPS)
+    check_survivors(result, LAYOUT.world)
+    check_clean(result)
+    assert result.of("decided")[-1]["version"] in (held - 1, held, held + 1)
+
+
+def test_two_nodes_at_once_with_two_replicas(tmp_path):
+    layout = Layout(1, 1, 3, distributed=True, more=("--global-batch-size=6",))
+    with Job(tmp_path / "job", layout, STEPS, spares=2, script=PACED, ftrun=("--ft-replicas=2",)) as job:
+        job.wait_for("resumed")
+        kill_nodes(job, 0, 1)
+        result = job.finish()
+    check_identical(result, layout, STEPS)
+    check_survivors(result, layout.world)
+    assert {role for e in result.of("decided")[1:] for role in e["roles"]} == {0, 1}
+    assert all(e["origin"] == "memory" for e in result.of("decided")[1:])
+
+
+def test_policy_stop(tmp_path):
+    with Job(tmp_path / "job", LAYOUT, STEPS, spares=0, script=PACED, ftrun=("--ft-policy=stop",)) as job:
+        job.wait_for("resumed")
+        kill_nodes(job, 1)
+        result = job.finish()
+    assert result.code == 1
+    assert "no worker for roles [1] (lost nodes: node1); policy is stop" in result.output
+    assert result.of("stopped")
+    check_clean(result)
+
+
+def test_more_than_replicas_cover_falls_back_to_the_durable_checkpoint(tmp_path):
+    durable = (f"--ft-durable-dir={tmp_path / 'durable'}", "--ft-durable-interval=5")
+    with Job(tmp_path / "job", LAYOUT, STEPS, spares=2, script=PACED, ftrun=durable) as job:
+        job.wait_for("durable", 4)
+        kill_nodes(job, 0, 1)
+        result = job.finish()
+    check_identical(result, LAYOUT, STEPS)
+    decided = result.of("decided")[-1]
+    assert decided["origin"] == "durable" and decided["version"] >= 5
+
+
+def test_more_than_replicas_cover_without_a_durable_checkpoint_is_a_clear_error(tmp_path):
+    with Job(tmp_path / "job", LAYOUT, STEPS, spares=2, script=PACED) as job:
+        job.wait_for("resumed")
+        kill_nodes(job, 0, 1)
+        result = job.finish()
+    assert result.code == 1
+    for role in (0, 1):
+        assert f"role {role}: segment {role}x1-" in result.output
+        assert f"(the role ran on node{role})" in result.output
+    assert "More failure domains were lost at once than --ft-replicas covers" in result.output
+    check_clean(result)
+
+
+def test_a_new_job_goes_on_from_the_durable_checkpoint_of_an_old_one(tmp_path):
+    durable = (f"--ft-durable-dir={tmp_path / 'durable'}", "--ft-durable-interval=5")
+    with Job(tmp_path / "first", LAYOUT, STEPS, spares=0, script=PACED, ftrun=durable) as first:
+        first.wait_for("durable", 6)
+    with Job(tmp_path / "second", LAYOUT, STEPS, spares=0, script=PACED, ftrun=durable) as job:
+        result = job.finish()
+    expected = reference(LAYOUT, STEPS)
+    began = result.of("decided")[0]
+    assert began["origin"] == "durable" and began["version"] >= 5
+    assert result.code == 0 and result.digest == expected.digest
+    steps = range(began["version"] + 1, STEPS + 1)
+    # The step that the checkpoint was made after may be logged again: its line travels with the state.
+    assert {s: v for s, v in result.losses.items() if s in steps} == {s: expected.losses[s] for s in steps}
+    assert min(result.losses) >= began["version"]
+
+
+def test_an_exception_of_the_script_ends_the_job_with_its_traceback(tmp_path):
+    with Job(tmp_path / "job", LAYOUT, STEPS, script=HERE / "faulty.py") as job:
+        result = job.finish()
+    assert result.code == 1
+    assert "ftrun: the job stops: worker" in result.output and "of role 1 on node1" in result.output
+    assert "ZeroDivisionError: a bug of the user's" in result.output
+    assert result.recoveries == 0
+    check_clean(result)
+
+
+def test_a_script_without_ft_trains_as_usual(tmp_path):
+    with Job(tmp_path / "job", LAYOUT, STEPS, protected=False) as job:
+        result = job.finish()
+    check_identical(result, LAYOUT, STEPS)
+
+
+def test_a_script_without_ft_ends_with_its_first_crash(tmp_path):
+    with Job(tmp_path / "job", LAYOUT, STEPS, protected=False, script=PACED) as job:
+        job.wait_for_step(3)
+        job.ctl("kill", "--role", "1")
+        result = job.finish()
+    assert result.code == 1
+    assert "killed by SIGKILL; the script runs without fault tolerance (--ft)" in result.output
+    check_clean(result)
+
+
+def test_torchrun_with_ft_says_what_to_do():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    command += [str(RECIPE), *TINY, "--train-iters=2", "--ft"]
+    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert "ConfigError: --ft needs ftrun in place of torchrun" in done.stderr
