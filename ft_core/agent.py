@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import contextlib
 import faulthandler
-import itertools
 import logging
 import os
 import signal
@@ -30,6 +29,7 @@ from ft_core.errors import AuthenticationError, FtError
 from ft_core.fetch import bring
 from ft_core.inject import ENV as INJECT_ENV
 from ft_core.inject import Injector
+from ft_core.inquiries import Inquiries
 from ft_core.logs import Tee
 from ft_core.manifest import Segment
 from ft_core.memory import Word
@@ -43,7 +43,6 @@ from ft_core.workers import Exit, Worker, WorkerPool
 log = logging.getLogger(__name__)
 Message = dict[str, Any]
 
-_ASK_DEADLINE = 10.0
 _RECONNECT = 0.05
 _FAREWELL = 10.0
 
@@ -67,18 +66,15 @@ class Agent:
         self._rendezvous: TCPStore | None = None
         self._next_rendezvous = _open_store(self._host)
         """The store of the epoch to come, made ahead of need."""
-        self._questions = itertools.count()
-        self._asked: dict[int, asyncio.Future[Message]] = {}
+        self._inquiries: Inquiries | None = None
         self._reported = 0
         self._done: asyncio.Future[int] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.pool: WorkerPool
 
     async def run(self) -> int:
         """Serve until the controller ends the job. Returns the job's exit code."""
-        self._loop = asyncio.get_running_loop()
-        self._done = self._loop.create_future()
+        self._done = asyncio.get_running_loop().create_future()
         socket = f"\0ft-{uuid.uuid4().hex}"
         server = await asyncio.start_unix_server(self._accept_worker, path=socket)
         tee = Tee(self.settings.tee, f"[{self.node}]: " if self.settings.log_prefix else "")
@@ -93,6 +89,7 @@ class Agent:
             tee=tee,
             on_exit=self._worker_ended,
         )
+        self._inquiries = Inquiries(self.node, self.store, self.pool, self.transport)
         for device in range(self.settings.nproc_per_node):
             self.pool.start(device)
         self.pool.start(-1)  # the standby that takes over from a worker that crashes here
@@ -373,41 +370,9 @@ class Agent:
 
     def _answer(self, question: Message) -> Message:
         """Another agent asks. Runs in a thread of the transport."""
-        if question.get("ask") == "segment":
-            found = self.store.find(str(question["segment"]), int(question["version"]))
-            if found is None:
-                return {"error": f"node {self.node} does not hold {question['segment']}"}
-            return {"segment": found[0].to_json()}
-        if question.get("ask") == "strike":
-            log.error(
-                "node %s: its copy of segment %s, version %s, is corrupt and struck off; another is used",
-                *(self.node, question["segment"], question["version"]),
-            )
-            self.store.strike(str(question["segment"]), int(question["version"]))
-            return {}
-        if question.get("ask") == "startup":
-            assert self._loop is not None
-            entries = asyncio.run_coroutine_threadsafe(self._startup_entries(question), self._loop)
-            return entries.result(_ASK_DEADLINE)
-        return {"error": "unknown question"}
-
-    async def _startup_entries(self, question: Message) -> Message:
-        """Have the worker that plays the asked role give its record of start-up collectives."""
-        worker = self.pool.of_role(int(question["holder"]))
-        if worker is None or worker.channel is None:
-            return {"error": f"role {question['holder']} has no worker on node {self.node}"}
-        number = next(self._questions)
-        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        self._asked[number] = future
-        worker.post(
-            {
-                "type": "startup_entries",
-                "id": number,
-                "group": str(question["group"]),
-                "start": int(question["start"]),
-            }
-        )
-        return {"entries": (await asyncio.wait_for(future, _ASK_DEADLINE))["entries"]}
+        if self._inquiries is None:
+            return {"error": f"node {self.node} is starting"}
+        return self._inquiries.answer(question)
 
     # -- workers -------------------------------------------------------------------------------
 
@@ -430,6 +395,7 @@ class Agent:
 
     def _on_worker(self, worker: Worker, message: Message) -> None:
         kind, role = message["type"], worker.role
+        assert self._inquiries is not None
         if role is None:
             return
         if kind == "staged":
@@ -457,9 +423,9 @@ class Agent:
             self.store.memory(role).strike(message["slot"])
             self._post({"type": "restore_failed", "epoch": self.epoch, "role": role, **_reason(message)})
         elif kind == "startup_fetch":
-            self._spawn(self._forward_startup_fetch(worker, message))
+            self._spawn(self._inquiries.fetch_startup(worker, message, self.plan))
         elif kind == "reply":
-            self._asked.pop(message["id"]).set_result(message)
+            self._inquiries.answered(message)
         elif kind == "completed":
             worker.completed = message["epoch"]
             self._post({**message, "role": role})
@@ -507,17 +473,6 @@ class Agent:
         except OSError as error:
             # A failed save must not end training: the in-memory copies are what protects it.
             log.error("node %s: durable checkpoint of step %d, role %d: %s", self.node, version, role, error)
-
-    async def _forward_startup_fetch(self, worker: Worker, message: Message) -> None:
-        reply: Message = {"type": "reply", "id": message["id"]}
-        try:
-            node = self.plan["roles"][str(message["holder"])]
-            question = {"ask": "startup", **{k: message[k] for k in ("holder", "group", "start")}}
-            address = self.plan["nodes"][node]["data"]
-            reply |= await asyncio.to_thread(self.transport.request, address, question, _ASK_DEADLINE)
-        except (FtError, KeyError) as error:
-            reply["error"] = f"start-up record of role {message['holder']}: {error}"
-        worker.post(reply)
 
     def _worker_ended(self, worker: Worker, ended: Exit) -> None:
         assert self._done is not None

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import sys
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_core import decision
+from ft_core.console import Console
 from ft_core.errors import FtError, Unrecoverable
 from ft_core.settings import Settings, read_secret
 from ft_core.wire import AsyncChannel, listen
@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 Message = dict[str, Any]
 
 _TICK = 0.05
-_ANSWER = 5.0
-"""Seconds that an agent has to answer what `ftctl` asks of it."""
 _RETURN_GRACE = 0.3
 """Seconds that an agent whose connection broke has to come back before its node counts as lost."""
 _REBUILD_GRACE = 2.0
@@ -93,8 +91,8 @@ class Controller:
         self._stepped: set[int] = set()
         self._reopened: set[int] = set()
         self._newcomers: set[int] = set()
-        self._finished: set[int] = set()
-        self._asked: dict[int, asyncio.Future[Message]] = {}
+        self.finished: set[int] = set()
+        self.console = Console(self)
         self._completed_in: dict[int, int] = {}
         self._released = False
         self._futile = 0
@@ -148,7 +146,7 @@ class Controller:
             channel = await AsyncChannel.accept(reader, writer, self.secret)
             hello = await channel.recv()
             if hello.get("kind") == "ctl":
-                await self._serve_ctl(channel)
+                await self.console.serve(channel)
                 return
             node = self._greet(channel, hello)
             while node is not None:
@@ -187,7 +185,7 @@ class Controller:
         for role, about in hello["roles"].items():
             self._completed_in[int(role)] = about["completed"]
             self.initial = about["initial"] if self.initial is None else self.initial
-        self._finished |= {int(r) for r, about in hello["roles"].items() if about["finished"]}
+        self.finished |= {int(r) for r, about in hello["roles"].items() if about["finished"]}
         if not back:
             self.event("joined", node=name, agent_pid=hello["pid"], domain=hello["domain"])
         if self.phase in (Phase.QUIESCING, Phase.WAITING):
@@ -232,8 +230,7 @@ class Controller:
             if survivors and self._reopened == survivors:
                 self.event("communicators_ready")
         elif kind == "state":
-            if (asked := self._asked.pop(int(message["role"]), None)) is not None:
-                asked.set_result(message)
+            self.console.answered(message)
         elif kind == "layout":
             self.catalogue[str(message["role"])] = message["segments"]
             self.initial = message["initial"]
@@ -248,8 +245,8 @@ class Controller:
             self._completed_in[int(message["role"])] = int(message["epoch"])
             self._release_if_complete()
         elif kind == "finished":
-            self._finished.add(int(message["role"]))
-            if len(self._finished) == self.settings.world_size:
+            self.finished.add(int(message["role"]))
+            if len(self.finished) == self.settings.world_size:
                 self._end(0, "every role has finished")
 
     def _release_if_complete(self) -> None:
@@ -268,8 +265,8 @@ class Controller:
         if message["crashed"]:
             self._failed(where, [role])
         elif message["code"] == 0:
-            self._finished.add(role)
-            if len(self._finished) == self.settings.world_size:
+            self.finished.add(role)
+            if len(self.finished) == self.settings.world_size:
                 self._end(0, "every role has finished")
         else:
             self._end(1, f"{where}\n{message['traceback']}")
@@ -292,11 +289,11 @@ class Controller:
             if self.phase is Phase.FORMING:
                 self._form_if_ready()
             return
-        if self._released or self._finished:
+        if self._released or self.finished:
             # Training is behind everybody: nothing is left to lose.
             self.event("detected", f"{reason}; its script had only local work left", roles)
-            self._finished |= set(roles)
-            if len(self._finished) == self.settings.world_size:
+            self.finished |= set(roles)
+            if len(self.finished) == self.settings.world_size:
                 self._end(0, "every role has finished")
             return
         if self.phase in (Phase.QUIESCING, Phase.WAITING):
@@ -358,7 +355,7 @@ class Controller:
             return
         self.phase = Phase.RUNNING
         self.event("controller_restarted", f"plan of epoch {self.plan['epoch']} taken over")
-        if len(self._finished) == self.settings.world_size:
+        if len(self.finished) == self.settings.world_size:
             self._end(0, "every role has finished")
             return
         self._release_if_complete()
@@ -486,77 +483,6 @@ class Controller:
         if code:
             print(f"ftrun: the job stops: {reason}", file=sys.stderr, flush=True)
         self._done.set_result(code)
-
-    # -- ftctl ---------------------------------------------------------------------------------
-
-    async def _serve_ctl(self, channel: AsyncChannel) -> None:
-        while True:
-            request = await channel.recv()
-            if request["type"] == "status":
-                await channel.send(self.status())
-            elif request["type"] == "kill":
-                await channel.send(self._inject(request))
-            elif request["type"] == "state":
-                await channel.send(await self._state(int(request["role"])))
-            else:
-                await channel.send({"error": f"unknown command {request['type']!r}"})
-
-    def status(self) -> Message:
-        """The answer to `ftctl status`."""
-        rows = []
-        copies: dict[str, Message] = {}
-        for node in self.nodes.values():
-            for segment, versions in node.heartbeat.get("replicas", {}).items():
-                copies.setdefault(segment, {})[node.name] = versions
-        for role, name in self.plan.get("roles", {}).items():
-            host = self.nodes.get(name)
-            beat = host.heartbeat["roles"].get(role, {}) if host else {}
-            segments = host.holdings.get("roles", {}).get(role, {}).get("segments", []) if host else []
-            rows.append(
-                {
-                    "role": int(role),
-                    "node": name,
-                    "worker_pid": beat.get("pid"),
-                    "agent_pid": host.about["pid"] if host else None,
-                    "step": beat.get("step"),
-                    "tag": beat.get("tag"),
-                    "held": beat.get("held", []),
-                    "replicas": {
-                        s: v for s, v in copies.items() if s in segments or s.startswith(f"{role}x1-")
-                    },
-                    **{k: beat.get(k) for k in ("committed", "waited_s", "h2h_bytes", "h2h_snapshots")},
-                }
-            )
-        busy = set(self.plan.get("roles", {}).values())
-        spares = [
-            {"node": n.name, "agent_pid": n.about["pid"], "idle": n.heartbeat["idle"]}
-            for n in self.nodes.values()
-            if n.name not in busy
-        ]
-        about = {"phase": self.phase, "controller_pid": os.getpid(), "finished": sorted(self._finished)}
-        return {"epoch": self.epoch, "roles": rows, "spares": spares, **about}
-
-    async def _state(self, role: int) -> Message:
-        """What a role's state consists of, by tensor: its agent knows."""
-        node = self.nodes.get(self.plan.get("roles", {}).get(str(role), ""))
-        if node is None:
-            return {"error": f"role {role} has no live node"}
-        answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        self._asked[role] = answer
-        node.post({"type": "state", "role": role})
-        found = await asyncio.wait_for(answer, _ANSWER)
-        places = {key: self.plan[key] for key in ("roles", "nodes")}
-        return {**found, **places, "replicas": self.settings.replicas}
-
-    def _inject(self, request: Message) -> Message:
-        role = request.get("role")
-        name = self.plan.get("roles", {}).get(str(role)) if role is not None else request.get("node")
-        node = self.nodes.get(str(name))
-        if node is None:
-            return {"error": f"no such role or node: {role if role is not None else name}"}
-        self.event("injected", f"ftctl kill {'node ' + node.name if role is None else f'role {role}'}")
-        node.post({"type": "kill", **({} if role is None else {"role": int(role)})})
-        return {"killed": node.name if role is None else int(role)}
 
 
 def _report(node: Node, catalogue: dict[str, list[int]]) -> decision.NodeReport:
