@@ -297,7 +297,7 @@ def report(result: dict[str, Any]) -> str:
         parts.append(table(["seconds after SIGKILL, median", *PHASES, "range", "n"], ours))
     if theirs:
         parts.append(table(["seconds after SIGKILL, median", *TORCHRUN_PHASES, "range", "n"], theirs))
-    return "\n\n".join([*parts, "\n".join(compared())])
+    return "\n\n".join(filter(None, [*parts, "\n".join(compared())]))
 
 
 if __name__ == "__main__":
