@@ -231,7 +231,7 @@ class Job:
         self._output.flush()
         return Path(self._output.name).read_text()
 
-    def finish(self, timeout: float = 110) -> Result:
+    def finish(self, timeout: float = 150) -> Result:
         """Wait for the end and read everything."""
         try:
             code = self.process.wait(timeout)
