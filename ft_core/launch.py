@@ -293,7 +293,8 @@ def _job_dir(args: argparse.Namespace) -> Path:
         return path
     path = Path(given).resolve()
     path.mkdir(parents=True, exist_ok=True)
-    if (path / "events.jsonl").exists() and not args.join:
+    leads = args.standalone or args.node_rank in (None, 0)
+    if (path / "events.jsonl").exists() and leads and not args.join:
         raise ConfigError(f"{path} is the directory of an earlier job; give a new one")
     return path
 

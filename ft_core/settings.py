@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -80,13 +81,11 @@ def write_secret(job_dir: Path) -> None:
     The secret comes from the environment when it is set there (so that many nodes agree without a
     shared directory), otherwise it is drawn.
     """
-    path = job_dir / "secret"
-    if path.exists():
-        return
     text = os.environ.get(SECRET_ENV) or secrets.token_hex(32)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
+    with contextlib.suppress(FileExistsError):  # nodes that share the directory share the secret
+        descriptor = os.open(job_dir / "secret", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
 
 
 def read_secret(job_dir: Path | None) -> bytes:
