@@ -132,7 +132,7 @@ def test_a_flipped_bit_is_found_before_anything_is_touched(parts):
 
 
 def test_a_copy_that_fails_leaves_its_buffer_torn_and_the_older_one_whole(parts):
-    model, memory, snapshotter, staged = parts
+    _, memory, snapshotter, staged = parts
     snapshotter.stage(0)
     snapshotter.wait()
     snapshotter._on_copy = lambda: (_ for _ in ()).throw(RuntimeError("device lost"))
@@ -143,7 +143,7 @@ def test_a_copy_that_fails_leaves_its_buffer_torn_and_the_older_one_whole(parts)
 
 
 def test_rolled_back_versions_are_struck_off(parts):
-    model, memory, snapshotter, _ = parts
+    _, memory, snapshotter, _ = parts
     for version in (4, 5):
         snapshotter.stage(version)
         snapshotter.wait()
