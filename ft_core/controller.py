@@ -179,8 +179,10 @@ class Controller:
         if hello["plan"].get("epoch", 0) > self.plan.get("epoch", 0):
             self.plan = hello["plan"]
             self.catalogue = {**self.plan["catalogue"], **self.catalogue}
-            self.initial, self.reached = self.plan["initial"], self.plan["reached"]
+            self.initial, self.reached = self.plan["initial"], max(self.reached, self.plan["reached"])
             self.phase = Phase.REBUILDING
+        held = [*hello["replicas"].values(), *(about["versions"] for about in hello["roles"].values())]
+        self.reached = max([self.reached, *(version for versions in held for version in versions)])
         self.epoch = max(self.epoch, int(hello["epoch"]), self.plan.get("epoch", 0))
         for role, about in hello["roles"].items():
             self._completed_in[int(role)] = about["completed"]
@@ -354,6 +356,13 @@ class Controller:
         if missing and not late:
             return
         self.phase = Phase.RUNNING
+        if self.initial is not None and self.reached > self.initial:
+            # Every role has had snapshots then, which the former controller heard of after it made that plan:
+            # for a role whose node is gone, what others hold for it names its segments.
+            for node in self.nodes.values():
+                for segment, holders in node.holdings["segments"].items():
+                    for role in holders:
+                        self.catalogue.setdefault(str(role), {})[segment] = holders
         self.event("controller_restarted", f"plan of epoch {self.plan['epoch']} taken over")
         if len(self.finished) == self.settings.world_size:
             self._end(0, "every role has finished")
