@@ -1,0 +1,131 @@
+"""What protection costs on the network: unique state, once per snapshot, and no collective."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness import ROOT, TINY, Job, Layout, check_identical, environment, read_logs
+
+from ft_core import razor
+from ft_core.manifest import ALIGN
+
+HERE = Path(__file__).parent
+STEPS = 12
+
+
+@pytest.mark.parametrize(
+    ("layout", "nproc"),
+    [
+        (Layout(1, 1, 2, distributed=True, bf16=True), 1),
+        (Layout(1, 1, 2, distributed=True), 1),
+        (Layout(1, 2, 2, distributed=True, bf16=True), 2),
+        (Layout(1, 1, 2, bf16=True), 1),
+    ],
+    ids=str,
+)
+def test_bytes_between_hosts(layout: Layout, nproc: int, tmp_path):
+    """To the byte, what leaves a node for a role is the segments that no other node holds."""
+    with Job(tmp_path / "job", layout, STEPS, nproc=nproc, spares=0, script=HERE / "accounted.py") as job:
+        rows = _final_status(job)
+        (job.job_dir / "go").touch()
+        result = job.finish()
+        logs = read_logs(job.job_dir)
+    check_identical(result, layout, STEPS)
+    snapshots = _snapshots(logs)
+    state = {int(r): (int(b), int(c)) for r, b, c in re.findall(r"^state (\d+) (\d+) (\d+)$", logs, re.M)}
+    assert set(state) == set(snapshots) == {row["role"] for row in rows} == set(range(layout.world))
+    for row in rows:
+        role = row["role"]
+        assert len(snapshots[role]) == STEPS + 1
+        expected = sum(
+            nbytes
+            for segments in snapshots[role]
+            for holders, nbytes, _, _ in segments
+            if len({holder // nproc for holder in holders}) == 1 and min(holders) == role
+        )
+        assert row["h2h_bytes"] == expected
+        if not layout.distributed:
+            assert expected == 0
+            continue
+        unique = [s for s in snapshots[role][-1] if s[0] == [role]]
+        assert len(unique) == 1
+        _, nbytes, items, envelope = unique[0]
+        gaps = nbytes - envelope - sum(state[role])
+        assert 0 <= gaps < ALIGN * items
+    if layout.distributed:
+        # 12 bytes a parameter over all roles; 8 where the parameters themselves are fp32.
+        parameters = sum(t.parameters for stage in range(layout.pp) for t in _model(layout, stage))
+        assert sum(b for b, _ in state.values()) == parameters * (12 if layout.bf16 else 8)
+
+
+def _final_status(job: Job) -> list[dict]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        rows = job.status()["roles"] if job.events() else []
+        if rows and all(row["h2h_snapshots"] == STEPS + 1 for row in rows):
+            return rows
+        assert job.process.poll() is None, job.console()[-3000:]
+        time.sleep(0.1)
+    raise AssertionError(f"the last snapshot was never replicated: {job.status()}")
+
+
+def _snapshots(logs: str) -> dict[int, list]:
+    found: dict[int, list] = {}
+    for role, text in re.findall(r"^snapshot (\d+) (.*)$", logs, re.M):
+        found.setdefault(int(role), []).append(json.loads(text))
+    return found
+
+
+def _model(layout: Layout, stage: int) -> list[razor.Tensor]:
+    flags = dict(zip(TINY[0:-1:2], TINY[1:-1:2], strict=True))
+    job = razor.Job(
+        num_layers=int(flags["--num-layers"]),
+        hidden_size=int(flags["--hidden-size"]),
+        num_attention_heads=int(flags["--num-attention-heads"]),
+        seq_length=int(flags["--seq-length"]),
+        vocab_size=257,  # bytes and an end of text
+        world_size=layout.world,
+        nproc_per_node=1,
+        tp=layout.tp,
+        pp=layout.pp,
+        distributed_optimizer=layout.distributed,
+        precision="bf16" if layout.bf16 else "fp32",
+    )
+    return razor.tensors(job, stage)
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 2, 2, distributed=True, bf16=True), Layout(2, 1, 2)], ids=str)
+def test_no_collective_is_added(layout: Layout, tmp_path):
+    script = HERE / "counted.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, f"--nproc-per-node={layout.world}", str(script), *TINY, *layout.flags]
+    done = subprocess.run(
+        [*command, f"--train-iters={STEPS}"],
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    with Job(tmp_path / "job", layout, STEPS, nproc=2, spares=0, script=script) as job:
+        result = job.finish()
+        logs = read_logs(job.job_dir)
+    check_identical(result, layout, STEPS)
+    without, protected = _counted(done.stdout), _counted(logs)
+    assert set(without) == {(rank, step) for rank in range(layout.world) for step in range(STEPS - 1)}
+    assert sum(without[0, 1].values()) >= 5
+    assert protected == without
+
+
+def _counted(text: str) -> dict[tuple[int, int], dict[str, int]]:
+    return {
+        (int(rank), int(step)): json.loads(found)
+        for rank, step, found in re.findall(r"counted (\d+) (\d+) (\{.*?\})", text)
+    }
