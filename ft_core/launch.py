@@ -149,6 +149,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise ConfigError("--respawn goes with --standalone; elsewhere the scheduler starts nodes")
     if args.standalone and args.node_rank not in (None, 0):
         raise ConfigError("--standalone starts all nodes itself: leave --node-rank out")
+    if nnodes > 1 and args.node_rank is None and not args.standalone and not args.join:
+        raise ConfigError("--nnodes above 1 needs --node-rank (or --standalone)")
     inject.parse(args.ft_inject)
     streams = "3" if args.tee is None else args.tee
     for flag, value in (("--redirects", args.redirects), ("--tee", streams)):
@@ -257,9 +259,7 @@ def _launch(args: argparse.Namespace) -> Launcher:
             domain = domains[rank] if rank < len(domains) else ""
             launcher.agent(f"node{next(launcher.numbers)}", rank, domain)
         return launcher
-    rank = 0 if args.node_rank is None and settings.nnodes == 1 else args.node_rank
-    if rank is None:
-        raise ConfigError("--nnodes above 1 needs --node-rank (or --standalone)")
+    rank = args.node_rank or 0
     if rank == 0:
         launcher.controller()
     launcher.agent(f"{socket.gethostname()}-{rank}", rank, args.ft_domain)

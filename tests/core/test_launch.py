@@ -1,0 +1,226 @@
+"""`ftrun` and `ftctl` reject what cannot work before anything is started, and name the flag."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ft_core import ctl, inject, launch
+from ft_core.errors import ConfigError
+from ft_core.settings import SECRET_ENV, Settings, read_secret, write_secret
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(launch.Launcher, "_start", refuse)
+    monkeypatch.delenv(SECRET_ENV, raising=False)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text("print('trained')\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--nnodes=0", "--nnodes '0'"),
+        ("--nnodes=1:4", "--nnodes '1:4'"),
+        ("--nproc-per-node=two", "--nproc-per-node 'two'"),
+        ("--standalone --spares=-1", "--spares"),
+        ("--spares=1", "--spares"),
+        ("--standalone --ft-replicas=-1", "--ft-replicas"),
+        ("--standalone --nnodes=2 --ft-replicas=2", "--ft-replicas 2"),
+        ("--standalone --ft-durable-dir=there", "--ft-durable-interval"),
+        ("--standalone --ft-durable-interval=10", "--ft-durable-dir"),
+        ("--standalone --ft-durable-dir=there --ft-durable-interval=-1", "--ft-durable-interval"),
+        ("--standalone --ft-heartbeat=0", "--ft-heartbeat"),
+        ("--standalone --ft-quiesce-timeout=-1", "--ft-quiesce-timeout"),
+        ("--respawn", "--respawn"),
+        ("--standalone --node-rank=1", "--node-rank"),
+        ("--nnodes=2", "--node-rank"),
+        ("--standalone --ft-inject=1@nowhere:3", "--ft-inject"),
+        ("--standalone --tee=4", "--tee"),
+        ("--standalone --redirects=0:3", "--redirects"),
+        ("--nnodes=2 --node-rank=0 --rdzv-endpoint=host:port", "host:port"),
+    ],
+)
+def test_wrong_flags(flags: str, named: str, script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    job_dir = tmp_path / "job"
+    assert launch.main([*flags.split(), f"--job-dir={job_dir}", script]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ftrun: ") and named in error
+    assert not job_dir.exists()
+
+
+@pytest.mark.parametrize("flags", [["--ft-policy=panic"], ["--nonsense"], ["--nnode=2"]])
+def test_unknown_flags(flags: list[str], script: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stop:
+        launch.main(["--standalone", *flags, script])
+    assert stop.value.code == 2
+    assert flags[0].split("=")[0] in capsys.readouterr().err
+
+
+def test_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert launch.main(["--standalone"]) == 2
+    assert "no script given" in capsys.readouterr().err
+    assert launch.main(["--standalone", str(tmp_path / "missing.py")]) == 2
+    assert "there is no script" in capsys.readouterr().err
+
+
+def test_flags_behind_the_script_are_the_scripts(script: str):
+    args = launch.parser().parse_args(
+        ["--standalone", "--nnodes=2", script, "--nnodes=7", "-x", "--spares", "9"]
+    )
+    settings = launch.settings_of(args)
+    assert settings.nnodes == 2 and settings.spares == 0
+    assert settings.command.arguments == ["--nnodes=7", "-x", "--spares", "9"]
+
+
+def test_the_directory_of_an_earlier_job(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "events.jsonl").touch()
+    assert launch.main(["--standalone", f"--job-dir={tmp_path}", script]) == 2
+    assert "is the directory of an earlier job" in capsys.readouterr().err
+
+
+def test_join(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert launch.main(["--join=127.0.0.1:1"]) == 2
+    assert "--join needs the job's --job-dir" in capsys.readouterr().err
+    assert launch.main(["--join=127.0.0.1:1", f"--job-dir={tmp_path}"]) == 2
+    assert "is not a job's settings" in capsys.readouterr().err
+    _job(tmp_path, script)
+    assert launch.main(["--join=127.0.0.1:1", f"--job-dir={tmp_path}"]) == 2
+    assert f"the job in {tmp_path} is at" in capsys.readouterr().err
+
+
+def _job(job_dir: Path, script: str) -> Settings:
+    settings = launch.settings_of(launch.parser().parse_args(["--standalone", script, "--lr", "0.1"]))
+    settings.write(job_dir)
+    write_secret(job_dir)
+    return settings
+
+
+def test_settings_and_secret_files(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    settings = _job(tmp_path, script)
+    assert Settings.read(tmp_path) == settings
+    assert settings.command.arguments == ["--lr", "0.1"]
+    path = tmp_path / "secret"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert read_secret(tmp_path) == path.read_bytes() and len(path.read_bytes()) == 64
+    write_secret(tmp_path)  # a node that joins finds the job's secret there
+    assert read_secret(tmp_path) == path.read_bytes()
+    assert read_secret(tmp_path).decode() not in (tmp_path / "job.json").read_text()
+    monkeypatch.setenv(SECRET_ENV, "told by the scheduler")
+    assert read_secret(tmp_path) == b"told by the scheduler"
+    assert read_secret(None) == b"told by the scheduler"
+
+
+def test_no_secret(tmp_path: Path):
+    for job_dir in (None, tmp_path):
+        with pytest.raises(ConfigError, match=f"no job secret .* set {SECRET_ENV}"):
+            read_secret(job_dir)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"nnodes": 1}', '{"command": {"target": "x"}, "new": 1}'])
+def test_settings_that_are_none(text: str, tmp_path: Path):
+    (tmp_path / "job.json").write_text(text)
+    with pytest.raises(ConfigError, match="is not a job's settings"):
+        Settings.read(tmp_path)
+
+
+def test_injections():
+    assert inject.parse("") == []
+    assert inject.parse("3@forward:5,0@h2h:7:worker") == [
+        inject.Injection(3, "forward", 5, False),
+        inject.Injection(0, "h2h", 7, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "x",
+        "1@forward",
+        "@forward:1",
+        "1@forward:x",
+        "1@sleep:1",
+        "1@forward:1:node",
+        "1@forward:1:worker:2",
+        "1@2@3:4",
+    ],
+)
+def test_wrong_injections(part: str):
+    with pytest.raises(ConfigError) as wrong:
+        inject.parse(f"0@backward:1,{part}")
+    assert f"cannot read {part!r}" in str(wrong.value) and "evaluate" in str(wrong.value)
+
+
+def test_ctl_without_a_job(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert ctl.main(["--job-dir", str(tmp_path), "status"]) == 2
+    assert "is not a job's settings" in capsys.readouterr().err
+    _job(tmp_path, script)
+    assert ctl.main(["--job-dir", str(tmp_path), "status"]) == 2
+    assert "refused" in capsys.readouterr().err
+    (tmp_path / "secret").unlink()
+    assert ctl.main(["--job-dir", str(tmp_path), "kill", "--role", "0"]) == 2
+    assert "no job secret" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["kill"], ["kill", "--role", "x"], ["kill", "--role", "0", "--node", "n"]]
+)
+def test_ctl_wrong_calls(command: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stop:
+        ctl.main(command)
+    assert stop.value.code == 2
+    assert "usage: ftctl" in capsys.readouterr().err
+
+
+def test_ctl_asks_a_job_that_says_no(tmp_path: Path):
+    """A job of one node that waits: what is not there cannot be killed."""
+    script = tmp_path / "wait.py"
+    script.write_text("import time\ntime.sleep(60)\n")
+    command = [
+        sys.executable,
+        "-m",
+        "ft_core.launch",
+        "--standalone",
+        f"--job-dir={tmp_path / 'job'}",
+        str(script),
+    ]
+    root = Path(__file__).resolve().parent.parent.parent
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    with subprocess.Popen(command, env=environment, cwd=root) as job:
+        try:
+            status = _status(tmp_path / "job", job)
+            assert [row["role"] for row in status["roles"]] == [0] and status["spares"] == []
+            for victim in ({"role": 7}, {"node": "nowhere"}):
+                answer = ctl.ask({"type": "kill", **victim}, tmp_path / "job")
+                assert answer == {"error": f"no such role or node: {next(iter(victim.values()))}"}
+            assert ctl.main(["--job-dir", str(tmp_path / "job"), "kill", "--role", "7"]) == 1
+            assert "error" in ctl.ask({"type": "dance"}, tmp_path / "job")
+        finally:
+            job.terminate()
+            job.wait(20)
+
+
+def _status(job_dir: Path, job: subprocess.Popen[bytes]) -> dict:
+    while job.poll() is None:
+        events = job_dir / "events.jsonl"
+        if events.exists() and '"decided"' in events.read_text():
+            assert all(json.loads(line)["event"] for line in events.read_text().splitlines())
+            return ctl.ask({"type": "status"}, job_dir)
+        time.sleep(0.05)
+    raise AssertionError("the job ended")
