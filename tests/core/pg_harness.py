@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -162,9 +163,11 @@ class Job:
                     continue
                 kind, role, *values = message
                 if kind == "fetch":
-                    self._controls[values[0]].send(("entries", role, *values[1:]))
+                    with contextlib.suppress(OSError):  # killed meanwhile; the next epoch names another
+                        self._controls[values[0]].send(("entries", role, *values[1:]))
                 elif kind == "entries":
-                    self._controls[values[0]].send(("fetched", values[1]))
+                    with contextlib.suppress(OSError):
+                        self._controls[values[0]].send(("fetched", values[1]))
                 else:
                     with self._condition:
                         self.events.append(message)
