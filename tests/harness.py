@@ -172,7 +172,8 @@ class Job:
 
     def events(self) -> list[dict]:
         path = self.job_dir / "events.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # whole lines
 
     def wait_for(self, event: str, count: int = 1, timeout: float = 60) -> list[dict]:
         """Until `count` events of that name are recorded."""
