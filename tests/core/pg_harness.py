@@ -52,7 +52,8 @@ class Worker:
 
     def _fetch(self, holder: int, group: str, start: int) -> list[Any]:
         self._entries = None
-        self.tell("fetch", holder, group, start)
+        self._question += 1  # an answer to an older one may still be on its way
+        self.tell("fetch", holder, group, start, self._question)
         with self._ready:
             self._ready.wait_for(lambda: self._entries is not None or self.pending > self.comms.epoch)
             if self._entries is None:
@@ -76,12 +77,13 @@ class Worker:
                     self._plan = tuple(values)
                     self._ready.notify_all()
             elif kind == "entries":
-                asker, group, start = values
-                self.tell("entries", asker, self.comms.startup_entries(group, start))
+                asker, group, start, question = values
+                self.tell("entries", asker, question, self.comms.startup_entries(group, start))
             elif kind == "fetched":
                 with self._ready:
-                    self._entries = values[0]
-                    self._ready.notify_all()
+                    if values[0] == self._question:
+                        self._entries = values[1]
+                        self._ready.notify_all()
             elif kind == "exit":
                 os._exit(0)
 
@@ -167,7 +169,7 @@ class Job:
                         self._controls[values[0]].send(("entries", role, *values[1:]))
                 elif kind == "entries":
                     with contextlib.suppress(OSError):
-                        self._controls[values[0]].send(("fetched", values[1]))
+                        self._controls[values[0]].send(("fetched", *values[1:]))
                 else:
                     with self._condition:
                         self.events.append(message)
