@@ -34,6 +34,7 @@ class Worker:
         self._ready = threading.Condition()
         self._plan, self._entries = plan, None
         self.pending = plan[0]
+        self._question = 0
         self.training = False
         self.newcomer = plan[0] > 1
         self.failures: list[str] = []
