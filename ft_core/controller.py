@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import sys
 import time
 from collections import Counter
@@ -319,8 +320,11 @@ class Controller:
 
     async def _tick(self) -> None:
         limit = self.settings.heartbeat * self.settings.heartbeats_missed
+        parent = os.getppid()
         while True:
             await asyncio.sleep(_TICK)
+            if os.getppid() != parent:
+                self._end(1, "ftrun is gone")
             now = time.monotonic()
             for node in list(self.nodes.values()):
                 # A peer that saw its connections break as well leaves no doubt.
