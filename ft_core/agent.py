@@ -55,6 +55,7 @@ class Agent:
         self.domain = domain or node
         self.node_rank = node_rank
         self.secret = read_secret(job_dir)
+        self._log_dir = job_dir / "logs" / f"{node}-{os.getpid()}"
         self.store = NodeStore()
         self.plan: Message = {}
         self.epoch = 0
@@ -83,7 +84,7 @@ class Agent:
             socket=f"unix:{socket}",
             secret=self.secret,
             job_dir=self.job_dir,
-            log_dir=self.job_dir / "logs" / f"{self.node}-{os.getpid()}",
+            log_dir=self._log_dir,
             command=self.settings.command,
             redirects=self.settings.redirects | self.settings.tee,
             tee=tee,
@@ -198,7 +199,7 @@ class Agent:
 
     async def _heartbeat(self) -> None:
         parent = os.getppid()
-        stalls = (self.job_dir / "logs" / f"{self.node}-{os.getpid()}" / "stalls.txt").open("w")
+        stalls = (self._log_dir / "stalls.txt").open("w")
         while True:
             # An agent that is held up looks dead from outside: leave a trace of what held it up.
             faulthandler.dump_traceback_later(2 * self.settings.heartbeat, file=stalls)
@@ -238,7 +239,6 @@ class Agent:
         self.store.replicas.epoch = epoch
         self.replicator.cancel()
         for worker in self.pool.playing():
-            worker.control[Word.EPOCH] = epoch
             worker.control[Word.COMMITTED] = -1
             worker.post({"type": "abort", "epoch": epoch})
         self._spawn(self._kill_stuck(epoch))
@@ -307,10 +307,10 @@ class Agent:
                 "plan": self._worker_plan(),
             }
         )
-        link = self.job_dir / "logs" / f"role-{role}"
+        link = self._log_dir.parent / f"role-{role}"
         with contextlib.suppress(OSError):
             link.unlink(missing_ok=True)
-            link.symlink_to(f"{self.node}-{os.getpid()}/worker-{worker.number}")
+            link.symlink_to(f"{self._log_dir.name}/worker-{worker.number}")
         return worker
 
     def _environment(self, role: int, local_rank: int) -> dict[str, str]:

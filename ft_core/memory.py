@@ -64,21 +64,19 @@ class SharedMemory:
 class Word(IntEnum):
     """Indices of the int64 words in a worker's control block, and who writes each."""
 
-    EPOCH = 0
-    """Agent: the newest epoch announced. Newer than the worker's own means: leave the step."""
-    TAG = 1
+    TAG = 0
     """Worker: the step tag. v in forward/backward of the step after version v, -1 in the optimizer."""
-    VERSION = 2
+    VERSION = 1
     """Worker: how many steps its state has seen."""
-    STAGED = 3
+    STAGED = 2
     """Worker: newest version whose copy in host memory is complete."""
-    COMMITTED = 4
+    COMMITTED = 3
     """Agent: newest version that is staged here and verified at every ring peer."""
-    TRAFFIC = 5
+    TRAFFIC = 4
     """Worker: collectives in flight; agents send while it is 0 (TRAIN before STATE)."""
-    STEP_NS = 6
+    STEP_NS = 5
     """Worker: duration of its last step in nanoseconds."""
-    WAITED_NS = 7
+    WAITED_NS = 6
     """Worker: total time spent in commit waits, in nanoseconds."""
 
 
