@@ -516,7 +516,6 @@ def _report(node: Node, catalogue: dict[str, list[int]]) -> decision.NodeReport:
         roles=roles,
         replicas={segment: tuple(versions) for segment, versions in held["replicas"].items()},
         segments=catalogue | held["segments"],
-        spare_workers=int(node.heartbeat["idle"]),
     )
 
 

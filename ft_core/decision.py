@@ -42,7 +42,6 @@ class NodeReport:
     roles: Mapping[int, RoleReport] = field(default_factory=dict)
     replicas: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     segments: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    spare_workers: int = 0
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,8 @@ def role(
     return RoleReport(number, node, alive, stage, tuple(versions), segments)  # type: ignore[arg-type]
 
 
-def node(
-    name: str, *roles: RoleReport, replicas: Mapping[str, tuple[int, ...]] | None = None, spare: int = 0
-) -> NodeReport:
-    return NodeReport(name, name, {r.role: r for r in roles}, replicas or {}, HOLDERS, spare)
+def node(name: str, *roles: RoleReport, replicas: Mapping[str, tuple[int, ...]] | None = None) -> NodeReport:
+    return NodeReport(name, name, {r.role: r for r in roles}, replicas or {}, HOLDERS)
 
 
 def choose(*reports: NodeReport, durable: Iterable[int] = (), **more: object) -> Choice:
