@@ -42,9 +42,11 @@ def imports_of(source: str) -> list[str]:
 
 def _preload() -> None:
     import ft_core.worker  # noqa: F401 - what every worker needs
-    from ft_core import reverse_dns
+    from ft_core import plugins, reverse_dns
 
     reverse_dns.disable()
+    with contextlib.suppress(Exception):
+        plugins.load(plugins.HOOKS)
     target = os.environ.get(ENV, "")
     source = source_of(target) if target else None
     if source is None or source.suffix != ".py":

@@ -161,6 +161,11 @@ class Communicators:
                 raise error
         raise EpochChanged(f"epoch {epoch} ended during a collective of role {self.role}") from error
 
+    @property
+    def alive(self) -> bool:
+        """Whether there is a live epoch."""
+        return self.epoch >= self.aborted
+
     def wait_live(self) -> int:
         """Block until there is a live epoch; return it."""
         with self._condition:

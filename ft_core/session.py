@@ -1,7 +1,8 @@
 """A worker's runtime: its link to the agent, its step boundary, and its way through a recovery.
 
 One watcher thread listens to the agent; it aborts the communicators of an epoch that ended, which
-makes the main thread unwind to `Session.protect`. Everything else happens in the main thread.
+makes the main thread unwind to `Session.protect`, or to the engine call of a script that is protected in
+place (`begin`, `recover`). Everything else happens in the main thread.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import signal
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ft_core.adapter import Adapter
 from ft_core.errors import CorruptSnapshot, EpochChanged, FtError
@@ -63,6 +66,8 @@ class Session:
         self._exit = threading.Event()
         self._released = False
         self._injector = Injector(job_dir, "")
+        self._adapter: Adapter | None = None
+        self._redo: Callable[[], None] = lambda: None
         self._snapshotter: Snapshotter | None = None
         self._report_step = False
         self._step_began = 0
@@ -91,6 +96,8 @@ class Session:
 
     def finish(self) -> None:
         """The script is done. Returns when every role is, so that nobody misses a peer."""
+        if self._stage is Stage.TRAINING and self._snapshotter is not None:
+            self._persist(self._complete, self.recover)
         self._set_stage(Stage.FINISHED)
         self._channel.send({"type": "finished"})
         self._exit.wait()
@@ -108,20 +115,59 @@ class Session:
         called again, on every role alike. `version` is the number of steps that the state has seen.
         Errors that no recovery explains are the caller's and pass through.
         """
-        if self._snapshotter is not None:
-            raise FtError("protect() cannot be nested: one training function per process")
-        self._enter_training(adapter, version)
-        while True:
-            try:
-                self._resume()
-                result = train()
-                self._complete()
-                return result
-            except Exception as error:
-                if not self._epoch_moved(error):
-                    raise
-                traceback.clear_frames(error.__traceback__)  # the step's tensors hang on its frames
-            self._quiesce(adapter)
+        self._enter_training(adapter, version, in_place=False)
+
+        def trained() -> T:
+            self._resume()
+            result = train()
+            self._complete()
+            return result
+
+        return self._persist(trained, self._quiesce)
+
+    def begin(self, adapter: Adapter, version: int, redo: Callable[[], None]) -> None:
+        """Protect in place a script that has no training function to enter again.
+
+        From here on collectives count as the framework's step only `inside` its calls. All others are
+        recorded, as those of start-up are, and one that a failure interrupts is completed in the next
+        epoch (see `startup`): before it is issued again, `recover` is called. `redo` brings a role from
+        `self.version`, which was loaded, to the place where it was interrupted.
+        """
+        self._redo = redo
+        self._enter_training(adapter, version, in_place=True)
+        self._persist(self._catch_up, self._quiesce)
+
+    def recover(self) -> None:
+        """The epoch is over: take up the next one, in place. Main thread, outside the framework's calls."""
+        self._quiesce()
+        self._persist(self._catch_up, self._quiesce)
+
+    def inside(self) -> AbstractContextManager[None]:
+        """A call of the framework's that is done again from its beginning when a failure interrupts it."""
+        return self.comms.startup.paused()
+
+    def moved(self, error: Exception) -> bool:
+        """Whether a new epoch explains `error`. Drops what the abandoned call has left on its frames."""
+        if not isinstance(error, EpochChanged) and self._pending <= self.epoch:
+            return False
+        traceback.clear_frames(error.__traceback__)  # the step's tensors hang on them
+        return True
+
+    def raise_if_moved(self) -> None:
+        """Leave the step when a new epoch was announced. Raises EpochChanged."""
+        if self._pending > self.epoch:
+            raise EpochChanged(f"epoch {self._pending} was announced; role {self.role} leaves its step")
+
+    def restart(self, reason: str) -> NoReturn:
+        """This process cannot get to where its peers are: end it, so that another takes its role over."""
+        log.warning("role %d: %s; its worker is replaced", self.role, reason)
+        logging.shutdown()
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
+
+    def configure(self, settings: Message) -> None:
+        """Settings that the script brings (names as in `Settings`). Raises FtError if they cannot be had."""
+        self._ask({"type": "configure", "settings": settings})
 
     def unprotected(self) -> None:
         """The script wants no fault tolerance: nothing is recorded, and a failure ends the job."""
@@ -137,7 +183,7 @@ class Session:
         started = time.monotonic_ns()
         pause = 20e-6
         while self.control[Word.COMMITTED] < self.version:
-            self._raise_if_moved()
+            self.raise_if_moved()
             if self._snapshotter is not None and (failure := self._snapshotter.failed) is not None:
                 raise failure
             time.sleep(pause)
@@ -175,12 +221,32 @@ class Session:
 
     # -- recovery, main thread -----------------------------------------------------------------
 
-    def _enter_training(self, adapter: Adapter, version: int) -> None:
+    def _persist(self, action: Callable[[], T], between: Callable[[], None]) -> T:
+        """`action`, and after each epoch change `between` and `action` again."""
+        while True:
+            try:
+                return action()
+            except Exception as error:
+                if not self.moved(error):
+                    raise
+            between()
+
+    def _catch_up(self) -> None:
+        self._resume()
+        self._redo()
+
+    def _enter_training(self, adapter: Adapter, version: int, in_place: bool) -> None:
+        if self._snapshotter is not None:
+            raise FtError("only one training function, or one engine, can be protected in a process")
         with self._condition:
             # An abort answered by the watcher on behalf of a worker in start-up is completed first.
             self._condition.wait_for(lambda: self._pending <= self.epoch)
-            self.comms.end_startup()
+            if in_place:
+                self.comms.startup.go_on(self.recover)
+            else:
+                self.comms.end_startup()
             self._stage = Stage.TRAINING
+        self._adapter = adapter
         self.version = version
         self.control[Word.VERSION] = self.control[Word.TAG] = version
         self._snapshotter = Snapshotter(
@@ -201,7 +267,7 @@ class Session:
             if self._released:
                 self._stage = Stage.FINISHED
                 return
-        self._raise_if_moved()
+        self.raise_if_moved()
 
     def _resume(self) -> None:
         assert self._snapshotter is not None
@@ -227,13 +293,13 @@ class Session:
         loaded = version is not None
         self._send({"type": "restored", "epoch": self.epoch, "version": self.version, "loaded": loaded})
 
-    def _quiesce(self, adapter: Adapter) -> None:
-        assert self._snapshotter is not None
+    def _quiesce(self) -> None:
+        assert self._snapshotter is not None and self._adapter is not None
         try:
             self._snapshotter.wait()
         except Exception:
             log.exception("role %d: staging version %d failed; the copy is not used", self.role, self.version)
-        adapter.reset()
+        self._adapter.reset()
         while True:
             with self._condition:
                 epoch = self._pending
@@ -253,13 +319,6 @@ class Session:
         counts = self.comms.startup_counts()
         self._send({"type": "quiesced", "epoch": epoch, "stage": stage, "counts": counts})
 
-    def _epoch_moved(self, error: Exception) -> bool:
-        return isinstance(error, EpochChanged) or self._pending > self.epoch
-
-    def _raise_if_moved(self) -> None:
-        if self._pending > self.epoch:
-            raise EpochChanged(f"epoch {self._pending} was announced; role {self.role} leaves its step")
-
     def _await_restore(self) -> Message:
         with self._condition:
             self._condition.wait_for(
@@ -268,14 +327,14 @@ class Session:
                     or (self._restore is not None and self._restore["epoch"] == self.epoch)
                 )
             )
-            self._raise_if_moved()
+            self.raise_if_moved()
             assert self._restore is not None
             return self._restore
 
     def _await_epoch(self) -> None:
         with self._condition:
             self._condition.wait_for(lambda: self._pending > self.epoch)
-        self._raise_if_moved()
+        self.raise_if_moved()
 
     # -- the agent -----------------------------------------------------------------------------
 

@@ -14,12 +14,18 @@ destination; there the sender's log holds what was sent.
 Operations of this phase are synchronous, because a survivor does not unwind here: it waits for the
 next epoch and issues the operation again. Only point-to-point operations stay asynchronous, since a
 send completes no earlier than its receive, and both directions may be under way.
+
+Where a script is protected in place (`Session.begin`), the phase does not end: it is what the script
+does between the framework's calls, for as long as it runs. The framework's own collectives are not
+recorded (`paused`): its calls are done again as a whole. Before an operation is issued again in a new
+epoch, `recover` brings the framework's state to where it was.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +108,26 @@ class Startup:
         self._issued: Counter[str] = Counter()
         self._pending: list[PointToPoint] = []
         self._ended: list[str] = []
+        self._recover: Callable[[], None] | None = None
+
+    def go_on(self, recover: Callable[[], None]) -> None:
+        """With the lock: training begins, and what is issued outside of `paused` is recorded further on."""
+        self._recover = recover
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Collectives issued here are the framework's: not recorded, and aborted by an epoch change."""
+        was, self.recording = self.recording, False
+        try:
+            yield
+        finally:
+            self.recording = was
+
+    def live_epoch(self) -> int:
+        """Block until there is a live epoch, in which the state is what it was; return it."""
+        while self._recover is not None and not self._comms.alive:
+            self._recover()
+        return self._comms.wait_live()
 
     def plan(self, completed: Mapping[str, Any], fetch: Fetch | None) -> None:
         """With the lock: what survivors had completed when this epoch began, and where to get it."""
@@ -126,11 +152,12 @@ class Startup:
         saved = call.save()
         name, number = group.ft_name, self.log.count(group.ft_name)
         while True:
-            epoch = self._comms.wait_live()
+            epoch = self.live_epoch()
             try:
                 entry = self.peers_entry(name, number, call.signature, epoch)
                 if entry is not None:
-                    call.apply(entry, self.where(name, number))
+                    # Once training has begun, no restore comes after this that overwrites large results.
+                    call.apply(entry, self.where(name, number), lenient=self._recover is None)
                 else:
                     self._execute(group, method, kind, args, kwargs, epoch)
                     entry = call.entry()
@@ -162,7 +189,7 @@ class Startup:
 
     def where(self, name: str, number: int) -> str:
         """For messages."""
-        return f"start-up operation {number} of group {name}, role {self._comms.role}"
+        return f"operation {number} of group {name}, role {self._comms.role}"
 
     def peers_entry(self, name: str, number: int, signature: str, epoch: int) -> Entry | None:
         """The entry of a survivor that had completed the operation; None if it must be executed."""
@@ -200,7 +227,7 @@ class Startup:
     def _any_source(self, group: FtProcessGroup, args: tuple[Any, ...]) -> DoneWork:
         end = f">{group.rank()}"
         while True:
-            epoch = self._comms.wait_live()
+            epoch = self.live_epoch()
             for name, value in self._completed.items():
                 if (
                     name.startswith(f"{group.ft_name}/")
@@ -223,7 +250,7 @@ class Startup:
     def reissue(self) -> None:
         """After an epoch change: issue what is pending again, in order."""
         while True:
-            self._comms.wait_live()
+            self.live_epoch()
             try:
                 for work in self._pending:
                     work.issue()
@@ -288,7 +315,7 @@ class PointToPoint(dist.Work):
 
     def issue(self) -> None:
         """Issue it in the current epoch, unless a peer's log has it. Raises EpochChanged."""
-        epoch = self._comms.wait_live()
+        epoch = self._startup.live_epoch()
         if self._epoch == epoch:
             return
         self._work = None

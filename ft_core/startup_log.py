@@ -15,7 +15,7 @@ from ft_core.errors import ReplayMismatch
 
 log = logging.getLogger(__name__)
 
-TOTAL_CAP = 16 << 20
+TOTAL_CAP = 64 << 20
 """Bytes of results that one process keeps; beyond it, entries keep their signature only."""
 
 ENTRY_CAP = 1 << 20
@@ -122,8 +122,11 @@ class Call:
             return Entry(self.kind, self.signature, None)
         return Entry(self.kind, self.signature, tuple(to_bytes(t) for t in self.results))
 
-    def apply(self, entry: Entry, where: str) -> None:
-        """Fill the results from a peer's entry. Raises ReplayMismatch."""
+    def apply(self, entry: Entry, where: str, lenient: bool = True) -> None:
+        """Fill the results from a peer's entry. Raises ReplayMismatch.
+
+        `lenient`: large results that were not kept may be left as they are, a restore fills them.
+        """
         if entry.signature != self.signature:
             raise mismatch(where, self.signature, entry.signature)
         if not self.replayable:
@@ -135,7 +138,7 @@ class Call:
             return
         if entry.tensors is None:
             # Parameters are restored later. Anything else steers the script and must not be made up.
-            if any(not t.is_floating_point() for t in self.results):
+            if not lenient or any(not t.is_floating_point() for t in self.results):
                 raise ReplayMismatch(
                     f"{where}: the result of {self.signature} was too large for the start-up log; the job "
                     "must fall back to its durable checkpoint"

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import torch
 
+from ft_core import plugins
 from ft_core.logs import redirect
 from ft_core.session import Session
 from ft_core.settings import Command
@@ -50,6 +51,8 @@ def main(
         os.execvp(command.target, [command.target, *command.arguments])
     session.comms.install()
     try:
+        for install in plugins.load(plugins.HOOKS):
+            install()
         run(command)
         code = 0
     except SystemExit as stop:

@@ -7,15 +7,14 @@ and `state`, whatever it keeps there.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from ft_core import rng
 from ft_core.adapter import StateTensor
 
 Holders = tuple[int, ...]
@@ -69,10 +68,7 @@ class MegatronAdapter:
         """RNG states, scheduler, loss scalers, hyper-parameters and what else is no tensor."""
         return {
             "result": self.result,
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+            "rng": rng.capture(),
             "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
             "scheduler": self._scheduler.state_dict() if self._scheduler is not None else None,
             "scalers": [
@@ -124,11 +120,7 @@ class MegatronAdapter:
         if self._scheduler is not None:
             _load_scheduler(self._scheduler, envelope["scheduler"])
         self.result = envelope["result"]
-        random.setstate(envelope["python"])
-        np.random.set_state(envelope["numpy"])
-        torch.set_rng_state(envelope["torch"])
-        if envelope["cuda"] is not None:
-            torch.cuda.set_rng_state(envelope["cuda"])
+        rng.restore(envelope["rng"])
         tensor_parallel.get_cuda_rng_tracker().set_states(envelope["tracker"])
 
     def reset(self) -> None:

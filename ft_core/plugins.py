@@ -1,0 +1,17 @@
+"""What other packages add to the engine, found through entry points: the engine names none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+HOOKS = "ft_core.hooks"
+"""Called without arguments in every worker before the user's script: installs a framework's hooks."""
+
+
+@cache
+def load(group: str) -> tuple[Callable[..., Any], ...]:
+    """The objects that entry points of `group` name. Looked up once per process and its forks."""
+    return tuple(found.load() for found in sorted(entry_points(group=group), key=lambda e: e.name))
