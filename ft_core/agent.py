@@ -34,6 +34,7 @@ from ft_core.logs import Tee
 from ft_core.manifest import Segment
 from ft_core.memory import Word
 from ft_core.replicator import Replicator
+from ft_core.reports import Reports
 from ft_core.settings import Settings, read_secret
 from ft_core.store import NodeStore
 from ft_core.transport import TcpTransport
@@ -68,6 +69,7 @@ class Agent:
         self._next_rendezvous = _open_store(self._host)
         """The store of the epoch to come, made ahead of need."""
         self._inquiries: Inquiries | None = None
+        self._reports = Reports(self)
         self._reported = 0
         self._done: asyncio.Future[int] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -105,6 +107,15 @@ class Agent:
         watchdog.start()
         return code
 
+    def roles_here(self) -> list[int]:
+        """Roles that the plan places on this node."""
+        return [int(role) for role, node in self.plan.get("roles", {}).items() if node == self.node]
+
+    @property
+    def rendezvous(self) -> str:
+        """The address of the store that this node has open for the epoch to come."""
+        return f"{self._host}:{self._next_rendezvous.port}"
+
     # -- controller ----------------------------------------------------------------------------
 
     async def _serve_controller(self) -> None:
@@ -112,7 +123,8 @@ class Agent:
             try:
                 channel = await AsyncChannel.connect(self.settings.controller, self.secret)
                 self._controller = channel
-                self._post({"type": "hello", "kind": "agent", **self._identity(), **self._holdings()})
+                about = {**self._reports.identity(), **self._reports.holdings()}
+                self._post({"type": "hello", "kind": "agent", **about})
                 while True:
                     self._on_controller(await channel.recv())
             except AuthenticationError as error:
@@ -135,7 +147,7 @@ class Agent:
         elif kind == "kill":
             self._kill(message.get("role"))
         elif kind == "state":
-            self._post({"type": "state", **self._state_of(message["role"])})
+            self._post({"type": "state", **self._reports.state_of(message["role"])})
         elif kind == "release":
             for worker in self.pool.playing():
                 worker.post({"type": "release"})
@@ -144,82 +156,13 @@ class Agent:
             if not self._done.done():
                 self._done.set_result(int(message["code"]))
 
-    def _identity(self) -> Message:
-        return {
-            "node": self.node,
-            "pid": os.getpid(),
-            "node_rank": self.node_rank,
-            "domain": self.domain,
-            "data": self.transport.address,
-            "plan": self.plan,
-        }
-
-    def _holdings(self) -> Message:
-        """What this node could contribute to a recovery."""
-        roles: dict[str, Message] = {}
-        segments: dict[str, list[int]] = {}
-        for role in self._roles_here():
-            worker, memory = self.pool.of_role(role), self.store.memory(role)
-            layout = memory.segments()
-            segments.update({s.id: list(s.holders) for s in layout})
-            roles[str(role)] = {
-                "alive": worker is not None,
-                "stage": worker.stage if worker else "startup",
-                "versions": memory.versions(),
-                "segments": [s.id for s in layout],
-                "counts": worker.counts if worker else {},
-                "initial": worker.initial if worker else None,
-                "completed": worker.completed if worker else 0,
-                "finished": worker is not None and worker.finished,
-            }
-        replicas = self.store.replicas.versions()
-        for name in replicas:
-            if (segment := self.store.replicas.segment(name)) is not None:
-                segments[name] = list(segment.holders)
-        return {
-            "epoch": self.epoch,
-            "roles": roles,
-            "replicas": replicas,
-            "segments": segments,
-            "idle": len(self.pool.idle()),
-            "store": f"{self._host}:{self._next_rendezvous.port}",
-            "durable": durable.complete_versions(self.settings.durable_dir, self.settings.world_size),
-        }
-
-    def _state_of(self, role: int) -> Message:
-        """A role's segments and what protecting them has taken so far, for `ftctl plan`."""
-        worker = self.pool.of_role(role)
-        return {
-            "role": role,
-            "segments": [s.to_json() for s in self.store.memory(role).segments()],
-            "ring": worker.ring if worker else [],
-            "step_seconds": worker.control[Word.STEP_NS] / 1e9 if worker else 0,
-            "bytes_per_second": self.replicator.bandwidth(),
-        }
-
     async def _heartbeat(self) -> None:
         parent = os.getppid()
         stalls = (self._log_dir / "stalls.txt").open("w")
         while True:
             # An agent that is held up looks dead from outside: leave a trace of what held it up.
             faulthandler.dump_traceback_later(2 * self.settings.heartbeat, file=stalls)
-            roles = {}
-            for worker in self.pool.playing():
-                role = worker.role
-                assert role is not None
-                sent, snapshots = self.replicator.sent(role)
-                roles[str(role)] = {
-                    "pid": worker.pid,
-                    "step": worker.control[Word.VERSION],
-                    "tag": worker.control[Word.TAG],
-                    "held": self.store.memory(role).versions(),
-                    "committed": worker.control[Word.COMMITTED],
-                    "waited_s": worker.control[Word.WAITED_NS] / 1e9,
-                    "h2h_bytes": sent,
-                    "h2h_snapshots": snapshots,
-                }
-            message = {"type": "heartbeat", "roles": roles, "idle": len(self.pool.idle())}
-            self._post({**message, "replicas": self.store.replicas.versions()})
+            self._post(self._reports.heartbeat())
             if os.getppid() != parent:
                 log.error("node %s: ftrun is gone; this agent stops", self.node)
                 os.killpg(os.getpgrp(), signal.SIGKILL)
@@ -249,7 +192,7 @@ class Agent:
         quiet = all(w.quiesced >= self.epoch for w in self.pool.playing())
         if quiet and self._reported < self.epoch and self.epoch != self.plan.get("epoch"):
             self._reported = self.epoch
-            self._post({"type": "holdings", **self._holdings()})
+            self._post({"type": "holdings", **self._reports.holdings()})
 
     async def _kill_stuck(self, epoch: int) -> None:
         await asyncio.sleep(self.settings.quiesce_timeout)
@@ -265,7 +208,7 @@ class Agent:
         """Begin the epoch of `plan`: give roles to workers, bring their state here, let them go on."""
         if plan["epoch"] < self.epoch or plan["epoch"] == self.plan.get("epoch"):
             return
-        before = self._roles_here()
+        before = self.roles_here()
         self.plan, self.epoch = plan, plan["epoch"]
         self._rendezvous, self._next_rendezvous = self._next_rendezvous, _open_store(self._host)
         self.store.replicas.epoch = self.epoch
@@ -274,8 +217,8 @@ class Agent:
         if version is not None:
             self.store.drop_after(version)
         # A role that has moved away may still be fetched from here: its memory goes one epoch later.
-        self.store.keep_only([*self._roles_here(), *before])
-        for role in self._roles_here():
+        self.store.keep_only([*self.roles_here(), *before])
+        for role in self.roles_here():
             worker = self.pool.of_role(role)
             if worker is not None:
                 worker.post({"type": "plan", **self._worker_plan()})
@@ -337,9 +280,6 @@ class Agent:
             INJECT_ENV: settings.inject,
             **settings.environment,
         }
-
-    def _roles_here(self) -> list[int]:
-        return [int(role) for role, node in self.plan.get("roles", {}).items() if node == self.node]
 
     # -- state ---------------------------------------------------------------------------------
 

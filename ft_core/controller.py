@@ -15,7 +15,6 @@ import os
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,11 @@ from typing import Any
 from ft_core import decision
 from ft_core.console import Console
 from ft_core.errors import FtError, Unrecoverable
+from ft_core.nodes import Message, Node, alive, common_durable, completed, report
 from ft_core.settings import Settings, read_secret
 from ft_core.wire import AsyncChannel, listen
 
 log = logging.getLogger(__name__)
-Message = dict[str, Any]
 
 _TICK = 0.05
 _RETURN_GRACE = 0.3
@@ -49,24 +48,6 @@ class Phase(StrEnum):
     QUIESCING = "quiescing"
     WAITING = "waiting"
     DONE = "done"
-
-
-@dataclass
-class Node:
-    """A live agent."""
-
-    name: str
-    channel: AsyncChannel
-    about: Message
-    seen: float
-    holdings: Message = field(default_factory=dict)
-    heartbeat: Message = field(default_factory=dict)
-    gone_since: float | None = None
-
-    def post(self, message: Message) -> None:
-        """Send without waiting. A broken connection is noticed by its reader."""
-        with contextlib.suppress(OSError):
-            self.channel.post(message)
 
 
 class Controller:
@@ -350,7 +331,7 @@ class Controller:
         if any(node is None or node.heartbeat["idle"] < n for node in first):
             return
         roles = {rank * n + i: node.name for rank, node in enumerate(first) if node for i in range(n)}
-        durable = set.intersection(*(set(node.holdings["durable"]) for node in first if node))
+        durable = common_durable(node for node in first if node)
         self.epoch += 1
         origin = "durable" if durable else "initial"
         self._start(roles, max(durable) if durable else None, origin, {}, {})
@@ -372,14 +353,10 @@ class Controller:
             self._end(0, "every role has finished")
             return
         self._release_if_complete()
-        dead = [int(r) for r, node in self.plan["roles"].items() if not self._alive(int(r), node)]
+        dead = [int(r) for r, node in self.plan["roles"].items() if not alive(self.nodes, int(r), node)]
         if dead or self.epoch > self.plan["epoch"]:
             self.fenced |= missing
             self._failed("lost while the controller was away" if dead else "recovery was under way", dead)
-
-    def _alive(self, role: int, node: str) -> bool:
-        about = self.nodes[node].holdings["roles"].get(str(role)) if node in self.nodes else None
-        return about is not None and bool(about["alive"])
 
     def _decide_if_ready(self) -> None:
         if self.phase not in (Phase.QUIESCING, Phase.WAITING):
@@ -387,7 +364,7 @@ class Controller:
         if any(n.holdings["epoch"] != self.epoch or n.gone_since is not None for n in self.nodes.values()):
             return
         places = {int(role): node for role, node in self.plan["roles"].items()}
-        lost = [role for role, node in places.items() if not self._alive(role, node)]
+        lost = [role for role, node in places.items() if not alive(self.nodes, role, node)]
         idle = {node.name: int(node.heartbeat["idle"]) for node in self.nodes.values()}
         crashed = Counter(places[role] for role in lost if places[role] in idle)
         if any(idle[node] < count for node, count in crashed.items()) and not self._standby_overdue():
@@ -404,11 +381,11 @@ class Controller:
             self._end(1, str(error))
             return
         self._waiting_for = ""
-        self._start(assignment.roles, version, origin, sources, self._completed(), lost)
+        self._start(assignment.roles, version, origin, sources, completed(self.nodes.values()), lost)
 
     def _choose(self, roles: dict[int, str], places: dict[int, str]) -> tuple[int | None, str, Message]:
         catalogue = {name: held for found in self.catalogue.values() for name, held in found.items()}
-        reports = [_report(node, catalogue) for node in self.nodes.values()]
+        reports = [report(node, catalogue) for node in self.nodes.values()]
         if self.initial is None:
             # Nobody has ever reached training: start-up goes on towards what it was begun with.
             version, origin = self.plan["start"]
@@ -417,7 +394,7 @@ class Controller:
             reports,
             range(self.settings.world_size),
             self.initial,
-            _common_durable(self.nodes.values()),
+            common_durable(self.nodes.values()),
             placements=roles,
             previous=places,
             reached=self.reached,
@@ -478,16 +455,6 @@ class Controller:
         for node in self.nodes.values():
             node.post(self.plan)
 
-    def _completed(self) -> dict[str, list[int]]:
-        """For each group how many start-up collectives are done, and a role that has their record."""
-        found: dict[str, list[int]] = {}
-        for node in self.nodes.values():
-            for role, about in node.holdings["roles"].items():
-                for group, count in about["counts"].items() if about["alive"] else ():
-                    if count > found.get(group, [0])[0]:
-                        found[group] = [count, int(role)]
-        return found
-
     def _end(self, code: int, reason: str) -> None:
         if self._done is None or self._done.done():
             return
@@ -496,33 +463,6 @@ class Controller:
         if code:
             print(f"ftrun: the job stops: {reason}", file=sys.stderr, flush=True)
         self._done.set_result(code)
-
-
-def _report(node: Node, catalogue: dict[str, list[int]]) -> decision.NodeReport:
-    held = node.holdings
-    roles = {}
-    for role, about in held["roles"].items():
-        roles[int(role)] = decision.RoleReport(
-            role=int(role),
-            node=node.name,
-            alive=about["alive"],
-            stage=about["stage"],
-            versions=tuple(about["versions"]),
-            segments=tuple(about["segments"]),
-        )
-    return decision.NodeReport(
-        node=node.name,
-        domain=node.about["domain"],
-        roles=roles,
-        replicas={segment: tuple(versions) for segment, versions in held["replicas"].items()},
-        segments=catalogue | held["segments"],
-    )
-
-
-def _common_durable(nodes: Any) -> list[int]:
-    """Durable versions that every live node can read."""
-    sets = [set(n.holdings["durable"]) for n in nodes]
-    return sorted(set.intersection(*sets)) if sets else []
 
 
 def main() -> int:

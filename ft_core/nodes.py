@@ -1,0 +1,76 @@
+"""What the controller knows of each live agent, and what it reads from their reports."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ft_core import decision
+from ft_core.wire import AsyncChannel
+
+Message = dict[str, Any]
+
+
+@dataclass
+class Node:
+    """A live agent."""
+
+    name: str
+    channel: AsyncChannel
+    about: Message
+    seen: float
+    holdings: Message = field(default_factory=dict)
+    heartbeat: Message = field(default_factory=dict)
+    gone_since: float | None = None
+
+    def post(self, message: Message) -> None:
+        """Send without waiting. A broken connection is noticed by its reader."""
+        with contextlib.suppress(OSError):
+            self.channel.post(message)
+
+
+def alive(nodes: Mapping[str, Node], role: int, node: str) -> bool:
+    """Whether `role` has a live worker on `node`."""
+    about = nodes[node].holdings["roles"].get(str(role)) if node in nodes else None
+    return about is not None and bool(about["alive"])
+
+
+def report(node: Node, catalogue: dict[str, list[int]]) -> decision.NodeReport:
+    """What a node holds, as the decision reads it. `catalogue`: holders of the segments known so far."""
+    held = node.holdings
+    roles = {}
+    for role, about in held["roles"].items():
+        roles[int(role)] = decision.RoleReport(
+            role=int(role),
+            node=node.name,
+            alive=about["alive"],
+            stage=about["stage"],
+            versions=tuple(about["versions"]),
+            segments=tuple(about["segments"]),
+        )
+    return decision.NodeReport(
+        node=node.name,
+        domain=node.about["domain"],
+        roles=roles,
+        replicas={segment: tuple(versions) for segment, versions in held["replicas"].items()},
+        segments=catalogue | held["segments"],
+    )
+
+
+def common_durable(nodes: Iterable[Node]) -> list[int]:
+    """Durable versions that all of `nodes` can read, oldest first."""
+    sets = [set(n.holdings["durable"]) for n in nodes]
+    return sorted(set.intersection(*sets)) if sets else []
+
+
+def completed(nodes: Iterable[Node]) -> dict[str, list[int]]:
+    """For each group how many start-up collectives are done, and a role that has their record."""
+    found: dict[str, list[int]] = {}
+    for node in nodes:
+        for role, about in node.holdings["roles"].items():
+            for group, count in about["counts"].items() if about["alive"] else ():
+                if count > found.get(group, [0])[0]:
+                    found[group] = [count, int(role)]
+    return found

@@ -1,0 +1,96 @@
+"""What an agent says about its node: who it is, that it lives, and what it could give to a recovery."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from ft_core import durable
+from ft_core.memory import Word
+
+if TYPE_CHECKING:
+    from ft_core.agent import Agent
+
+Message = dict[str, Any]
+
+
+class Reports:
+    """Reads the agent; changes nothing in it."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._a = agent
+
+    def identity(self) -> Message:
+        """Who this is; said once per connection."""
+        return {
+            "node": self._a.node,
+            "pid": os.getpid(),
+            "node_rank": self._a.node_rank,
+            "domain": self._a.domain,
+            "data": self._a.transport.address,
+            "plan": self._a.plan,
+        }
+
+    def holdings(self) -> Message:
+        """What this node could contribute to a recovery."""
+        store, settings = self._a.store, self._a.settings
+        roles: dict[str, Message] = {}
+        segments: dict[str, list[int]] = {}
+        for role in self._a.roles_here():
+            worker, memory = self._a.pool.of_role(role), store.memory(role)
+            layout = memory.segments()
+            segments.update({s.id: list(s.holders) for s in layout})
+            roles[str(role)] = {
+                "alive": worker is not None,
+                "stage": worker.stage if worker else "startup",
+                "versions": memory.versions(),
+                "segments": [s.id for s in layout],
+                "counts": worker.counts if worker else {},
+                "initial": worker.initial if worker else None,
+                "completed": worker.completed if worker else 0,
+                "finished": worker is not None and worker.finished,
+            }
+        replicas = store.replicas.versions()
+        for name in replicas:
+            if (segment := store.replicas.segment(name)) is not None:
+                segments[name] = list(segment.holders)
+        return {
+            "epoch": self._a.epoch,
+            "roles": roles,
+            "replicas": replicas,
+            "segments": segments,
+            "idle": len(self._a.pool.idle()),
+            "store": self._a.rendezvous,
+            "durable": durable.complete_versions(settings.durable_dir, settings.world_size),
+        }
+
+    def state_of(self, role: int) -> Message:
+        """A role's segments and what protecting them has taken so far, for `ftctl plan`."""
+        worker = self._a.pool.of_role(role)
+        return {
+            "role": role,
+            "segments": [s.to_json() for s in self._a.store.memory(role).segments()],
+            "ring": worker.ring if worker else [],
+            "step_seconds": worker.control[Word.STEP_NS] / 1e9 if worker else 0,
+            "bytes_per_second": self._a.replicator.bandwidth(),
+        }
+
+    def heartbeat(self) -> Message:
+        """That this node lives, and where its workers are."""
+        roles = {}
+        for worker in self._a.pool.playing():
+            role = worker.role
+            assert role is not None
+            sent, snapshots = self._a.replicator.sent(role)
+            roles[str(role)] = {
+                "pid": worker.pid,
+                "step": worker.control[Word.VERSION],
+                "tag": worker.control[Word.TAG],
+                "held": self._a.store.memory(role).versions(),
+                "committed": worker.control[Word.COMMITTED],
+                "waited_s": worker.control[Word.WAITED_NS] / 1e9,
+                "h2h_bytes": sent,
+                "h2h_snapshots": snapshots,
+            }
+        idle, replicas = len(self._a.pool.idle()), self._a.store.replicas.versions()
+        return {"type": "heartbeat", "roles": roles, "idle": idle, "replicas": replicas}
