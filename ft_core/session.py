@@ -137,6 +137,16 @@ class Session:
         self._enter_training(adapter, version, in_place=True)
         self._persist(self._catch_up, self._quiesce)
 
+    @property
+    def joining(self) -> bool:
+        """Whether the state this role goes on from is held elsewhere: its own start-up does not make it."""
+        return self._plan.get("origin") in ("memory", "durable")
+
+    @property
+    def protecting(self) -> bool:
+        """Whether training is protected, or has begun to be."""
+        return self._snapshotter is not None
+
     def recover(self) -> None:
         """The epoch is over: take up the next one, in place. Main thread, outside the framework's calls."""
         self._quiesce()

@@ -101,6 +101,8 @@ class Startup:
     def __init__(self, comms: Communicators) -> None:
         self.log = StartupLog()
         self.recording = True
+        self._prefix = ""
+        self._muted = False
         self._comms = comms
         self._completed: Mapping[str, Any] = {}
         self._fetch: Fetch | None = None
@@ -123,6 +125,19 @@ class Startup:
         finally:
             self.recording = was
 
+    @contextmanager
+    def section(self, name: str, muted: bool) -> Iterator[None]:
+        """Count operations issued here apart from all others, as a newcomer may have no use for them.
+
+        `muted`: it has none, so nothing is communicated, and results stay as they are.
+        """
+        before = self._prefix, self._muted
+        self._prefix, self._muted = f"{name}/", muted
+        try:
+            yield
+        finally:
+            self._prefix, self._muted = before
+
     def live_epoch(self) -> int:
         """Block until there is a live epoch, in which the state is what it was; return it."""
         while self._recover is not None and not self._comms.alive:
@@ -141,6 +156,8 @@ class Startup:
         self, group: FtProcessGroup, method: str, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Complete one operation, over as many epochs as it takes. Raises ReplayMismatch."""
+        if self._muted:
+            return DoneWork(tensors_in(args), 0)
         if group.size() == 1:
             self._execute(group, method, kind, args, kwargs, None)
             return DoneWork(tensors_in(args), 0)
@@ -150,7 +167,8 @@ class Startup:
             return self._point_to_point(group, method, args)
         call = Call(group.rank(), kind, args, kwargs)
         saved = call.save()
-        name, number = group.ft_name, self.log.count(group.ft_name)
+        name = self._prefix + group.ft_name
+        number = self.log.count(name)
         while True:
             epoch = self.live_epoch()
             try:

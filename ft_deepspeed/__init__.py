@@ -1,1 +1,5 @@
-"""Hooks into the DeepSpeed engine: its JSON section, ZeRO state, the gradient barrier."""
+"""DeepSpeed that survives failures, by a section in its JSON. Importing this installs the hooks, as ftrun does."""
+
+from ft_deepspeed.hooks import install
+
+install()

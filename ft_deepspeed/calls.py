@@ -1,0 +1,259 @@
+"""The calls a script makes to a DeepSpeed engine, as objects that can be made again.
+
+A script protected in place does not unwind when a failure interrupts it. What it had done since the
+version that everybody goes on from is done again on its behalf: the same calls, with the same inputs and
+random states, which on restored state gives the same bits. What the script computed between the calls
+(its loss function) is not run again: of it, the gradient at the engine's outputs is enough.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ft_deepspeed.context import Context
+from ft_deepspeed.results import Results
+
+_COPIED = 1 << 20
+"""Outputs up to so many bytes are handed out as copies, which a script may change in place, others as views."""
+
+
+class Call:
+    """One call of the engine's `method`. Executed at once, and again when a recovery needs it."""
+
+    kind = "call"
+    """Its results are kept under this name; see `Results`."""
+
+    def __init__(self, engine: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.engine, self.method, self.args, self.kwargs = engine, method, args, kwargs
+        self.version = -1
+        self.context: Context | None = None
+        self.again: str = ""
+        """Why this call cannot be made again, if so."""
+
+    def execute(self) -> Any:
+        """For the script."""
+        return self.method(*self.args, **self.kwargs)
+
+    def repeat(self) -> Any:
+        """Once more, for the engine's state. Returns what the script is given if it still waits for it."""
+        return self.execute()
+
+    def ghost(self, results: Results, number: int) -> Any:
+        """Stand for a call of a step that is done, on a newcomer: nothing is computed."""
+        return results.answer(self.kind, self.version, number, torch.device(self.engine.device))
+
+    @property
+    def ends_step(self) -> bool:
+        """Before it is made: whether the state will be the next version after it."""
+        return False
+
+    def release(self) -> None:
+        """It is done for good, or will be made again from its inputs: drop what it computed."""
+
+
+class Forward(Call):
+    """`engine(...)`. The script gets leaves that stand for the outputs; see `Backward`."""
+
+    def __init__(self, engine: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__(engine, method, args, kwargs)
+        self.kind = "forward" if engine.module.training else "evaluation"
+        self._saved: Any = None
+        self._outputs: list[torch.Tensor] = []
+        self.leaves: list[torch.Tensor] = []
+        self.gradients: list[torch.Tensor | None] | None = None
+        """At the outputs that need one, once the script's part of the backward pass has run."""
+
+    def execute(self) -> Any:
+        """Forward with the script's own inputs."""
+        if any(t.requires_grad for t in _tensors((self.args, self.kwargs))):
+            self.again = "the engine's inputs require gradients, so what computed them must run again"
+        self._saved = _copied((self.args, self.kwargs))
+        result = self.method(*self.args, **self.kwargs)
+        self.args, self.kwargs = (), {}
+        return self._handed_out(result)
+
+    def repeat(self) -> Any:
+        """Forward with copies of the inputs, which the model may overwrite."""
+        if self._saved is None:  # interrupted before it had begun
+            return self.execute()
+        args, kwargs = _copied(self._saved)
+        result = self.method(*args, **kwargs)
+        if not self.leaves:
+            return self._handed_out(result)
+        self._outputs = [t for t in _tensors(result) if t.requires_grad]
+        return result  # the script has its leaves already
+
+    def _handed_out(self, result: Any) -> Any:
+        self._outputs = [t for t in _tensors(result) if t.requires_grad]
+        leaves: list[torch.Tensor] = []
+
+        def stand_in(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.requires_grad:
+                return value
+            leaf = value.detach().requires_grad_()
+            leaves.append(leaf)
+            return leaf.clone() if leaf.nbytes <= _COPIED else leaf.view_as(leaf)
+
+        result = pytree.tree_map(stand_in, result)
+        self.leaves = leaves
+        return result
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        """Of the newest execution, those that need gradients; the leaves stand for them in order."""
+        return self._outputs
+
+    def release(self) -> None:
+        """After its backward pass."""
+        self._outputs, self.leaves = [], []
+
+
+class Backward(Call):
+    """`engine.backward(loss)`, for the forward passes that came before it.
+
+    DeepSpeed is given a loss of the same value whose graph begins at the engine's newest outputs. Its
+    backward runs the script's part of the graph, from the loss to the leaves, the first time; the
+    gradients found there serve all repetitions.
+    """
+
+    kind = "backward"
+
+    def __init__(
+        self, engine: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any], forwards: list[Forward]
+    ) -> None:
+        super().__init__(engine, method, args, kwargs)
+        self._forwards = forwards
+        self._retained = bool(kwargs.get("retain_graph"))
+        self._loss: torch.Tensor | None = kwargs.pop("loss") if "loss" in kwargs else args[0]
+        self.args = args[1:]
+        if not isinstance(self._loss, torch.Tensor):
+            raise TypeError(f"engine.backward: the loss must be a tensor, not {type(self._loss).__name__}")
+        self._value = self._loss.detach().clone()
+
+    def execute(self) -> Any:
+        """Backward through the script's part of the graph, unless that was done, and the engine's."""
+        outputs = [t for f in self._forwards for t in f.outputs]
+        loss = _Bridge.apply(self, *outputs) if outputs else self._loss
+        result = self.method(loss, *self.args, **self.kwargs)
+        if not self._retained:
+            for forward in self._forwards:
+                forward.release()
+            self._loss = None
+        return result.detach() if isinstance(result, torch.Tensor) else result
+
+    def ghost(self, results: Results, number: int) -> Any:
+        """No gradient is needed: the step was taken long ago."""
+        return self._value
+
+    def gradients(self, scale: torch.Tensor) -> list[torch.Tensor | None]:
+        """At all outputs, for the gradient `scale` that DeepSpeed feeds into the loss."""
+        if any(f.gradients is None for f in self._forwards) or self._retained:
+            assert self._loss is not None
+            with torch.enable_grad():
+                torch.autograd.backward(self._loss, scale, retain_graph=self._retained)
+            for forward in self._forwards:
+                forward.gradients = [leaf.grad for leaf in forward.leaves]
+                for leaf in forward.leaves:
+                    leaf.grad = None
+        return [g for f in self._forwards for g in f.gradients or ()]
+
+
+class _Bridge(torch.autograd.Function):
+    """Joins a loss to the engine's outputs, in place of the graph in between."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Backward, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.call = call
+        return call._value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *scale: Any) -> Any:
+        call: Backward = ctx.call
+        call.engine.ft_protection.point("backward")
+        return None, *call.gradients(scale[0])
+
+
+class Step(Call):
+    """`engine.step()`."""
+
+    kind = "step"
+
+    @property
+    def ends_step(self) -> bool:
+        """At the end of gradient accumulation."""
+        engine = self.engine
+        managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
+        return not managed or engine.is_gradient_accumulation_boundary()
+
+    def ghost(self, results: Results, number: int) -> Any:
+        """Count it."""
+        self.engine.micro_steps += 1
+        return None
+
+
+class Batch(Call):
+    """`train_batch` or `eval_batch` of a pipeline engine. What it draws from the iterator is kept."""
+
+    def __init__(self, engine: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__(engine, method, args, kwargs)
+        self.kind = method.__name__
+        self._source: Any = kwargs.pop("data_iter") if "data_iter" in kwargs else next(iter(args), None)
+        self.args = args[1:]
+        self._drawn: list[Any] = []
+
+    def execute(self) -> Any:
+        """The batches drawn before, then new ones."""
+        if self._source is None:
+            self._source = self.engine.data_iterator
+        if self._source is None:  # a stage that reads no data
+            return self.method(None, *self.args, **self.kwargs)
+        feed = self._feed()
+        try:
+            return self.method(feed, *self.args, **self.kwargs)
+        finally:
+            if self.engine.data_iterator is feed:
+                self.engine.data_iterator = self._source
+
+    def ghost(self, results: Results, number: int) -> Any:
+        """Draw as many as the engine would."""
+        engine, source = self.engine, self._source if self._source is not None else self.engine.data_iterator
+        many = self.kwargs.get("num_micro_batches") or engine.micro_batches
+        if source is not None and (engine.is_first_stage() or engine.is_last_stage()):
+            for _ in itertools.islice(source, many):
+                pass
+        return super().ghost(results, number)
+
+    @property
+    def ends_step(self) -> bool:
+        """A training batch is a step."""
+        return self.kind == "train_batch"
+
+    def _feed(self) -> Iterator[Any]:
+        for batch in self._drawn:
+            yield _copied(batch)
+        for batch in self._source:
+            self._drawn.append(_copied(batch))
+            yield batch
+
+
+class Save(Call):
+    """`save_checkpoint` and its like: done again as a whole, so that the files are of one piece."""
+
+    kind = "save"
+
+    def ghost(self, results: Results, number: int) -> Any:
+        """The files are there, and the state in memory is a later one."""
+        return True
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _copied(value: Any) -> Any:
+    return pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, torch.Tensor) else v, value)

@@ -1,0 +1,99 @@
+"""Where fault tolerance enters DeepSpeed: `deepspeed.initialize`, patched at run time, no file of it changed.
+
+The hooks are in place before the user's script runs, and do nothing until a configuration with an
+enabled `fault_tolerance` section comes along.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def install() -> None:
+    """Patch `deepspeed.initialize`, now or as soon as deepspeed is imported. May be called again."""
+    module = sys.modules.get("deepspeed")
+    if module is not None and hasattr(module, "initialize"):
+        _patch(module)
+    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport())
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds deepspeed as the others would, and patches it once its module has run."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != "deepspeed":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _PatchingLoader(spec.loader)
+        return spec
+
+
+class _PatchingLoader(Loader):
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _patch(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)  # get_source, is_package and what else tools ask a loader
+
+
+def _patch(module: ModuleType) -> None:
+    if not hasattr(module.initialize, "ft_original"):
+        module.initialize = _protected(module.initialize)  # type: ignore[attr-defined]
+
+
+def _protected(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        from ft_core import session
+        from ft_core.errors import ConfigError
+        from ft_deepspeed import config
+
+        given = signature.bind_partial(*args, **kwargs).arguments
+        found = given.get("config") or given.get("config_params")
+        if found is None:
+            arguments = given.get("args")
+            found = getattr(arguments, "deepspeed_config", None) or getattr(
+                arguments, "deepscale_config", None
+            )
+        section = config.parse(config.read(found)) if found is not None else None
+        current = session.current()
+        if section is None:
+            if current is not None and not current.protecting:
+                current.unprotected()
+            return original(*args, **kwargs)
+        if current is None:
+            raise ConfigError(
+                "fault_tolerance.enabled needs ftrun in place of torchrun or deepspeed (torchrun's flags): "
+                'nothing would protect this job; or set "enabled": false'
+            )
+        from ft_deepspeed.protection import Protection
+
+        current.configure(section.settings())
+        engine, *others = original(*args, **kwargs)
+        Protection(engine, current)
+        return engine, *others
+
+    initialize.ft_original = original  # type: ignore[attr-defined]
+    return initialize

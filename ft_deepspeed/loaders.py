@@ -1,0 +1,51 @@
+"""Random states that data loaders drew their seeds from.
+
+A `DataLoader` that shuffles draws a seed from the process's generator when an iteration begins. A newcomer
+computes nothing for the steps that are done, so its generator is not where its predecessor's was then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import dataloader
+
+KEPT = 4
+"""Iterators whose states are kept: the one that training draws from, and evaluation's, with room."""
+
+
+class Loaders:
+    """Notes the state at the beginning of every iteration, or sets it to what a predecessor noted."""
+
+    def __init__(self) -> None:
+        self._begun = 0
+        self._states: dict[int, torch.Tensor] = {}
+        self._noted: dict[int, torch.Tensor] = {}
+        base: Any = dataloader._BaseDataLoaderIter
+        original = base.__init__
+
+        def begin(iterator: Any, *args: Any, **kwargs: Any) -> None:
+            self._begin()
+            original(iterator, *args, **kwargs)
+
+        base.__init__ = begin
+
+    def _begin(self) -> None:
+        if (noted := self._noted.get(self._begun)) is not None:
+            torch.set_rng_state(noted)
+        self._states[self._begun] = torch.get_rng_state()
+        self._states.pop(self._begun - KEPT, None)
+        self._begun += 1
+
+    def state(self) -> dict[int, torch.Tensor]:
+        """For the envelope."""
+        return dict(self._states)
+
+    def follow(self, noted: dict[int, torch.Tensor]) -> None:
+        """From here on iterations begin as the predecessor's did."""
+        self._noted = noted
+
+    def lead(self) -> None:
+        """No more."""
+        self._noted = {}

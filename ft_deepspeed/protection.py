@@ -1,0 +1,318 @@
+"""A DeepSpeed engine whose calls survive failures, in a script that knows nothing of it.
+
+On a survivor, a call that a failure interrupts is recovered in place: the engine goes back to the version
+that the controller decided on, the calls since then are made again, and last the one that was interrupted.
+On a newcomer, whose script runs from its top, calls of steps that are done are only counted and answered
+(`ghost`) until it has come to where its peers are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TextIO
+
+import torch
+
+from ft_core.adapter import StateTensor
+from ft_core.errors import ConfigError, EpochChanged
+from ft_core.session import Session
+from ft_deepspeed import boundary
+from ft_deepspeed.calls import Backward, Batch, Call, Forward, Save, Step
+from ft_deepspeed.context import Context
+from ft_deepspeed.loaders import Loaders
+from ft_deepspeed.results import Results
+from ft_deepspeed.state import DeepSpeedAdapter, unsupported
+
+log = logging.getLogger(__name__)
+
+_SAVES = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
+
+
+class Protection:
+    """Stands between the script and one engine. The engine's public methods are replaced by guarded ones."""
+
+    def __init__(self, engine: Any, session: Session) -> None:
+        """Raises ConfigError when this engine cannot be protected; it is untouched then."""
+        if session.protecting or getattr(session, "engine", None) is not None:
+            raise ConfigError("fault_tolerance protects one engine per process, and there are two")
+        if (reason := unsupported(engine)) is not None:
+            raise ConfigError(reason)
+        self._engine, self._session = engine, session
+        self._adapter = _Adapter(DeepSpeedAdapter(engine), self)
+        self.results = Results()
+        self.loaders = Loaders()
+        self._tape: list[Call] = []
+        self._covered = 0
+        """The oldest version from which the tape leads to here."""
+        self._pending: Call | None = None
+        self._outside: Context | None = None
+        self._busy = self._begun = False
+        self._position = 0
+        """Steps that the script has done, which on a newcomer is less than the engine has."""
+        self._counted: Counter[str] = Counter()
+        self._forwards: list[Forward] = []
+        self._ghost: _Ghost | None = None
+        engine.ft_protection = self
+        boundary.install(engine, session)
+        self._guard("forward", Forward)
+        self._guard("backward", self._backward)
+        self._guard("step", Step)
+        for name in ("train_batch", "eval_batch"):
+            if hasattr(engine, name):
+                self._guard(name, Batch)
+        for name in _SAVES:
+            if hasattr(engine, name):
+                self._guard(name, Save)
+        load = engine.load_checkpoint
+
+        def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            if self._begun:
+                raise ConfigError(
+                    "engine.load_checkpoint after the first step would change state that fault tolerance keeps "
+                    "copies of; load before training, or set fault_tolerance.enabled to false"
+                )
+            # A newcomer may find a checkpoint that was not there when its peers began. Its script goes on from
+            # that step and is answered from there; the state itself comes from memory.
+            with session.comms.startup.section("load", muted=session.joining):
+                return load(*args, **kwargs)
+
+        engine.load_checkpoint = load_checkpoint
+        session.point("startup")
+
+    # -- the script's calls --------------------------------------------------------------------
+
+    def _guard(self, name: str, make: Callable[..., Call]) -> None:
+        method = getattr(self._engine, name)
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if self._busy:  # the engine calls itself
+                return method(*args, **kwargs)
+            self._begin()
+            return self._call(make(self._engine, method, args, kwargs))
+
+        guarded.__name__, guarded.__doc__ = name, method.__doc__
+        setattr(self._engine, name, guarded)
+
+    def _backward(self, engine: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backward:
+        call = Backward(engine, method, args, kwargs, self._forwards)
+        if not kwargs.get("retain_graph"):
+            self._forwards = []
+        return call
+
+    def _begin(self) -> None:
+        """At the first call: what came before it was start-up."""
+        if self._begun:
+            return
+        self._begun = True
+        self._position = self._covered = self._engine.global_steps
+        self._session.begin(self._adapter, self._position, self._redo)
+
+    def _call(self, call: Call) -> Any:
+        call.version = self._position
+        if self._ghost is not None:
+            return self._answer(call)
+        call.context = Context.capture(self._engine)
+        self._pending = call
+        result = self._persist(call)
+        self._pending = None
+        if isinstance(call, Forward) and call.leaves:
+            self._forwards.append(call)
+        if self._position != self._session.version:
+            self._advance()
+        return result
+
+    def _persist(self, call: Call) -> Any:
+        ends, action = call.ends_step, call.execute
+        while True:
+            try:
+                self._session.raise_if_moved()
+                before = sum(self._session.comms.counts.values())
+                result = self._perform(call, action)
+                if ends:
+                    self._session.step_done()
+                if call.kind != "evaluation" or sum(self._session.comms.counts.values()) > before:
+                    self._tape.append(call)
+                return result
+            except Exception as error:
+                if not self._session.moved(error):
+                    raise
+            self._session.recover()
+            if self._session.version > call.version:
+                # Peers had finished this step, and their copy of its outcome was loaded.
+                self._tape.append(call)
+                return self.results.answer(call.kind, call.version, 0, self._engine.device)
+            assert call.context is not None
+            call.context.apply(self._engine)
+            action = call.repeat
+
+    def _perform(self, call: Call, action: Callable[[], Any]) -> Any:
+        self._busy = True
+        try:
+            with self._session.inside():
+                if isinstance(call, Forward):
+                    self._session.point("forward" if call.kind == "forward" else "evaluate")
+                result = action()
+        finally:
+            self._busy = False
+        if result is not None and call.kind not in ("backward", "save"):
+            self.results.record(call.kind, call.version, result)
+        return result
+
+    def _advance(self) -> None:
+        """A step is complete on this role, and so on all roles is the one before it."""
+        self._position = self._session.version
+        self._covered = max(self._covered, self._position - 1)
+        self._tape = [c for c in self._tape if c.version >= self._covered]
+        self._counted.clear()
+
+    # -- recovery ------------------------------------------------------------------------------
+
+    def interrupted(self) -> None:
+        """The adapter is told to drop an abandoned call: the script must find everything as it left it."""
+        if self._outside is None and self._pending is None:
+            self._outside = Context.capture(self._engine)
+
+    def _redo(self) -> None:
+        """State `session.version` was loaded: get to where the script is."""
+        version = self._session.version
+        if self._ghost is not None or (version > self._position and self._pending is None):
+            self._haunt(version)
+            return
+        calls = [c for c in self._tape if c.version >= version]
+        reason = next((c.again for c in [*calls, self._pending] if c is not None and c.again), "")
+        if version < self._covered:
+            reason = f"its calls between step {version} and step {self._covered} are not known any more"
+        if reason:
+            self._session.restart(reason)
+        if version <= self._position:
+            for call in calls:
+                self._repeat(call)
+        if self._outside is not None:
+            self._outside.apply(self._engine)
+            self._outside = None
+
+    def _repeat(self, call: Call) -> None:
+        assert call.context is not None
+        with call.context.entered(self._engine), _quiet(self._engine):
+            ends = call.ends_step
+            self._perform(call, call.repeat)
+        if ends:
+            self._session.step_done()
+
+    # -- newcomers -----------------------------------------------------------------------------
+
+    def _haunt(self, version: int) -> None:
+        """State `version` is loaded, and the script has yet to get there."""
+        if version < self._position or (version == self._position and self._counted):
+            self._session.restart(f"it has been answered as if beyond step {version}")
+        if version == self._position:
+            self._go_live()
+            return
+        if self._ghost is None:
+            self._ghost = _Ghost()
+        self._ghost.until = version
+        self._ghost.envelope = self._adapter.loaded
+        self.loaders.follow(self._adapter.loaded["loaders"])
+        self._engine.global_steps = self._position
+        self._engine.micro_steps = self._position * self._engine.gradient_accumulation_steps()
+
+    def _answer(self, call: Call) -> Any:
+        try:
+            self._session.raise_if_moved()
+        except EpochChanged:
+            self._session.recover()
+        ghost = self._ghost
+        assert ghost is not None
+        number = self._counted[call.kind]
+        self._counted[call.kind] += 1
+        ends = call.ends_step
+        result = call.ghost(self.results, number)
+        if ends:
+            self._position += 1
+            self._engine.global_steps = self._position
+            self._counted.clear()
+            if self._position == ghost.until:
+                self._go_live()
+        return result
+
+    def _go_live(self) -> None:
+        if self._ghost is not None:
+            self._adapter.settle(self._ghost.envelope)
+            self._ghost.close()
+            self._ghost = None
+            self.loaders.lead()
+        self._covered = self._position
+        self._tape, self._forwards = [], []
+
+    def point(self, name: str) -> None:
+        """A place where a failure may be injected."""
+        self._session.point(name)
+
+
+class _Ghost:
+    """A newcomer on its way. What its script prints meanwhile was printed before."""
+
+    def __init__(self) -> None:
+        self.until = 0
+        self.envelope: Any = None
+        self._stdout: TextIO = sys.stdout
+        self._nowhere = open(os.devnull, "w")  # noqa: SIM115 - closed in `close`
+        sys.stdout = self._nowhere
+
+    def close(self) -> None:
+        """It is there."""
+        sys.stdout = self._stdout
+        self._nowhere.close()
+
+
+class _Adapter:
+    """DeepSpeed's state and the results that the script was given (see `ft_core.adapter.Adapter`)."""
+
+    def __init__(self, engine: DeepSpeedAdapter, protection: Protection) -> None:
+        self._engine, self._protection = engine, protection
+        self.ring = engine.ring
+        self.loaded: Any = None
+
+    def tensors(self) -> Iterable[StateTensor]:
+        return self._engine.tensors()
+
+    def envelope(self) -> Any:
+        return {
+            "engine": self._engine.envelope(),
+            "results": self._protection.results.state(),
+            "loaders": self._protection.loaders.state(),
+        }
+
+    def envelope_holders(self) -> tuple[int, ...]:
+        return self._engine.envelope_holders()
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
+        self._protection.results.load(envelope["results"])
+        with torch.inference_mode(False):  # the script may have been evaluating
+            self._engine.restore(tensors, envelope["engine"])
+        self.loaded = envelope
+
+    def settle(self, envelope: Any) -> None:
+        """Put back what is no tensor: counters, random states, schedules."""
+        self._engine.settle(envelope["engine"])
+
+    def reset(self) -> None:
+        self._protection.interrupted()
+        self._engine.reset()
+
+
+@contextlib.contextmanager
+def _quiet(engine: Any) -> Iterator[None]:
+    """DeepSpeed's own log of a step that is done again was written the first time."""
+    enabled = engine.monitor.enabled
+    engine.monitor.enabled, engine._report_progress = False, lambda step: None
+    try:
+        yield
+    finally:
+        engine.monitor.enabled = enabled
+        del engine._report_progress
