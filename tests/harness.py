@@ -12,20 +12,39 @@ import time
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 from ft_core.ctl import ask
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPE = ROOT / "recipes" / "megatron" / "pretrain_gpt_core.py"
+RECIPES = (ROOT / "recipes" / "megatron", ROOT / "recipes" / "deepspeed")
+RECIPE = RECIPES[0] / "pretrain_gpt_core.py"
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
     "--global-batch-size 8 --mock-data"
 ).split()
 
 
+class Training(Protocol):
+    """What a job trains; hashable, since reference runs are kept by it."""
+
+    @property
+    def world(self) -> int:
+        """How many roles there are."""
+
+    @property
+    def script(self) -> Path: ...
+
+    def arguments(self, iterations: int, protected: bool) -> list[str]:
+        """The script's, for that many steps; `protected`: as a job that survives failures."""
+
+    def environment(self) -> dict[str, str]:
+        """Variables that the script needs, beside those of `environment()`."""
+
+
 @dataclass(frozen=True)
 class Layout:
-    """A parallel layout, and how the optimizer keeps its state."""
+    """The Megatron recipe's training: a parallel layout, and how the optimizer keeps its state."""
 
     tp: int
     pp: int
@@ -49,6 +68,16 @@ class Layout:
         flags = [f"--tensor-model-parallel-size={self.tp}", f"--pipeline-model-parallel-size={self.pp}"]
         flags += ["--use-distributed-optimizer"] * self.distributed + ["--bf16"] * self.bf16
         return [*flags, *self.more]
+
+    @property
+    def script(self) -> Path:
+        return RECIPE
+
+    def arguments(self, iterations: int, protected: bool) -> list[str]:
+        return [*TINY, *self.flags, f"--train-iters={iterations}", *["--ft"] * protected]
+
+    def environment(self) -> dict[str, str]:
+        return {}
 
 
 @dataclass
@@ -74,7 +103,7 @@ def environment() -> dict[str, str]:
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT}:{RECIPE.parent}",
+        "PYTHONPATH": ":".join(map(str, (ROOT, *RECIPES))),
         "PYTHONUNBUFFERED": "1",
         "PYTHONWARNINGS": "ignore",
         # torch's stores look up the name of 127.0.0.1 in the DNS, 5 s at a time where nobody answers.
@@ -100,7 +129,7 @@ def read_digest(text: str) -> str | None:
 
 
 @cache
-def reference(layout: Layout, iterations: int, *flags: str) -> Result:
+def reference(layout: Training, iterations: int, *flags: str) -> Result:
     """The same training under plain torchrun: no plugin, no failure."""
     command = [
         sys.executable,
@@ -109,8 +138,15 @@ def reference(layout: Layout, iterations: int, *flags: str) -> Result:
         "--standalone",
         f"--nproc-per-node={layout.world}",
     ]
-    command += [str(RECIPE), *TINY, *layout.flags, f"--train-iters={iterations}", *flags]
-    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=110)
+    command += [str(layout.script), *layout.arguments(iterations, protected=False), *flags]
+    done = subprocess.run(
+        command,
+        env=environment() | layout.environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     result = Result(0, done.stdout, read_losses(done.stdout), read_digest(done.stdout))
     assert result.digest and len(result.losses) == iterations
@@ -120,26 +156,20 @@ def reference(layout: Layout, iterations: int, *flags: str) -> Result:
 class Job:
     """A job under `ftrun --standalone`. Use as a context manager: nothing of it is left behind."""
 
-    def __init__(self, job_dir: Path, layout: Layout, iterations: int, *, nproc: int = 1, spares: int = 1,
-                 ftrun: tuple[str, ...] = (), flags: tuple[str, ...] = (), script: Path = RECIPE,
+    def __init__(self, job_dir: Path, layout: Training, iterations: int, *, nproc: int = 1, spares: int = 1,
+                 ftrun: tuple[str, ...] = (), flags: tuple[str, ...] = (), script: Path | None = None,
                  protected: bool = True) -> None:  # fmt: skip
         self.job_dir = job_dir
         self._joined: list[subprocess.Popen] = []
         nnodes = layout.world // nproc
         command = [sys.executable, "-m", "ft_core.launch", "--standalone", f"--nnodes={nnodes}"]
         command += [f"--nproc-per-node={nproc}", f"--spares={spares}", f"--job-dir={job_dir}", *ftrun]
-        command += [
-            str(script),
-            *TINY,
-            *layout.flags,
-            f"--train-iters={iterations}",
-            *["--ft"] * protected,
-            *flags,
-        ]
+        command += [str(script or layout.script), *layout.arguments(iterations, protected), *flags]
+        self._environment = environment() | layout.environment()
         self._output = (job_dir.parent / f"{job_dir.name}.console").open("w+")
         self.process = subprocess.Popen(
             command,
-            env=environment(),
+            env=self._environment,
             cwd=ROOT,
             stdout=self._output,
             stderr=subprocess.STDOUT,
@@ -166,7 +196,7 @@ class Job:
         command = [sys.executable, "-m", "ft_core.launch", "--join", address, "--job-dir", str(self.job_dir)]
         output = self._output
         self._joined.append(
-            subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=output, stderr=output)
+            subprocess.Popen(command, env=self._environment, cwd=ROOT, stdout=output, stderr=output)
         )
         return self._joined[-1]
 
@@ -242,7 +272,7 @@ class Job:
         return Result(code, self.console(), read_losses(logs), read_digest(logs), self.events(), self.job_dir)
 
 
-def check_identical(result: Result, layout: Layout, iterations: int, *flags: str) -> None:
+def check_identical(result: Result, layout: Training, iterations: int, *flags: str) -> None:
     """Final digest and every logged loss equal those of the undisturbed run."""
     expected = reference(layout, iterations, *flags)
     assert result.code == 0, result.output[-4000:]

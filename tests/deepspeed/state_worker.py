@@ -1,0 +1,360 @@
+"""Run by torchrun for test_state.py: train, interrupt each collective of a step in turn, restore, compare bits.
+
+Arguments: where rank 0 writes its results (JSON: case -> null or a traceback), then the names of cases.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+COLLECTIVES = (
+    "all_reduce all_reduce_coalesced broadcast broadcast_object_list reduce reduce_scatter "
+    "reduce_scatter_tensor all_gather all_gather_into_tensor all_gather_object barrier "
+    "all_to_all_single all_to_all send recv isend irecv"
+).split()
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Collectives:
+    """Counts this rank's collectives and waits, and raises in place of a given one, before it communicates."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, tuple[int, ...]]] = []
+        self.stop: int | None = None
+
+    def passed(self, kind: str, ranks: tuple[int, ...]) -> None:
+        if self.stop is not None and len(self.log) >= self.stop:
+            raise Interrupted(f"{kind} {ranks}")
+        self.log.append((kind, ranks))
+
+    def begin(self, stop: int | None = None) -> None:
+        self.log, self.stop = [], stop
+
+    def install(self) -> None:
+        for name in COLLECTIVES:
+            if hasattr(dist, name):
+                setattr(dist, name, self._counted(name, getattr(dist, name)))
+
+    def _counted(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if name in ("send", "recv", "isend", "irecv"):
+                peer = kwargs.get("dst", kwargs.get("src", args[1] if len(args) > 1 else None))
+                ranks = tuple(sorted((dist.get_rank(), peer)))
+                kind = "p2p"
+            else:
+                ranks, kind = tuple(dist.get_process_group_ranks(kwargs.get("group"))), name
+            self.passed(kind, ranks)
+            result = original(*args, **kwargs)
+            return Handle(result, self) if hasattr(result, "wait") else result
+
+        return counted
+
+
+class Handle:
+    def __init__(self, work: Any, collectives: Collectives) -> None:
+        self._work, self._collectives = work, collectives
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        self._collectives.passed("wait", (dist.get_rank(),))
+        return self._work.wait(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def cuts(log: list[tuple[str, tuple[int, ...]]]) -> Iterator[int]:
+    """After how many of its operations this rank is interrupted, for each moment of the step in turn.
+
+    A moment is one that all ranks can be stopped at: everybody's operations before it are complete.
+    """
+    logs: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(logs, log)
+    heads = [0] * len(logs)
+    while True:
+        if all(head == len(log) for head, log in zip(heads, logs, strict=True)):
+            return
+        yield heads[dist.get_rank()]
+        ready = [log[head] if head < len(log) else None for head, log in zip(heads, logs, strict=True)]
+        done = [r for r, op in enumerate(ready) if op and all(ready[peer] == op for peer in op[1])]
+        assert done, f"no operation can complete: {ready}"
+        heads = [head + (rank in done) for rank, head in enumerate(heads)]
+
+
+collectives = Collectives()
+collectives.install()  # before DeepSpeed takes references
+
+import deepspeed  # noqa: E402
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # noqa: E402
+
+from ft_core import envelope  # noqa: E402
+from ft_deepspeed.state import DeepSpeedAdapter  # noqa: E402
+
+WIDTH = 12
+
+
+class Net(torch.nn.Module):
+    """Dropout (RNG), batch norm (buffers), a frozen layer, and a weight used outside its own module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(WIDTH, 20)
+        self.frozen = torch.nn.Linear(20, 20).requires_grad_(False)
+        self.drop = torch.nn.Dropout(0.2)
+        self.norm = torch.nn.BatchNorm1d(20)
+        self.second = torch.nn.Linear(20, 20)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.drop(torch.relu(self.first(x)))
+        h = self.norm(self.frozen(h).float()).to(x.dtype)
+        h = self.second(h) @ self.first.weight
+        return torch.nn.functional.mse_loss(h.float(), y.float())
+
+
+class Layer(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(torch.relu(super().forward(x)), 0.2, self.training)
+
+
+BASE: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4,
+    "steps_per_print": 1000000,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True, "weight_decay": 0.01}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
+}
+BF16 = {"bf16": {"enabled": True}}
+DYNAMIC = {"fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2, "hysteresis": 1}}
+STATIC = {"fp16": {"enabled": True, "loss_scale": 128}}
+ACCUMULATED = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+
+
+def stage(number: int, **options: Any) -> dict[str, Any]:
+    small = {"stage3_param_persistence_threshold": 25, "sub_group_size": 300, "stage3_prefetch_bucket_size": 300}
+    zero: dict[str, Any] = {"stage": number, "reduce_bucket_size": 300, "allgather_bucket_size": 500}
+    return {"zero_optimization": zero | (small if number == 3 else {}) | options}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "stage0-fp32": {},
+    "stage0-fp32-sgd": {"optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}},
+    "stage0-fp16-static": STATIC,
+    "stage0-fp16-dynamic": DYNAMIC,
+    "stage0-fp16-fused": DYNAMIC | {"fused": True},
+    "stage0-bf16": BF16,
+    "stage1-bf16-fp32-gradients": BF16 | stage(1) | {"data_types": {"grad_accum_dtype": "fp32"}},
+    "stage1-bf16-fp32-gradients-accumulated": BF16
+    | stage(1)
+    | ACCUMULATED
+    | {"data_types": {"grad_accum_dtype": "fp32"}},
+    "stage1-fp32": stage(1),
+    "stage1-bf16": BF16 | stage(1) | {"data_types": {"grad_accum_dtype": "bf16"}},
+    "stage1-fp32-accumulated": stage(1) | ACCUMULATED,
+    "stage2-fp32": stage(2),
+    "stage2-bf16-accumulated": BF16 | stage(2) | ACCUMULATED,
+    "stage2-fp16-dynamic": DYNAMIC | stage(2),
+    "stage2-overlap": stage(2, overlap_comm=True) | ACCUMULATED,
+    "stage2-timers": stage(2) | {"wall_clock_breakdown": True},
+    "stage2-offload": BF16
+    | stage(2, offload_optimizer={"device": "cpu"})
+    | ACCUMULATED
+    | {"zero_force_ds_cpu_optimizer": False},
+    "stage3-fp32": stage(3),
+    "stage3-bf16": BF16 | stage(3),
+    "stage3-bf16-accumulated": BF16 | stage(3) | ACCUMULATED,
+    "stage3-fp16-dynamic": DYNAMIC | stage(3),
+    "stage3-offload": BF16
+    | stage(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})
+    | {"zero_force_ds_cpu_optimizer": False},
+    "pipeline-fp32": {"pipeline": True, "gradient_accumulation_steps": 3},
+    "pipeline-stage1-bf16": BF16 | stage(1) | {"pipeline": True, "gradient_accumulation_steps": 3},
+}
+
+
+class Job:
+    """An engine, its adapter, and batches that depend on step, micro-batch and rank."""
+
+    def __init__(self, case: str, seed: int) -> None:
+        for generator in (random.seed, np.random.seed, torch.manual_seed):
+            generator(seed)
+        config = json.loads(json.dumps(BASE | CASES[case]))
+        self.pipeline, fused = config.pop("pipeline", False), config.pop("fused", False)
+        model: torch.nn.Module
+        if self.pipeline:
+            middle = [LayerSpec(Layer, WIDTH, WIDTH) for _ in range(2)]
+            tied = TiedLayerSpec("ends", Layer, WIDTH, WIDTH)
+            loss = torch.nn.functional.mse_loss
+            model = PipelineModule(
+                [tied, *middle, tied],
+                num_stages=2,
+                loss_fn=lambda x, y: loss(x.float(), y.float()),
+                partition_method="uniform",
+            )
+        else:
+            model = Net()
+        original = deepspeed.runtime.engine.FusedAdam
+        if fused:  # on the CPU, torch's Adam passes for it
+            deepspeed.runtime.engine.FusedAdam = torch.optim.Adam
+        try:
+            self.engine, *_ = deepspeed.initialize(
+                model=model, config=config, model_parameters=[p for p in model.parameters() if p.requires_grad]
+            )
+        finally:
+            deepspeed.runtime.engine.FusedAdam = original
+        self.adapter = DeepSpeedAdapter(self.engine)
+        self.dtype = next(
+            p.dtype for p in self.engine.module.parameters()
+        )
+        self.accumulated = self.engine.gradient_accumulation_steps()
+
+    def batches(self, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for micro in range(self.accumulated):
+            generator = torch.Generator().manual_seed(step * 100 + micro * 10 + self.engine.seq_data_parallel_group.rank())
+            yield (
+                torch.randn(4, WIDTH, generator=generator).to(self.dtype),
+                torch.randn(4, WIDTH, generator=generator).to(self.dtype),
+            )
+
+    def train(self, first: int, last: int) -> list[float]:
+        losses = []
+        for step in range(first, last + 1):
+            if self.pipeline:
+                losses.append(self.engine.train_batch(self.batches(step)).item())
+                continue
+            for x, y in self.batches(step):
+                loss = self.engine(x, y)
+                losses.append(loss.item())
+                self.engine.backward(loss)
+                self.engine.step()
+        return losses
+
+    def snapshot(self) -> tuple[dict[str, torch.Tensor], bytes]:
+        names = [t.name for t in self.adapter.tensors()]
+        assert len(names) == len(set(names)), names
+        return {
+            t.name: t.tensor.detach().clone() for t in self.adapter.tensors()
+        }, envelope.encode(self.adapter.envelope())
+
+    def restore(self, snapshot: tuple[dict[str, torch.Tensor], bytes]) -> None:
+        self.adapter.reset()
+        self.adapter.restore(snapshot[0], envelope.decode(snapshot[1]))
+
+
+def compare(found: Any, expected: Any, where: str) -> None:
+    tensors, text = found
+    assert list(tensors) == list(expected[0]), f"{where}: {list(tensors)} is not {list(expected[0])}"
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, expected[0][name]), f"{where}: {name} differs"
+    if text != expected[1]:
+        here, there = envelope.decode(text), envelope.decode(expected[1])
+        different = {k: (here[k], there[k]) for k in here if repr(here[k]) != repr(there[k])}
+        raise AssertionError(f"{where}: the envelope differs: {different}")
+
+
+def run(case: str) -> int:
+    """Returns how many interruptions were tried."""
+    job = Job(case, seed=1)
+    initial = job.snapshot()
+    early = job.train(1, 2)
+    at2 = job.snapshot()
+    losses = job.train(3, 4)
+    at4 = job.snapshot()
+    check_holders(job, at4)
+
+    def again(where: str) -> None:
+        job.restore(at2)
+        compare(job.snapshot(), at2, f"{where}, restored")
+        assert job.train(3, 4) == losses, f"{where}: losses differ"
+        compare(job.snapshot(), at4, where)
+
+    again("undisturbed")
+    collectives.begin()
+    job.train(5, 5)
+    steady = list(cuts(collectives.log))
+    again("after a whole step")
+    for stop in steady:
+        interrupt(job, 5, stop)
+        again(f"interrupted in the step's operation {stop} of {len(steady)}")
+    first: list[int] = []
+    if "stage3" in case or job.pipeline:  # their first step after a restore communicates more
+        job.restore(at2)
+        collectives.begin()
+        job.train(3, 3)
+        first = list(cuts(collectives.log))
+        for stop in first[:: 3 if len(first) > 40 else 1]:
+            job.restore(at2)
+            interrupt(job, 3, stop)
+            again(f"interrupted in the first step's operation {stop} of {len(first)}")
+
+    job.restore(initial)
+    compare(job.snapshot(), initial, "restored to the beginning")
+    assert job.train(1, 2) == early, "from the beginning: losses differ"
+    compare(job.snapshot(), at2, "from the beginning")
+
+    newcomer = Job(case, seed=2)
+    if job.pipeline or dist.get_rank() == dist.get_world_size() - 1:  # a pipeline makes its groups anew
+        job = newcomer
+    job.restore(at2)
+    assert job.train(3, 4) == losses, "with a newcomer: losses differ"
+    compare(job.snapshot(), at4, "with a newcomer")
+    return len(steady) + len(first)
+
+
+def interrupt(job: Job, step: int, stop: int) -> None:
+    collectives.begin(stop)
+    try:
+        job.train(step, step)
+    except Interrupted:
+        pass
+    finally:
+        collectives.begin()
+
+
+def check_holders(job: Job, snapshot: Any) -> None:
+    """Those who are said to have the same do have the same, and they agree on it."""
+    mine = {t.name: t.holders for t in job.adapter.tensors()}
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, (mine, snapshot[0]))
+    for name, holders in mine.items():
+        assert dist.get_rank() in holders, name
+        for peer in holders:
+            assert everybody[peer][0][name] == holders, f"{name}: {peer} disagrees on the holders"
+            assert torch.equal(everybody[peer][1][name], snapshot[0][name]), f"{name}: {peer} has another"
+
+
+def main() -> None:
+    out, cases = Path(sys.argv[1]), sys.argv[2:]
+    deepspeed.logger.setLevel("ERROR")
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=20))
+    # The CPU here may not be fast at it, but can do it.
+    type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = lambda self: True
+    results: dict[str, Any] = {}
+    for case in cases:
+        collectives.begin()
+        try:
+            results[case] = run(case)
+        except Exception:
+            results[case] = traceback.format_exc()
+        out.with_suffix(f".{dist.get_rank()}").write_text(json.dumps(results))
+        if isinstance(results[case], str):
+            print(results[case], file=sys.stderr, flush=True)
+            sys.exit(1)  # the ranks may be out of step
+
+
+if __name__ == "__main__":
+    main()

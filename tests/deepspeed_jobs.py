@@ -1,0 +1,110 @@
+"""DeepSpeed trainings for harness.Job: the recipes with a JSON file made for each layout."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from harness import ROOT, environment
+
+RECIPES = ROOT / "recipes" / "deepspeed"
+SCRIPTS = ROOT / "tests" / "deepspeed" / "scripts"
+TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --mock-data".split()
+_configs = tempfile.TemporaryDirectory(prefix="ft-deepspeed-")
+
+_BUILD = """
+from deepspeed.accelerator import get_accelerator
+get_accelerator().create_op_builder("ShareMemCommBuilder").load()
+"""
+
+
+@cache
+def extensions() -> Path:
+    """Where DeepSpeed's shared-memory extension lies, built.
+
+    DeepSpeed builds it at its first `init_distributed` on a CPU, for half a minute, behind a lock file that a
+    SIGKILL leaves behind: every later start would wait for it.
+    """
+    folder = ROOT / "runs" / "torch_extensions"
+    for lock in folder.glob("*/lock"):
+        lock.unlink()
+    variables = environment() | {"TORCH_EXTENSIONS_DIR": str(folder), "DS_ACCELERATOR": "cpu"}
+    subprocess.run(
+        [sys.executable, "-c", _BUILD], env=variables, check=True, capture_output=True, timeout=170
+    )
+    return folder
+
+
+@dataclass(frozen=True)
+class Zero:
+    """Data-parallel training of pretrain_clm.py in one of ZeRO's stages."""
+
+    stage: int
+    dp: int = 3
+    gas: int = 1
+    bf16: bool = False
+    fp16: bool = False
+    offload: bool = False
+    clipping: float = 1.0
+    model: str = "gpt2"
+    more: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        kind = "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+        name = f"zero{self.stage}-dp{self.dp}-gas{self.gas}-{kind}-{self.model}"
+        return name + "-offload" * self.offload + f"-clip{self.clipping:g}" + "".join(self.more)
+
+    @property
+    def world(self) -> int:
+        return self.dp
+
+    @property
+    def script(self) -> Path:
+        return SCRIPTS / "half.py" if self.fp16 else RECIPES / "pretrain_clm.py"
+
+    def config(self) -> dict:
+        """The JSON, without our section."""
+        zero: dict = {"stage": self.stage}
+        if self.offload:
+            zero["offload_optimizer"] = {"device": "cpu"}
+        config = _config(self.gas, self.clipping) | {"zero_optimization": zero}
+        if self.bf16:
+            config["bf16"] = {"enabled": True}
+        if self.fp16:
+            # Small enough that the first steps do not all overflow, large enough that the scale moves.
+            config["fp16"] = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 4}
+        return config
+
+    def arguments(self, iterations: int, protected: bool) -> list[str]:
+        config = write_config(str(self), self.config(), protected)
+        flags = [f"--deepspeed_config={config}", f"--model-type={self.model}", f"--train-iters={iterations}"]
+        return [*TINY, *flags, *self.more]
+
+    def environment(self) -> dict[str, str]:
+        return {"TORCH_EXTENSIONS_DIR": str(extensions())}
+
+
+def write_config(name: str, config: dict, protected: bool) -> Path:
+    """The file of that configuration, with our section or without."""
+    if protected:
+        config = config | {"fault_tolerance": {"enabled": True, "replicas": 1, "spares": 1}}
+    path = Path(_configs.name) / f"{name}{'-protected' * protected}.json".replace("/", "_")
+    path.write_text(json.dumps(config, indent=2))
+    return path
+
+
+def _config(gas: int, clipping: float) -> dict:
+    adam = {"lr": 1e-3, "weight_decay": 0.01, "torch_adam": True}
+    decay = {"warmup_max_lr": 1e-3, "warmup_num_steps": 4, "total_num_steps": 100, "warmup_type": "linear"}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": gas,
+        "gradient_clipping": clipping,
+        "optimizer": {"type": "AdamW", "params": adam},
+        "scheduler": {"type": "WarmupDecayLR", "params": decay},
+    }
