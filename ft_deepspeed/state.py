@@ -1,0 +1,275 @@
+"""DeepSpeed's state, as the engine of ft_core wants to see it: what it is, how to put it back, how to forget
+an abandoned step. Covers plain optimizers, the 16-bit wrappers, ZeRO 1 to 3 and the pipeline engine.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing import checkpointing
+
+from ft_core.adapter import StateTensor
+from ft_deepspeed import zero
+from ft_deepspeed.abandon import Baseline, abandon
+
+_COUNTERS = (
+    "global_steps",
+    "global_samples",
+    "micro_steps",
+    "skipped_steps",
+    "gas_boundary_ctr",
+    "_unmanaged_backward_count",
+    "_step_applied",
+    "_global_grad_norm",
+    "_is_gradient_accumulation_boundary",
+    "scale_wrt_gas",
+    "warn_unscaled_loss",
+    "log_batch_step_id",
+    "agg_loss",
+    "agg_train_loss",
+    "agg_additional_losses",
+    "dp_group_loss",
+)
+# The scale proper is in `loss_scaler` (ZeRO) or `loss_scale_config`; in 0.17 the 16-bit wrappers have it.
+_WRAPPER = (
+    "overflow",
+    "_global_grad_norm",
+    "custom_loss_scaler",
+    "external_loss_scale",
+    "cur_scale",
+    "cur_iter",
+    "last_overflow_iter",
+)
+_SCALERS = ("loss_scaler", "loss_scale_config")
+_GRAD_SCALERS = ("torch_autocast_gradscaler", "torch_autocast_z0_gradscaler")
+# Their state is plain data among the attributes. The first two exist up to 0.18.
+_SCHEDULES = (
+    "progressive_layer_drop",
+    "compression_scheduler",
+    "curriculum_scheduler_legacy",
+    "random_ltd_scheduler",
+)
+
+
+class DeepSpeedAdapter:
+    """Snapshot and restore of a role of a DeepSpeed job (see `ft_core.adapter.Adapter`)."""
+
+    def __init__(self, engine: Any) -> None:
+        """`engine`: as deepspeed.initialize made it, before its first forward pass. Raises ValueError if
+        its configuration has something that is not covered (see `ft_deepspeed.zero.unsupported`)."""
+        if (reason := zero.unsupported(engine)) is not None:
+            raise ValueError(f"this DeepSpeed configuration cannot be protected: {reason}")
+        self._engine = engine
+        self._layout = zero.layout(engine)
+        self._baseline = Baseline(engine)
+        self._me = (dist.get_rank(),)
+        self.ring: tuple[int, ...] = tuple(dist.get_process_group_ranks(engine.seq_data_parallel_group))
+
+    # -- what there is -------------------------------------------------------------------------
+
+    def tensors(self) -> Iterator[StateTensor]:
+        """Weights and buffers, then the optimizer's masters and what it keeps for each."""
+        for name, tensor, holders in self._layout.parameters:
+            yield StateTensor(name, tensor.data, holders)
+        for name, module, key in self._layout.buffers:
+            # Each peer's own: a running statistic is never averaged.
+            yield StateTensor(name, getattr(module, key), self._me, volatile=True)
+        for master in self._layout.masters:
+            if master.listed:
+                yield StateTensor(f"master.{master.name}", master.tensor.data, master.holders)
+            state = self._optimizer_state(master)
+            for key in sorted(k for k, v in state.items() if isinstance(v, torch.Tensor)):
+                yield StateTensor(f"optimizer.{master.name}.{key}", state[key], master.holders)
+
+    def envelope_holders(self) -> tuple[int, ...]:
+        """RNG states are each role's own."""
+        return self._me
+
+    def envelope(self) -> Any:
+        """RNG states, counters, scheduler, loss scalers, hyper-parameters and what else is no tensor."""
+        engine = self._engine
+        device = get_accelerator().device_name() != "cpu"
+        scheduler = engine.lr_scheduler
+        return {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+            "device": get_accelerator().get_rng_state() if device else None,
+            "tracker": checkpointing.get_cuda_rng_tracker().get_states(),
+            "engine": {name: vars(engine)[name] for name in _COUNTERS if name in vars(engine)},
+            "wrapper": {
+                name: vars(engine.optimizer)[name] for name in _WRAPPER if name in vars(engine.optimizer)
+            },
+            "scalers": {name: _plain_attributes(scaler) for name, scaler in self._parts(_SCALERS)},
+            "grad_scalers": {name: scaler.state_dict() for name, scaler in self._parts(_GRAD_SCALERS)},
+            "schedules": {name: _plain_attributes(part) for name, part in self._parts(_SCHEDULES)},
+            "scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+            # DeepSpeed's own schedulers leave it out of their state.
+            "last_lr": vars(scheduler).get("_last_lr") if scheduler is not None else None,
+            "groups": [
+                [
+                    {k: v for k, v in group.items() if k != "params" and _is_plain(v)}
+                    for group in o.param_groups
+                ]
+                for o in zero.inner_optimizers(engine)
+            ],
+            "scalars": self._optimizer_scalars(),
+            "on_host": self._scalars_on_host(),
+        }
+
+    # -- putting it back -----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
+        """Copy a snapshot into the live objects; optimizer state that is not there yet is made."""
+        for name, tensor, _ in self._layout.parameters:
+            tensor.data.copy_(tensors[name])
+        for name, module, key in self._layout.buffers:
+            getattr(module, key).copy_(tensors[name])
+        kept: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            if name.startswith("optimizer."):
+                _, group, index, key = name.split(".", 3)
+                kept.setdefault(f"{group}.{index}", {})[key] = tensor
+        host = set(envelope["on_host"])
+        remade = False
+        for master in self._layout.masters:
+            if master.listed:
+                master.tensor.data.copy_(tensors[f"master.{master.name}"])
+            scalars = envelope["scalars"].get(master.name, {})
+            remade |= self._restore_optimizer_state(master, kept.get(master.name, {}), scalars, host)
+        for tensor, source in self._layout.derived:
+            tensor.data.copy_(source.data)
+        if remade:
+            self._link_again()
+        self.settle(envelope)
+
+    def _restore_optimizer_state(
+        self, master: zero.Master, kept: dict[str, torch.Tensor], scalars: dict[str, Any], host: set[str]
+    ) -> bool:
+        """Returns whether tensors were made or dropped, not only written."""
+        state = self._optimizer_state(master)
+        if not kept and not scalars:  # the snapshot is older than the optimizer's first step
+            dropped = bool(state)
+            for optimizer in zero.inner_optimizers(self._engine):
+                optimizer.state.pop(master.tensor, None)
+            return dropped
+        if not state:
+            state = zero.inner_optimizer(self._engine).state.setdefault(master.tensor, {})
+        remade = False
+        for key in set(state) - set(kept) - set(scalars):
+            del state[key]
+            remade = True
+        for key, saved in kept.items():
+            live = state.get(key)
+            if not isinstance(live, torch.Tensor) or live.shape != saved.shape or live.dtype != saved.dtype:
+                device = "cpu" if f"{master.name}.{key}" in host else master.tensor.device
+                state[key] = live = torch.empty(saved.shape, dtype=saved.dtype, device=device)
+                remade = True
+            live.copy_(saved)
+        state.update(copy.deepcopy(scalars))
+        return remade
+
+    def settle(self, envelope: Any) -> None:
+        """Put back what is not on a device: counters, RNG, scheduler, scalers, hyper-parameters."""
+        engine = self._engine
+        device = engine.device
+        envelope = copy.deepcopy(envelope)  # schedulers and groups keep what they are given
+        for target, values in ((engine, envelope["engine"]), (engine.optimizer, envelope["wrapper"])):
+            for name, value in values.items():
+                setattr(target, name, value.to(device) if isinstance(value, torch.Tensor) else value)
+        parts = dict(self._parts(_SCALERS + _SCHEDULES))
+        for name, values in (envelope["scalers"] | envelope["schedules"]).items():
+            vars(parts[name]).update(values)
+        for name, scaler in self._parts(_GRAD_SCALERS):
+            scaler.load_state_dict(envelope["grad_scalers"][name])
+        if envelope["scheduler"] is not None:
+            engine.lr_scheduler.load_state_dict(envelope["scheduler"])
+        if envelope["last_lr"] is not None:
+            engine.lr_scheduler._last_lr = envelope["last_lr"]
+        for optimizer, groups in zip(zero.inner_optimizers(engine), envelope["groups"], strict=True):
+            for group, saved in zip(optimizer.param_groups, groups, strict=True):
+                for key, value in saved.items():
+                    if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
+                        group[key].copy_(value)
+                    else:
+                        group[key] = value
+        random.setstate(envelope["python"])
+        np.random.set_state(envelope["numpy"])
+        torch.set_rng_state(envelope["torch"])
+        if envelope["device"] is not None:
+            get_accelerator().set_rng_state(envelope["device"])
+        checkpointing.get_cuda_rng_tracker().set_states(envelope["tracker"])
+
+    def reset(self) -> None:
+        """Forget an abandoned call of the engine, wherever it was interrupted."""
+        abandon(self._engine, self._baseline)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _optimizer_state(self, master: zero.Master) -> dict[str, Any]:
+        for optimizer in zero.inner_optimizers(self._engine):
+            if state := optimizer.state.get(master.tensor):
+                return state
+        return {}
+
+    def _optimizer_scalars(self) -> dict[str, dict[str, Any]]:
+        scalars = {}
+        for master in self._layout.masters:
+            state = self._optimizer_state(master)
+            if values := {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}:
+                scalars[master.name] = values
+        return scalars
+
+    def _scalars_on_host(self) -> list[str]:
+        """Names of state that is on the host although its parameter is not, as a step count may be."""
+        names = []
+        for master in self._layout.masters:
+            if master.tensor.device.type != "cpu":
+                for key, value in self._optimizer_state(master).items():
+                    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                        names.append(f"{master.name}.{key}")
+        return names
+
+    def _link_again(self) -> None:
+        """DeepSpeed's access to optimizer state by parameter holds slices of the tensors that were there."""
+        wrapper = self._engine.optimizer
+        if not hasattr(wrapper, "_hp_optimizer_states_linked"):
+            return
+        wrapper._hp_optimizer_states_linked = False
+        if all(self._optimizer_state(master) for master in self._layout.masters):
+            wrapper._lazy_init_hp_params_optimizer_state()
+
+    def _parts(self, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+        """Parts of the engine or of its optimizer wrapper, where they exist."""
+        for name in names:
+            part = vars(self._engine.optimizer).get(name) or vars(self._engine).get(name)
+            if part is not None:
+                yield name, part
+
+
+def _attributes(part: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: vars(part)[name] for name in names if name in vars(part)}
+
+
+def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
+
+
+def _plain_attributes(part: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(part).items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return value is None or isinstance(value, (bool, int, float, str, np.generic, torch.Tensor))
