@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import faulthandler
 import logging
 import os
@@ -70,6 +71,10 @@ class Agent:
         """The store of the epoch to come, made ahead of need."""
         self._inquiries: Inquiries | None = None
         self._reports = Reports(self)
+        self.configured: Message | None = None
+        """Settings that the script has brought; `settings` has them in it."""
+        self._asking: dict[int, Message] = {}
+        """Worker -> the settings that it brings and waits for."""
         self._reported = 0
         self._done: asyncio.Future[int] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -125,6 +130,8 @@ class Agent:
                 self._controller = channel
                 about = {**self._reports.identity(), **self._reports.holdings()}
                 self._post({"type": "hello", "kind": "agent", **about})
+                for question in self._asking.values():
+                    self._post(question)  # a controller that died may not have answered it
                 while True:
                     self._on_controller(await channel.recv())
             except AuthenticationError as error:
@@ -151,10 +158,26 @@ class Agent:
         elif kind == "release":
             for worker in self.pool.playing():
                 worker.post({"type": "release"})
+        elif kind == "configured":
+            self._configure(message["settings"])
+        elif kind == "answer":
+            self._answered(message)
         elif kind == "shutdown":
             assert self._done is not None
             if not self._done.done():
                 self._done.set_result(int(message["code"]))
+
+    def _configure(self, values: Message) -> None:
+        """Use the settings that the script brings, from now on. The controller has checked them."""
+        self.configured, self.settings = values, dataclasses.replace(self.settings, **values)
+        self.replicator.replicas = self.settings.replicas
+        self._post({"type": "configured", **self._reports.configured()})
+
+    def _answered(self, message: Message) -> None:
+        """The controller has taken the settings that a worker here brings, or says why not."""
+        self._asking.pop(message["worker"], None)
+        if (worker := self.pool.workers.get(message["worker"])) is not None:
+            worker.post({**message, "type": "reply"})
 
     async def _heartbeat(self) -> None:
         parent = os.getppid()
@@ -364,6 +387,9 @@ class Agent:
             self._post({"type": "restore_failed", "epoch": self.epoch, "role": role, **_reason(message)})
         elif kind == "startup_fetch":
             self._spawn(self._inquiries.fetch_startup(worker, message, self.plan))
+        elif kind == "configure":
+            self._asking[worker.number] = {**message, "worker": worker.number}
+            self._post(self._asking[worker.number])
         elif kind == "reply":
             self._inquiries.answered(message)
         elif kind == "completed":

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_core import decision
+from ft_core.configuration import Configuration
 from ft_core.console import Console
 from ft_core.errors import FtError, Unrecoverable
 from ft_core.nodes import Message, Node, alive, common_durable, completed, report
@@ -75,6 +76,7 @@ class Controller:
         self._newcomers: set[int] = set()
         self.finished: set[int] = set()
         self.console = Console(self)
+        self.configuration = Configuration(self)
         self._completed_in: dict[int, int] = {}
         self._released = False
         self._futile = 0
@@ -170,6 +172,9 @@ class Controller:
             self._completed_in[int(role)] = about["completed"]
             self.initial = about["initial"] if self.initial is None else self.initial
         self.finished |= {int(r) for r, about in hello["roles"].items() if about["finished"]}
+        if hello["configured"] is not None:
+            self.configuration.take(hello["configured"])
+        self.configuration.tell(node)
         if not back:
             self.event("joined", node=name, agent_pid=hello["pid"], domain=hello["domain"])
         if self.phase in (Phase.QUIESCING, Phase.WAITING):
@@ -213,6 +218,10 @@ class Controller:
             survivors = set(range(self.settings.world_size)) - self._newcomers
             if survivors and self._reopened == survivors:
                 self.event("communicators_ready")
+        elif kind == "configure":
+            self.configuration.asked(node, message)
+        elif kind == "configured":
+            self.configuration.used(node, message)
         elif kind == "state":
             self.console.answered(message)
         elif kind == "layout":
@@ -240,6 +249,21 @@ class Controller:
             self._released = True
             for node in self.nodes.values():
                 node.post({"type": "release"})
+
+    # -- settings that the script brings -------------------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        """Whether an epoch is under way: neither ending nor yet to be decided."""
+        return self.phase is Phase.RUNNING
+
+    def start_from(self, version: int) -> bool:
+        """Begin with a durable checkpoint after all. False if the job has begun with one, or has trained."""
+        if self.initial is not None or self.plan["start"][1] == "durable":
+            return False
+        self.plan["start"] = [version, "durable"]
+        self._end_epoch("configured", f"training starts from the durable checkpoint of step {version}", [])
+        return True
 
     # -- failures ------------------------------------------------------------------------------
 
@@ -287,14 +311,18 @@ class Controller:
         if self._unprotected:
             self._end(1, f"{reason}; the script runs without fault tolerance (--ft)")
             return
+        self._futile += 1
+        if self._futile > _FUTILE:
+            self.event("detected", reason, roles)
+            self._end(1, f"{_FUTILE} recoveries in a row without one finished step; the last: {reason}")
+            return
+        self._end_epoch("detected", reason, roles)
+
+    def _end_epoch(self, event: str, reason: str, roles: list[int]) -> None:
         self.epoch += 1
         self.phase = Phase.QUIESCING
         self._ended_at = time.monotonic()
-        self.event("detected", reason, roles)
-        self._futile += 1
-        if self._futile > _FUTILE:
-            self._end(1, f"{_FUTILE} recoveries in a row without one finished step; the last: {reason}")
-            return
+        self.event(event, reason, roles)
         for node in self.nodes.values():
             node.post({"type": "abort", "epoch": self.epoch})
         self._decide_if_ready()
@@ -314,6 +342,7 @@ class Controller:
                     self._node_lost(node, "its agent's connection broke")
                 elif now - node.seen > limit:
                     self._node_lost(node, f"no heartbeat for {limit:.1f} s")
+            self.configuration.settle()
             if self.phase is Phase.FORMING:
                 self._form_if_ready()
             elif self.phase is Phase.REBUILDING:

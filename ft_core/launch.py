@@ -8,6 +8,7 @@ ftrun --join HOST:PORT --job-dir DIR                                          an
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import os
 import signal
@@ -17,15 +18,18 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from ft_core import inject
+from ft_core import inject, plugins
 from ft_core.errors import ConfigError
-from ft_core.settings import Command, Settings, write_secret
+from ft_core.settings import POLICIES, Command, Settings, write_secret
 from ft_core.wire import listen
 
 _DEFAULT_PORT = 29400
 _POLL = 0.05
 _STOP_GRACE = 15.0
+_SETTINGS = "ft_core.settings"
+"""Entry points: given a script's arguments, they return the settings of the configuration found there."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -75,7 +79,11 @@ def parser() -> argparse.ArgumentParser:
         "--job-dir", type=Path, default=None, help="address, secret, events and logs of the job; default: new"
     )
     f.add_argument(
-        "--spares", "--ft-spares", type=int, default=0, help="nodes that stand by (with --standalone)"
+        "--spares",
+        "--ft-spares",
+        type=int,
+        default=None,
+        help="nodes that stand by (with --standalone; default 0)",
     )
     f.add_argument(
         "--respawn", action="store_true", help="with --standalone: start a new node for each that dies"
@@ -85,13 +93,16 @@ def parser() -> argparse.ArgumentParser:
     )
     f.add_argument("--controller", metavar="HOST:PORT", default="", help="another name for --rdzv-endpoint")
     f.add_argument(
-        "--ft-replicas", type=int, default=1, help="k: failure domains that may be lost at once (default 1)"
+        "--ft-replicas",
+        type=int,
+        default=None,
+        help="k: failure domains that may be lost at once (default 1)",
     )
     f.add_argument(
         "--ft-policy",
-        choices=["wait", "stop"],
-        default="wait",
-        help="with no spare left: hold, or end the job",
+        choices=POLICIES,
+        default=None,
+        help="with no spare left: hold (the default), or end the job",
     )
     f.add_argument(
         "--ft-domain",
@@ -99,10 +110,13 @@ def parser() -> argparse.ArgumentParser:
         help="failure domain of this node (rack, switch); a comma list for --standalone",
     )
     f.add_argument(
-        "--ft-durable-dir", default="", help="directory of the durable checkpoints (shared by all nodes)"
+        "--ft-durable-dir", default=None, help="directory of the durable checkpoints (shared by all nodes)"
     )
     f.add_argument(
-        "--ft-durable-interval", type=int, default=0, help="steps between durable checkpoints (0: none)"
+        "--ft-durable-interval",
+        type=int,
+        default=None,
+        help="steps between durable checkpoints (0, the default: none)",
     )
     f.add_argument("--ft-heartbeat", type=float, default=0.5, help="seconds between an agent's heartbeats")
     f.add_argument(
@@ -131,20 +145,12 @@ def settings_of(args: argparse.Namespace) -> Settings:
     script, *arguments = args.command
     if not args.no_python and not args.module and not Path(script).is_file():
         raise ConfigError(f"there is no script {script!r} (give -m for a module)")
-    if args.spares < 0 or args.ft_replicas < 0:
-        raise ConfigError("--spares and --ft-replicas count things: 0 or more")
     if args.spares and not args.standalone:
         raise ConfigError(
             "--spares goes with --standalone; elsewhere start spare nodes with --node-rank >= nnodes"
         )
-    if bool(args.ft_durable_dir) != bool(args.ft_durable_interval):
-        raise ConfigError("--ft-durable-dir and --ft-durable-interval go together")
-    if args.ft_replicas >= nnodes > 1:
-        raise ConfigError(
-            f"--ft-replicas {args.ft_replicas} needs {args.ft_replicas + 1} nodes or more; there are {nnodes}"
-        )
-    if args.ft_heartbeat <= 0 or args.ft_quiesce_timeout <= 0 or args.ft_durable_interval < 0:
-        raise ConfigError("--ft-heartbeat, --ft-quiesce-timeout and --ft-durable-interval must be positive")
+    if args.ft_heartbeat <= 0 or args.ft_quiesce_timeout <= 0:
+        raise ConfigError("--ft-heartbeat and --ft-quiesce-timeout must be positive")
     if args.respawn and not args.standalone:
         raise ConfigError("--respawn goes with --standalone; elsewhere the scheduler starts nodes")
     if args.standalone and args.node_rank not in (None, 0):
@@ -156,23 +162,39 @@ def settings_of(args: argparse.Namespace) -> Settings:
     for flag, value in (("--redirects", args.redirects), ("--tee", streams)):
         if value not in ("0", "1", "2", "3"):
             raise ConfigError(f"{flag} {value!r}: give 0, 1, 2 or 3, the same for all workers")
-    return Settings(
+    given = _given(args)
+    settings = Settings(
         nnodes=nnodes,
         nproc_per_node=nproc,
         command=Command(script, arguments, args.module, args.no_python),
         controller=_controller_address(args),
-        spares=args.spares,
-        replicas=args.ft_replicas,
-        policy=args.ft_policy,
         heartbeat=args.ft_heartbeat,
         quiesce_timeout=args.ft_quiesce_timeout,
-        durable_dir=str(Path(args.ft_durable_dir).resolve()) if args.ft_durable_dir else "",
-        durable_interval=args.ft_durable_interval,
         redirects=int(args.redirects),
         tee=int(streams),
         log_prefix=args.tee is not None,
         inject=args.ft_inject,
+        **given,
+        given=sorted(given),
     )
+    settings.check()
+    for read in plugins.load(_SETTINGS) if not args.no_python else ():
+        settings = settings.configured(read(arguments), "the configuration in the script's arguments")
+    # Elsewhere each spare is started by itself: the script's wish for some starts none.
+    return settings if args.standalone else dataclasses.replace(settings, spares=0)
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """Flags for which the script's own configuration may have other values: those that were given."""
+    durable = args.ft_durable_dir
+    found = {
+        "spares": args.spares,
+        "replicas": args.ft_replicas,
+        "policy": args.ft_policy,
+        "durable_dir": str(Path(durable).resolve()) if durable else durable,
+        "durable_interval": args.ft_durable_interval,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 class Launcher:

@@ -26,7 +26,9 @@ class Replicator:
     """One per agent. `replicate` is called in a thread per role and version."""
 
     def __init__(self, store: NodeStore, transport: TcpTransport, replicas: int, injector: Injector) -> None:
-        self._store, self._transport, self._replicas = store, transport, replicas
+        self._store, self._transport = store, transport
+        self.replicas = replicas
+        """k; the script may bring another before its first snapshot."""
         self._injector = injector
         self._lock = threading.Lock()
         self._rings: dict[int, list[int]] = {}
@@ -64,7 +66,7 @@ class Replicator:
             if sender(segment, self._role_nodes) != role:
                 continue
             ring = self._rings.get(role)
-            for node in replica_nodes(segment, self._role_nodes, self._domains, self._replicas, ring=ring):
+            for node in replica_nodes(segment, self._role_nodes, self._domains, self.replicas, ring=ring):
                 self._injector.point(role, "h2h", version)
                 sums = list(buffer.checksums(index))
                 total += self._transport.push(

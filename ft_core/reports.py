@@ -33,7 +33,7 @@ class Reports:
 
     def holdings(self) -> Message:
         """What this node could contribute to a recovery."""
-        store, settings = self._a.store, self._a.settings
+        store = self._a.store
         roles: dict[str, Message] = {}
         segments: dict[str, list[int]] = {}
         for role in self._a.roles_here():
@@ -61,6 +61,14 @@ class Reports:
             "segments": segments,
             "idle": len(self._a.pool.idle()),
             "store": self._a.rendezvous,
+            **self.configured(),
+        }
+
+    def configured(self) -> Message:
+        """The settings that the script has brought, and what they let this node read from storage."""
+        settings = self._a.settings
+        return {
+            "configured": self._a.configured,
             "durable": durable.complete_versions(settings.durable_dir, settings.world_size),
         }
 

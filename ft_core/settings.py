@@ -7,12 +7,23 @@ import dataclasses
 import json
 import os
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ft_core.errors import ConfigError
 
 SECRET_ENV = "FT_JOB_SECRET"
+POLICIES = ("wait", "stop")
+FLAGS = {
+    "replicas": "--ft-replicas",
+    "spares": "--spares",
+    "policy": "--ft-policy",
+    "durable_dir": "--ft-durable-dir",
+    "durable_interval": "--ft-durable-interval",
+}
+"""Settings that a script's own configuration may bring, and the flags of `ftrun` that say the same."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +63,51 @@ class Settings:
     inject: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     """Set in every worker, as torchrun's own variables are."""
+    given: list[str] = field(default_factory=list)
+    """Those of `FLAGS` that were given to `ftrun`: a script's own configuration cannot change them."""
 
     @property
     def world_size(self) -> int:
         """Number of roles."""
         return self.nnodes * self.nproc_per_node
+
+    def configured(self, values: Mapping[str, Any], source: str) -> Settings:
+        """These settings with `values` (keys as in `FLAGS`) in their place, which come from `source`.
+
+        Raises ConfigError when they are no settings, contradict a flag of `ftrun`, or cannot work.
+        """
+        for name, value in values.items():
+            if name not in FLAGS:
+                raise ConfigError(f"{source}: there is no setting {name!r}; there are {', '.join(FLAGS)}")
+            own = getattr(self, name)
+            if type(value) is not type(own):  # not isinstance: true is no number
+                raise ConfigError(f"{source}: {name} must be {type(own).__name__}, got {value!r}")
+            if name in self.given and value != own:
+                raise ConfigError(
+                    f"{FLAGS[name]} {own} of ftrun contradicts {source}, which says {name} {value}: "
+                    "leave one of the two out, or make them equal"
+                )
+        changed = dataclasses.replace(self, **values)
+        changed.check({name: f"{name} ({source})" for name in values})
+        return changed
+
+    def check(self, names: Mapping[str, str] | None = None) -> None:
+        """Raises ConfigError for what cannot work together; `names`: who said it, where not the flag."""
+        name = {**FLAGS, **(names or {})}
+        for count in ("replicas", "spares"):
+            if getattr(self, count) < 0:
+                raise ConfigError(f"{name[count]} {getattr(self, count)}: give a number of 0 or more")
+        if self.policy not in POLICIES:
+            raise ConfigError(f"{name['policy']} {self.policy!r}: give {' or '.join(POLICIES)}")
+        if self.durable_interval < 0:
+            raise ConfigError(f"{name['durable_interval']} {self.durable_interval} must be positive")
+        if bool(self.durable_dir) != bool(self.durable_interval):
+            raise ConfigError(f"{name['durable_dir']} and {name['durable_interval']} go together")
+        if self.replicas >= self.nnodes > 1:
+            raise ConfigError(
+                f"{name['replicas']} {self.replicas} needs {self.replicas + 1} nodes or more; "
+                f"there are {self.nnodes}"
+            )
 
     def write(self, job_dir: Path) -> None:
         """Write `job.json`."""

@@ -1,0 +1,220 @@
+"""The section `fault_tolerance` of a DeepSpeed configuration: what it may say, and what cannot go with it."""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import hjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ft_core.errors import ConfigError
+
+SECTION = "fault_tolerance"
+Json = dict[str, Any]
+
+
+class _Strict(BaseModel):
+    """A description says what a value must be, as an error message goes on after "must be"."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Durable(_Strict):
+    """Checkpoints on storage, written by the agents while training goes on."""
+
+    interval: int = Field(ge=1, description="a whole number of steps, 1 or more")
+    dir: str = Field(min_length=1, description='a directory that all nodes see, such as "/shared/ckpt"')
+
+
+class FaultTolerance(_Strict):
+    """The section."""
+
+    enabled: bool = Field(True, description="true or false")
+    replicas: int = Field(1, ge=0, description="a whole number, 0 or more: nodes that may be lost at once")
+    spares: int = Field(0, ge=0, description="a whole number, 0 or more: nodes that stand by")
+    policy: Literal["wait", "stop"] = Field("wait", description='"wait" or "stop"')
+    durable: Durable | None = Field(
+        None, description='an object like {"interval": 500, "dir": "/shared/ckpt"}; leave it out for none'
+    )
+    lr_intervention: Literal["sqrt", "linear", "none"] = Field(
+        "sqrt", description='"sqrt", "linear" or "none"'
+    )
+
+    def settings(self) -> Json:
+        """What the engine must know, by its own names (`ft_core.settings.FLAGS`).
+
+        Only what the section says: for the rest the flags of `ftrun` hold, and their defaults.
+        """
+        found = self.model_dump(include={"replicas", "spares", "policy"}, exclude_unset=True)
+        if self.durable is not None:
+            found["durable_dir"] = str(Path(self.durable.dir).resolve())
+            found["durable_interval"] = self.durable.interval
+        return found
+
+
+def parse(config: Json) -> FaultTolerance | None:
+    """The section of a configuration; None without one, or with `"enabled": false`.
+
+    Raises ConfigError naming the key and the fix.
+    """
+    if SECTION not in config:
+        _reject_misspelt(config)
+        return None
+    try:
+        found = FaultTolerance.model_validate(config[SECTION])
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(dict(e)) for e in error.errors())) from None
+    if not found.enabled:
+        return None
+    if problems := list(_unsupported(config)):
+        off = f"or set {SECTION}.enabled to false to train without protection"
+        raise ConfigError(f"{'; '.join(problems)}; {off}")
+    return found
+
+
+def read(config: Json | str | os.PathLike[str]) -> Json:
+    """A configuration as DeepSpeed takes it: a dict, a path, or base64 of JSON. Raises ConfigError."""
+    found = config if isinstance(config, dict) else load(os.fspath(config))
+    if found is None:
+        raise ConfigError(f"{str(config)[:80]!r} is neither a file nor a base64-encoded configuration")
+    return found
+
+
+def load(text: str) -> Json | None:
+    """The configuration behind a path, or in `text` itself: JSON, or base64 of it. None if it is neither.
+
+    Raises ConfigError for a file that cannot be read as one.
+    """
+    if os.path.exists(text):
+        try:
+            found = hjson.loads(Path(text).read_text())  # as DeepSpeed reads it: comments are allowed
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{text} is no DeepSpeed configuration: {error}") from None
+        if not isinstance(found, dict):
+            raise ConfigError(f"{text} is no DeepSpeed configuration: it holds no JSON object")
+        return found
+    try:
+        inline = text.lstrip().startswith("{")
+        found = hjson.loads(text if inline else base64.urlsafe_b64decode(text).decode())
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _reject_misspelt(config: Json) -> None:
+    """DeepSpeed ignores sections it does not know, so a job would be unprotected without a word."""
+    for key in config:
+        plain = str(key).lower().replace("-", "_")
+        if difflib.get_close_matches(plain, [SECTION], cutoff=0.8):
+            raise ConfigError(f'{key}: unknown section; did you mean "{SECTION}"?')
+
+
+def _explain(error: Json) -> str:
+    """One of pydantic's errors in our words: the full key, what is wrong, what to write."""
+    *path, last = (str(part) for part in (SECTION, *error["loc"]))
+    key, kind = ".".join([*path, last]), error["type"]
+    if not path:
+        return f'{key} must be an object like {{"enabled": true}}, got {_show(error["input"])}'
+    model = Durable if len(path) > 1 else FaultTolerance
+    if kind == "extra_forbidden":
+        near = difflib.get_close_matches(last.lower(), model.model_fields, n=1)
+        known = f'did you mean "{near[0]}"?' if near else f"there are {', '.join(model.model_fields)}"
+        return f"{key}: unknown key; {known}"
+    must = model.model_fields[last].description
+    if kind == "missing":
+        given = [f"{'.'.join(path)}.{name}" for name in error["input"] if name in model.model_fields]
+        return f"{' and '.join(given) or '.'.join(path)} needs {key} as well: {must}"
+    return f"{key} must be {must}, got {_show(error['input'])}"
+
+
+def _show(value: Any) -> str:
+    return json.dumps(value, default=repr)
+
+
+# -- what DeepSpeed can do and a recovery could not restore ----------------------------------------
+
+
+def _unsupported(config: Json) -> Iterable[str]:
+    for keys, refuses, fix in _UNSUPPORTED:
+        for key in keys:
+            value = _find(config, key)
+            if value is not None and refuses(value):
+                yield f"{key} {_show(value)} cannot go with {SECTION}: {fix}"
+
+
+def _find(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = config.get(part) if isinstance(config, dict) else None
+    return config
+
+
+def _is_on(value: Any) -> bool:
+    """As DeepSpeed's own models read a flag; "auto" is not on."""
+    return str(value).lower() in ("true", "1", "yes", "y", "on", "t")
+
+
+def _above(limit: int) -> Callable[[Any], bool]:
+    return lambda value: str(value).isdigit() and int(value) > limit
+
+
+def _named(*names: str) -> Callable[[Any], bool]:
+    return lambda value: str(value).lower() in names
+
+
+_UNSUPPORTED: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (
+        ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"),
+        _named("nvme"),
+        'state on NVMe is not copied to other nodes; offload to "cpu"',
+    ),
+    (
+        ("zero_optimization.zero_hpz_partition_size",),
+        _above(1),
+        "secondary partitions (ZeRO++) are not restored; leave it out, or set 1",
+    ),
+    (
+        ("zero_optimization.mics_shard_size",),
+        _above(0),
+        "MiCS shards are not restored; leave it out, or set -1",
+    ),
+    (
+        (
+            "zero_optimization.zero_quantized_weights",
+            "zero_optimization.zero_quantized_nontrainable_weights",
+            "zero_optimization.zero_quantized_gradients",
+        ),
+        _is_on,
+        "quantized communication (ZeRO++) is not covered; leave it out, or set false",
+    ),
+    (
+        ("zero_optimization.zenflow",),
+        lambda value: True,
+        "ZenFlow updates parameters outside the step; leave it out",
+    ),
+    (
+        ("compile.deepcompile",),
+        _is_on,
+        "DeepCompile takes the gradient exchange out of the engine's reach; set false",
+    ),
+    (
+        ("optimizer.type",),
+        _named("onebitadam", "onebitlamb", "zerooneadam"),
+        "its error feedback differs on each rank and is not restored; use Adam, AdamW or Lamb",
+    ),
+    (
+        ("elasticity.enabled",),
+        _is_on,
+        "DeepSpeed's elasticity restarts the job with another batch size; set false",
+    ),
+    (
+        ("nebula.enabled",),
+        _is_on,
+        f"Nebula takes checkpoints over; set false, and use {SECTION}.durable",
+    ),
+)
