@@ -89,8 +89,8 @@ class Configuration:
 
     def _warn(self, started: int) -> None:
         log.warning(
-            "%s wants %d spares, but %d were started: bring more with `ftrun --join %s --job-dir %s` "
-            "(or start all with `ftrun --standalone --spares`)",
+            "%s asks for %d spares; there are %d: bring more with `ftrun --join %s --job-dir %s` "
+            "(on one machine, start them with `ftrun --standalone --spares`)",
             *(_SOURCE, self._c.settings.spares, started, self._c.settings.controller, self._c.job_dir),
         )
 

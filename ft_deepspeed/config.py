@@ -67,15 +67,17 @@ def parse(config: Json) -> FaultTolerance | None:
         _reject_misspelt(config)
         return None
     try:
-        found = FaultTolerance.model_validate(config[SECTION])
+        section = FaultTolerance.model_validate(config[SECTION])
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(dict(e)) for e in error.errors())) from None
-    if not found.enabled:
+        # A misspelt key first: it is why another is missing.
+        found = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+        raise ConfigError("; ".join(_explain(dict(e)) for e in found)) from None
+    if not section.enabled:
         return None
     if problems := list(_unsupported(config)):
         off = f"or set {SECTION}.enabled to false to train without protection"
         raise ConfigError(f"{'; '.join(problems)}; {off}")
-    return found
+    return section
 
 
 def read(config: Json | str | os.PathLike[str]) -> Json:

@@ -1,6 +1,7 @@
 """A job without a framework: each role counts its steps, protected by settings that the script brings itself.
 
 `--settings` is a list: each is brought in turn, and `refused ROLE: ...` printed for those that cannot be had.
+`--after` is a file that must be there first.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,13 +50,17 @@ class Counter:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--settings", type=json.loads)
+    parser.add_argument("--after", type=Path)
     parser.add_argument("--train-iters", type=int)
     args, _ = parser.parse_known_args()
     job = session.current()
     assert job is not None
     dist.init_process_group("gloo")
+    while args.after and not args.after.exists():
+        time.sleep(REST)
     for settings in args.settings:
         dist.barrier()  # all bring the same at a time
+        print(f"asking {job.role}")
         try:
             job.configure(settings)
         except FtError as error:

@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from harness import Job, Layout, check_clean, check_survivors, read_logs
+
+from ft_core.configuration import Configuration
+from ft_core.nodes import Node
+from ft_core.settings import Command, Settings
 
 SCRIPT = Path(__file__).parent / "configured.py"
 LAYOUT = Layout(1, 1, 2)
 
 
 def job(path: Path, steps: int, *settings: dict, ftrun: tuple[str, ...] = (), spares: int = 0) -> Job:
-    brought = (f"--settings={json.dumps(settings)}",)
+    brought = (f"--settings={json.dumps(settings)}", f"--after={path.parent / 'go'}")
     return Job(path, LAYOUT, steps, script=SCRIPT, flags=brought, ftrun=ftrun, spares=spares, protected=False)
 
 
@@ -31,12 +38,20 @@ def test_settings_of_the_script_hold_for_the_whole_job(tmp_path: Path):
     durable = tmp_path / "durable"
     settings = {"replicas": 0, "policy": "stop", "durable_dir": str(durable), "durable_interval": 5}
     with job(tmp_path / "first", 10_000, settings, spares=1) as first:
+        first.wait_for("decided")
+        first.process.send_signal(signal.SIGSTOP)  # ftrun would start another
+        os.kill(first.status()["controller_pid"], signal.SIGKILL)
+        (tmp_path / "go").touch()
+        while len(asked := [w for w in read_logs(first.job_dir).split("\n") if w.startswith("asking")]) < 2:
+            time.sleep(0.05)
+        assert sorted(asked) == ["asking 0", "asking 1"]
+        first.process.send_signal(signal.SIGCONT)
         first.wait_for("durable", 4)
         assert [e["reason"] for e in events_of(first, "configured")] == [
             f"replicas 0, policy stop, durable_dir {durable}, durable_interval 5"
         ]
         os.kill(first.status()["controller_pid"], signal.SIGKILL)
-        first.wait_for("controller_restarted")
+        first.wait_for("controller_restarted", 2)
         assert all(not row["replicas"] and not row["h2h_bytes"] for row in first.status()["roles"])
         written = len(events_of(first, "durable"))
         first.wait_for("durable", written + 4)
@@ -74,6 +89,7 @@ def test_settings_that_cannot_be_had(tmp_path: Path):
         {"policy": "wait", "replicas": 0},
         {"policy": "wait", "replicas": 1},
     ]
+    (tmp_path / "go").touch()
     with job(tmp_path / "job", 20, *wrong, ftrun=("--ft-policy=wait",)) as tried:
         result = tried.finish()
     assert result.code == 0
@@ -93,3 +109,23 @@ def test_settings_that_cannot_be_had(tmp_path: Path):
         mine = [line for line in said if line.startswith(f"refused {role}: ")]
         assert len(mine) == len(expected)
         assert all(text in line for text, line in zip(expected, mine, strict=True))
+
+
+def test_fewer_spares_than_the_script_wants(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    nodes = {name: Node(name, None, {}, 0.0, {"configured": None}) for name in ("node0", "node1")}
+    sent: list[dict] = []
+    nodes["node0"].post = nodes["node1"].post = sent.append
+    settings = Settings(1, 1, Command("train.py"), controller="host:1")
+    plan = {"roles": {"0": "node0"}, "start": [None, "initial"]}
+    controller = SimpleNamespace(settings=settings, job_dir=tmp_path, nodes=nodes, plan=plan, running=True)
+    controller.event = lambda *_: None
+    configuration = Configuration(controller)
+    configuration.asked(nodes["node0"], {"settings": {"spares": 3}, "worker": 0, "id": 0})
+    assert sent == [{"type": "configured", "settings": {"spares": 3}}] * 2
+    [warning] = caplog.messages
+    assert "asks for 3 spares; there are 1" in warning
+    assert f"ftrun --join host:1 --job-dir {tmp_path}" in warning and "--spares" in warning
+    configuration.used(nodes["node0"], {"configured": {"spares": 3}, "durable": []})
+    assert sent[2:] == [{"type": "answer", "worker": 0, "id": 0}]
+    configuration.asked(nodes["node0"], {"settings": {"spares": 3}, "worker": 1, "id": 0})
+    assert len(sent) == 4 and len(caplog.messages) == 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,6 +89,103 @@ def test_flags_behind_the_script_are_the_scripts(script: str):
     settings = launch.settings_of(args)
     assert settings.nnodes == 2 and settings.spares == 0
     assert settings.command.arguments == ["--nnodes=7", "-x", "--spares", "9"]
+
+
+@pytest.fixture
+def framework(tmp_path: Path, script: str) -> Callable[..., list[str]]:
+    """A script and its arguments, with a configuration that has the given section."""
+
+    def command(**section: object) -> list[str]:
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps({"train_batch_size": 8, "fault_tolerance": section}))
+        return [script, "--lr", "0.1", "--deepspeed_config", str(path)]
+
+    return command
+
+
+def settings_of(*command: str) -> Settings:
+    return launch.settings_of(launch.parser().parse_args(command))
+
+
+def test_the_scripts_own_configuration(framework: Callable[..., list[str]], tmp_path: Path):
+    durable = {"interval": 7, "dir": str(tmp_path)}
+    section = {"replicas": 2, "spares": 1, "policy": "stop", "durable": durable}
+    found = settings_of("--standalone", "--nnodes=3", *framework(**section))
+    assert (found.replicas, found.spares, found.policy) == (2, 1, "stop")
+    assert (found.durable_dir, found.durable_interval, found.given) == (str(tmp_path), 7, [])
+    same = settings_of("--standalone", "--nnodes=3", "--ft-replicas=2", *framework(**section))
+    assert same == dataclasses.replace(found, given=["replicas"], controller=same.controller)
+    more = settings_of("--standalone", "--ft-policy=stop", "--spares=0", *framework(replicas=1))
+    assert (more.policy, more.replicas, more.given) == ("stop", 1, ["policy", "spares"])
+    assert settings_of("--standalone", *framework(enabled=False, replicas=5)).replicas == 1
+
+
+def test_without_standalone_spares_are_started_one_by_one(framework: Callable[..., list[str]]):
+    assert settings_of("--nnodes=2", "--node-rank=1", *framework(spares=1)).spares == 0
+
+
+def test_a_program_that_is_no_script_is_not_read(framework: Callable[..., list[str]]):
+    assert settings_of("--standalone", "--no-python", *framework(replicas=-1)).replicas == 1
+
+
+def test_spares_of_the_scripts_own_configuration_are_started(
+    framework: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    started = []
+    monkeypatch.setattr(launch.Launcher, "_start", lambda _, module, *about: started.append((module, *about)))
+    monkeypatch.setattr(launch.Launcher, "wait", lambda _: 0)
+    monkeypatch.setattr(launch.Launcher, "stop", lambda _: None)
+    flags = ["--standalone", "--nnodes=2", f"--job-dir={tmp_path / 'job'}"]
+    assert launch.main([*flags, *framework(spares=1)]) == 0
+    nodes = [about[1] for module, *about in started if module == "ft_core.agent"]
+    assert nodes == ["node0", "node1", "node2"]
+    assert Settings.read(tmp_path / "job").spares == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "section", "named"),
+    [
+        ("", {"replica": 1}, ["--deepspeed_config", "ds.json: fault_tolerance.replica: unknown key"]),
+        ("", {"replicas": "1"}, ["fault_tolerance.replicas must be a whole number"]),
+        (
+            "",
+            {"durable": {"interval": 5}},
+            ["fault_tolerance.durable.interval", "fault_tolerance.durable.dir"],
+        ),
+        ("", {"replicas": 2}, ["replicas (the configuration in the script's arguments) 2 needs 3 nodes"]),
+        (
+            "--ft-replicas=1",
+            {"replicas": 0},
+            ["--ft-replicas 1 of ftrun contradicts", "which says replicas 0"],
+        ),
+        ("--spares=2", {"spares": 1}, ["--spares 2 of ftrun contradicts", "which says spares 1"]),
+        ("--ft-policy=wait", {"policy": "stop"}, ["--ft-policy wait of ftrun", "policy stop"]),
+        (
+            "--ft-durable-dir=/a --ft-durable-interval=5",
+            {"durable": {"interval": 5, "dir": "/b"}},
+            ["--ft-durable-dir /a of ftrun contradicts", "durable_dir /b"],
+        ),
+        (
+            "--ft-durable-dir=/a --ft-durable-interval=5",
+            {"durable": {"interval": 6, "dir": "/a"}},
+            ["--ft-durable-interval 5 of ftrun contradicts", "durable_interval 6"],
+        ),
+    ],
+)
+def test_wrong_configurations(
+    flags: str,
+    section: dict,
+    named: list[str],
+    framework: Callable[..., list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    job_dir = tmp_path / "job"
+    command = ["--standalone", "--nnodes=2", *flags.split(), f"--job-dir={job_dir}", *framework(**section)]
+    assert launch.main(command) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ftrun: ") and all(text in error for text in named)
+    assert not job_dir.exists()
 
 
 def test_the_directory_of_an_earlier_job(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
