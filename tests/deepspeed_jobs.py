@@ -69,7 +69,10 @@ class Zero:
 
     def config(self) -> dict:
         """The JSON, without our section."""
-        zero: dict = {"stage": self.stage}
+        # Several buckets, and in stage 3 both kinds of parameters: small ones stay whole on every rank.
+        zero: dict = {"stage": self.stage, "reduce_bucket_size": 10_000, "allgather_bucket_size": 10_000}
+        if self.stage == 3:
+            zero |= {"stage3_param_persistence_threshold": 64, "stage3_prefetch_bucket_size": 10_000}
         if self.offload:
             zero["offload_optimizer"] = {"device": "cpu"}
         config = _config(self.gas, self.clipping) | {"zero_optimization": zero}
