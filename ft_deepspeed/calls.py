@@ -19,7 +19,7 @@ from ft_deepspeed.context import Context
 from ft_deepspeed.results import Results
 
 _COPIED = 1 << 20
-"""Outputs up to so many bytes are handed out as copies, which a script may change in place, others as views."""
+"""Outputs up to so many bytes are handed out as copies, which may be changed in place; others as views."""
 
 
 class Call:

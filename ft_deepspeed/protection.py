@@ -26,7 +26,8 @@ from ft_deepspeed.calls import Backward, Batch, Call, Forward, Save, Step
 from ft_deepspeed.context import Context
 from ft_deepspeed.loaders import Loaders
 from ft_deepspeed.results import Results
-from ft_deepspeed.state import DeepSpeedAdapter, unsupported
+from ft_deepspeed.state import DeepSpeedAdapter
+from ft_deepspeed.zero import unsupported
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +74,11 @@ class Protection:
         def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
             if self._begun:
                 raise ConfigError(
-                    "engine.load_checkpoint after the first step would change state that fault tolerance keeps "
-                    "copies of; load before training, or set fault_tolerance.enabled to false"
+                    "engine.load_checkpoint after the first step would change state of which copies are kept; "
+                    "load before training, or set fault_tolerance.enabled to false"
                 )
-            # A newcomer may find a checkpoint that was not there when its peers began. Its script goes on from
-            # that step and is answered from there; the state itself comes from memory.
+            # A newcomer may find a checkpoint that was not there when its peers began. Its script goes on
+            # from that step and is answered from there; the state itself comes from memory.
             with session.comms.startup.section("load", muted=session.joining):
                 return load(*args, **kwargs)
 
