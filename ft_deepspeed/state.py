@@ -182,9 +182,14 @@ class DeepSpeedAdapter:
         engine = self._engine
         device = engine.device
         envelope = copy.deepcopy(envelope)  # schedulers and groups keep what they are given
-        for target, values in ((engine, envelope["engine"]), (engine.optimizer, envelope["wrapper"])):
-            for name, value in values.items():
-                setattr(target, name, value.to(device) if isinstance(value, torch.Tensor) else value)
+        for target, names in ((engine, _COUNTERS), (engine.optimizer, _WRAPPER)):
+            values = envelope["engine" if target is engine else "wrapper"]
+            for name in names:
+                if name in values:
+                    value = values[name]
+                    setattr(target, name, value.to(device) if isinstance(value, torch.Tensor) else value)
+                elif name in vars(target):
+                    delattr(target, name)  # it came with a later step
         parts = dict(self._parts(_SCALERS + _SCHEDULES))
         for name, values in (envelope["scalers"] | envelope["schedules"]).items():
             vars(parts[name]).update(values)

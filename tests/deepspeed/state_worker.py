@@ -101,6 +101,7 @@ collectives.install()  # before DeepSpeed takes references
 
 import deepspeed  # noqa: E402
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # noqa: E402
+from deepspeed.runtime.zero import parameter_offload, partition_parameters  # noqa: E402
 
 from ft_core import envelope  # noqa: E402
 from ft_deepspeed.state import DeepSpeedAdapter  # noqa: E402
@@ -116,7 +117,7 @@ class Net(torch.nn.Module):
         self.first = torch.nn.Linear(WIDTH, 20)
         self.frozen = torch.nn.Linear(20, 20).requires_grad_(False)
         self.drop = torch.nn.Dropout(0.2)
-        self.norm = torch.nn.BatchNorm1d(20)
+        self.norm = torch.nn.BatchNorm1d(20, affine=False)
         self.second = torch.nn.Linear(20, 20)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -144,7 +145,11 @@ ACCUMULATED = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
 
 
 def stage(number: int, **options: Any) -> dict[str, Any]:
-    small = {"stage3_param_persistence_threshold": 25, "sub_group_size": 300, "stage3_prefetch_bucket_size": 300}
+    small = {
+        "stage3_param_persistence_threshold": 25,
+        "sub_group_size": 300,
+        "stage3_prefetch_bucket_size": 300,
+    }
     zero: dict[str, Any] = {"stage": number, "reduce_bucket_size": 300, "allgather_bucket_size": 500}
     return {"zero_optimization": zero | (small if number == 3 else {}) | options}
 
@@ -211,19 +216,21 @@ class Job:
             deepspeed.runtime.engine.FusedAdam = torch.optim.Adam
         try:
             self.engine, *_ = deepspeed.initialize(
-                model=model, config=config, model_parameters=[p for p in model.parameters() if p.requires_grad]
+                model=model,
+                config=config,
+                model_parameters=[p for p in model.parameters() if p.requires_grad],
             )
         finally:
             deepspeed.runtime.engine.FusedAdam = original
         self.adapter = DeepSpeedAdapter(self.engine)
-        self.dtype = next(
-            p.dtype for p in self.engine.module.parameters()
-        )
+        self.dtype = next(p.dtype for p in self.engine.module.parameters())
         self.accumulated = self.engine.gradient_accumulation_steps()
 
     def batches(self, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for micro in range(self.accumulated):
-            generator = torch.Generator().manual_seed(step * 100 + micro * 10 + self.engine.seq_data_parallel_group.rank())
+            generator = torch.Generator().manual_seed(
+                step * 100 + micro * 10 + self.engine.seq_data_parallel_group.rank()
+            )
             yield (
                 torch.randn(4, WIDTH, generator=generator).to(self.dtype),
                 torch.randn(4, WIDTH, generator=generator).to(self.dtype),
@@ -245,9 +252,9 @@ class Job:
     def snapshot(self) -> tuple[dict[str, torch.Tensor], bytes]:
         names = [t.name for t in self.adapter.tensors()]
         assert len(names) == len(set(names)), names
-        return {
-            t.name: t.tensor.detach().clone() for t in self.adapter.tensors()
-        }, envelope.encode(self.adapter.envelope())
+        return {t.name: t.tensor.detach().clone() for t in self.adapter.tensors()}, envelope.encode(
+            self.adapter.envelope()
+        )
 
     def restore(self, snapshot: tuple[dict[str, torch.Tensor], bytes]) -> None:
         self.adapter.reset()
@@ -305,6 +312,8 @@ def run(case: str) -> int:
     assert job.train(1, 2) == early, "from the beginning: losses differ"
     compare(job.snapshot(), at2, "from the beginning")
 
+    parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+    partition_parameters.Init.param_id = 0  # numbers as in a process of its own
     newcomer = Job(case, seed=2)
     if job.pipeline or dist.get_rank() == dist.get_world_size() - 1:  # a pipeline makes its groups anew
         job = newcomer
