@@ -7,6 +7,7 @@ enabled `fault_tolerance` section comes along.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import inspect
 import sys
@@ -57,8 +58,27 @@ class _PatchingLoader(Loader):
 
 
 def _patch(module: ModuleType) -> None:
-    if not hasattr(module.initialize, "ft_original"):
-        module.initialize = _protected(module.initialize)  # type: ignore[attr-defined]
+    if hasattr(module.initialize, "ft_original"):
+        return
+    module.initialize = _protected(module.initialize)  # type: ignore[attr-defined]
+    comm: Any = importlib.import_module("deepspeed.comm.torch")
+    comm.build_shm_op = _not_under_ftrun(comm.build_shm_op)
+
+
+def _not_under_ftrun(build: Callable[..., Any]) -> Callable[..., Any]:
+    """On CPUs, DeepSpeed compiles an all-reduce over shared memory for inference when it starts.
+
+    It goes by the process groups and cannot be repaired; and a worker killed while compiling leaves a lock
+    behind that hangs whoever starts next. DeepSpeed uses the process group in its absence.
+    """
+
+    @functools.wraps(build)
+    def build_unless_protected() -> Any:
+        from ft_core import session
+
+        return None if session.current() is not None else build()
+
+    return build_unless_protected
 
 
 def _protected(original: Callable[..., Any]) -> Callable[..., Any]:
