@@ -10,6 +10,9 @@ from typing import Any
 HOOKS = "ft_core.hooks"
 """Called without arguments in every worker before the user's script: installs a framework's hooks."""
 
+PRELOAD = "ft_core.preload"
+"""Called without arguments in a node's fork server: imports what a framework would import only when used."""
+
 
 @cache
 def load(group: str) -> tuple[Callable[..., Any], ...]:

@@ -28,16 +28,19 @@ def source_of(target: str) -> Path | None:
     return None
 
 
-def imports_of(source: str) -> list[str]:
-    """Modules that a script's top level imports, in order; nothing for a script that does not parse."""
-    names: list[str] = []
+def imports_of(source: str) -> list[tuple[str, list[str]]]:
+    """What a script's top level imports, in order: modules, and the names that it takes from them.
+
+    Nothing for a script that does not parse.
+    """
+    found: list[tuple[str, list[str]]] = []
     with contextlib.suppress(SyntaxError):
         for node in ast.parse(source).body:
             if isinstance(node, ast.Import):
-                names += [alias.name for alias in node.names]
+                found += [(alias.name, []) for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                names.append(node.module)
-    return names
+                found.append((node.module, [alias.name for alias in node.names]))
+    return found
 
 
 def _preload() -> None:
@@ -52,10 +55,15 @@ def _preload() -> None:
     if source is None or source.suffix != ".py":
         return
     sys.path.insert(0, str(source.parent.resolve()))
-    for name in imports_of(source.read_text()):
+    for name, parts in imports_of(source.read_text()):
         # Whatever is wrong with an import is for the script itself to report, in its own process.
         with contextlib.suppress(Exception):
-            importlib.import_module(name)
+            module = importlib.import_module(name)
+            for part in parts:  # a module may import only now what is asked of it
+                getattr(module, part, None)
+    for preload in plugins.load(plugins.PRELOAD):
+        with contextlib.suppress(Exception):
+            preload()
     sys.path.pop(0)
 
 
