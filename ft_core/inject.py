@@ -27,6 +27,8 @@ POINTS = (
     "h2h",
     "recovery",
     "evaluate",
+    "save",
+    "between",
 )
 
 

@@ -31,6 +31,15 @@ from ft_deepspeed.zero import unsupported
 
 log = logging.getLogger(__name__)
 
+_POINTS = {
+    "forward": "forward",
+    "train_batch": "forward",
+    "evaluation": "evaluate",
+    "eval_batch": "evaluate",
+    "save": "save",
+}
+"""Kind of call -> where a failure may be injected when it begins."""
+
 _SAVES = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
 
 
@@ -58,6 +67,8 @@ class Protection:
         self._counted: Counter[str] = Counter()
         self._forwards: list[Forward] = []
         self._ghost: _Ghost | None = None
+        self._script: Any = None
+        """Counters, random states and schedules where a newcomer's script is: the engine is further on."""
         engine.ft_protection = self
         boundary.install(engine, session)
         self._guard("forward", Forward)
@@ -74,7 +85,7 @@ class Protection:
         def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
             if self._begun:
                 raise ConfigError(
-                    "engine.load_checkpoint after the first step would change state of which copies are kept; "
+                    "engine.load_checkpoint after the first step changes state of which copies are kept; "
                     "load before training, or set fault_tolerance.enabled to false"
                 )
             # A newcomer may find a checkpoint that was not there when its peers began. Its script goes on
@@ -110,6 +121,7 @@ class Protection:
         if self._begun:
             return
         self._begun = True
+        self._script = self._adapter.envelope()
         self._position = self._covered = self._engine.global_steps
         self._session.begin(self._adapter, self._position, self._redo)
 
@@ -125,6 +137,7 @@ class Protection:
             self._forwards.append(call)
         if self._position != self._session.version:
             self._advance()
+            self._session.point("between")
         return result
 
     def _persist(self, call: Call) -> Any:
@@ -155,8 +168,8 @@ class Protection:
         self._busy = True
         try:
             with self._session.inside():
-                if isinstance(call, Forward):
-                    self._session.point("forward" if call.kind == "forward" else "evaluate")
+                if (point := _POINTS.get(call.kind)) is not None:
+                    self._session.point(point)
                 result = action()
         finally:
             self._busy = False
@@ -175,7 +188,9 @@ class Protection:
 
     def interrupted(self) -> None:
         """The adapter is told to drop an abandoned call: the script must find everything as it left it."""
-        if self._outside is None and self._pending is None:
+        if self._ghost is not None:
+            self._script = self._adapter.envelope()
+        elif self._outside is None and self._pending is None:
             self._outside = Context.capture(self._engine)
 
     def _redo(self) -> None:
@@ -218,9 +233,8 @@ class Protection:
             self._ghost = _Ghost()
         self._ghost.until = version
         self._ghost.envelope = self._adapter.loaded
+        self._adapter.settle(self._script)
         self.loaders.follow(self._adapter.loaded["loaders"])
-        self._engine.global_steps = self._position
-        self._engine.micro_steps = self._position * self._engine.gradient_accumulation_steps()
 
     def _answer(self, call: Call) -> Any:
         try:
@@ -236,6 +250,8 @@ class Protection:
         if ends:
             self._position += 1
             self._engine.global_steps = self._position
+            if self._engine.lr_scheduler is not None:
+                self._engine.lr_scheduler.step()
             self._counted.clear()
             if self._position == ghost.until:
                 self._go_live()
