@@ -147,6 +147,8 @@ class Protection:
                 self._session.raise_if_moved()
                 before = sum(self._session.comms.counts.values())
                 result = self._perform(call, action)
+                if call.kind not in ("step", "backward", "save"):
+                    self.results.record(call.kind, call.version, result)
                 if ends:
                     self._session.step_done()
                 if call.kind != "evaluation" or sum(self._session.comms.counts.values()) > before:
@@ -159,7 +161,8 @@ class Protection:
             if self._session.version > call.version:
                 # Peers had finished this step, and their copy of its outcome was loaded.
                 self._tape.append(call)
-                return self.results.answer(call.kind, call.version, 0, self._engine.device)
+                peers = Results(self._adapter.loaded["results"])
+                return peers.answer(call.kind, call.version, 0, self._engine.device)
             assert call.context is not None
             call.context.apply(self._engine)
             action = call.repeat
@@ -170,12 +173,9 @@ class Protection:
             with self._session.inside():
                 if (point := _POINTS.get(call.kind)) is not None:
                     self._session.point(point)
-                result = action()
+                return action()
         finally:
             self._busy = False
-        if result is not None and call.kind not in ("backward", "save"):
-            self.results.record(call.kind, call.version, result)
-        return result
 
     def _advance(self) -> None:
         """A step is complete on this role, and so on all roles is the one before it."""
@@ -233,6 +233,7 @@ class Protection:
             self._ghost = _Ghost()
         self._ghost.until = version
         self._ghost.envelope = self._adapter.loaded
+        self.results = Results(self._adapter.loaded["results"])
         self._adapter.settle(self._script)
         self.loaders.follow(self._adapter.loaded["loaders"])
 
@@ -309,7 +310,6 @@ class _Adapter:
         return self._engine.envelope_holders()
 
     def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
-        self._protection.results.load(envelope["results"])
         with torch.inference_mode(False):  # the script may have been evaluating
             self._engine.restore(tensors, envelope["engine"])
         self.loaded = envelope

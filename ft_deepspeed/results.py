@@ -23,10 +23,17 @@ Plain = bool | int | float | str | None
 class Results:
     """Results by kind of call ("forward", "evaluation", ...) and step."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: dict[str, Any] | None = None) -> None:
+        """Empty, or as `state` says. Raises CorruptSnapshot."""
         self._shapes: dict[str, dict[str, Any]] = {}
         self._numbers: dict[int, dict[str, list[Any]]] = {}
-        self._held = 0
+        try:
+            if state is not None:
+                self._shapes = dict(state["shapes"])
+                self._numbers = {int(v): dict(calls) for v, calls in state["numbers"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptSnapshot(f"results of earlier steps are not readable ({error})") from error
+        self._held = sum(len(r) for calls in self._numbers.values() for r in calls.values())
 
     def record(self, kind: str, version: int, result: Any) -> None:
         """The next result of that kind in the step after `version`. Numbers stay on their device."""
@@ -41,11 +48,6 @@ class Results:
         self._held += 1
         while self._held > KEPT and (oldest := min(self._numbers)) < version:
             self._held -= sum(map(len, self._numbers.pop(oldest).values()))
-
-    def forget(self, version: int) -> None:
-        """The steps after `version` are done again."""
-        self._numbers = {v: n for v, n in self._numbers.items() if v < version}
-        self._held = sum(len(r) for calls in self._numbers.values() for r in calls.values())
 
     def answer(self, kind: str, version: int, number: int, device: torch.device) -> Any:
         """What call `number` of that kind returned in the step after `version`."""
@@ -64,15 +66,6 @@ class Results:
                 if any(isinstance(x, torch.Tensor) for numbers in results for x in numbers):
                     calls[kind] = [[float(x) for x in numbers] for numbers in results]
         return {"shapes": self._shapes, "numbers": self._numbers}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Inverse of `state`."""
-        try:
-            self._shapes = dict(state["shapes"])
-            self._numbers = {int(v): dict(calls) for v, calls in state["numbers"].items()}
-            self.forget(1 + max(self._numbers, default=0))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptSnapshot(f"results of earlier steps are not readable ({error})") from error
 
 
 def _is_number(leaf: Any) -> bool:
