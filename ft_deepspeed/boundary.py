@@ -61,6 +61,11 @@ def install(engine: Any, session: Session) -> None:
     stepping = optimizer if inner is None else inner
     stepping.register_step_pre_hook(lambda *_: session.optimizer_begins())
     stepping.register_step_post_hook(lambda *_: session.point("gather"))
+    if session.injecting and hasattr(engine, "_INSTRUCTION_MAP"):  # elsewhere `calls.Backward` has the point
+        from deepspeed.runtime.pipe.schedule import BackwardPass
+
+        backward = _preceded(engine._INSTRUCTION_MAP[BackwardPass], lambda: session.point("backward"))
+        engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, BackwardPass: backward}
 
 
 def _preceded(method: Callable[..., Any], action: Callable[[], None]) -> Callable[..., Any]:

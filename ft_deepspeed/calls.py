@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ft_core import rng
 from ft_deepspeed.context import Context
 from ft_deepspeed.results import Results
 
@@ -204,7 +205,8 @@ class Batch(Call):
         self.kind = method.__name__
         self._source: Any = kwargs.pop("data_iter") if "data_iter" in kwargs else next(iter(args), None)
         self.args = args[1:]
-        self._drawn: list[Any] = []
+        self._drawn: list[tuple[Any, dict[str, Any]]] = []
+        """Batches, and the random states after each: a loader that begins its data anew draws a seed."""
 
     def execute(self) -> Any:
         """The batches drawn before, then new ones."""
@@ -234,10 +236,11 @@ class Batch(Call):
         return self.kind == "train_batch"
 
     def _feed(self) -> Iterator[Any]:
-        for batch in self._drawn:
+        for batch, states in self._drawn:
+            rng.restore(states)
             yield _copied(batch)
         for batch in self._source:
-            self._drawn.append(_copied(batch))
+            self._drawn.append((_copied(batch), rng.capture()))
             yield batch
 
 
