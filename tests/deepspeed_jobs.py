@@ -8,6 +8,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 from harness import ROOT, environment
@@ -28,9 +29,9 @@ def extensions() -> Path:
     """Where DeepSpeed's shared-memory extension lies, built.
 
     DeepSpeed builds it at its first `init_distributed` on a CPU, for half a minute, behind a lock file that a
-    SIGKILL leaves behind: every later start would wait for it.
+    SIGKILL leaves behind: every later start would wait for it. Other versions of DeepSpeed build another one.
     """
-    folder = ROOT / "runs" / "torch_extensions"
+    folder = ROOT / "runs" / "torch_extensions" / version("deepspeed")
     for lock in folder.glob("*/lock"):
         lock.unlink()
     variables = environment() | {"TORCH_EXTENSIONS_DIR": str(folder), "DS_ACCELERATOR": "cpu"}
@@ -92,10 +93,85 @@ class Zero:
         return {"TORCH_EXTENSIONS_DIR": str(extensions())}
 
 
+@dataclass(frozen=True)
+class Pipeline:
+    """Training of pretrain_pipeline.py: data parallelism over pipelines of stages."""
+
+    stages: int = 2
+    dp: int = 2
+    zero: int = 0
+    gas: int = 4
+    bf16: bool = False
+    more: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        kind = "bf16" if self.bf16 else "fp32"
+        return f"pp{self.stages}-dp{self.dp}-zero{self.zero}-gas{self.gas}-{kind}" + "".join(self.more)
+
+    @property
+    def world(self) -> int:
+        return self.stages * self.dp
+
+    @property
+    def script(self) -> Path:
+        return RECIPES / "pretrain_pipeline.py"
+
+    def config(self) -> dict:
+        """The JSON, without our section."""
+        config = _config(self.gas, 1.0) | {"zero_optimization": {"stage": self.zero}}
+        # The pipeline takes batches of one shape only.
+        return config | {"dataloader_drop_last": True, "bf16": {"enabled": self.bf16}}
+
+    def arguments(self, iterations: int, protected: bool) -> list[str]:
+        config = write_config(str(self), self.config(), protected)
+        flags = [f"--deepspeed_config={config}", f"--num-stages={self.stages}"]
+        return [*TINY, *flags, f"--train-iters={iterations}", *self.more]
+
+    def environment(self) -> dict[str, str]:
+        return {"TORCH_EXTENSIONS_DIR": str(extensions())}
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """Training of hf_trainer.py in one of ZeRO's stages."""
+
+    stage: int
+    dp: int = 3
+    gas: int = 1
+    more: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"hf-zero{self.stage}-dp{self.dp}-gas{self.gas}" + "".join(self.more)
+
+    @property
+    def world(self) -> int:
+        return self.dp
+
+    @property
+    def script(self) -> Path:
+        return RECIPES / "hf_trainer.py"
+
+    def config(self) -> dict:
+        """The JSON, without our section: the recipe's own, in this stage."""
+        config: dict = json.loads((RECIPES / "ds_hf.json").read_text())
+        del config["fault_tolerance"]
+        return config | {"zero_optimization": {"stage": self.stage}}
+
+    def arguments(self, iterations: int, protected: bool) -> list[str]:
+        config = write_config(str(self), self.config(), protected)
+        flags = [f"--deepspeed={config}", f"--max_steps={iterations}", "--save_strategy=no"]
+        flags += ["--per_device_train_batch_size=2", f"--gradient_accumulation_steps={self.gas}"]
+        flags += ["--learning_rate=1e-3", f"--output_dir={_configs.name}/output"]
+        return [*TINY, *flags, *self.more]
+
+    def environment(self) -> dict[str, str]:
+        return {"TORCH_EXTENSIONS_DIR": str(extensions())}
+
+
 def write_config(name: str, config: dict, protected: bool) -> Path:
     """The file of that configuration, with our section or without."""
     if protected:
-        config = config | {"fault_tolerance": {"enabled": True, "replicas": 1, "spares": 1}}
+        config = config | {"fault_tolerance": {"enabled": True, "replicas": 1}}
     path = Path(_configs.name) / f"{name}{'-protected' * protected}.json".replace("/", "_")
     path.write_text(json.dumps(config, indent=2))
     return path

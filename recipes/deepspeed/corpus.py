@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -90,3 +92,18 @@ def read_text(paths: list[Path], max_bytes: int) -> numpy.ndarray:
     if not pieces:
         raise ValueError(f"no text found in {', '.join(map(str, paths))}")
     return numpy.concatenate(pieces)
+
+
+def batches(loader: Any, position: int) -> Iterator[Any]:
+    """Micro batches of one of DeepSpeed's loaders from number `position` on, epoch after epoch."""
+    epoch, skip = divmod(position, len(loader))
+    while True:
+        loader.data_sampler.set_epoch(epoch)
+        # A DataLoader draws a seed when its iteration begins; in a resumed one, it has done so.
+        with torch.random.fork_rng(devices=[], enabled=skip > 0):
+            iter(loader)  # returns the loader itself, which begins again each time
+            for _ in range(skip):
+                next(loader)
+        while (batch := next(loader, None)) is not None:
+            yield batch
+        epoch, skip = epoch + 1, 0

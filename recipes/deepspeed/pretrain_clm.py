@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
 
+import checkpoint  # type: ignore[import-not-found]
 import corpus  # type: ignore[import-not-found]
 import deepspeed
 from deepspeed.accelerator import get_accelerator
@@ -108,13 +108,13 @@ class Trainer:
         torch.manual_seed(seed)
         get_accelerator().manual_seed(seed)
         if args.load:
-            self.load()
+            checkpoint.load(self.engine, args.load)
 
     def train(self) -> None:
         """Train up to step `--train-iters`."""
         args, engine = self.args, self.engine
         micro_batches = engine.gradient_accumulation_steps()
-        batches = self.batches(position=engine.global_steps * micro_batches)
+        batches = corpus.batches(self.loader, position=engine.global_steps * micro_batches)
         engine.train()
         while (step := engine.global_steps + 1) <= args.train_iters:
             start = time.perf_counter()
@@ -129,20 +129,7 @@ class Trainer:
             if args.eval_interval and step % args.eval_interval == 0:
                 self.evaluate(step)
             if args.save and step % args.save_interval == 0:
-                self.save()
-
-    def batches(self, position: int) -> Iterator[dict[str, torch.Tensor]]:
-        """Micro batches of this rank from number `position` on, epoch after epoch."""
-        epoch, skip = divmod(position, len(self.loader))
-        while True:
-            self.loader.data_sampler.set_epoch(epoch)
-            # A DataLoader draws a seed when its iteration begins; in a resumed one, it has done so.
-            with torch.random.fork_rng(devices=[], enabled=skip > 0):
-                rest = iter(self.loader)
-                for _ in range(skip):
-                    next(rest)
-            yield from rest
-            epoch, skip = epoch + 1, 0
+                checkpoint.save(engine, args.save)
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """The model's loss on a micro batch."""
@@ -175,25 +162,6 @@ class Trainer:
         if self.is_logger:
             line = f"iteration {step}/{self.args.train_iters} | loss {loss!r} | lr {lr:.6E}"
             print(f"{line} | grad norm {known} | {seconds * 1e3:.1f} ms", flush=True)
-
-    def save(self) -> None:
-        """Write a checkpoint, with the random number generators, which DeepSpeed leaves out."""
-        tag = f"step{self.engine.global_steps}"
-        folder = self.args.save / tag
-        folder.mkdir(parents=True, exist_ok=True)
-        states = {"cpu": torch.get_rng_state(), "device": get_accelerator().get_rng_state()}
-        torch.save(states, folder / f"rng_{torch.distributed.get_rank()}.pt")
-        self.engine.save_checkpoint(self.args.save, tag=tag)
-
-    def load(self) -> None:
-        """Take the state over from the newest checkpoint."""
-        folder, _ = self.engine.load_checkpoint(self.args.load)
-        if folder is None:
-            raise SystemExit(f"no checkpoint in {self.args.load}")
-        rng = Path(folder).parent if Path(folder).is_file() else Path(folder)
-        states: dict[str, Any] = torch.load(rng / f"rng_{torch.distributed.get_rank()}.pt")
-        torch.set_rng_state(states["cpu"])
-        get_accelerator().set_rng_state(states["device"])
 
 
 def main() -> None:
