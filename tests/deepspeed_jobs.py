@@ -3,42 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 
 from harness import ROOT, environment
 
 RECIPES = ROOT / "recipes" / "deepspeed"
 SCRIPTS = ROOT / "tests" / "deepspeed" / "scripts"
+PLAIN = ROOT / "tests" / "deepspeed" / "plain"
 TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --mock-data".split()
 _configs = tempfile.TemporaryDirectory(prefix="ft-deepspeed-")
-
-_BUILD = """
-from deepspeed.accelerator import get_accelerator
-get_accelerator().create_op_builder("ShareMemCommBuilder").load()
-"""
-
-
-@cache
-def extensions() -> Path:
-    """Where DeepSpeed's shared-memory extension lies, built.
-
-    DeepSpeed builds it at its first `init_distributed` on a CPU, for half a minute, behind a lock file that a
-    SIGKILL leaves behind: every later start would wait for it. Other versions of DeepSpeed build another one.
-    """
-    folder = ROOT / "runs" / "torch_extensions" / version("deepspeed")
-    for lock in folder.glob("*/lock"):
-        lock.unlink()
-    variables = environment() | {"TORCH_EXTENSIONS_DIR": str(folder), "DS_ACCELERATOR": "cpu"}
-    subprocess.run(
-        [sys.executable, "-c", _BUILD], env=variables, check=True, capture_output=True, timeout=170
-    )
-    return folder
 
 
 @dataclass(frozen=True)
@@ -90,7 +65,7 @@ class Zero:
         return [*TINY, *flags, *self.more]
 
     def environment(self) -> dict[str, str]:
-        return {"TORCH_EXTENSIONS_DIR": str(extensions())}
+        return variables()
 
 
 @dataclass(frozen=True)
@@ -128,7 +103,7 @@ class Pipeline:
         return [*TINY, *flags, f"--train-iters={iterations}", *self.more]
 
     def environment(self) -> dict[str, str]:
-        return {"TORCH_EXTENSIONS_DIR": str(extensions())}
+        return variables()
 
 
 @dataclass(frozen=True)
@@ -165,7 +140,13 @@ class HuggingFace:
         return [*TINY, *flags, *self.more]
 
     def environment(self) -> dict[str, str]:
-        return {"TORCH_EXTENSIONS_DIR": str(extensions())}
+        return variables()
+
+
+def variables(*first: Path) -> dict[str, str]:
+    """A job's environment, with these folders where Python looks first."""
+    path = [*map(str, first), str(PLAIN), environment()["PYTHONPATH"]]
+    return {"DS_ACCELERATOR": "cpu", "PYTHONPATH": ":".join(path)}
 
 
 def write_config(name: str, config: dict, protected: bool) -> Path:
