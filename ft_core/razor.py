@@ -128,13 +128,15 @@ class Job:
 
     @property
     def weight_bytes(self) -> int:
-        """Per parameter."""
+        """Per parameter. ZeRO-3's parts of them follow from the main parameters, and are not kept."""
+        if self.zero_stage == 3:
+            return 0
         return 4 if self.precision == "fp32" else 2
 
     @property
     def main_bytes(self) -> int:
-        """Per parameter. In fp32 they are views of the parameters in Megatron, clones in DeepSpeed."""
-        return 4 if self.precision != "fp32" or self.zero_stage else 0
+        """Per parameter. In fp32 they are views (Megatron) or copies (DeepSpeed) of whole parameters."""
+        return 4 if self.precision != "fp32" or self.zero_stage == 3 else 0
 
     @property
     def optimizer_bytes(self) -> int:
@@ -344,7 +346,7 @@ def _split(job: Job, tensor: Tensor) -> dict[bool, int]:
     if not job.sharded:
         return {False: weights + state}
     if job.zero_stage == 3:
-        return {True: -(-(weights + state) // shards)}
+        return {True: -(-state // shards)}
     return {False: weights, True: -(-state // shards)}
 
 
@@ -354,11 +356,9 @@ def _row(job: Job, tensor: Tensor, role: int) -> PlanRow:
     main = -(-tensor.parameters * job.main_bytes // share)
     optimizer = -(-tensor.parameters * job.optimizer_bytes // share)
     weights = tensor.parameters * job.weight_bytes
-    if job.zero_stage == 3:
-        weights = -(-weights // shards)
     alone = len(job.holders(role, tensor.expert, sharded=False)) == 1
     alone_shard = len(job.holders(role, tensor.expert, sharded=job.sharded)) == 1
-    unique = (weights if alone or job.zero_stage == 3 else 0) + (main + optimizer if alone_shard else 0)
+    unique = weights * alone + (main + optimizer) * alone_shard
     return PlanRow(tensor.name, tensor.parameters, weights, main, optimizer, unique)
 
 

@@ -55,8 +55,9 @@ def test_parameters_of_llama_2_7b() -> None:
         ({"distributed_optimizer": True, "precision": "fp16", "optimizer": "sgd"}, 8 / 4, 2 + 8 / 4),
         ({"distributed_optimizer": True, "instances": 2, "precision": "bf16"}, 0, 2 + 12 / 2),
         ({"zero_stage": 1, "precision": "bf16"}, 12 / 4, 2 + 12 / 4),
-        ({"zero_stage": 2}, 12 / 4, 4 + 12 / 4),
-        ({"zero_stage": 3, "precision": "bf16"}, 14 / 4, 14 / 4),
+        ({"zero_stage": 2}, 8 / 4, 4 + 8 / 4),
+        ({"zero_stage": 3, "precision": "bf16"}, 12 / 4, 12 / 4),  # the weights are their rounding
+        ({"zero_stage": 3}, 12 / 4, 12 / 4),
         ({"distributed_optimizer": True, "precision": "bf16", "tp": 4}, 14, 14),  # DP 1: everything
     ],
 )

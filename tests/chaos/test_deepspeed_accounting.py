@@ -1,0 +1,202 @@
+"""What protection costs a DeepSpeed job on the network: unique state once per snapshot, and no collective."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+from deepspeed_jobs import TINY, Pipeline, Zero
+from harness import Job, Result, Training, read_logs, torchrun
+
+from ft_core import plan, razor
+from ft_core.ctl import ask
+from ft_core.snapshot import ENVELOPE
+
+STEPS = 6
+MEASURED = Path(__file__).parent / "measured.py"
+VOCABULARY = 257  # bytes and an end of text
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A training whose script is measured.py, under torchrun as well."""
+
+    training: Training
+
+    @property
+    def world(self) -> int:
+        return self.training.world
+
+    @property
+    def script(self) -> Path:
+        return MEASURED
+
+    def arguments(self, iterations: int, protected: bool) -> list[str]:
+        return self.training.arguments(iterations, protected)
+
+    def environment(self) -> dict[str, str]:
+        return self.training.environment()
+
+
+@dataclass
+class Accounts:
+    """What measured.py printed in a job, and what `ftctl` said of it at its end."""
+
+    result: Result
+    rows: list[dict]
+    planned: dict[int, dict]
+    logs: str
+
+    def of(self, what: str) -> dict[int, list]:
+        """By role, in order."""
+        return printed(what, self.logs)
+
+    @cached_property
+    def unique(self) -> dict[int, dict[str, tuple[list[int], int]]]:
+        """By role: name -> (shape, bytes) of what it alone holds after the last step."""
+        return {
+            role: {
+                n: (shape, nbytes)
+                for holders, items in found
+                for n, shape, nbytes in items
+                if holders == [role]
+            }
+            for role, found in self.of("segment").items()
+        }
+
+
+def printed(what: str, text: str) -> dict[int, list]:
+    found: dict[int, list] = {}
+    for role, value in re.findall(rf"^{what} (\d+) (.*)$", text, re.M):
+        found.setdefault(int(role), []).append(json.loads(value))
+    return found
+
+
+def protected(
+    training: Training, job_dir: Path, capsys: pytest.CaptureFixture[str], nproc: int = 1
+) -> Accounts:
+    """Run it under ftrun to its end."""
+    with Job(job_dir, Measured(training), STEPS, nproc=nproc, spares=0) as job:
+        rows = _final_status(job)
+        planned = {}
+        for role in range(training.world):
+            plan.of_running(ask({"type": "state", "role": role}, job_dir), as_json=True)
+            planned[role] = json.loads(capsys.readouterr().out)
+        (job_dir / "go").touch()
+        return Accounts(job.finish(), rows, planned, read_logs(job_dir))
+
+
+def _final_status(job: Job) -> list[dict]:
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        rows = job.status()["roles"] if job.events() else []
+        if rows and all(row["h2h_snapshots"] == STEPS + 1 for row in rows):
+            return rows
+        assert job.process.poll() is None, job.console()[-3000:]
+        time.sleep(0.1)
+    raise AssertionError(f"the last snapshot was never replicated: {job.status()}")
+
+
+def check_bytes(accounts: Accounts, nproc: int) -> None:
+    """To the byte, what left a node for a role is the segments that no other node holds."""
+    snapshots = accounts.of("snapshot")
+    for row in accounts.rows:
+        role = row["role"]
+        sent = [
+            sum(
+                nbytes
+                for holders, nbytes in segments
+                if len({holder // nproc for holder in holders}) == 1 and min(holders) == role
+            )
+            for segments in snapshots[role]
+        ]
+        assert len(sent) == STEPS + 1
+        assert row["h2h_bytes"] == sum(sent)
+        assert accounts.planned[role]["h2h_bytes_per_step"] == sent[-1]
+
+
+def check_collectives(accounts: Accounts, plain: Result, world: int) -> None:
+    """As many of each kind, on each rank and in each step, as in the same training under torchrun."""
+    assert accounts.result.code == 0, accounts.result.output[-3000:]
+    assert (accounts.result.losses, accounts.result.digest) == (plain.losses, plain.digest)
+    assert len(plain.losses) == STEPS and plain.digest
+    without = printed("counted", plain.output)
+    assert sorted(without) == list(range(world))
+    for steps in without.values():
+        assert [step for step, _ in steps] == list(range(2, STEPS + 1))
+        assert min(sum(counts.values()) for _, counts in steps) >= 3
+    assert accounts.of("counted") == without
+
+
+@pytest.mark.parametrize(
+    ("training", "per_parameter"),
+    [
+        (Zero(0, gas=2), 0),
+        # In fp32 the main parameters are what the weights, which all have, say already.
+        (Zero(1, gas=2), 8),
+        (Zero(2, gas=2, bf16=True), 12),
+        # Weights are sharded as well, but follow from the main parameters: nobody sends them.
+        (Zero(3, gas=2), 12),
+    ],
+    ids=lambda value: str(value) if not isinstance(value, int) else None,
+)
+def test_zero(training: Zero, per_parameter: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = torchrun(Measured(training), STEPS)
+    accounts = protected(training, tmp_path / "job", capsys)
+    check_collectives(accounts, plain, training.world)
+    check_bytes(accounts, nproc=1)
+    for role, items in accounts.unique.items():
+        assert accounts.planned[role]["unique_bytes"] >= sum(nbytes for _, nbytes in items.values())
+        if training.stage == 0:
+            assert set(items) == {ENVELOPE}  # random states, and what the script was given
+    model, hidden = described(training)
+    sizes = accounts.of("parameters")[0][0]
+    parameters = sum(t.parameters for t in razor.tensors(model, 0))  # with a vocabulary as Megatron pads it
+    assert sum(sizes) == parameters - -VOCABULARY % 128 * hidden
+    unique = [
+        items for found in accounts.unique.values() for name, items in found.items() if name != ENVELOPE
+    ]
+    state = sum(nbytes for shape, nbytes in unique if shape)  # others are numbers of steps
+    assert state == per_parameter * padded(sizes, training)
+    assert razor.plan(model).unique == pytest.approx(per_parameter * parameters / training.dp, abs=64)
+
+
+def described(training: Zero) -> tuple[razor.Job, int]:
+    """As `ftctl plan` is told of it, and the hidden size."""
+    flags = dict(zip(TINY[0:-1:2], TINY[1:-1:2], strict=True))
+    hidden = int(flags["--hidden-size"])
+    job = razor.Job(
+        num_layers=int(flags["--num-layers"]),
+        hidden_size=hidden,
+        num_attention_heads=int(flags["--num-attention-heads"]),
+        seq_length=int(flags["--seq-length"]),
+        vocab_size=VOCABULARY,
+        world_size=training.world,
+        nproc_per_node=1,
+        zero_stage=training.stage,
+        precision="bf16" if training.bf16 else "fp32",
+    )
+    return job, hidden
+
+
+def padded(sizes: list[int], training: Zero) -> int:
+    """Parameters that all ranks together keep state of: stage 3 pads each, stages 1 and 2 their sum."""
+    if training.stage == 3:
+        return sum(math.ceil(size / training.dp) * training.dp for size in sizes)
+    unit = 2 * training.dp  # parts begin at a multiple of two elements
+    return math.ceil(sum(sizes) / unit) * unit
+
+
+def test_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Peers of a stage are on one node: what they have in common dies with it, and is sent by one of them."""
+    training = Pipeline(zero=1)
+    plain = torchrun(Measured(training), STEPS)
+    accounts = protected(training, tmp_path / "job", capsys, nproc=2)
+    check_collectives(accounts, plain, training.world)
+    check_bytes(accounts, nproc=2)
