@@ -138,6 +138,11 @@ class Startup:
         finally:
             self._prefix, self._muted = before
 
+    def reached(self, step: int) -> None:
+        """The script has done `step` steps: operations are counted from there, as a newcomer may begin at a
+        later step than its predecessor did."""
+        self._prefix = f"{step}/"
+
     def live_epoch(self) -> int:
         """Block until there is a live epoch, in which the state is what it was; return it."""
         while self._recover is not None and not self._comms.alive:
@@ -232,7 +237,7 @@ class Startup:
 
     def _point_to_point(self, group: FtProcessGroup, method: str, args: tuple[Any, ...]) -> PointToPoint:
         peer, me = args[1], group.rank()
-        name = _pair(group, me, peer) if method == "send" else _pair(group, peer, me)
+        name = self._prefix + (_pair(group, me, peer) if method == "send" else _pair(group, peer, me))
         work = PointToPoint(self, self._comms, group, name, self._issued[name], method, args)
         self._issued[name] += 1
         self._pending.append(work)
@@ -248,7 +253,7 @@ class Startup:
             epoch = self.live_epoch()
             for name, value in self._completed.items():
                 if (
-                    name.startswith(f"{group.ft_name}/")
+                    name.startswith(f"{self._prefix}{group.ft_name}/")
                     and name.endswith(end)
                     and value[0] > self.log.count(name)
                 ):
@@ -260,7 +265,7 @@ class Startup:
                 source = self._execute(group, "recv_anysource", "recv", args, {}, epoch).source_rank()
             except EpochChanged:
                 continue
-            tensors, name = tensors_in(args[0]), _pair(group, source, group.rank())
+            tensors, name = tensors_in(args[0]), self._prefix + _pair(group, source, group.rank())
             if self.record(epoch, name, _sent(tensors)):
                 self._issued[name] += 1
                 return DoneWork(tensors, source)

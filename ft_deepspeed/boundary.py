@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -57,7 +58,9 @@ def install(engine: Any, session: Session) -> None:
             wait()
 
     engine.buffered_allreduce_fallback = _preceded(engine.buffered_allreduce_fallback, before_exchange)
-    optimizer.step = _preceded(optimizer.step, before_step)
+    step = _preceded(optimizer.step, before_step)
+    bound = functools.wraps(step)(lambda _, *args, **kwargs: step(*args, **kwargs))
+    optimizer.step = MethodType(bound, optimizer)  # torch's schedulers expect one
     stepping = optimizer if inner is None else inner
     stepping.register_step_pre_hook(lambda *_: session.optimizer_begins())
     stepping.register_step_post_hook(lambda *_: session.point("gather"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -52,11 +51,12 @@ class _AfterImport(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name != "deepspeed":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _PatchingLoader(spec.loader)
-        return spec
+        for finder in sys.meta_path:  # it may be asked for without being imported, so this finder stays
+            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
+                if spec.loader is not None:
+                    spec.loader = _PatchingLoader(spec.loader)
+                return spec
+        return None
 
 
 class _PatchingLoader(Loader):

@@ -9,12 +9,12 @@ On a newcomer, whose script runs from its top, calls of steps that are done are 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -24,6 +24,7 @@ from ft_core.session import Session
 from ft_deepspeed import boundary
 from ft_deepspeed.calls import Backward, Batch, Call, Forward, Save, Step
 from ft_deepspeed.context import Context
+from ft_deepspeed.ghost import Ghost
 from ft_deepspeed.loaders import Loaders
 from ft_deepspeed.results import Results
 from ft_deepspeed.state import DeepSpeedAdapter
@@ -63,10 +64,10 @@ class Protection:
         self._outside: Context | None = None
         self._busy = self._begun = False
         self._position = 0
-        """Steps that the script has done, which on a newcomer is less than the engine has."""
+        """Steps that the script has done, which on a newcomer is less than the engine has; see `_reached`."""
         self._counted: Counter[str] = Counter()
         self._forwards: list[Forward] = []
-        self._ghost: _Ghost | None = None
+        self._ghost: Ghost | None = None
         self._script: Any = None
         """Counters, random states and schedules where a newcomer's script is: the engine is further on."""
         engine.ft_protection = self
@@ -80,6 +81,9 @@ class Protection:
         for name in _SAVES:
             if hasattr(engine, name):
                 self._guard(name, Save)
+        if (trainer := sys.modules.get("transformers.trainer")) is not None:
+            for name in ("_save_checkpoint", "save_model"):
+                self._guard_save(trainer.Trainer, name)
         load = engine.load_checkpoint
 
         def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
@@ -110,6 +114,17 @@ class Protection:
         guarded.__name__, guarded.__doc__ = name, method.__doc__
         setattr(self._engine, name, guarded)
 
+    def _guard_save(self, owner: Any, name: str) -> None:
+        """Of a class that trains with this engine."""
+        method = getattr(owner, name)
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if self._busy or not self._begun:
+                return method(*args, **kwargs)
+            return self._call(Save(self._engine, method, args, kwargs))
+
+        setattr(owner, name, functools.wraps(method)(guarded))
+
     def _backward(self, engine: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backward:
         call = Backward(engine, method, args, kwargs, self._forwards)
         if not kwargs.get("retain_graph"):
@@ -122,7 +137,8 @@ class Protection:
             return
         self._begun = True
         self._script = self._adapter.envelope()
-        self._position = self._covered = self._engine.global_steps
+        self._covered = self._engine.global_steps
+        self._reached(self._covered)
         self._session.begin(self._adapter, self._position, self._redo)
 
     def _call(self, call: Call) -> Any:
@@ -179,10 +195,14 @@ class Protection:
 
     def _advance(self) -> None:
         """A step is complete on this role, and so on all roles is the one before it."""
-        self._position = self._session.version
+        self._reached(self._session.version)
         self._covered = max(self._covered, self._position - 1)
         self._tape = [c for c in self._tape if c.version >= self._covered]
+
+    def _reached(self, step: int) -> None:
+        self._position = step
         self._counted.clear()
+        self._session.comms.startup.reached(step)
 
     # -- recovery ------------------------------------------------------------------------------
 
@@ -230,7 +250,7 @@ class Protection:
             self._go_live()
             return
         if self._ghost is None:
-            self._ghost = _Ghost()
+            self._ghost = Ghost()
         self._ghost.until = version
         self._ghost.envelope = self._adapter.loaded
         self.results = Results(self._adapter.loaded["results"])
@@ -249,11 +269,10 @@ class Protection:
         ends = call.ends_step
         result = call.ghost(self.results, number)
         if ends:
-            self._position += 1
+            self._reached(self._position + 1)
             self._engine.global_steps = self._position
             if self._engine.lr_scheduler is not None:
                 self._engine.lr_scheduler.step()
-            self._counted.clear()
             if self._position == ghost.until:
                 self._go_live()
         return result
@@ -270,22 +289,6 @@ class Protection:
     def point(self, name: str) -> None:
         """A place where a failure may be injected."""
         self._session.point(name)
-
-
-class _Ghost:
-    """A newcomer on its way. What its script prints meanwhile was printed before."""
-
-    def __init__(self) -> None:
-        self.until = 0
-        self.envelope: Any = None
-        self._stdout: TextIO = sys.stdout
-        self._nowhere = open(os.devnull, "w")  # noqa: SIM115 - closed in `close`
-        sys.stdout = self._nowhere
-
-    def close(self) -> None:
-        """It is there."""
-        sys.stdout = self._stdout
-        self._nowhere.close()
 
 
 class _Adapter:

@@ -1,8 +1,8 @@
 """What the engine's calls returned, so that a newcomer's script sees what its predecessor's saw.
 
 A newcomer's script runs from its top, and the calls of steps that are done are answered from here. What a
-snapshot carries is the shape of the newest result of each kind, and the numbers (losses, mostly) of the
-last steps. Larger tensors are answered with zeros: what is computed from them was logged long ago.
+snapshot carries is the shapes of results and the numbers (losses, mostly) of the last calls. Larger tensors
+are answered with zeros: what is computed from them was logged long ago.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from ft_core.errors import CorruptSnapshot
 
 KEPT = 2048
-"""How many results are kept with their numbers; in place of older ones a newcomer sees zeros."""
+"""How many results are kept; in place of older ones a newcomer sees zeros, in the shape of the newest."""
 
 Plain = bool | int | float | str | None
 
@@ -25,47 +25,56 @@ class Results:
 
     def __init__(self, state: dict[str, Any] | None = None) -> None:
         """Empty, or as `state` says. Raises CorruptSnapshot."""
-        self._shapes: dict[str, dict[str, Any]] = {}
-        self._numbers: dict[int, dict[str, list[Any]]] = {}
+        self._shapes: list[dict[str, Any]] = []
+        """The different ones; most scripts have one or two."""
+        self._newest: dict[str, int] = {}
+        self._calls: dict[int, dict[str, list[list[Any]]]] = {}
+        """version -> kind -> for each call the index of its shape, and its numbers"""
         try:
             if state is not None:
-                self._shapes = dict(state["shapes"])
-                self._numbers = {int(v): dict(calls) for v, calls in state["numbers"].items()}
+                self._shapes = list(state["shapes"])
+                self._newest = dict(state["newest"])
+                self._calls = {int(v): dict(calls) for v, calls in state["calls"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptSnapshot(f"results of earlier steps are not readable ({error})") from error
-        self._held = sum(len(r) for calls in self._numbers.values() for r in calls.values())
+        self._held = sum(len(r) for calls in self._calls.values() for r in calls.values())
 
     def record(self, kind: str, version: int, result: Any) -> None:
         """The next result of that kind in the step after `version`. Numbers stay on their device."""
         leaves, spec = pytree.tree_flatten(result)
-        numbers = [leaf.detach() for leaf in leaves if _is_number(leaf)]
-        self._numbers.setdefault(version, {}).setdefault(kind, []).append(numbers)
         try:
             text = pytree.treespec_dumps(spec)
         except NotImplementedError:
             text = ""  # a container of the script's own, which torch cannot take apart: answered with None
-        self._shapes[kind] = {"spec": text, "leaves": [_describe(leaf) for leaf in leaves]}
+        shape = {"spec": text, "leaves": [_describe(leaf) for leaf in leaves]}
+        if shape not in self._shapes:
+            self._shapes.append(shape)
+        index = self._newest[kind] = self._shapes.index(shape)
+        numbers = [
+            leaf.detach().clone() for leaf in leaves if _is_number(leaf)
+        ]  # scripts scale losses in place
+        self._calls.setdefault(version, {}).setdefault(kind, []).append([index, *numbers])
         self._held += 1
-        while self._held > KEPT and (oldest := min(self._numbers)) < version:
-            self._held -= sum(map(len, self._numbers.pop(oldest).values()))
+        while self._held > KEPT and (oldest := min(self._calls)) < version:
+            self._held -= sum(map(len, self._calls.pop(oldest).values()))
 
     def answer(self, kind: str, version: int, number: int, device: torch.device) -> Any:
         """What call `number` of that kind returned in the step after `version`."""
-        shape = self._shapes.get(kind)
-        if shape is None or not shape["spec"]:
+        calls = self._calls.get(version, {}).get(kind, [])
+        index, *numbers = calls[number] if number < len(calls) else [self._newest.get(kind)]
+        if index is None or not self._shapes[index]["spec"]:
             return None
-        calls = self._numbers.get(version, {}).get(kind, [])
-        numbers = iter(calls[number] if number < len(calls) else ())
-        leaves = [_make(leaf, numbers, device) for leaf in shape["leaves"]]
+        shape, values = self._shapes[index], iter(numbers)
+        leaves = [_make(leaf, values, device) for leaf in shape["leaves"]]
         return pytree.tree_unflatten(leaves, pytree.treespec_loads(shape["spec"]))
 
     def state(self) -> dict[str, Any]:
         """For the envelope."""
-        for calls in self._numbers.values():
+        for calls in self._calls.values():
             for kind, results in calls.items():
-                if any(isinstance(x, torch.Tensor) for numbers in results for x in numbers):
-                    calls[kind] = [[float(x) for x in numbers] for numbers in results]
-        return {"shapes": self._shapes, "numbers": self._numbers}
+                if any(isinstance(x, torch.Tensor) for result in results for x in result):
+                    calls[kind] = [[index, *map(float, numbers)] for index, *numbers in results]
+        return {"shapes": self._shapes, "newest": self._newest, "calls": self._calls}
 
 
 def _is_number(leaf: Any) -> bool:
@@ -85,4 +94,5 @@ def _make(leaf: dict[str, Any], numbers: Any, device: torch.device) -> Any:
     tensor = torch.zeros(leaf["shape"], dtype=getattr(torch, leaf["dtype"]), device=device)
     if tensor.numel() == 1:
         tensor.fill_(next(numbers, 0.0))
-    return tensor.requires_grad_(leaf["grad"])
+    # Not a leaf, so that the script may change it in place.
+    return tensor.requires_grad_().clone() if leaf["grad"] else tensor

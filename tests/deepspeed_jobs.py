@@ -143,6 +143,41 @@ class HuggingFace:
         return variables()
 
 
+@dataclass(frozen=True)
+class OwnLoop:
+    """Training of a script with its own loader, loss, learning rate and collectives."""
+
+    stage: int
+    dp: int = 3
+    gas: int = 3
+    more: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"own-zero{self.stage}-dp{self.dp}-gas{self.gas}" + "checkpoints" * bool(self.more)
+
+    @property
+    def world(self) -> int:
+        return self.dp
+
+    @property
+    def script(self) -> Path:
+        return SCRIPTS / "own_loop.py"
+
+    def arguments(self, iterations: int, protected: bool) -> list[str]:
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": self.gas,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": self.stage},
+        }
+        path = write_config(str(self), config, protected)
+        flags = [f"--deepspeed_config={path}", f"--micro-batches={self.gas}", f"--train-iters={iterations}"]
+        return [*flags, *self.more] if protected else flags
+
+    def environment(self) -> dict[str, str]:
+        return variables()
+
+
 def variables(*first: Path) -> dict[str, str]:
     """A job's environment, with these folders where Python looks first."""
     path = [*map(str, first), str(PLAIN), environment()["PYTHONPATH"]]

@@ -1,0 +1,46 @@
+"""DeepSpeed features and habits of scripts that a failure must not disturb."""
+
+from __future__ import annotations
+
+import pytest
+from deepspeed_jobs import HuggingFace, OwnLoop, Zero
+from harness import Job, Training, check_identical, check_survivors
+
+ITERATIONS = 14
+
+
+@pytest.mark.parametrize(
+    ("training", "injected"),
+    [
+        (Zero(2, fp16=True), "1@optimizer:3,0@forward:7:worker"),
+        (Zero(2, offload=True), "0@gather:4,2@backward:9:worker"),
+        (OwnLoop(0), "0@forward:3,1@between:6:worker,2@backward:10:worker"),
+        (OwnLoop(2), "2@gradients:3,0@between:6:worker,0@d2h:10:worker"),
+        (OwnLoop(3), "1@backward:3,2@between:6:worker,0@forward:10:worker"),
+        (HuggingFace(2), "0@backward:4,1@between:8:worker"),
+    ],
+    ids=lambda value: str(value) if not isinstance(value, str) else "",
+)
+def test_variant(training: Training, injected: str, tmp_path):
+    ftrun = ("--respawn", "--ft-inject", injected)
+    with Job(tmp_path / "job", training, ITERATIONS, ftrun=ftrun) as job:
+        result = job.finish()
+    check_identical(result, training, ITERATIONS)
+    check_survivors(result, training.world)
+    assert result.recoveries == injected.count("@")
+
+
+def test_checkpoints_of_the_script(tmp_path):
+    """A failure while it saves; and newcomers find a checkpoint that was not there when their peers began."""
+    training = OwnLoop(1, more=(f"--checkpoints={tmp_path / 'checkpoints'}",))
+    ftrun = ("--respawn", "--ft-inject", "0@save:5:worker,1@forward:7,0@save:10,2@forward:13:worker")
+    with Job(tmp_path / "job", training, ITERATIONS, ftrun=ftrun) as job:
+        result = job.finish()
+    check_identical(result, OwnLoop(1), ITERATIONS)
+    check_survivors(result, training.world)
+    assert result.recoveries == 4
+    ftrun = ("--ft-inject", "1@backward:12:worker")
+    with Job(tmp_path / "again", training, ITERATIONS + 4, ftrun=ftrun) as job:
+        again = job.finish()
+    assert again.recoveries == 1
+    assert set(again.losses) == set(range(11, ITERATIONS + 5))
