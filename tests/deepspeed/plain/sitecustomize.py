@@ -4,9 +4,11 @@ On CPUs DeepSpeed compiles an all-reduce over shared memory when it starts: half
 behind a lock that a SIGKILL leaves behind. Only tensor parallelism uses it; workers of `ftrun` never have it.
 """
 
+import importlib
 import os
+from typing import Any
 
 if "TORCHELASTIC_RUN_ID" in os.environ:  # a worker of torchrun
-    import deepspeed.comm.torch
-
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    # Not by `import`: the package's attribute `torch` is torch itself.
+    comm: Any = importlib.import_module("deepspeed.comm.torch")
+    comm.build_shm_op = lambda: None
