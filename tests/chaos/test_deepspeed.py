@@ -90,7 +90,7 @@ def test_random_kills(training: Training, nproc: int, seed: int, tmp_path):
             due = time.monotonic() + dice.uniform(0.1, 0.8)
             while time.monotonic() < due and job.step() < resumed["version"] + STEPS:
                 time.sleep(0.01)
-            kind, role = dice.choice(("node", "worker")), dice.randrange(training.world)
+            kind, role = dice.choice(("node", "worker", "worker")), dice.randrange(training.world)
             agent, worker = job.pids(role)
             print(f"seed {seed}, kill {number + 1}: {kind} of role {role}, step {job.step()}", flush=True)
             if kind == "node":

@@ -1,4 +1,4 @@
-"""A node is lost at every moment of a step, on purpose, in every layout: the run ends bit-identically."""
+"""A node or a worker is lost at every moment of a step, in every layout: the run ends bit-identically."""
 
 from __future__ import annotations
 
@@ -32,7 +32,13 @@ def moments(layout: Layout, nproc: int) -> dict[str, str]:
     # (Megatron's rank order), so everything is; with plain DP across nodes, nothing is.
     if layout.distributed or layout.dp == 1 or (layout.pp > 1 and nproc > 1):
         found["h2h"] = f"{first}@h2h:14"
-    return found
+    # Every second failure takes a whole node, the others one worker; which, changes from layout to layout.
+    # What the agent does itself, sending, ends with its node.
+    nodes = LAYOUTS.index(layout) % 2
+    return {
+        point: where if (number + nodes) % 2 or point == "h2h" else f"{where}:worker"
+        for number, (point, where) in enumerate(found.items())
+    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
