@@ -5,19 +5,19 @@ an abandoned step. Covers plain optimizers, the 16-bit wrappers, ZeRO 1 to 3 and
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
 
+from ft_core import rng
 from ft_core.adapter import StateTensor
 from ft_deepspeed import zero
 from ft_deepspeed.abandon import Baseline, abandon
+from ft_deepspeed.cpu_adam import Powers
 
 _COUNTERS = (
     "global_steps",
@@ -69,6 +69,7 @@ class DeepSpeedAdapter:
         self._engine = engine
         self._layout = zero.layout(engine)
         self._baseline = Baseline(engine)
+        self._powers = Powers(engine)
         self._me = (dist.get_rank(),)
         self.ring: tuple[int, ...] = tuple(dist.get_process_group_ranks(engine.seq_data_parallel_group))
 
@@ -95,13 +96,9 @@ class DeepSpeedAdapter:
     def envelope(self) -> Any:
         """RNG states, counters, scheduler, loss scalers, hyper-parameters and what else is no tensor."""
         engine = self._engine
-        device = get_accelerator().device_name() != "cpu"
         scheduler = engine.lr_scheduler
-        return {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "torch": torch.get_rng_state(),
-            "device": get_accelerator().get_rng_state() if device else None,
+        state = {
+            "rng": rng.capture(),
             "tracker": checkpointing.get_cuda_rng_tracker().get_states(),
             "engine": {name: vars(engine)[name] for name in _COUNTERS if name in vars(engine)},
             "wrapper": {
@@ -122,7 +119,9 @@ class DeepSpeedAdapter:
             ],
             "scalars": self._optimizer_scalars(),
             "on_host": self._scalars_on_host(),
+            "powers": self._powers.state(),
         }
+        return copy.deepcopy(state)  # much of it goes on changing in place
 
     # -- putting it back -----------------------------------------------------------------------
 
@@ -150,6 +149,7 @@ class DeepSpeedAdapter:
         if remade:
             self._link_again()
         self.settle(envelope)
+        self._powers.restore(envelope["powers"])
 
     def _restore_optimizer_state(
         self, master: zero.Master, kept: dict[str, torch.Tensor], scalars: dict[str, Any], host: set[str]
@@ -206,11 +206,7 @@ class DeepSpeedAdapter:
                         group[key].copy_(value)
                     else:
                         group[key] = value
-        random.setstate(envelope["python"])
-        np.random.set_state(envelope["numpy"])
-        torch.set_rng_state(envelope["torch"])
-        if envelope["device"] is not None:
-            get_accelerator().set_rng_state(envelope["device"])
+        rng.restore(envelope["rng"])
         checkpointing.get_cuda_rng_tracker().set_states(envelope["tracker"])
 
     def reset(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 TIMEOUT = timedelta(seconds=20)
 COLLECTIVES = (
@@ -112,6 +113,7 @@ dist.new_group = functools.partial(
 )
 
 import deepspeed  # noqa: E402
+from deepspeed.moe.layer import MoE  # noqa: E402
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # noqa: E402
 from deepspeed.runtime.zero import parameter_offload, partition_parameters  # noqa: E402
 
@@ -124,8 +126,9 @@ WIDTH = 12
 class Net(torch.nn.Module):
     """Dropout (RNG), a running mean (buffer), a frozen layer, and a weight used outside its own module."""
 
-    def __init__(self) -> None:
+    def __init__(self, recomputed: bool) -> None:
         super().__init__()
+        self.recomputed = recomputed
         self.first = torch.nn.Linear(WIDTH, 20)
         self.frozen = torch.nn.Linear(20, 20).requires_grad_(False)
         self.drop = torch.nn.Dropout(0.2)
@@ -133,12 +136,29 @@ class Net(torch.nn.Module):
         self.second = torch.nn.Linear(20, 20)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        h = self.drop(torch.relu(self.first(x)))
-        h = self.frozen(h)
+        def block(h: torch.Tensor) -> torch.Tensor:
+            return self.frozen(self.drop(torch.relu(self.first(h))))
+
+        h = checkpoint(block, x.requires_grad_(), use_reentrant=True) if self.recomputed else block(x)
         if self.training:
             self.mean.lerp_(h.detach().mean(0).to(self.mean.dtype), 0.1)
         h = self.second(h - self.mean.to(h.dtype)) @ self.first.weight
         return torch.nn.functional.mse_loss(h.float(), y.float())
+
+
+class Experts(torch.nn.Module):
+    """A mixture of as many experts as there are ranks, spread over pairs of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(WIDTH, 20)
+        expert = torch.nn.Sequential(torch.nn.Linear(20, 20), torch.nn.ReLU())
+        self.moe = MoE(20, expert, num_experts=dist.get_world_size(), ep_size=2, min_capacity=0)
+        self.second = torch.nn.Linear(20, WIDTH)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h, loss, _ = self.moe(torch.relu(self.first(x)))
+        return torch.nn.functional.mse_loss(self.second(h).float(), y.float()) + 0.1 * loss.float()
 
 
 class Layer(torch.nn.Linear):
@@ -155,6 +175,7 @@ BASE: dict[str, Any] = {
 BF16 = {"bf16": {"enabled": True}}
 DYNAMIC = {"fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2, "hysteresis": 1}}
 STATIC = {"fp16": {"enabled": True, "loss_scale": 128}}
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 ACCUMULATED = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
 
 
@@ -175,6 +196,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stage0-fp16-dynamic": DYNAMIC,
     "stage0-fp16-fused": DYNAMIC | {"fused": True},
     "stage0-bf16": BF16,
+    "stage0-autocast": AUTOCAST | ACCUMULATED,
     "stage1-bf16-fp32-gradients": BF16 | stage(1) | {"data_types": {"grad_accum_dtype": "fp32"}},
     "stage1-bf16-fp32-gradients-accumulated": BF16
     | stage(1)
@@ -184,6 +206,9 @@ CASES: dict[str, dict[str, Any]] = {
     "stage1-bf16": BF16 | stage(1) | {"data_types": {"grad_accum_dtype": "bf16"}},
     "stage1-fp32-accumulated": stage(1) | ACCUMULATED,
     "stage2-fp32": stage(2),
+    "stage2-autocast": AUTOCAST | stage(2),
+    "stage2-gathered-buckets": stage(2, contiguous_gradients=False, reduce_scatter=False),
+    "stage2-round-robin": BF16 | stage(2, round_robin_gradients=True),
     "stage2-bf16-accumulated": BF16 | stage(2) | ACCUMULATED,
     "stage2-fp16-dynamic": DYNAMIC | stage(2),
     "stage2-overlap": stage(2, overlap_comm=True) | ACCUMULATED,
@@ -192,15 +217,26 @@ CASES: dict[str, dict[str, Any]] = {
     | stage(2, offload_optimizer={"device": "cpu"})
     | ACCUMULATED
     | {"zero_force_ds_cpu_optimizer": False},
+    "stage2-offload-cpu-adam": BF16
+    | stage(2, offload_optimizer={"device": "cpu"})
+    | {"optimizer": {"type": "Adam", "params": {"lr": 0.01}}},
+    "stage3-offload-cpu-adam": BF16
+    | stage(3, offload_optimizer={"device": "cpu"})
+    | {"optimizer": {"type": "Adam", "params": {"lr": 0.01}}},
     "stage3-fp32": stage(3),
     "stage3-bf16": BF16 | stage(3),
     "stage3-bf16-accumulated": BF16 | stage(3) | ACCUMULATED,
     "stage3-fp16-dynamic": DYNAMIC | stage(3),
+    "stage3-recomputed": stage(3) | {"recomputed": True},
     "stage3-offload": BF16
     | stage(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})
     | {"zero_force_ds_cpu_optimizer": False},
+    "experts-stage0-fp32": {"experts": True},
+    "experts-stage1-fp32": stage(1) | {"experts": True},
+    "experts-stage2-bf16": BF16 | stage(2) | {"experts": True},
     "pipeline-fp32": {"pipeline": True, "gradient_accumulation_steps": 3},
     "pipeline-stage1-bf16": BF16 | stage(1) | {"pipeline": True, "gradient_accumulation_steps": 3},
+    "pipeline-fp16-dynamic": DYNAMIC | {"pipeline": True, "gradient_accumulation_steps": 2},
 }
 
 
@@ -215,6 +251,7 @@ class Job:
             generator(seed)
         config = json.loads(json.dumps(BASE | CASES[case]))
         self.pipeline, fused = config.pop("pipeline", False), config.pop("fused", False)
+        experts, recomputed = config.pop("experts", False), config.pop("recomputed", False)
         model: torch.nn.Module
         if self.pipeline:
             middle = [LayerSpec(Layer, WIDTH, WIDTH) for _ in range(2)]
@@ -227,7 +264,7 @@ class Job:
                 partition_method="uniform",
             )
         else:
-            model = Net()
+            model = Experts() if experts else Net(recomputed)
         original = deepspeed.runtime.engine.FusedAdam
         if fused:  # on the CPU, torch's Adam passes for it
             deepspeed.runtime.engine.FusedAdam = torch.optim.Adam
@@ -365,7 +402,7 @@ def main() -> None:
     deepspeed.logger.setLevel("ERROR")
     torch.set_num_threads(1)
     # Compiled at start-up, for inference only; a worker killed meanwhile leaves a lock behind for good.
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     deepspeed.init_distributed("gloo", timeout=TIMEOUT)
     # The CPU here may not be fast at it, but can do it.
     type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = lambda self: True
