@@ -147,9 +147,17 @@ class Backward(Call):
             self._loss = None
         return result.detach() if isinstance(result, torch.Tensor) else result
 
-    def ghost(self, results: Results, number: int) -> Any:
-        """No gradient is needed: the step was taken long ago."""
+    @property
+    def loss(self) -> torch.Tensor:
+        """The value that the script's loss had."""
         return self._value
+
+    def ghost(self, results: Results, number: int) -> Any:
+        """No gradient is needed. The script's loss, made of outputs without content, gets its true value."""
+        value = super().ghost(results, number)
+        if value is not None and self._loss is not None:
+            self._loss.detach().copy_(value)
+        return self._loss
 
     def gradients(self, scale: torch.Tensor) -> list[torch.Tensor | None]:
         """At all outputs, for the gradient `scale` that DeepSpeed feeds into the loss."""
@@ -170,7 +178,7 @@ class _Bridge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Backward, *outputs: torch.Tensor) -> torch.Tensor:
         ctx.call = call
-        return call._value.clone()
+        return call.loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *scale: Any) -> Any:

@@ -163,8 +163,9 @@ class Protection:
                 self._session.raise_if_moved()
                 before = sum(self._session.comms.counts.values())
                 result = self._perform(call, action)
-                if call.kind not in ("step", "backward", "save"):
-                    self.results.record(call.kind, call.version, result)
+                if call.kind not in ("step", "save"):
+                    given = call.loss if isinstance(call, Backward) else result
+                    self.results.record(call.kind, call.version, given)
                 if ends:
                     self._session.step_done()
                 if call.kind != "evaluation" or sum(self._session.comms.counts.values()) > before:
