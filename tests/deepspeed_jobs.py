@@ -150,10 +150,11 @@ class OwnLoop:
     stage: int
     dp: int = 3
     gas: int = 3
-    more: tuple[str, ...] = ()
+    checkpoints: Path | None = None
+    seeded: bool = False
 
     def __str__(self) -> str:
-        return f"own-zero{self.stage}-dp{self.dp}-gas{self.gas}" + "checkpoints" * bool(self.more)
+        return f"own-zero{self.stage}-dp{self.dp}-gas{self.gas}" + "-seeded" * self.seeded
 
     @property
     def world(self) -> int:
@@ -172,7 +173,8 @@ class OwnLoop:
         }
         path = write_config(str(self), config, protected)
         flags = [f"--deepspeed_config={path}", f"--micro-batches={self.gas}", f"--train-iters={iterations}"]
-        return [*flags, *self.more] if protected else flags
+        flags += ["--seeded"] * self.seeded
+        return [*flags, f"--checkpoints={self.checkpoints}"] if self.checkpoints else flags
 
     def environment(self) -> dict[str, str]:
         return variables()

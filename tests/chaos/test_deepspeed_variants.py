@@ -32,11 +32,11 @@ def test_variant(training: Training, injected: str, tmp_path):
 
 def test_checkpoints_of_the_script(tmp_path):
     """A failure while it saves; and newcomers find a checkpoint that was not there when their peers began."""
-    training = OwnLoop(1, more=(f"--checkpoints={tmp_path / 'checkpoints'}",))
+    training = OwnLoop(1, checkpoints=tmp_path / "checkpoints", seeded=True)
     ftrun = ("--respawn", "--ft-inject", "0@save:5:worker,1@forward:7,0@save:10,2@forward:13:worker")
     with Job(tmp_path / "job", training, ITERATIONS, ftrun=ftrun) as job:
         result = job.finish()
-    check_identical(result, OwnLoop(1), ITERATIONS)
+    check_identical(result, OwnLoop(1, seeded=True), ITERATIONS)
     check_survivors(result, training.world)
     assert result.recoveries == 4
     ftrun = ("--ft-inject", "1@backward:12:worker")

@@ -20,6 +20,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--train-iters", type=int)
 parser.add_argument("--micro-batches", type=int)
 parser.add_argument("--checkpoints", type=Path)
+parser.add_argument("--seeded", action="store_true", help="shuffle so that a resumed run shuffles alike")
 parser.add_argument("--deepspeed_config")
 args = parser.parse_args()
 
@@ -38,7 +39,8 @@ schedule = torch.optim.lr_scheduler.MultiplicativeLR(
 # Every rank shuffles in its own way, a new one each epoch; the last batch of an epoch is smaller.
 torch.manual_seed(100 + rank)
 inputs, labels = torch.randn(43, 16), torch.randint(0, 8, (43,))
-loader = DataLoader(TensorDataset(inputs, labels), batch_size=4, shuffle=True)
+generator = torch.Generator().manual_seed(rank) if args.seeded else None
+loader = DataLoader(TensorDataset(inputs, labels), batch_size=4, shuffle=True, generator=generator)
 
 done = 0
 if args.checkpoints and args.checkpoints.exists():
