@@ -47,9 +47,12 @@ _SAVES = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
 class Protection:
     """Stands between the script and one engine. The engine's public methods are replaced by guarded ones."""
 
+    engines = 0
+    """How many this process has protected."""
+
     def __init__(self, engine: Any, session: Session) -> None:
         """Raises ConfigError when this engine cannot be protected; it is untouched then."""
-        if session.protecting or getattr(session, "engine", None) is not None:
+        if Protection.engines:
             raise ConfigError("fault_tolerance protects one engine per process, and there are two")
         if (reason := unsupported(engine)) is not None:
             raise ConfigError(reason)
@@ -70,6 +73,7 @@ class Protection:
         self._ghost: Ghost | None = None
         self._script: Any = None
         """Counters, random states and schedules where a newcomer's script is: the engine is further on."""
+        Protection.engines += 1
         engine.ft_protection = self
         boundary.install(engine, session)
         self._guard("forward", Forward)
@@ -247,14 +251,14 @@ class Protection:
         """State `version` is loaded, and the script has yet to get there."""
         if version < self._position or (version == self._position and self._counted):
             self._session.restart(f"it has been answered as if beyond step {version}")
-        if version == self._position:
-            self._go_live()
-            return
         if self._ghost is None:
             self._ghost = Ghost()
         self._ghost.until = version
         self._ghost.envelope = self._adapter.loaded
         self.results = Results(self._adapter.loaded["results"])
+        if version == self._position:
+            self._go_live()
+            return
         self._adapter.settle(self._script)
         self.loaders.follow(self._adapter.loaded["loaders"])
 
@@ -264,7 +268,8 @@ class Protection:
         except EpochChanged:
             self._session.recover()
         ghost = self._ghost
-        assert ghost is not None
+        if ghost is None:  # the recovery went back to where the script is
+            return self._call(call)
         number = self._counted[call.kind]
         self._counted[call.kind] += 1
         ends = call.ends_step
@@ -279,11 +284,11 @@ class Protection:
         return result
 
     def _go_live(self) -> None:
-        if self._ghost is not None:
-            self._adapter.settle(self._ghost.envelope)
-            self._ghost.close()
-            self._ghost = None
-            self.loaders.lead()
+        assert self._ghost is not None
+        self._adapter.settle(self._ghost.envelope)
+        self._ghost.close()
+        self._ghost = None
+        self.loaders.lead()
         self._covered = self._position
         self._tape, self._forwards = [], []
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 from deepspeed_jobs import HuggingFace, OwnLoop, Zero
 from harness import Job, Training, check_identical, check_survivors
@@ -44,3 +47,17 @@ def test_checkpoints_of_the_script(tmp_path):
         again = job.finish()
     assert again.recoveries == 1
     assert set(again.losses) == set(range(11, ITERATIONS + 5))
+
+
+def test_more_than_replicas_cover_falls_back_to_the_durable_checkpoint(tmp_path):
+    """A survivor whose calls since that step are too many to be known is replaced as well."""
+    training, iterations = OwnLoop(1), 150
+    durable = (f"--ft-durable-dir={tmp_path / 'durable'}", "--ft-durable-interval=20")
+    with Job(tmp_path / "job", training, iterations, ftrun=(*durable, "--respawn")) as job:
+        job.wait_for_step(28)
+        nodes = [row["agent_pid"] for row in job.status()["roles"][:2]]
+        for pid in nodes:
+            os.killpg(pid, signal.SIGKILL)
+        result = job.finish()
+    check_identical(result, training, iterations)
+    assert "durable" in {event["origin"] for event in result.of("decided")}
