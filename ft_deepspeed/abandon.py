@@ -12,6 +12,7 @@ from collections import defaultdict, deque
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -29,7 +30,6 @@ _ENGINE = {
     "_running_engine_backward_count": 0,
     "_running_engine_step": False,
     "_manual_backward_expected": False,
-    "inside_no_sync_ctxt": False,
     "losses": None,
 }
 _PIPELINE: dict[str, Any] = {
@@ -49,7 +49,6 @@ _WRAPPER: dict[str, Any] = {
     "_hooks_fired_this_backward": 0,
     "_max_expected_hooks_seen": 0,
     "_remaining_grad_acc_hooks": 0,
-    "_coalesce_grad_reduction": False,
     "_is_gradient_accumulation_boundary": True,
     "local_overflow": False,
     "ipg_bucket_has_moe_params": False,
@@ -70,7 +69,12 @@ class Baseline:
 
 
 def abandon(engine: Any, baseline: Baseline) -> None:
-    """Forget what the engine's calls since the last step have left behind, and communicate nothing."""
+    """Forget what the engine's calls since the last step have left behind, and communicate nothing.
+
+    What the script has set around its calls stays: training mode, `no_sync`, a boundary set by hand.
+    """
+    if not get_accelerator().is_synchronized_device():
+        get_accelerator().synchronize()  # what is still running writes into buffers that are given up here
     for parameter in engine.module.parameters():
         parameter.grad = None
         if hasattr(parameter, "grad_accum"):
