@@ -239,7 +239,13 @@ CASES: dict[str, dict[str, Any]] = {
     "pipeline-fp16-dynamic": DYNAMIC | {"pipeline": True, "gradient_accumulation_steps": 2},
 }
 # Those that have the same collectives as others: not all of them are interrupted.
-SAMPLED = ("stage3-bf16", "stage3-offload", "stage2-offload-cpu-adam", "stage3-offload-cpu-adam")
+SAMPLED = (
+    "stage3-bf16",
+    "stage3-offload",
+    "stage3-fp16-dynamic",
+    "stage2-offload-cpu-adam",
+    "stage3-offload-cpu-adam",
+)
 
 
 class Job:

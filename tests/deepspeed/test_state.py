@@ -35,10 +35,11 @@ LAUNCHES: dict[str, tuple[int, str]] = {
         "stage2-fp16-dynamic stage2-autocast stage2-overlap stage2-gathered-buckets stage2-timers "
         "stage2-offload",
     ),
-    "zero3": (2, "stage3-fp32 stage3-bf16-accumulated stage3-fp16-dynamic"),
-    "zero3-more": (2, "stage3-bf16 stage3-offload stage3-recomputed"),
-    "three-ranks": (3, "stage2-round-robin"),
-    "experts": (4, "experts-stage0-fp32 experts-stage1-fp32"),
+    "zero3": (
+        2,
+        "stage3-fp32 stage3-bf16 stage3-bf16-accumulated stage3-fp16-dynamic stage3-offload stage3-recomputed",
+    ),
+    "four-ranks": (4, "experts-stage0-fp32 experts-stage1-fp32 stage2-round-robin"),
     "pipeline": (2, "pipeline-fp32 pipeline-stage1-bf16 pipeline-fp16-dynamic"),
     "cpu-adam": (2, "stage2-offload-cpu-adam stage3-offload-cpu-adam"),
 }
