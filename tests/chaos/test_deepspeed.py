@@ -47,7 +47,6 @@ def moments(training: Training, nodes: int) -> dict[str, str]:
         (Zero(0), 1, 0),
         (Zero(1, gas=2), 1, 1),
         (Zero(2, bf16=True), 1, 0),
-        (Zero(3), 1, 0),
         (Zero(3, gas=2, bf16=True), 1, 1),
         (Pipeline(), 2, 1),
     ],

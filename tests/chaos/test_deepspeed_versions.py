@@ -57,7 +57,8 @@ def test_lowest(training: Training, lowest: Path, tmp_path: Path) -> None:
     check(Versioned(training, lowest), tmp_path / "job")
 
 
-@pytest.mark.parametrize("training", TRAININGS, ids=str)
+# All other tests run with the highest, too, and cover the rest.
+@pytest.mark.parametrize("training", TRAININGS[-2:], ids=str)
 def test_highest(training: Training, tmp_path: Path) -> None:
     check(Versioned(training), tmp_path / "job")
 
