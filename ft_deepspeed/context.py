@@ -11,7 +11,8 @@ import torch
 
 from ft_core import rng
 
-_BOUNDARY = "_is_gradient_accumulation_boundary"
+_FLAGS = ("_is_gradient_accumulation_boundary", "inside_no_sync_ctxt")
+"""Of the engine, set by the script around its calls."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Context:
     rng: dict[str, Any]
     hyper: list[dict[str, Any]]
     training: bool
-    boundary: bool | None
+    flags: dict[str, bool | None]
     grad: bool
     autocast: tuple[bool, torch.dtype]
 
@@ -37,7 +38,7 @@ class Context:
             rng=rng.capture(),
             hyper=[{k: v for k, v in group.items() if k != "params"} for group in param_groups(engine)],
             training=engine.module.training,
-            boundary=getattr(engine, _BOUNDARY, None),
+            flags={name: getattr(engine, name) for name in _FLAGS if hasattr(engine, name)},
             grad=torch.is_grad_enabled(),
             autocast=(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
         )
@@ -49,8 +50,8 @@ class Context:
             group.update(hyper)
         if engine.module.training != self.training:
             engine.module.train(self.training)
-        if hasattr(engine, _BOUNDARY):
-            setattr(engine, _BOUNDARY, self.boundary)
+        for name, value in self.flags.items():
+            setattr(engine, name, value)
 
     @contextmanager
     def entered(self, engine: Any) -> Iterator[None]:
