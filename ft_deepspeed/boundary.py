@@ -7,7 +7,7 @@ which no rank can begin to change state. Which reduction that is depends on the 
   model-parallel) ranks at the beginning of `optimizer.step`: the wait is just before it.
 - All others exchange gradients over the data-parallel ranks right before the step: the wait is before that
   exchange. With model or pipeline parallelism the norm, reduced over those ranks, ties the rest in.
-- Where there is neither (no norm in fp32), a reduction of one element over all ranks is added.
+- Where there is neither (no norm: fp32 without clipping), a reduction of one element over all ranks is added.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def install(engine: Any, session: Session) -> None:
     if zero:
         extra = not (getattr(optimizer, "compute_grad_norm", True) or optimizer.check_grad_overflow)
     else:
-        extra = inner is None and engine.dp_world_size < dist.get_world_size()
+        # In fp32 there is a norm if gradients are clipped, reduced over the model-parallel ranks.
+        norm = inner is not None or (engine.gradient_clipping() > 0 and engine.mpu is not None)
+        extra = not norm and engine.dp_world_size < dist.get_world_size()
     if extra:
         log.warning(
             "this configuration has no reduction that all ranks take part in: one of one element is added"
