@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ft_core import rng
+from ft_deepspeed.zero import inner_optimizer
 
 _FLAGS = ("_is_gradient_accumulation_boundary", "inside_no_sync_ctxt")
 """Of the engine, set by the script around its calls."""
@@ -36,7 +37,10 @@ class Context:
         device = torch.device(engine.device).type
         return cls(
             rng=rng.capture(),
-            hyper=[{k: v for k, v in group.items() if k != "params"} for group in param_groups(engine)],
+            hyper=[
+                {k: v for k, v in group.items() if k != "params"}
+                for group in inner_optimizer(engine).param_groups
+            ],
             training=engine.module.training,
             flags={name: getattr(engine, name) for name in _FLAGS if hasattr(engine, name)},
             grad=torch.is_grad_enabled(),
@@ -46,7 +50,7 @@ class Context:
     def apply(self, engine: Any) -> None:
         """Set what is the process's and the engine's."""
         rng.restore(self.rng)
-        for group, hyper in zip(param_groups(engine), self.hyper, strict=True):
+        for group, hyper in zip(inner_optimizer(engine).param_groups, self.hyper, strict=True):
             group.update(hyper)
         if engine.module.training != self.training:
             engine.module.train(self.training)
@@ -65,9 +69,3 @@ class Context:
             torch.autocast(device, dtype=dtype, enabled=enabled),
         ):
             yield
-
-
-def param_groups(engine: Any) -> list[dict[str, Any]]:
-    """Of the optimizer that takes the steps, below DeepSpeed's own."""
-    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    return list(optimizer.param_groups) if optimizer is not None else []

@@ -100,10 +100,8 @@ class DeepSpeedAdapter:
         state = {
             "rng": rng.capture(),
             "tracker": checkpointing.get_cuda_rng_tracker().get_states(),
-            "engine": {name: vars(engine)[name] for name in _COUNTERS if name in vars(engine)},
-            "wrapper": {
-                name: vars(engine.optimizer)[name] for name in _WRAPPER if name in vars(engine.optimizer)
-            },
+            "engine": _attributes(engine, _COUNTERS),
+            "wrapper": _attributes(engine.optimizer, _WRAPPER),
             "scalers": {name: _plain_attributes(scaler) for name, scaler in self._parts(_SCALERS)},
             "grad_scalers": {name: scaler.state_dict() for name, scaler in self._parts(_GRAD_SCALERS)},
             "schedules": {name: _plain_attributes(part) for name, part in self._parts(_SCHEDULES)},
@@ -111,11 +109,7 @@ class DeepSpeedAdapter:
             # DeepSpeed's own schedulers leave it out of their state.
             "last_lr": vars(scheduler).get("_last_lr") if scheduler is not None else None,
             "groups": [
-                [
-                    {k: v for k, v in group.items() if k != "params" and _is_plain(v)}
-                    for group in o.param_groups
-                ]
-                for o in zero.inner_optimizers(engine)
+                [_hyper_parameters(group) for group in o.param_groups] for o in zero.inner_optimizers(engine)
             ],
             "scalars": self._optimizer_scalars(),
             "on_host": self._scalars_on_host(),
