@@ -244,6 +244,17 @@ class Job:
             time.sleep(0.02)
         return reached
 
+    def wait_for_snapshots(self, count: int, timeout: float = 90) -> list[dict]:
+        """Until every role's `count`-th snapshot is replicated; the status of the roles then."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            rows = self.status()["roles"] if self.events() else []
+            if rows and all(row["h2h_snapshots"] == count for row in rows):
+                return rows
+            assert self.process.poll() is None, self.console()[-3000:]
+            time.sleep(0.1)
+        raise AssertionError(f"the last snapshot was never replicated: {self.status()}")
+
     def pids(self, role: int) -> tuple[int, int]:
         """The agent and the worker that play `role` since the newest recovery."""
         events = self.events()

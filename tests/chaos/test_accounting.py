@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ STEPS = 12
 def test_bytes_between_hosts(layout: Layout, nproc: int, tmp_path):
     """To the byte, what leaves a node for a role is the segments that no other node holds."""
     with Job(tmp_path / "job", layout, STEPS, nproc=nproc, spares=0, script=HERE / "accounted.py") as job:
-        rows = _final_status(job)
+        rows = job.wait_for_snapshots(STEPS + 1)
         (job.job_dir / "go").touch()
         result = job.finish()
         logs = read_logs(job.job_dir)
@@ -62,17 +61,6 @@ def test_bytes_between_hosts(layout: Layout, nproc: int, tmp_path):
         # 12 bytes a parameter over all roles; 8 where the parameters themselves are fp32.
         parameters = sum(t.parameters for stage in range(layout.pp) for t in _model(layout, stage))
         assert sum(b for b, _ in state.values()) == parameters * (12 if layout.bf16 else 8)
-
-
-def _final_status(job: Job) -> list[dict]:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        rows = job.status()["roles"] if job.events() else []
-        if rows and all(row["h2h_snapshots"] == STEPS + 1 for row in rows):
-            return rows
-        assert job.process.poll() is None, job.console()[-3000:]
-        time.sleep(0.1)
-    raise AssertionError(f"the last snapshot was never replicated: {job.status()}")
 
 
 def _snapshots(logs: str) -> dict[int, list]:

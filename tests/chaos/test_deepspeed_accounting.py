@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -83,24 +82,13 @@ def protected(
 ) -> Accounts:
     """Run it under ftrun to its end."""
     with Job(job_dir, Measured(training), STEPS, nproc=nproc, spares=0) as job:
-        rows = _final_status(job)
+        rows = job.wait_for_snapshots(STEPS + 1)
         planned = {}
         for role in range(training.world):
             plan.of_running(ask({"type": "state", "role": role}, job_dir), as_json=True)
             planned[role] = json.loads(capsys.readouterr().out)
         (job_dir / "go").touch()
         return Accounts(job.finish(), rows, planned, read_logs(job_dir))
-
-
-def _final_status(job: Job) -> list[dict]:
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline:
-        rows = job.status()["roles"] if job.events() else []
-        if rows and all(row["h2h_snapshots"] == STEPS + 1 for row in rows):
-            return rows
-        assert job.process.poll() is None, job.console()[-3000:]
-        time.sleep(0.1)
-    raise AssertionError(f"the last snapshot was never replicated: {job.status()}")
 
 
 def check_bytes(accounts: Accounts, nproc: int) -> None:
