@@ -71,9 +71,11 @@ class Accounts:
 
 
 def printed(what: str, text: str) -> dict[int, list]:
+    """By role, what was said. Torchrun's workers share a pipe: another's half line may stand before or behind."""
     found: dict[int, list] = {}
-    for role, value in re.findall(rf"^{what} (\d+) (.*)$", text, re.M):
-        found.setdefault(int(role), []).append(json.loads(value))
+    for line in re.finditer(rf"\b{what} (\d+) ", text):
+        value, _ = json.JSONDecoder().raw_decode(text, line.end())
+        found.setdefault(int(line[1]), []).append(value)
     return found
 
 
