@@ -71,7 +71,7 @@ class Accounts:
 
 
 def printed(what: str, text: str) -> dict[int, list]:
-    """By role, what was said. Torchrun's workers share a pipe: another's half line may stand before or behind."""
+    """By role. Torchrun's workers share a pipe: half a line of another may stand in front."""
     found: dict[int, list] = {}
     for line in re.finditer(rf"\b{what} (\d+) ", text):
         value, _ = json.JSONDecoder().raw_decode(text, line.end())
