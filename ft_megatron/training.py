@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
-
-import torch
-import torch.distributed as dist
 
 from ft_core import session
 from ft_core.errors import ConfigError
 from ft_core.session import Session
+from ft_megatron.optimizer_hooks import hook_optimizer
 from ft_megatron.state import MegatronAdapter
 
-log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
@@ -50,7 +46,9 @@ class Job:
                 "not complete; leave the flag out"
             )
         self._adapter = MegatronAdapter(model, optimizer, scheduler)
-        _hook(optimizer, model, self._session, self._adapter.sharded)
+        config = model[0].config
+        protected = hook_optimizer(optimizer, model, self._session, self._adapter.sharded)
+        config.finalize_model_grads_func = protected(config.finalize_model_grads_func)
         self._session.point("startup")
 
     @property
@@ -106,58 +104,3 @@ class Job:
             return train()
 
         return self._session.protect(adapter, entered, self._step)
-
-
-def _hook(optimizer: Any, model: list[Any], session: Session, sharded: bool) -> None:
-    """Put the commit wait, the barrier and the step tag around the optimizer's own methods.
-
-    The barrier is the all-reduce of the gradient norm, which `ChainedOptimizer.step` always does. With
-    one distributed optimizer it spans every rank, so waiting for the commit just before it is enough.
-    Otherwise it spans the model-parallel ranks only and becomes a barrier of all ranks together with
-    the gradient exchange over DP before it: then the wait must come before that exchange.
-    """
-    spans_all = sharded and model[0].ddp_config.num_distributed_optimizer_instances == 1
-    step, step_with_ready_grads = optimizer.step, optimizer.step_with_ready_grads
-    has_norm = hasattr(optimizer, "chained_optimizers") or optimizer.config.clip_grad > 0
-    overlapped = model[0].ddp_config.overlap_grad_reduce
-    extra = not has_norm or (not spans_all and overlapped)
-    if extra:
-        log.warning(
-            "this configuration has no reduction that all ranks take part in: one of one element is added"
-        )
-
-    def protected_step(*args: Any, **kwargs: Any) -> Any:
-        session.point("gradients")
-        if spans_all or extra:
-            session.commit_wait()
-        if extra:
-            dist.all_reduce(torch.zeros(1, device=torch.cuda.current_device()))
-        return step(*args, **kwargs)
-
-    def tagged_step_with_ready_grads(*args: Any, **kwargs: Any) -> Any:
-        session.optimizer_begins()
-        return step_with_ready_grads(*args, **kwargs)
-
-    optimizer.step = protected_step
-    optimizer.step_with_ready_grads = tagged_step_with_ready_grads
-
-    config = model[0].config
-    finalize = config.finalize_model_grads_func
-    if not spans_all and not extra:
-
-        def protected_finalize(*args: Any, **kwargs: Any) -> Any:
-            session.commit_wait()
-            return finalize(*args, **kwargs)
-
-        config.finalize_model_grads_func = protected_finalize
-
-    for chunk in model if session.injecting else ():
-        chunk.start_param_sync = _with_point(chunk.start_param_sync, session)
-
-
-def _with_point(gather: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        session.point("gather")
-        return gather(*args, **kwargs)
-
-    return wrapped
