@@ -157,7 +157,7 @@ class Agent:
             self._post({"type": "state", **self._reports.state_of(message["role"])})
         elif kind == "release":
             for worker in self.pool.playing():
-                worker.post({"type": "release"})
+                worker.post(message)
         elif kind == "configured":
             self._configure(message["settings"])
         elif kind == "answer":
@@ -251,7 +251,7 @@ class Agent:
                 self._spawn(self._restore(worker, role, plan))
 
     def _worker_plan(self) -> Message:
-        return {key: self.plan[key] for key in ("epoch", "store", "completed")}
+        return {key: self.plan[key] for key in ("epoch", "store", "completed", "parts", "origin")}
 
     def _assign(self, role: int) -> Worker | None:
         idle = self.pool.idle()
@@ -393,7 +393,7 @@ class Agent:
         elif kind == "reply":
             self._inquiries.answered(message)
         elif kind == "completed":
-            worker.completed = message["epoch"]
+            worker.completed = {key: message[key] for key in ("epoch", "part", "last")}
             self._post({**message, "role": role})
         elif kind == "failed":
             worker.traceback = message["traceback"]

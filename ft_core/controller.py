@@ -77,7 +77,9 @@ class Controller:
         self.finished: set[int] = set()
         self.console = Console(self)
         self.configuration = Configuration(self)
-        self._completed_in: dict[int, int] = {}
+        self._completed: dict[int, Message] = {}
+        self._parts = 0
+        """Parts of the script that every role has come to the end of."""
         self._released = False
         self._futile = 0
         self._ended_at = 0.0
@@ -164,12 +166,13 @@ class Controller:
             self.plan = hello["plan"]
             self.catalogue = {**self.plan["catalogue"], **self.catalogue}
             self.initial, self.reached = self.plan["initial"], max(self.reached, self.plan["reached"])
+            self._parts = max(self._parts, self.plan["parts"])
             self.phase = Phase.REBUILDING
         held = [*hello["replicas"].values(), *(about["versions"] for about in hello["roles"].values())]
         self.reached = max([self.reached, *(version for versions in held for version in versions)])
         self.epoch = max(self.epoch, int(hello["epoch"]), self.plan.get("epoch", 0))
         for role, about in hello["roles"].items():
-            self._completed_in[int(role)] = about["completed"]
+            self._completed[int(role)] = about["completed"]
             self.initial = about["initial"] if self.initial is None else self.initial
         self.finished |= {int(r) for r, about in hello["roles"].items() if about["finished"]}
         if hello["configured"] is not None:
@@ -235,7 +238,7 @@ class Controller:
         elif kind == "durable":
             self.event("durable", roles=[int(message["role"])], version=message["version"])
         elif kind == "completed":
-            self._completed_in[int(message["role"])] = int(message["epoch"])
+            self._completed[int(message["role"])] = message
             self._release_if_complete()
         elif kind == "finished":
             self.finished.add(int(message["role"]))
@@ -243,12 +246,14 @@ class Controller:
                 self._end(0, "every role has finished")
 
     def _release_if_complete(self) -> None:
-        """Let the workers leave their training functions, once all have come to the end of them."""
-        done = [role for role, epoch in self._completed_in.items() if epoch == self.plan.get("epoch")]
-        if self.phase is Phase.RUNNING and len(done) == self.settings.world_size:
-            self._released = True
-            for node in self.nodes.values():
-                node.post({"type": "release"})
+        """Let the workers leave a part of their scripts, once all have come to the end of it."""
+        done = [c for c in self._completed.values() if c["epoch"] == self.plan.get("epoch")]
+        if self.phase is not Phase.RUNNING or len(done) < self.settings.world_size:
+            return
+        self._parts = max(self._parts, min(int(c["part"]) for c in done))
+        self._released = all(c["last"] for c in done)
+        for node in self.nodes.values():
+            node.post({"type": "release", "parts": self._parts})
 
     # -- settings that the script brings -------------------------------------------------------
 
@@ -469,6 +474,7 @@ class Controller:
             "origin": origin,
             "sources": sources,
             "completed": completed,
+            "parts": self._parts,
             "catalogue": self.catalogue,
             "initial": self.initial,
             "reached": max(self.reached, version or 0),

@@ -64,7 +64,8 @@ class Session:
         self._pending = 0
         self._stage = Stage.STARTUP
         self._exit = threading.Event()
-        self._released = False
+        self._part = 0
+        self._parts_done = 0
         self._injector = Injector(job_dir, "")
         self._adapter: Adapter | None = None
         self._redo: Callable[[], None] = lambda: None
@@ -96,8 +97,9 @@ class Session:
 
     def finish(self) -> None:
         """The script is done. Returns when every role is, so that nobody misses a peer."""
-        if self._stage is Stage.TRAINING and self._snapshotter is not None:
-            self._persist(self._complete, self.recover)
+        if self._stage is Stage.TRAINING:
+            self._part += 1
+            self._persist(lambda: self._complete(last=True), self.recover)
         self._set_stage(Stage.FINISHED)
         self._channel.send({"type": "finished"})
         self._exit.wait()
@@ -109,21 +111,41 @@ class Session:
     # -- the step ------------------------------------------------------------------------------
 
     def protect(self, adapter: Adapter, train: Callable[[], T], version: int) -> T:
-        """Run `train` to its end through any number of recoveries.
+        """Run `train` to its end through any number of recoveries; only local work may follow.
 
         `train` must take up the work at `self.version` whenever it is called: after a recovery it is
         called again, on every role alike. `version` is the number of steps that the state has seen.
         Errors that no recovery explains are the caller's and pass through.
         """
-        self._enter_training(adapter, version, in_place=False)
+        self.begin(adapter, version, lambda: None)
+        return self.part(train, last=True)
 
-        def trained() -> T:
-            self._resume()
-            result = train()
-            self._complete()
-            return result
+    def part(self, call: Callable[[], T], passed: Callable[[], T] | None = None, last: bool = False) -> T:
+        """One part of a script that is protected in place: a call that every role makes.
 
-        return self._persist(trained, self._quiesce)
+        After a recovery it is made again, on every role alike, with the state of `self.version`. All roles
+        leave it together, so that a failure in its last collective is recovered too, also where it leaves
+        by SystemExit. A newcomer whose peers have left it does not make it: `passed` says what it returned.
+        `last`: only local work comes after it, and a failure then costs nothing.
+        """
+        self._part += 1
+        result: Callable[[], T] | None = passed
+
+        def made() -> None:
+            nonlocal result
+            if self._parts_done >= self._part:
+                return
+            with self.inside():
+                try:
+                    value = call()
+                    result = lambda: value  # noqa: E731
+                except SystemExit as stop:
+                    result = _raising(stop)
+            self._complete(last)
+
+        self._persist(made, self.recover)
+        assert result is not None
+        return result()
 
     def begin(self, adapter: Adapter, version: int, redo: Callable[[], None]) -> None:
         """Protect in place a script that has no training function to enter again.
@@ -133,8 +155,20 @@ class Session:
         epoch (see `startup`): before it is issued again, `recover` is called. `redo` brings a role from
         `self.version`, which was loaded, to the place where it was interrupted.
         """
-        self._redo = redo
-        self._enter_training(adapter, version, in_place=True)
+        if self._snapshotter is not None:
+            raise FtError("only one training function, or one engine, can be protected in a process")
+        with self._condition:
+            # An abort answered by the watcher on behalf of a worker in start-up is completed first.
+            self._condition.wait_for(lambda: self._pending <= self.epoch)
+            self.comms.startup.go_on(self.recover)
+            self._stage = Stage.TRAINING
+        self._redo, self._adapter = redo, adapter
+        self.version = version
+        self.control[Word.VERSION] = self.control[Word.TAG] = version
+        self._snapshotter = Snapshotter(
+            adapter, self._allocate, self._staged, on_copy=lambda: self.point("d2h")
+        )
+        self._send({"type": "registered", "version": version, "ring": list(adapter.ring)})
         self._persist(self._catch_up, self._quiesce)
 
     @property
@@ -245,37 +279,19 @@ class Session:
         self._resume()
         self._redo()
 
-    def _enter_training(self, adapter: Adapter, version: int, in_place: bool) -> None:
-        if self._snapshotter is not None:
-            raise FtError("only one training function, or one engine, can be protected in a process")
-        with self._condition:
-            # An abort answered by the watcher on behalf of a worker in start-up is completed first.
-            self._condition.wait_for(lambda: self._pending <= self.epoch)
-            if in_place:
-                self.comms.startup.go_on(self.recover)
-            else:
-                self.comms.end_startup()
-            self._stage = Stage.TRAINING
-        self._adapter = adapter
-        self.version = version
-        self.control[Word.VERSION] = self.control[Word.TAG] = version
-        self._snapshotter = Snapshotter(
-            adapter, self._allocate, self._staged, on_copy=lambda: self.point("d2h")
-        )
-        self._send({"type": "registered", "version": version, "ring": list(adapter.ring)})
-
-    def _complete(self) -> None:
-        """Wait until every role has come to the end of its training function.
+    def _complete(self, last: bool) -> None:
+        """Wait until every role has come to the end of this part.
 
         Who leaves earlier could no longer take part when a peer fails in its last collective.
         """
         assert self._snapshotter is not None
         self._snapshotter.wait()
-        self._send({"type": "completed", "epoch": self.epoch})
+        self._send({"type": "completed", "epoch": self.epoch, "part": self._part, "last": last})
         with self._condition:
-            self._condition.wait_for(lambda: self._released or self._pending > self.epoch)
-            if self._released:
-                self._stage = Stage.FINISHED
+            self._condition.wait_for(lambda: self._parts_done >= self._part or self._pending > self.epoch)
+            if self._parts_done >= self._part:
+                if last:
+                    self._stage = Stage.FINISHED
                 return
         self.raise_if_moved()
 
@@ -412,7 +428,7 @@ class Session:
             self._send({"type": "reply", "id": message["id"], "entries": entries})
         elif kind == "release":
             with self._condition:
-                self._released = True
+                self._parts_done = message["parts"]
                 self._condition.notify_all()
         elif kind == "exit":
             self._exit.set()
@@ -427,7 +443,7 @@ class Session:
         self.comms.swap(plan["epoch"], plan["store"], plan["completed"], self._fetch_startup)
         with self._condition:
             self._pending = self.epoch = plan["epoch"]
-            self._plan = plan
+            self._plan, self._parts_done = plan, plan["parts"]
             self._assignment = message
             self._condition.notify_all()
 
@@ -446,7 +462,7 @@ class Session:
         with self._condition:
             if plan["epoch"] != self._pending:
                 return
-            self._plan = plan
+            self._plan, self._parts_done = plan, plan["parts"]
             if self._stage is not Stage.TRAINING:
                 self.comms.swap(plan["epoch"], plan["store"], plan["completed"], self._fetch_startup)
                 self.epoch = plan["epoch"]
@@ -457,3 +473,10 @@ class Session:
 
     def _traffic(self, in_flight: int) -> None:
         self.control[Word.TRAFFIC] = in_flight
+
+
+def _raising(stop: SystemExit) -> Callable[[], NoReturn]:
+    def leave() -> NoReturn:
+        raise stop
+
+    return leave

@@ -43,8 +43,8 @@ class Worker:
     initial: int | None = None
     """The version that its script starts from; known once it has entered training."""
     ring: list[int] = field(default_factory=list)
-    completed: int = 0
-    """The epoch in which it has come to the end of its training function."""
+    completed: dict[str, Any] = field(default_factory=lambda: {"epoch": 0, "part": 0, "last": False})
+    """The newest part of its script that it has come to the end of, and in which epoch."""
     finished: bool = False
     traceback: str = ""
 
