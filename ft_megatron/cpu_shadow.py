@@ -15,17 +15,20 @@ called `install`, and after a fork from that thread.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from ft_core.import_hook import after_import
 
 CPU = torch.device("cpu")
 
@@ -53,14 +56,18 @@ def install() -> None:
     _install()
 
 
-def skip_compile_helpers() -> None:
-    """Keep ``megatron.training`` from compiling the datasets' C++ helper, which its wheel holds compiled.
+def keep_compiled_helpers() -> None:
+    """Have Megatron use the datasets' C++ helper as it was installed, where there is one.
 
-    Imports megatron, so it is not a part of `install`; call it before ``megatron.training.pretrain``.
+    `megatron.training` runs ``make`` at each start. A wheel holds the helper compiled but no Makefile, so
+    rank 0 would exit. Not a matter of CUDA: a job with GPUs may call this too.
     """
-    from megatron.core.datasets import utils
+    after_import("megatron.core.datasets.utils", _keep_compiled_helpers)
 
-    utils.compile_helpers = _returns(None)
+
+def _keep_compiled_helpers(utils: ModuleType) -> None:
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        utils.compile_helpers = _returns(None)  # type: ignore[attr-defined]
 
 
 def _real_cuda() -> bool:
@@ -106,6 +113,7 @@ def _install() -> None:
     # Megatron warns when the CPU generator moves while the CUDA generator is forked for model-parallel
     # dropout: here they are one. The numbers are right: it saves and restores the state around the fork.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_not_about_the_cpu_generator)
+    keep_compiled_helpers()
     _installed = True
 
 
