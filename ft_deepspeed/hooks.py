@@ -11,20 +11,16 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+from ft_core.import_hook import after_import
 
 
 def install() -> None:
     """Patch `deepspeed.initialize`, now or as soon as deepspeed is imported. May be called again."""
-    module = sys.modules.get("deepspeed")
-    if module is not None and hasattr(module, "initialize"):
-        _patch(module)
-    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
+    after_import("deepspeed", _patch)
 
 
 LATE = (
@@ -43,40 +39,7 @@ def preload() -> None:
                 importlib.import_module(name)
 
 
-class _AfterImport(MetaPathFinder):
-    """Finds deepspeed as the others would, and patches it once its module has run."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != "deepspeed":
-            return None
-        for finder in sys.meta_path:  # it may be asked for without being imported, so this finder stays
-            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
-                if spec.loader is not None:
-                    spec.loader = _PatchingLoader(spec.loader)
-                return spec
-        return None
-
-
-class _PatchingLoader(Loader):
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        _patch(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)  # get_source, is_package and what else tools ask a loader
-
-
 def _patch(module: ModuleType) -> None:
-    if hasattr(module.initialize, "ft_original"):
-        return
     module.initialize = _protected(module.initialize)  # type: ignore[attr-defined]
     comm: Any = importlib.import_module("deepspeed.comm.torch")
     comm.build_shm_op = _not_under_ftrun(comm.build_shm_op)

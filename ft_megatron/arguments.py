@@ -1,0 +1,143 @@
+"""`--ft` and the flags that go with it, for Megatron's own parser and for `ftrun`; the same in its YAML.
+
+`ftrun` imports this module whatever the script is, so it imports nothing heavy by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ft_core.errors import ConfigError
+from ft_core.settings import POLICIES
+
+SECTION = "fault_tolerance"
+GROUP = "fault tolerance"
+
+_FLAGS: dict[str, tuple[type, str]] = {
+    "replicas": (int, "nodes that may be lost at once without losing state (default 1)"),
+    "spares": (int, "nodes that stand by; ftrun --standalone starts them (default 0)"),
+    "policy": (str, f"with no spare left: {' or '.join(POLICIES)} for a node to join (default wait)"),
+    "durable_dir": (str, "directory, seen by all nodes, of the engine's own durable copies, beside --save"),
+    "durable_interval": (int, "steps between durable copies (0, the default: none)"),
+}
+"""The settings of `ft_core.settings.FLAGS`: type, and what they are for."""
+
+
+def add_to(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the group to a parser: Megatron's own, so that its `--help` shows it."""
+    group = parser.add_argument_group(GROUP)
+    group.add_argument(
+        "--ft", action="store_true", help="recover from failures in place, from the same step; needs ftrun"
+    )
+    for name, (kind, about) in _FLAGS.items():
+        # The defaults are the engine's: what is None here was not given.
+        group.add_argument(_flag(name), type=kind, default=None, help=about)
+    return parser
+
+
+def settings(arguments: list[str]) -> dict[str, Any]:
+    """Settings (`ft_core.settings.FLAGS`) that `--ft` flags among a script's arguments bring.
+
+    Empty when there is nothing to say about them. Raises ConfigError naming flag or key, and the fix.
+    """
+    flags = _given(arguments)
+    return _combined(flags, _load(flags.yaml_cfg) if flags.yaml_cfg else None) or {}
+
+
+def of(args: Any) -> dict[str, Any] | None:
+    """As `settings`, from Megatron's validated arguments; None when they do not ask for protection."""
+    if getattr(args, "yaml_cfg", None) is None:
+        return _combined(args, None)
+    # Megatron has dropped its command line for the file; `--ft` and its values hold beside either.
+    section = getattr(args, SECTION, None)
+    return _combined(_given(sys.argv[1:]), vars(section) if isinstance(section, SimpleNamespace) else section)
+
+
+def _given(arguments: list[str]) -> argparse.Namespace:
+    """The flags of `add_to`, and `yaml_cfg`, among arguments of which most are somebody else's."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_to(parser).add_argument("--yaml-cfg", default=None)
+    try:
+        return parser.parse_known_args(arguments)[0]
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error.argument_name}: {error.message}") from None
+
+
+def _combined(flags: Any, section: Any) -> dict[str, Any] | None:
+    """What flags and the YAML file's section say together; None when neither asks for protection."""
+    values = {name: value for name in _FLAGS if (value := getattr(flags, f"ft_{name}", None)) is not None}
+    on = bool(getattr(flags, "ft", False))
+    if section is not None:
+        keys = _checked(section)
+        enabled = keys.pop("enabled", True)
+        if on and not enabled:
+            raise ConfigError(f"--ft contradicts {SECTION}.enabled false in the YAML file: leave one out")
+        for name in keys.keys() & values.keys():
+            if keys[name] != values[name]:
+                raise ConfigError(
+                    f"{_flag(name)} {values[name]} contradicts {SECTION}.{name} {keys[name]} in the YAML "
+                    "file: leave one of the two out, or make them equal"
+                )
+        if enabled:
+            return _resolved({**keys, **values})
+    if on:
+        return _resolved(values)
+    if values:
+        raise ConfigError(f"{_flag(next(iter(values)))} does nothing without --ft: add --ft, or leave it out")
+    return None
+
+
+def _flag(name: str) -> str:
+    return f"--ft-{name.replace('_', '-')}"
+
+
+def _resolved(values: dict[str, Any]) -> dict[str, Any]:
+    """A directory is meant where the job was started, whatever the script makes its own."""
+    if values.get("durable_dir"):
+        values["durable_dir"] = str(Path(values["durable_dir"]).resolve())
+    return values
+
+
+def _checked(section: Any) -> dict[str, Any]:
+    """The keys of the YAML file's section; their values' ranges are the engine's to check."""
+    if not isinstance(section, dict):
+        raise ConfigError(f"{SECTION} must be a mapping like {{enabled: true}}, got {section!r}")
+    if problems := list(_problems(section)):
+        raise ConfigError("; ".join(problems))
+    return dict(section)
+
+
+def _problems(section: dict[str, Any]) -> Iterator[str]:
+    types = {"enabled": bool, **{name: kind for name, (kind, _) in _FLAGS.items()}}
+    for key, value in section.items():
+        kind = types.get(key)
+        if kind is None:
+            near = difflib.get_close_matches(str(key).lower(), types, n=1)
+            known = f"did you mean {near[0]}?" if near else f"there are {', '.join(types)}"
+            yield f"{SECTION}.{key}: unknown key; {known}"
+        elif type(value) is not kind:  # not isinstance: true is no number
+            yield f"{SECTION}.{key} must be {_NAMES[kind]}, got {value!r}"
+
+
+_NAMES = {bool: "true or false", int: "a whole number", str: "a string"}
+
+
+def _load(path: str) -> Any:
+    """The section in a YAML file, or None. Raises ConfigError for a file that cannot be read as one."""
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(f"--yaml-cfg {path} cannot be read without PyYAML: pip install pyyaml") from None
+    try:
+        found = yaml.safe_load(Path(path).read_text())  # as Megatron reads it
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"--yaml-cfg {path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"--yaml-cfg {path} is no configuration: it holds no mapping")
+    return found.get(SECTION)

@@ -1,0 +1,84 @@
+"""Where fault tolerance enters Megatron-LM: its parser, its arguments and its training loop.
+
+All is patched at run time, no file of Megatron's is changed. The hooks are in place before the user's script
+runs, and do nothing until its arguments say `--ft`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ft_core.import_hook import after_import
+
+CPU_SHADOW_ENV = "FT_CPU_SHADOW"
+"""Set to 1, an unmodified script runs on a machine without a GPU (tests, demonstrations)."""
+
+
+def install() -> None:
+    """Patch Megatron-LM, each of its modules as soon as it is imported. May be called again."""
+    if os.environ.get(CPU_SHADOW_ENV) == "1":
+        from ft_megatron import cpu_shadow
+
+        cpu_shadow.install()
+    after_import("megatron.training.arguments", _patch_arguments)
+    after_import("megatron.training.global_vars", _patch_global_vars)
+    after_import("megatron.training.training", _patch_training)
+
+
+def _patch_arguments(module: ModuleType) -> None:
+    from ft_megatron import arguments
+
+    original: Callable[..., Any] = module.add_megatron_arguments
+
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: Any) -> Any:
+        return arguments.add_to(original(parser))
+
+    module.add_megatron_arguments = add_megatron_arguments  # type: ignore[attr-defined]
+
+
+def _patch_global_vars(module: ModuleType) -> None:
+    """Megatron calls `set_args` once, when all is validated, whether flags or YAML brought it.
+
+    It is the one place that every version passes and that nobody holds by another name; where `validate_args`
+    is called differs, and modules that a fork server has preloaded hold it from before.
+    """
+    original: Callable[[Any], None] = module.set_args
+
+    @functools.wraps(original)
+    def set_args(args: Any) -> None:
+        _configure(args)
+        original(args)
+
+    module.set_args = set_args  # type: ignore[attr-defined]
+
+
+def _configure(args: Any) -> None:
+    """Raises ConfigError for what the arguments ask for and cannot have, before anything is set up."""
+    from ft_core import session
+    from ft_core.errors import ConfigError
+    from ft_megatron import arguments
+
+    settings = arguments.of(args)
+    args.ft = settings is not None  # whatever said it, flag or YAML
+    if settings is None:
+        return
+    current = session.current()
+    if current is None:
+        raise ConfigError(
+            "--ft needs ftrun in place of torchrun (it takes torchrun's flags): nothing would protect this "
+            "job; or leave --ft out"
+        )
+    current.configure(settings)
+
+
+def _patch_training(module: ModuleType) -> None:
+    importlib.import_module("ft_megatron.pretrain").install(module)
+
+
+install()  # who imports this module, as `ftrun` does before it imports what the script does, wants the hooks
