@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ft_core.errors import ConfigError
 from ft_core.settings import POLICIES
@@ -47,7 +47,11 @@ def settings(arguments: list[str]) -> dict[str, Any]:
     Empty when there is nothing to say about them. Raises ConfigError naming flag or key, and the fix.
     """
     flags = _given(arguments)
-    return _combined(flags, _load(flags.yaml_cfg) if flags.yaml_cfg else None) or {}
+    found = _combined(flags, _load(flags.yaml_cfg) if flags.yaml_cfg else None)
+    if found is None:
+        return {}
+    check(flags)  # of Megatron's flags, the switches; the others when Megatron has read them
+    return found
 
 
 def of(args: Any) -> dict[str, Any] | None:
@@ -60,9 +64,12 @@ def of(args: Any) -> dict[str, Any] | None:
 
 
 def _given(arguments: list[str]) -> argparse.Namespace:
-    """The flags of `add_to`, and `yaml_cfg`, among arguments of which most are somebody else's."""
+    """The flags of `add_to`, and those of Megatron's that matter before it has read them itself."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_to(parser).add_argument("--yaml-cfg", default=None)
+    for refusal in _REFUSED:
+        if refusal.refuses is None:
+            parser.add_argument(refusal.flag, action="store_true")
     try:
         return parser.parse_known_args(arguments)[0]
     except argparse.ArgumentError as error:
@@ -141,3 +148,78 @@ def _load(path: str) -> Any:
     if not isinstance(found, dict):
         raise ConfigError(f"--yaml-cfg {path} is no configuration: it holds no mapping")
     return found.get(SECTION)
+
+
+# -- what Megatron can do and a recovery could not restore -----------------------------------------
+
+
+def check(args: Any) -> None:
+    """Raises ConfigError naming each argument that cannot go with `--ft`, why, and what to do."""
+    if problems := [f"{r.flag} cannot go with --ft: {r.why}" for r in _REFUSED if r.holds(args)]:
+        raise ConfigError(f"{'; '.join(problems)}; or leave --ft out to train without protection")
+
+
+class _Refusal(NamedTuple):
+    flag: str
+    why: str
+    refuses: Callable[[Any], bool] | None = None
+    """Asked with Megatron's arguments; None for a switch, which is refused when it is on."""
+
+    def holds(self, args: Any) -> bool:
+        if self.refuses is not None:
+            return self.refuses(args)
+        return bool(getattr(args, self.flag.removeprefix("--").replace("-", "_"), False))
+
+
+def _is(name: str, *values: Any) -> Callable[[Any], bool]:
+    return lambda args: getattr(args, name, None) in values
+
+
+_NVIDIA = "it restarts workers by rules of its own, also in a recovery; leave it out, ftrun does its work"
+_FSDP = "its shards are not restored; leave it out, and shard the optimizer by --use-distributed-optimizer"
+_REFUSED = (
+    _Refusal("--enable-ft-package", _NVIDIA),
+    _Refusal("--inprocess-restart", _NVIDIA),
+    _Refusal(
+        "--fault-injector-ranks",
+        "who takes the role over injects the same fault again; use ftrun --ft-inject",
+        lambda args: getattr(args, "fault_injector_ranks", None) is not None,
+    ),
+    _Refusal(
+        "--fault-injector-num-ranks",
+        "who takes a role over injects the same fault again; use ftrun --ft-inject",
+        lambda args: getattr(args, "fault_injector_num_ranks", None) is not None,
+    ),
+    _Refusal(
+        "--non-persistent-ckpt-type",
+        "local checkpoints do not go with a role to another node, and the agents hold and replicate newer "
+        "copies in memory; leave it out with --replication, or give global",
+        _is("non_persistent_ckpt_type", "local"),
+    ),
+    _Refusal("--use-megatron-fsdp", _FSDP),
+    _Refusal("--use-torch-fsdp2", _FSDP),
+    _Refusal(
+        "--optimizer-cpu-offload",
+        "the state of its optimizers on both devices is not restored; leave it out",
+    ),
+    _Refusal("--optimizer-cuda-graph", "a captured step cannot be left half-way; leave it out"),
+    _Refusal(
+        "--cuda-graph-impl",
+        "captured graphs hold the communicators that a recovery replaces; leave it out, or give none",
+        lambda args: getattr(args, "cuda_graph_impl", None) not in (None, "none"),
+    ),
+    _Refusal(
+        "--use-nccl-ub",
+        "buffers are registered with the communicators that a recovery replaces; leave it out",
+        _is("nccl_ub", True),
+    ),
+    _Refusal(
+        "--fp8-recipe",
+        "the history that delayed scaling keeps in Transformer Engine is not restored; "
+        "give tensorwise, blockwise or mxfp8",
+        lambda args: bool(getattr(args, "fp8", None)) and getattr(args, "fp8_recipe", None) == "delayed",
+    ),
+    _Refusal("--fp8-param-gather", "scales of parameters kept in fp8 are not restored; leave it out"),
+    _Refusal("--fp4-param-gather", "scales of parameters kept in fp4 are not restored; leave it out"),
+    _Refusal("--perform-rl-step", "rollouts and their inference engine are not restored; leave it out"),
+)

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from ft_core.import_hook import after_import
+from patches import megatron as versions
 
 CPU_SHADOW_ENV = "FT_CPU_SHADOW"
 """Set to 1, an unmodified script runs on a machine without a GPU (tests, demonstrations)."""
@@ -27,7 +28,19 @@ def install() -> None:
         cpu_shadow.install()
     after_import("megatron.training.arguments", _patch_arguments)
     after_import("megatron.training.global_vars", _patch_global_vars)
-    after_import("megatron.training.training", _patch_training)
+    after_import(versions.TRAINING, _patch_training)
+    for entry in versions.ENTRIES:
+        after_import(entry.module, _patch_version)
+
+
+def _patch_version(module: ModuleType) -> None:
+    for entry in versions.for_version(_version()):
+        if entry.module == module.__name__:
+            entry.apply(module)
+
+
+def _version() -> str:
+    return str(importlib.import_module("megatron.core.package_info").__version__)
 
 
 def _patch_arguments(module: ModuleType) -> None:
@@ -74,10 +87,25 @@ def _configure(args: Any) -> None:
             "--ft needs ftrun in place of torchrun (it takes torchrun's flags): nothing would protect this "
             "job; or leave --ft out"
         )
+    arguments.check(args)
+    if _missing:
+        raise ConfigError(
+            f"--ft cannot hook Megatron-Core {_version()}: in {versions.TRAINING} {'; '.join(_missing)}; "
+            f"use a version from {versions.KNOWN[1]} to {versions.KNOWN[-1]}, or leave --ft out"
+        )
+    if current.role == 0:
+        versions.warn_unknown(_version())
     current.configure(settings)
 
 
+_missing: list[str] = []
+"""Why the training loop is not hooked, when it is not. That matters to nobody who does not ask for `--ft`."""
+
+
 def _patch_training(module: ModuleType) -> None:
+    _missing[:] = versions.missing(module)
+    if _missing:
+        return
     importlib.import_module("ft_megatron.pretrain").install(module)
 
 
