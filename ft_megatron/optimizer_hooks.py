@@ -53,7 +53,8 @@ def hook_optimizer(
     optimizer.step = protected_step
     optimizer.step_with_ready_grads = tagged_step_with_ready_grads
     for chunk in model if session.injecting else ():
-        chunk.start_param_sync = _with_point(chunk.start_param_sync, session)
+        for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+            group.start_param_sync = _with_point(group.start_param_sync, session)
 
     def protected_finalize(finalize: Finalize) -> Finalize:
         if spans_all or extra:

@@ -3,19 +3,26 @@
 Covers `ChainedOptimizer` over `DistributedOptimizer`, `Float16OptimizerWithFloat16Params` and
 `FP32Optimizer`, with any inner optimizer: state is found through the inner optimizer's `param_groups`
 and `state`, whatever it keeps there.
+
+With ``--overlap-param-gather`` a step ends before the parameters are complete: each rank has updated its own
+shard, and the next forward pass gathers the others'. The state after a step is then the shards, in fp32 too,
+where they are views of the parameters, and the parameters follow from them: `gather_parameters`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 
 from ft_core import rng
 from ft_core.adapter import StateTensor
+from ft_core.errors import EpochChanged
 
 Holders = tuple[int, ...]
 
@@ -38,6 +45,7 @@ class MegatronAdapter:
             group = parallel_state.get_inter_distributed_optimizer_instance_group()
             self._shard_holders = _ranks(group)
         self.sharded = bool(model[0].ddp_config.use_distributed_optimizer)
+        self._gathers_late = bool(model[0].ddp_config.overlap_param_gather)
         self.result: Any = None
         """What the training loop has to log for the newest step; restored with the state."""
         self.ring: tuple[int, ...] = self._data_parallel
@@ -45,7 +53,10 @@ class MegatronAdapter:
     # -- what there is -------------------------------------------------------------------------
 
     def tensors(self) -> Iterator[StateTensor]:
-        """Parameters and buffers (every DP peer has them), then the optimizer's main parameters and state."""
+        """Parameters and buffers (every DP peer has them), then the optimizer's main parameters and state.
+
+        Main parameters in fp32 may be views of parameters, which need not be kept twice.
+        """
         for name, parameter in self._parameters():
             expert = not getattr(parameter, "allreduce", True)
             holders = self._expert_data_parallel if expert else self._data_parallel
@@ -54,7 +65,7 @@ class MegatronAdapter:
             yield StateTensor(name, buffer, self._data_parallel, volatile=True)
         in_model = {p.untyped_storage().data_ptr() for _, p in self._parameters()}
         for name, main, state, holders in self._main_parameters():
-            if main.untyped_storage().data_ptr() not in in_model:  # fp32 shards are views of the parameters
+            if main.untyped_storage().data_ptr() not in in_model:
                 yield StateTensor(f"{name}.main", main.data, holders)
             for key in sorted(state):
                 if isinstance(state[key], torch.Tensor):
@@ -93,6 +104,9 @@ class MegatronAdapter:
         for name, parameter in self._parameters():
             parameter.data.copy_(tensors[name])
         for name, buffer in self._buffers():
+            if buffer.dtype != tensors[name].dtype:
+                # Megatron's routers turn theirs into fp32 in the first forward pass, with what they hold.
+                buffer.data = torch.empty_like(tensors[name], device=buffer.device)
             buffer.copy_(tensors[name])
         for name, main, state, _ in self._main_parameters():
             if (saved := tensors.get(f"{name}.main")) is not None:
@@ -110,6 +124,9 @@ class MegatronAdapter:
                     state[key] = torch.empty(saved.shape, dtype=saved.dtype, device=device)
                 state[key].copy_(saved)
             state.update(envelope["scalars"][name])
+        if self._gathers_late:
+            for optimizer in self._optimizers:
+                optimizer._copy_main_params_to_model_params()  # into this rank's part of the buffers
         for optimizer, groups, scaler in zip(
             self._optimizers, envelope["groups"], envelope["scalers"], strict=True
         ):
@@ -123,27 +140,49 @@ class MegatronAdapter:
         rng.restore(envelope["rng"])
         tensor_parallel.get_cuda_rng_tracker().set_states(envelope["tracker"])
 
+    @torch.no_grad()
+    def gather_parameters(self) -> None:
+        """Complete the parameters where a step leaves that to the next forward pass: a collective.
+
+        Every role calls it when it enters the training function, before its first forward pass: a newcomer
+        has its own shards only, and the gather that a survivor was in may have been cut off.
+        """
+        if self._gathers_late:
+            for chunk in self._model:
+                chunk.start_param_sync(force_sync=True)
+
     def reset(self) -> None:
-        """Forget an abandoned step: gradients, and the DDP buckets' handles and flags."""
+        """Forget an abandoned step: gradients, router statistics, the DDP buckets' handles and flags."""
         for chunk in self._model:
             for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+                for handle in (group.param_gather_handle, group.grad_reduce_handle):
+                    _wait_for_end(handle)
                 group.param_gather_handle = None
                 group.grad_reduce_handle = None
                 group.param_gather_dispatched = False
-                # In the very first batch DDP learns how often each gradient comes; half a batch must
-                # not count (its `reset` would take it for a whole one).
+                # In its first batch DDP learns how often each gradient comes, and reduces them at the end of
+                # it, in the order of the buckets; later as they come. A newcomer begins with its first batch,
+                # and its peers must issue the same collectives in the same order.
+                group.is_first_batch = True
+                group.golden_per_param_grad_ready_counts = {}
                 group.per_param_grad_ready_counts = {}
                 group.is_last_microbatch = True
             chunk.zero_grad_buffer()
-            chunk.train()  # an abandoned evaluation had dropout switched off
+            chunk.train()  # an abandoned evaluation had dropout switched off,
+            if self._gathers_late and not chunk.remove_forward_pre_hook_handles:
+                chunk.enable_forward_pre_hook()  # and these hooks taken off
+        reset_model_temporary_tensors(self._model[0].config, self._model)
         self._optimizer.zero_grad()
 
     # -- names ---------------------------------------------------------------------------------
 
     def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Those that are state of their own: all, or those that no gather completes (frozen ones)."""
         for index, chunk in enumerate(self._model):
+            gathered = chunk.param_to_bucket_group if self._gathers_late else {}
             for name, parameter in chunk.named_parameters():
-                yield f"model.{index}.{name}", parameter
+                if parameter not in gathered:
+                    yield f"model.{index}.{name}", parameter
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, chunk in enumerate(self._model):
@@ -162,6 +201,13 @@ class MegatronAdapter:
                 holders = self._shard_holders if self.sharded else peers
                 for p, main in enumerate(group["params"]):
                     yield f"optimizer.{o}.{g}.{p:05d}", main, inner.state[main], holders
+
+
+def _wait_for_end(handle: Any) -> None:
+    """An operation of the epoch that is over fails at once, but must not write any more after this."""
+    for work in getattr(handle, "works", () if handle is None else (handle,)):
+        with suppress(EpochChanged):
+            work.wait()
 
 
 def _ranks(group: Any) -> Holders:

@@ -40,11 +40,6 @@ class Job:
             return
         if self._session is None:
             raise ConfigError("--ft needs ftrun in place of torchrun (same flags): nothing protects this job")
-        if getattr(model[0].ddp_config, "overlap_param_gather", False):
-            raise ConfigError(
-                "--ft does not support --overlap-param-gather yet: at the end of a step the parameters are "
-                "not complete; leave the flag out"
-            )
         self._adapter = MegatronAdapter(model, optimizer, scheduler)
         config = model[0].config
         protected = hook_optimizer(optimizer, model, self._session, self._adapter.sharded)
@@ -101,6 +96,7 @@ class Job:
                 self.inherited = adapter.result
                 self._newest = self.step
             self._repeated = self.step < self._newest
+            adapter.gather_parameters()
             return train()
 
         return self._session.protect(adapter, entered, self._step)

@@ -6,6 +6,7 @@ import pytest
 from harness import Job, Layout, check_identical, check_survivors
 
 ITERATIONS = 10
+OVERLAPPED = ("--overlap-grad-reduce", "--overlap-param-gather")
 EVALUATION = ("--eval-interval=3", "--eval-iters=2")
 CASES = {
     "fp16": (
@@ -25,6 +26,12 @@ CASES = {
     ),
     "overlapped gradients, plain": (
         Layout(1, 2, 2, False, True, ("--overlap-grad-reduce",)), (), "3@backward:3,0@gradients:6", (),
+    ),
+    "overlapped gather": (
+        Layout(1, 2, 2, True, True, OVERLAPPED), (), "3@forward:3,0@gather:5,2@optimizer:7", EVALUATION,
+    ),
+    "overlapped gather, fp32": (
+        Layout(1, 1, 4, True, more=OVERLAPPED), (), "3@forward:3,0@gather:5,1@optimizer:7", (),
     ),
     "evaluation": (Layout(1, 2, 2, True), (), "3@evaluate:3,0@evaluate:6", EVALUATION),
     "crash": (Layout(2, 1, 2, True), (), "3@forward:3:worker,0@optimizer:6:worker", ()),
