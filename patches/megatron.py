@@ -41,7 +41,7 @@ def warn_unknown(version: str) -> None:
     """Log a warning, for a version that was not tried, that names what was checked instead."""
     if _minor(version) not in KNOWN:
         log.warning(
-            "Megatron-Core %s was not tried with --ft (%s to %s were). Checked was only that %s still has what "
+            "Megatron-Core %s was not tried with --ft (%s to %s were). Checked was that %s still has what "
             "the hooks rely on, with the parameters they expect: %s",
             *(version, KNOWN[0], KNOWN[-1], TRAINING, ", ".join(RELIED_ON)),
         )
