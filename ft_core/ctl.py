@@ -1,4 +1,4 @@
-"""`ftctl`: looks at a running job, injects failures into it, and plans one."""
+"""`ftctl`: looks at a running job, injects failures into it, plans one, and finds what would harm one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ft_core import plan
+from ft_core import doctor, plan
 from ft_core.errors import FtError
 from ft_core.settings import Settings, read_secret
 from ft_core.wire import Channel
@@ -50,7 +50,7 @@ def _or_dash(value: Any) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry of `ftctl`. Returns 0, or 1 when the job said no, or 2 for a wrong call."""
+    """Entry of `ftctl`. Returns 0, or 1 when the job said no or a check failed, or 2 for a wrong call."""
     parser = argparse.ArgumentParser(prog="ftctl", description=__doc__)
     parser.add_argument("--job-dir", type=Path, default=None, help="the job's directory (see ftrun)")
     parser.add_argument(
@@ -66,7 +66,12 @@ def main(argv: list[str] | None = None) -> int:
     plan.add_arguments(
         commands.add_parser("plan", help="bytes, memory and what is survived, for given flags")
     )
+    doctor.add_arguments(
+        commands.add_parser("doctor", help="what would keep a recovery from working here, before it does")
+    )
     args = parser.parse_args(argv)
+    if args.command == "doctor":
+        return doctor.main(args)
     if args.command == "plan" and args.job_dir is None and not args.controller:
         return plan.main(args)
     try:
