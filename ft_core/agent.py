@@ -264,9 +264,14 @@ class Agent:
             taken = {w.device for w in self.pool.workers.values()}
             worker.device = min(set(range(self.settings.nproc_per_node)) - taken, default=local_rank)
         worker.role = role
+        known = self._log_dir.parent / f"role-{role}.workers"
+        predecessors = known.read_text().splitlines() if known.exists() else []
+        with known.open("a") as file:
+            file.write(f"{self._log_dir.name}/worker-{worker.number}\n")
         worker.post(
             {
                 "type": "assign",
+                "predecessors": predecessors,
                 "role": role,
                 "world_size": self.settings.world_size,
                 "env": self._environment(role, worker.device),

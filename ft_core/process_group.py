@@ -289,7 +289,7 @@ class Communicators:
 
     def _on_asked(self, name: str) -> None:
         with self._condition:
-            group = next((g for g in self._groups if g.ft_name == name), None)
+            group = self.named(name)
             if group is None:
                 self._asked.add(name)  # its creation is still to come
                 return
@@ -367,6 +367,10 @@ class Communicators:
         if asked:
             self._on_asked(group.ft_name)
         return group
+
+    def named(self, name: str) -> FtProcessGroup | None:
+        """The group of that name, the same on all members; None while there is none."""
+        return next((g for g in self._groups if g.ft_name == name), None)
 
     def forget(self, group: FtProcessGroup, wake: bool) -> None:
         """Destroy a group."""

@@ -78,6 +78,8 @@ class Session:
         self.world_size = 0
         self.version = 0
         """How many steps the state of this role has seen."""
+        self.predecessors: list[Path] = []
+        """Log directories, as far as they can be seen here, of the workers that played this role before."""
         channel.send({"type": "hello", "worker": worker, "pid": os.getpid()})
         welcome = channel.recv()
         self.control = ControlBlock(SharedMemory.open(welcome["control"]))
@@ -435,6 +437,7 @@ class Session:
 
     def _assigned(self, message: Message) -> None:
         self.role, self.world_size = message["role"], message["world_size"]
+        self.predecessors = [self.job_dir / "logs" / name for name in message["predecessors"]]
         self._injector = Injector(self.job_dir, message["env"][INJECT_ENV])
         self.comms = Communicators(self.role, self.world_size, self._suspect)
         self.comms.traffic = self._traffic

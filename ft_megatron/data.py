@@ -1,0 +1,132 @@
+"""Data iterators that can go back to where a step began, and forward to where a predecessor was.
+
+Megatron builds its loaders before training, from the number of samples consumed, and draws from them as it
+goes. A recovery needs their position at the version that training goes on from: a survivor has drawn too
+much, a newcomer nothing. So a loader here is opened when it is first drawn from, at the position of that
+moment, and what was drawn in the newest two steps is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+Build = Callable[[Any, int], Any]
+"""`build_pretraining_data_loader`: (data set, samples consumed) -> loader, None without a data set."""
+
+
+class Loader:
+    """In place of a `DataLoader`: the same batches, from a position that can be set.
+
+    A position is `[samples consumed when the loader was made, batches drawn since]`.
+    """
+
+    def __init__(self, build: Build, dataset: Any, consumed: int) -> None:
+        self._build, self._dataset = build, dataset
+        self._base = consumed
+        self._batches: Iterator[Any] | None = None
+        self._exhausted = False
+        self._began = False
+        """Whether an iteration was begun since the last draw, which changes the random state."""
+        self._drawn = 0
+        self._kept: list[tuple[Any, torch.Tensor | None]] = []
+        """Batches from `_kept_from` on, and the random state after a draw that changed it."""
+        self._kept_from = 0
+        self._newest = 0
+
+    def __len__(self) -> int:
+        return len(self._build(self._dataset, self._base))
+
+    def __iter__(self) -> Loader:
+        if self._exhausted or (self._batches is None and self._drawn == 0):
+            self._open()
+            self._began = True
+        return self
+
+    def __next__(self) -> Any:
+        index = self._drawn - self._kept_from
+        if index == len(self._kept):
+            self._kept.append(self._draw())
+        batch, after = self._kept[index]
+        if after is not None:
+            torch.set_rng_state(after)
+        self._drawn += 1
+        return batch
+
+    def mark(self) -> list[int]:
+        """A step is complete: the position where the next one begins."""
+        keep_from, self._newest = self._newest, self._drawn  # peers may be a step behind
+        if keep_from > self._kept_from:
+            del self._kept[: keep_from - self._kept_from]
+            self._kept_from = keep_from
+        return [self._base, self._drawn]
+
+    def seek(self, position: list[int]) -> None:
+        """Go to a position that `mark` has returned, here or in a predecessor."""
+        base, drawn = position
+        if base != self._base or not self._kept_from <= drawn <= self._kept_from + len(self._kept):
+            self._base, self._kept, self._kept_from = base, [], drawn
+            self._batches = None
+        self._drawn = self._newest = drawn
+
+    def _draw(self) -> tuple[Any, torch.Tensor | None]:
+        before = torch.get_rng_state()
+        if self._batches is None:
+            self._open()
+            torch.set_rng_state(before)
+        assert self._batches is not None
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._exhausted = True
+            raise
+        after = torch.get_rng_state()
+        changed = self._began or not torch.equal(before, after)
+        self._began = False
+        return batch, after if changed else None
+
+    def _open(self) -> None:
+        """Begin an iteration at this position."""
+        self._exhausted = False
+        loader = self._build(self._dataset, self._base)
+        skipped = 0
+        if self._drawn:
+            sampler = getattr(loader, "batch_sampler", None)
+            width = getattr(sampler, "micro_batch_times_data_parallel_size", 0)
+            if width:
+                loader = self._build(self._dataset, self._base + self._drawn * width)
+            else:  # of the user's own, or one that is always read to its end
+                skipped = self._drawn % len(loader) if hasattr(loader, "__len__") else self._drawn
+        self._batches = iter(loader)
+        for _ in range(skipped):
+            next(self._batches)
+
+
+class Loaders:
+    """All loaders of this role, in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self._loaders: list[Loader] = []
+
+    def wrap(self, build: Build, enabled: Callable[[], bool]) -> Build:
+        """`build_pretraining_data_loader`, making loaders of this kind where that is `enabled`."""
+
+        def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
+            if dataset is None or not enabled():
+                return build(dataset, consumed_samples)
+            loader = Loader(build, dataset, consumed_samples)
+            self._loaders.append(loader)
+            return loader
+
+        return build_pretraining_data_loader
+
+    def mark(self) -> list[list[int]]:
+        """Positions of all, at the end of a step."""
+        return [loader.mark() for loader in self._loaders]
+
+    def seek(self, positions: list[list[int]]) -> None:
+        """Set all to what `mark` has returned."""
+        for loader, position in zip(self._loaders, positions, strict=True):
+            loader.seek(position)

@@ -1,0 +1,373 @@
+"""`megatron.training.pretrain`, protected: its training loop and what comes after, by hooks at run time.
+
+`train()` is entered again from its top after a recovery, on every role alike, one iteration back: the train
+step there is answered from the snapshot, and so all that follows a step (log, evaluation, checkpoint, exit)
+is done again where a failure may have interrupted it. Evaluations and checkpoints after training are parts
+of their own (`Session.part`). What lies between is short, and its few collectives are recorded.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ft_core import session
+from ft_core.session import Session
+from ft_core.settings import read_secret
+from ft_megatron import moe_metrics
+from ft_megatron.data import Loaders
+from ft_megatron.optimizer_hooks import hook_optimizer
+from ft_megatron.progress_log import ProgressLog, one_run
+from ft_megatron.state import MegatronAdapter
+
+log = logging.getLogger(__name__)
+_COUNTERS = (
+    "consumed_train_samples",
+    "consumed_valid_samples",
+    "skipped_train_samples",
+    "consumed_train_bins",
+)
+_SYNC_FUNCTIONS = ("no_sync_func", "grad_sync_func", "param_sync_func")
+
+
+def install(training: ModuleType) -> None:
+    """Patch `megatron.training.training`. Its functions do as they did until arguments say `--ft`."""
+    hooks = Hooks(training)
+    for name in (
+        "load_checkpoint",
+        "train",
+        "train_step",
+        "training_log",
+        "evaluate_and_print_results",
+        "save_checkpoint_and_time",
+        "write_args_to_tensorboard",
+    ):
+        original = getattr(training, name)
+        hook = functools.partial(getattr(hooks, name), original)
+        setattr(training, name, functools.wraps(original)(hook))
+    training.build_pretraining_data_loader = hooks.loaders.wrap(  # type: ignore[attr-defined]
+        training.build_pretraining_data_loader, hooks.enabled
+    )
+    finalize = training.finalize_model_grads
+    # The loop takes it by this name, after the hooks that depend on the optimizer are known.
+    training.finalize_model_grads = functools.wraps(finalize)(  # type: ignore[attr-defined]
+        lambda *args, **kwargs: hooks.finalize(finalize)(*args, **kwargs)
+    )
+
+
+class Loop:
+    """The training loop's own state: what a worker needs to know to enter it where its peers are."""
+
+    def __init__(self, training: ModuleType, loaders: Loaders, group_named: Callable[[str], Any]) -> None:
+        self._training, self._loaders, self._group_named = training, loaders, group_named
+        args = training.get_args()
+        self.first: tuple[int, int] = (args.iteration, args.num_floating_point_operations_so_far)
+        """Iteration and floating-point operations at the job's beginning."""
+        self.iteration, self.operations = self.first
+        self.result: Any = None
+        """What the train step of `iteration` (counted from 0) returned; None at the job's beginning."""
+        self.totals: dict[str, Any] = {}
+        """Losses since the last line of the log, without that step's."""
+        self._rerun_mode = training.get_rerun_state_machine().get_mode()
+
+    def capture(self) -> dict[str, Any]:
+        """As plain data, at the end of a step."""
+        args, rerun = self._training.get_args(), self._training.get_rerun_state_machine()
+        return {
+            "first": self.first,
+            "iteration": self.iteration,
+            "operations": self.operations,
+            "result": self.result,
+            "totals": dict(self.totals),
+            "counters": {name: getattr(args, name) for name in _COUNTERS if hasattr(args, name)},
+            "data": self._loaders.mark(),
+            "experts": moe_metrics.capture(),
+            "started": self._training._TRAIN_START_TIME,
+            "rerun": {
+                name: getattr(rerun, name)
+                for name in (
+                    "current_iteration",
+                    "first_iteration_complete",
+                    "large_value_counts",
+                    "max_values",
+                )
+            },
+        }
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Take over what `capture` returned, here or in a predecessor."""
+        self.first, self.iteration, self.operations = saved["first"], saved["iteration"], saved["operations"]
+        device = torch.cuda.current_device()
+        self.result = _on(device, saved["result"])
+        self.totals = _on(device, saved["totals"])
+        args, rerun = self._training.get_args(), self._training.get_rerun_state_machine()
+        for owner, values in ((args, saved["counters"]), (rerun, saved["rerun"])):
+            for name, value in values.items():
+                setattr(owner, name, value)
+        self._loaders.seek(saved["data"])
+        moe_metrics.restore(saved["experts"], self._group_named)
+        self._training._TRAIN_START_TIME = saved["started"]  # type: ignore[attr-defined]
+
+    def reset(self) -> None:
+        """Forget an abandoned step, evaluation or save."""
+        rerun = self._training.get_rerun_state_machine()
+        rerun.state = type(rerun.state).NOT_RUNNING_YET
+        rerun.set_mode(self._rerun_mode)
+        for timer in self._training.get_timers()._timers.values():
+            if getattr(timer, "_started", False):
+                timer.stop()
+        self._abandon_asynchronous_saves()
+
+    def _abandon_asynchronous_saves(self) -> None:
+        saves = sys.modules.get("megatron.training.async_utils")
+        queue = getattr(saves, "_async_calls_queue", None)
+        if queue is None or not queue.get_num_unfinalized_calls():
+            return
+        log.warning(
+            "the asynchronous checkpoint under way at iteration %d is abandoned: a role that was writing it is "
+            "lost; the one before it is complete, and the next comes as --save-interval says",
+            self.iteration,
+        )
+        for call in queue.async_calls:
+            call.async_caller.close(abort=True)
+        queue.async_calls.clear()
+
+    @property
+    def after(self) -> tuple[int, int]:
+        """What `train()` returns when `iteration` was its last."""
+        training = self._training
+        args = training.get_args()
+        if self.result is None:
+            return self.iteration, self.operations
+        size = training.get_current_global_batch_size()
+        return self.iteration + 1, self.operations + training.num_floating_point_operations(args, size)
+
+
+class PretrainAdapter(MegatronAdapter):
+    """Megatron-Core's state, and the training loop's in the envelope."""
+
+    def __init__(self, model: list[Any], optimizer: Any, scheduler: Any, loop: Loop) -> None:
+        super().__init__(model, optimizer, scheduler)
+        self._loop = loop
+
+    def envelope(self) -> Any:
+        """The framework's small state, and the loop's."""
+        return {**super().envelope(), "loop": self._loop.capture()}
+
+    def restore(self, tensors: Any, envelope: Any) -> None:
+        """Put back both."""
+        super().restore(tensors, envelope)
+        self._loop.restore(envelope["loop"])
+
+    def reset(self) -> None:
+        """Forget what an epoch change interrupted."""
+        super().reset()
+        self._loop.reset()
+
+
+class Hooks:
+    """The functions of `megatron.training.training` that take part, each given the original first."""
+
+    def __init__(self, training: ModuleType) -> None:
+        self._training = training
+        self.loaders = Loaders()
+        self.finalize: Callable[[Any], Any] = lambda finalize: finalize
+        self._loop: Loop | None = None
+        self._session: Session | None = None
+        self._adapter: PretrainAdapter | None = None
+        self._log: ProgressLog | None = None
+        self._answer: Any = None
+        self._totals: dict[str, Any] | None = None
+        self._entered = self._again = self._inside = False
+        self._training_log = inspect.signature(training.training_log)
+
+    def enabled(self) -> bool:
+        """Whether the arguments say `--ft`."""
+        return bool(getattr(self._training.get_args(), "ft", False))
+
+    # -- before training -----------------------------------------------------------------------
+
+    def load_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """A newcomer gets its state from memory: it neither reads nor waits, and takes no part."""
+        current = session.current()
+        if current is None or not self.enabled() or self._loop is not None:
+            return original(*args, **kwargs)
+        if current.joining:
+            return 0, 0
+        with current.comms.startup.section("load", muted=False):
+            return original(*args, **kwargs)
+
+    # -- training ------------------------------------------------------------------------------
+
+    def train(self, original: Any, forward_step_func: Any, model: Any, optimizer: Any, scheduler: Any,
+              *args: Any, **kwargs: Any) -> Any:  # fmt: skip
+        """Megatron's loop, as the first part that all roles make."""
+        current = session.current()
+        if not self.enabled():
+            if current is not None:
+                current.unprotected()
+            return original(forward_step_func, model, optimizer, scheduler, *args, **kwargs)
+        assert current is not None, "checked with the arguments"
+        self._session = current
+        one_run(read_secret(current.job_dir))
+        self._loop = loop = Loop(self._training, self.loaders, current.comms.named)
+        self._log = ProgressLog(self._training, current.predecessors)
+        self._adapter = PretrainAdapter(model, optimizer, scheduler, loop)
+        self.finalize = hook_optimizer(optimizer, model, current, self._adapter.sharded)
+        config = self._training.get_model_config(model[0])
+        if config.finalize_model_grads_func is not None:
+            config.finalize_model_grads_func = self.finalize(config.finalize_model_grads_func)
+        syncs = {name: getattr(config, name) for name in _SYNC_FUNCTIONS}
+        current.point("startup")
+        current.begin(self._adapter, self._training.get_args().iteration, lambda: None)
+
+        def entered() -> Any:
+            for name, function in syncs.items():
+                setattr(config, name, function)
+            self._enter(model)
+            self._inside = True
+            try:
+                return original(
+                    self._stepping(forward_step_func), model, optimizer, scheduler, *args, **kwargs
+                )
+            finally:
+                self._inside = False
+
+        def passed() -> Any:
+            after = loop.after
+            step = self._training.get_current_global_batch_size() if loop.result is not None else 0
+            self._training.get_args().consumed_train_samples += step
+            return after
+
+        return current.part(entered, passed)
+
+    def _enter(self, model: list[Any]) -> None:
+        """Set what the loop reads at its top, so that it begins with the iteration that was done last."""
+        assert self._loop is not None and self._adapter is not None
+        loop, args = self._loop, self._training.get_args()
+        args.iteration, args.num_floating_point_operations_so_far = loop.iteration, loop.operations
+        self._answer = loop.result
+        self._again, self._entered = self._entered or loop.result is not None, True
+        self._totals = dict(loop.totals) if self._again else None
+        if not self._again:
+            return
+        self._training.update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+        for chunk in model:
+            # Megatron starts its loop by taking the hooks off that gather parameters.
+            if chunk.ddp_config.overlap_param_gather and not chunk.remove_forward_pre_hook_handles:
+                chunk.enable_forward_pre_hook()
+        self._adapter.gather_parameters()
+
+    def train_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """A step of the loop; the first one after a recovery was done before."""
+        loop, current = self._loop, self._session
+        if loop is None or current is None:
+            return original(*args, **kwargs)
+        arguments = self._training.get_args()
+        if self._answer is not None:
+            answer, self._answer = self._answer, None
+            arguments.iteration, arguments.num_floating_point_operations_so_far = loop.first
+            return answer
+        frame = inspect.currentframe()
+        result = original(*args, **kwargs)
+        should_exit = result[3]
+        if should_exit:
+            return result  # the rerun state machine wants to leave before the optimizer steps
+        loop.result, loop.iteration = result, arguments.curr_iteration
+        while frame is not None and "num_floating_point_operations_so_far" not in frame.f_locals:
+            frame = frame.f_back
+        if frame is not None:
+            loop.operations = frame.f_locals["num_floating_point_operations_so_far"]
+        current.step_done()
+        return result
+
+    def training_log(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """One line for each iteration, whoever writes it and however often it is come to."""
+        loop, current = self._loop, self._session
+        if loop is None or current is None or self._log is None:
+            return original(*args, **kwargs)
+        found = self._training_log.bind(*args, **kwargs)
+        iteration, totals = found.arguments["iteration"], found.arguments["total_loss_dict"]
+        if self._totals is not None:
+            totals.clear()
+            totals.update(self._totals)
+            self._totals = None
+            found.arguments["is_first_iteration"] = iteration == loop.first[0] + 1
+            found.arguments["report_memory_flag"] &= iteration <= loop.first[0] + 2
+        with self._log.once(f" iteration {iteration:8d}/", iteration):
+            report_memory = original(*found.args, **found.kwargs)
+        loop.totals = dict(totals)
+        current.point("between")
+        return report_memory
+
+    def evaluate_and_print_results(self, original: Any, prefix: str, forward_step_func: Any, *args: Any,
+                                   **kwargs: Any) -> Any:  # fmt: skip
+        """In the loop, or after it as a part of its own."""
+        if self._session is None or self._log is None:
+            return original(prefix, forward_step_func, *args, **kwargs)
+        found = inspect.signature(original).bind(prefix, forward_step_func, *args, **kwargs)
+        progress = self._log
+
+        def evaluated() -> None:
+            with progress.once(f"loss at {prefix} |", found.arguments["iteration"]):
+                original(prefix, self._stepping(forward_step_func), *args, **kwargs)
+
+        self._made(evaluated)
+
+    def save_checkpoint_and_time(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """In the loop, or after it as a part of its own."""
+        if self._session is None:
+            return original(*args, **kwargs)
+        current = self._session
+
+        def saved() -> None:
+            current.point("save")
+            original(*args, **kwargs)
+
+        self._made(saved)
+
+    def write_args_to_tensorboard(self, original: Any, *args: Any, **kwargs: Any) -> None:
+        """Once per process."""
+        if self._session is None or not self._again:
+            original(*args, **kwargs)
+
+    def _made(self, call: Callable[[], None]) -> None:
+        assert self._session is not None
+        if self._inside:
+            call()
+        else:
+            self._session.part(call, lambda: None)
+
+    def _stepping(self, forward_step_func: Any) -> Any:
+        """`forward_step_func`, with the places where failures are injected for tests and drills."""
+        current = self._session
+        if current is None or not current.injecting:
+            return forward_step_func
+
+        @functools.wraps(forward_step_func)
+        def stepped(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            found = forward_step_func(data_iterator, model, *args, **kwargs)
+            current.point("forward" if torch.is_grad_enabled() else "evaluate")
+            if isinstance(found[0], torch.Tensor) and found[0].requires_grad:
+                found[0].register_hook(lambda gradient: current.point("backward"))
+            return found
+
+        return stepped
+
+
+def _on(device: Any, value: Any) -> Any:
+    """`value` with its tensors on `device`."""
+    if isinstance(value, torch.Tensor):
+        return value.clone().to(device)
+    if isinstance(value, dict):
+        return {key: _on(device, item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_on(device, item) for item in value)
+    return value
