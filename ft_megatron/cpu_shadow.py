@@ -15,6 +15,7 @@ called `install`, and after a fork from that thread.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -29,6 +30,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ft_core.import_hook import after_import
+from ft_megatron import torch_adam
 
 CPU = torch.device("cpu")
 
@@ -108,12 +110,15 @@ def _install() -> None:
         (torch.nn.Module, "cuda", _itself()),
     ):
         setattr(owner, name, shadow)
+    iterator = torch.utils.data.dataloader._BaseDataLoaderIter
+    iterator.__init__ = _leaves_the_generator(iterator.__init__)  # type: ignore[method-assign]
     _OnCpu().__enter__()  # for the rest of the process, as torch.set_default_device does
 
     # Megatron warns when the CPU generator moves while the CUDA generator is forked for model-parallel
     # dropout: here they are one. The numbers are right: it saves and restores the state around the fork.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_not_about_the_cpu_generator)
     keep_compiled_helpers()
+    torch_adam.install()
     _installed = True
 
 
@@ -131,6 +136,9 @@ class _OnCpu(TorchFunctionMode):
                 kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
             if kwargs.get("pin_memory"):  # torch refuses to pin without a driver
                 kwargs = {**kwargs, "pin_memory": False}
+        if func is _TENSOR_CPU or (func is _TENSOR_TO and _to_host(*args[1:2], **kwargs or {})):
+            copy = func(*args, **kwargs) if kwargs else func(*args)
+            return copy.clone() if copy is args[0] else copy
         if func is _TENSOR_TO and len(args) > 1:
             args = (args[0], _on_cpu(args[1]), *args[2:])
         elif func is _TENSOR_TYPE and len(args) == 1 and not kwargs:
@@ -140,7 +148,17 @@ class _OnCpu(TorchFunctionMode):
 
 
 _TENSOR_TO = torch.Tensor.to
+_TENSOR_CPU = torch.Tensor.cpu
 _TENSOR_TYPE = torch.Tensor.type
+
+
+def _to_host(device: Any = None, **options: Any) -> bool:
+    """Whether ``Tensor.to`` is asked for a copy in host memory.
+
+    It has to be one: Megatron's asynchronous save writes it to disk while training changes the tensor. A
+    device object says nothing: those of tensors and `current_device` are the CPU's here.
+    """
+    return isinstance(device, str) and device == "cpu"
 
 
 def _on_cpu(device: Any) -> Any:
@@ -277,6 +295,22 @@ class _Generators:
 
     def __len__(self) -> int:
         return 1
+
+
+def _leaves_the_generator(start: Callable[..., None]) -> Callable[..., None]:
+    """Have an iterator over a data loader take nothing from the generator that dropout draws from.
+
+    It draws a seed for its workers when it is made. With a GPU that comes from the CPU's generator, so a run
+    that loads a checkpoint, and makes its iterators afterwards, goes on with the dropout of the first run.
+    """
+
+    @functools.wraps(start)
+    def start_apart(*args: Any, **kwargs: Any) -> None:
+        state = _get_rng_state()
+        start(*args, **kwargs)
+        _set_rng_state(state)
+
+    return start_apart
 
 
 def _not_about_the_cpu_generator(record: logging.LogRecord) -> bool:

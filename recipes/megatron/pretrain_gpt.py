@@ -1,10 +1,10 @@
-"""Pre-train a GPT with Megatron-LM's own training loop: what upstream's ``pretrain_gpt.py`` does, as a recipe.
+"""Pre-train a GPT with Megatron-LM's own training loop: a recipe in the role of upstream's entry script.
 
 It hands `megatron.training.pretrain` a model, datasets and a forward step, and takes Megatron-LM's flags.
 Fault tolerance is nowhere in it: that comes with ``ftrun`` in place of ``torchrun``, and ``--ft``.
 
     python recipes/megatron/prepare_data.py --output-prefix runs/data/stdlib
-    ftrun --standalone --nnodes 4 --spares 1 recipes/megatron/pretrain_gpt.py \\
+    ftrun --standalone --nnodes 4 --spares 1 recipes/megatron/pretrain_gpt.py \
         --ft --data-path runs/data/stdlib ...
 
 Runs on megatron-core 0.17 to 0.19, whose wheels hold `megatron.training` (Python 3.12). On a host without a
@@ -118,7 +118,7 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatro
 def get_batch(
     data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage: int | None
 ) -> dict[str, Any]:
-    """This rank's part of the next micro-batch: the first rank of a tensor-parallel group reads for all of it.
+    """This rank's part of the next micro-batch; the first rank of a tensor-parallel group reads for all.
 
     Nothing for a stage in the middle of the pipeline, which needs none of it.
     """
