@@ -464,6 +464,10 @@ class Trainer:
         args, job = self.args, self.job
         if job.inherited:
             self.log_step(*job.inherited)
+        if args.overlap_param_gather:
+            # As Megatron-LM does: the first step takes the parameters as they were made, loaded or restored,
+            # so that an error in them shows, in place of being gathered over.
+            self.model[0].disable_forward_pre_hook(param_sync=False)
         while job.step < args.train_iters:
             if args.eval_interval and job.step and job.step % args.eval_interval == 0:
                 self.evaluate()
@@ -490,7 +494,14 @@ class Trainer:
         updated, grad_norm, _ = self.optimizer.step()
         if updated:
             self.scheduler.step(increment=self.args.batch)
+        if self.args.overlap_param_gather and not self.gathers_in_forward:
+            self.model[0].enable_forward_pre_hook()
         return loss, grad_norm
+
+    @property
+    def gathers_in_forward(self) -> bool:
+        """Whether the next forward pass completes the parameters; otherwise they are complete."""
+        return bool(self.model[0].remove_forward_pre_hook_handles)
 
     def forward_backward(self, dataset: Any, index: int, forward_only: bool = False) -> list[torch.Tensor]:
         """Run the pipeline schedule over global batch `index`; returns the losses, on the last stage."""
@@ -545,7 +556,7 @@ class Trainer:
     @contextmanager
     def parameters_gathered(self) -> Iterator[None]:
         """Have all parameters up to date where they are gathered in the next forward pass only."""
-        if not self.args.overlap_param_gather:
+        if not self.gathers_in_forward:
             yield
             return
         self.model[0].disable_forward_pre_hook(param_sync=True)
