@@ -59,19 +59,20 @@ RELIED_ON: dict[str, str] = {
     "process_non_loss_data_func config verbose write_to_tensorboard non_loss_data_func",
     "save_checkpoint_and_time": "iteration model optimizer opt_param_scheduler "
     "num_floating_point_operations_so_far checkpointing_context non_persistent_ckpt train_data_iterator",
-    "checkpoint_and_decide_exit": "model optimizer opt_param_scheduler iteration "
-    "num_floating_point_operations_so_far checkpointing_context train_data_iterator",
     "load_checkpoint": "ddp_model optimizer opt_param_scheduler",
     "build_pretraining_data_loader": "dataset consumed_samples",
     "finalize_model_grads": "model num_tokens pg_collection",
     "num_floating_point_operations": "args batch_size",
-    "maybe_finalize_async_save": "blocking terminate",
     "update_num_microbatches": "consumed_samples consistency_check verbose",
     "print_rank_last": "message",
     "get_args": "",
     "get_timers": "",
     "get_tensorboard_writer": "",
     "get_wandb_writer": "",
+    "get_model_config": "model",
+    "get_rerun_state_machine": "",
+    "get_current_global_batch_size": "",
+    "write_args_to_tensorboard": "",
 }
 """Functions in `megatron.training.training`, its own and imported ones: the parameters they begin with."""
 
