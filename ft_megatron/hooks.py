@@ -106,7 +106,9 @@ def _patch_training(module: ModuleType) -> None:
     _missing[:] = versions.missing(module)
     if _missing:
         return
-    importlib.import_module("ft_megatron.pretrain").install(module)
+    from ft_megatron import pretrain
+
+    pretrain.install(module)
 
 
 install()  # who imports this module, as `ftrun` does before it imports what the script does, wants the hooks
