@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
 from ft_core import rng
 from ft_core.adapter import StateTensor
-from ft_core.errors import EpochChanged
+from ft_core.errors import ConfigError, EpochChanged
 
 Holders = tuple[int, ...]
 
@@ -31,19 +32,21 @@ class MegatronAdapter:
     """Snapshot and restore of a role of a Megatron-Core job (see `ft_core.adapter.Adapter`)."""
 
     def __init__(self, model: list[Any], optimizer: Any, scheduler: Any) -> None:
-        """`model`: the DDP-wrapped chunks; `optimizer` as get_megatron_optimizer made it."""
+        """`model`: the DDP-wrapped chunks; `optimizer` as get_megatron_optimizer made it.
+
+        Raises ConfigError for an optimizer whose state could not be restored.
+        """
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._optimizers = [
             o for o in getattr(optimizer, "chained_optimizers", [optimizer]) if o.optimizer is not None
         ]
-        me = dist.get_rank()
-        dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        self._data_parallel: Holders = _ranks(dense)
-        self._expert_data_parallel: Holders = _ranks(parallel_state.get_expert_data_parallel_group())
-        self._shard_holders: Holders = (me,)
+        _check_supported(optimizer, self._optimizers)
+        # DDP's own groups: its replicas, whatever else later versions count as data-parallel.
+        self._data_parallel: Holders = _ranks(model[0].dp_cp_group)
+        self._expert_data_parallel: Holders = _ranks(model[0].expt_dp_group)
+        self._shard_holders: Holders = (dist.get_rank(),)
         if model[0].ddp_config.num_distributed_optimizer_instances > 1:
-            group = parallel_state.get_inter_distributed_optimizer_instance_group()
-            self._shard_holders = _ranks(group)
+            self._shard_holders = _ranks(model[0].inter_dist_opt_group)
         self.sharded = bool(model[0].ddp_config.use_distributed_optimizer)
         self._gathers_late = bool(model[0].ddp_config.overlap_param_gather)
         self.result: Any = None
@@ -173,6 +176,9 @@ class MegatronAdapter:
                 chunk.enable_forward_pre_hook()  # and these hooks taken off
         reset_model_temporary_tensors(self._model[0].config, self._model)
         self._optimizer.zero_grad()
+        for optimizer in (self._optimizer, *self._optimizers):
+            # What all ranks found out together in their first step (megatron-core 0.19), a newcomer has not.
+            vars(optimizer).pop("_has_grad_norm_group_cache", None)
 
     # -- names ---------------------------------------------------------------------------------
 
@@ -201,6 +207,23 @@ class MegatronAdapter:
                 holders = self._shard_holders if self.sharded else peers
                 for p, main in enumerate(group["params"]):
                     yield f"optimizer.{o}.{g}.{p:05d}", main, inner.state[main], holders
+
+
+def _check_supported(optimizer: Any, parts: list[Any]) -> None:
+    if any(isinstance(o, LayerWiseDistributedOptimizer) for o in (optimizer, *parts)):
+        raise ConfigError(
+            "--ft cannot restore the layer-wise distributed optimizer (--optimizer dist_muon): it "
+            "does not tell who holds which of its state; take --optimizer muon or adam, or leave --ft out"
+        )
+    for part in parts:
+        # Transformer Engine's FusedAdam, with --use-precision-aware-optimizer.
+        dtypes = getattr(part.optimizer, "name_to_dtype_map", {})
+        if scaled := sorted(name for name, dtype in dtypes.items() if dtype != torch.float32):
+            raise ConfigError(
+                f"--ft cannot restore {', '.join(scaled)} in less than fp32: Transformer Engine keeps their "
+                "scales outside the optimizer's state; leave --exp-avg-dtype, --exp-avg-sq-dtype and "
+                "--main-params-dtype at fp32, or leave --ft out"
+            )
 
 
 def _wait_for_end(handle: Any) -> None:
