@@ -30,7 +30,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ft_core.import_hook import after_import
-from ft_megatron import torch_adam
+from ft_megatron import without_extensions
 
 CPU = torch.device("cpu")
 
@@ -118,7 +118,7 @@ def _install() -> None:
     # dropout: here they are one. The numbers are right: it saves and restores the state around the fork.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_not_about_the_cpu_generator)
     keep_compiled_helpers()
-    torch_adam.install()
+    without_extensions.install()
     _installed = True
 
 

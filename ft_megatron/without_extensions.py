@@ -1,0 +1,139 @@
+"""What Megatron-Core does only with apex or transformer-engine, which hosts without a GPU do not have.
+
+Everything here keeps Megatron's own modules and adds what they leave out: norms under sequence parallelism,
+attention under context parallelism, and checkpoints of torch's Adam. `cpu_shadow.install` calls `install`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ft_core.import_hook import after_import
+
+
+def install() -> None:
+    """Complete Megatron's modules, now or as soon as they are imported."""
+    after_import("megatron.core.transformer.torch_norm", _complete_norms)
+    after_import("megatron.core.transformer.dot_product_attention", _complete_attention)
+    after_import("megatron.core.optimizer.distrib_optimizer", _complete_optimizer)
+
+
+# -- sequence parallelism --------------------------------------------------------------------------
+
+
+def _complete_norms(module: ModuleType) -> None:
+    """Have torch's norms mark their parameters, whose gradients are then summed over the tensor ranks.
+
+    Each rank normalises its own part of the sequence: nothing else is special about them.
+    """
+    original = module.WrappedTorchNorm.__new__
+
+    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        norm = original(cls, _with(config, sequence_parallel=False), *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    module.WrappedTorchNorm.__new__ = new
+
+
+# -- context parallelism ---------------------------------------------------------------------------
+
+
+def _complete_attention(module: ModuleType) -> None:
+    """Give the local attention the keys and values of the whole sequence; each rank has its own queries.
+
+    The mask must come from the data loader, as it does by default: it has this rank's rows, and a column for
+    each position of the sequence.
+    """
+    attention = module.DotProductAttention
+    original_init, original_forward = attention.__init__, attention.forward
+
+    @functools.wraps(original_init)
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        original_init(self, _with(config, context_parallel_size=1), *args, **kwargs)
+        self.config = config
+
+    @functools.wraps(original_forward)
+    def forward(self: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        if self.config.context_parallel_size > 1:
+            if attention_mask is None:
+                raise RuntimeError(
+                    "context parallelism without transformer-engine takes the attention mask from the data "
+                    "loader: leave out --no-create-attention-mask-in-dataloader"
+                )
+            key, value = _whole_sequence(key), _whole_sequence(value)
+        return original_forward(self, query, key, value, attention_mask, **kwargs)
+
+    attention.__init__, attention.forward = init, forward
+
+
+def _whole_sequence(mine: torch.Tensor) -> torch.Tensor:
+    """All context ranks' parts (sequence first) in the sequence's order.
+
+    Rank r of n holds the chunks r and 2n-1-r of 2n, so that causal attention costs all ranks the same.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    group = parallel_state.get_context_parallel_group()
+    chunks = gather_from_sequence_parallel_region(mine, group=group).chunk(2 * group.size())
+    front, back = chunks[::2], chunks[1::2]
+    return torch.cat((*front, *reversed(back)))
+
+
+# -- checkpoints of the distributed optimizer ------------------------------------------------------
+
+
+def _complete_optimizer(module: ModuleType) -> None:
+    """Let the distributed optimizer load a checkpoint into torch's Adam.
+
+    With the extensions, Adam's step is one number per parameter group. torch's Adam keeps a tensor per
+    parameter, and Megatron's code for it (0.16 to 0.19) cannot resume from a checkpoint of its own. It asks
+    an optimizer that has not stepped yet for the step, and fails; it gives all parameters one tensor, which
+    each of them increments; and it writes the step that the optimizer had before over the one that it has
+    loaded. The losses then differ from the second step on.
+    """
+    if module.HAVE_APEX_OR_TE:
+        return
+    optimizer = module.DistributedOptimizer
+    state_dict, load_state_dict = optimizer.state_dict, optimizer.load_state_dict
+
+    @functools.wraps(state_dict)
+    def with_state(self: Any) -> Any:
+        if isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not self.optimizer.state:
+            _start(self.optimizer)
+        return state_dict(self)
+
+    @functools.wraps(load_state_dict)
+    @torch.no_grad()  # in fp32 its shards are views of the parameters, which autograd guards
+    def with_own_steps(self: Any, loaded: Any) -> None:
+        load_state_dict(self, loaded)
+        step = loaded["optimizer"]["param_groups"][0]["step"]
+        for state in self.optimizer.state.values():
+            state["step"] = torch.tensor(float(step), dtype=torch.float32)
+
+    optimizer.state_dict, optimizer.load_state_dict = with_state, with_own_steps
+
+
+def _with(config: Any, **changed: Any) -> Any:
+    """A copy of a configuration, not checked again."""
+    config = copy.copy(config)
+    vars(config).update(changed)
+    return config
+
+
+def _start(optimizer: torch.optim.Optimizer) -> None:
+    """Give each parameter the state that Adam gives it in the first step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.tensor(0.0, dtype=torch.float32),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
