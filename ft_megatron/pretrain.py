@@ -131,8 +131,8 @@ class Loop:
         if queue is None or not queue.get_num_unfinalized_calls():
             return
         log.warning(
-            "the asynchronous checkpoint under way at iteration %d is abandoned: a role that was writing it is "
-            "lost; the one before it is complete, and the next comes as --save-interval says",
+            "the asynchronous checkpoint under way at iteration %d is abandoned: a role that was writing it "
+            "is lost; the one before it is complete, and the next comes as --save-interval says",
             self.iteration,
         )
         for call in queue.async_calls:
@@ -328,6 +328,9 @@ class Hooks:
         current = self._session
 
         def saved() -> None:
+            timer = self._training.get_timers()("interval-time", log_level=0)
+            if not getattr(timer, "_started", True):  # of a worker that begins with this part
+                timer.start()
             current.point("save")
             original(*args, **kwargs)
 
