@@ -67,7 +67,7 @@ def replicas(case: Case) -> Iterator[Finding]:
         return
     k = case.settings.replicas
     few: list[str] = []
-    least, nodes = len(case.status["roles"]), {}
+    least, domains, nodes = len(case.status["roles"]), 0, {}
     for row in case.status["roles"]:
         try:
             state = case.ask({"type": "state", "role": row["role"]})
@@ -76,9 +76,9 @@ def replicas(case: Case) -> Iterator[Finding]:
         if "error" in state:
             few.append(f"role {row['role']}: {state['error']}")
             continue
-        nodes = state["nodes"]
+        nodes, domains = state["nodes"], len(_domains(state))
         found = _copies(row, state)
-        if found < min(k, len(_domains(state)) - 1):
+        if found < min(k, domains - 1):
             few.append(f"role {row['role']} on {row['node']}")
         least = min(least, found)
     if few:
@@ -88,21 +88,19 @@ def replicas(case: Case) -> Iterator[Finding]:
             "if training has begun and it stays so: look for `not replicated` in the console, and for "
             "domains that are really one (--ft-domain)",
         )
-    elif len(_domains({"nodes": nodes})) <= k:
-        advice = "use more nodes, truthful --ft-domain labels, or a smaller --ft-replicas"
-        yield warn(
-            "replicas",
-            f"there are only {len(_domains({'nodes': nodes}))} failure domains for k = {k}",
-            advice,
-        )
+    elif domains <= k:
+        found_domains = f"roles are in {domains} failure domain(s) only, and k is {k}"
+        yield warn("replicas", found_domains, "use more nodes, or truthful --ft-domain labels")
     else:
-        yield ok("replicas", f"verified copies survive the loss of any {least} failure domains")
+        yield ok("replicas", f"verified copies suffice after the loss of any {least} failure domain(s)")
     alive = {about["node"] for about in [*case.status["roles"], *case.status["spares"]]}
     yield from _reachable({node: about for node, about in nodes.items() if node in alive})
 
 
 def _domains(state: Mapping[str, Any]) -> set[str]:
-    return {about["domain"] or node for node, about in state["nodes"].items()}
+    """Those that may hold copies: spares hold none."""
+    domains = {node: about["domain"] for node, about in state["nodes"].items()}
+    return {domain_of(node, domains) for node in state["roles"].values()}
 
 
 def _copies(row: Mapping[str, Any], state: Mapping[str, Any]) -> int:

@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# One node of a job on several machines, from its beginning to the job's end. slurm.sbatch and kubernetes.yaml start it on
+# every node, with the script's arguments; by hand it does as well:
+#
+#   HEAD=node0:29400 NNODES=4 NODE_RANK=2 JOB_DIR=/local/job FT_JOB_SECRET=... recipes/megatron/node.sh [arguments]
+#
+#   HEAD           HOST:PORT of the controller, which node 0 starts; the port must be free there
+#   NNODES         nodes that train; those with a number of NNODES and more stand by
+#   NODE_RANK      this node's number (default: Slurm's, or the index that Kubernetes gives to a pod)
+#   NPROC          workers per node (default: one per GPU)
+#   JOB_DIR        this node makes a directory in it; may be local, or shared with the others
+#   FT_JOB_SECRET  the same on all nodes
+#
+# If the node's processes are killed and the machine lives, it joins the job again, as a spare. The exit code is the job's.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source recipes/megatron/common.sh
+
+: "${HEAD:?HOST:PORT of the controller}" "${NNODES:?nodes that train}" "${JOB_DIR:?}" "${FT_JOB_SECRET:?}"
+rank=${NODE_RANK:-${SLURM_PROCID:-${JOB_COMPLETION_INDEX:?NODE_RANK, the number of this node}}}
+flags=(--nnodes "$NNODES" --nproc-per-node "${NPROC:-gpu}" ${FT_FLAGS:-})
+
+# A pod's name may be known some seconds after the pod: until then nobody can start.
+until getent ahostsv4 "${HEAD%:*}" > /dev/null; do sleep 1; done
+
+stopping=
+trap 'stopping=1; kill -TERM "${child:-$$}" 2> /dev/null || true' TERM INT
+code=
+run() {
+    "$@" &
+    child=$!
+    code=0
+    wait "$child" || code=$?
+    if [ -n "$stopping" ]; then # the signal ended the wait, and ftrun is about to end
+        code=0
+        wait "$child" || code=$?
+    fi
+}
+
+ftrun_as() { # $1: directory; then how this node takes part
+    local directory=$1
+    shift
+    mkdir -p "$directory"
+    run ftrun "${flags[@]}" "$@" --job-dir "$directory" "$SCRIPT" "${arguments[@]}"
+}
+arguments=("$@")
+
+ftrun_as "$JOB_DIR/$rank" --node-rank "$rank" --rdzv-endpoint "$HEAD"
+again=0
+# 0 to 2 are the job's own codes; all others mean that this node's processes were killed.
+while [ "$code" -gt 2 ] && [ -z "$stopping" ]; do
+    again=$((again + 1))
+    echo "node $rank: killed ($code); it comes back, for the ${again}. time" >&2
+    if [ "$rank" -eq 0 ]; then # with it a controller, to which the others' agents connect again
+        ftrun_as "$JOB_DIR/$rank.$again" --node-rank 0 --rdzv-endpoint "$HEAD"
+    else
+        timeout 600 bash -c 'until ftctl --controller "$HEAD" status > /dev/null 2>&1; do sleep 2; done' || break
+        ftrun_as "$JOB_DIR/$rank.$again" --join "$HEAD"
+    fi
+done
+if [ "$rank" -eq 0 ]; then
+    echo "$code" > "$JOB_DIR/exit-code"
+fi
+exit "$code"

@@ -1,0 +1,293 @@
+"""The recipes for one machine, Slurm and Kubernetes: their own files, with schedulers that start it all here.
+
+There is no cluster. What stands in for `srun` and `scontrol` keeps to what their manual pages say of the
+flags that matter; "nodes" are process trees of this machine, as they are with `ftrun --standalone`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+import yaml
+from harness import ROOT, TINY, Layout, environment, read_digest, read_logs, read_losses, reference
+
+from ft_core import launch
+from ft_core.ctl import ask
+from ft_core.settings import SECRET_ENV
+from ft_core.wire import listen
+
+RECIPES = ROOT / "recipes" / "megatron"
+ITERATIONS = 70
+"""The script of these tests stops at step 60 until it is let go."""
+PAIR = Layout(1, 1, 2)
+SECRET = "the secret of these tests"
+
+SRUN = """#!/usr/bin/env bash
+# Starts its command once per task. One that ends badly ends all, unless it is told not to.
+tasks=1 kill=1 overlap=
+while [[ $1 == -* ]]; do
+    echo "$1" >> "$FAKE/srun"
+    case $1 in --ntasks=*) tasks=${1#*=} ;; --kill-on-bad-exit=0) kill= ;; --overlap) overlap=1 ;; esac
+    shift
+done
+if [ -n "$overlap" ]; then exec "$@"; fi
+trap 'kill -TERM $(jobs -p)' TERM
+for ((i = 0; i < tasks; i++)); do SLURM_PROCID=$i setsid "$@" & done
+worst=0
+for ((i = 0; i < tasks; i++)); do
+    code=0
+    wait -n || code=$?
+    if [ "$code" -gt "$worst" ]; then worst=$code; fi
+    if [ "$code" -ne 0 ] && [ -n "$kill" ]; then kill -KILL $(jobs -p); fi
+done
+exit "$worst"
+"""
+SCONTROL = """#!/usr/bin/env bash
+echo "$*" >> "$FAKE/scontrol"
+if [ "$2" = hostnames ]; then for ((i = 0; i < SLURM_NNODES; i++)); do echo localhost; done; fi
+"""
+RECORD = """#!/usr/bin/env bash
+printf '%s\\n' "$@" > "$FAKE/ftrun"
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Callable[..., Path]:
+    """Programs that stand in for others, first in the PATH of `start`."""
+
+    def make(**programs: str) -> Path:
+        for name, text in programs.items():
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(0o755)
+        (tmp_path / "records").mkdir(exist_ok=True)
+        return tmp_path / "records"
+
+    return make
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Runs a program of the recipes as a scheduler would; ends what is left of it."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def run(*command: object, **more: str) -> subprocess.Popen[bytes]:
+        path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        given = {**environment(), "PATH": path, "FAKE": str(tmp_path / "records"), SECRET_ENV: SECRET, **more}
+        output = (tmp_path / f"console-{len(started)}").open("w")
+        started.append(
+            subprocess.Popen(
+                [*map(str, command)],
+                env=given,
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        )
+        return started[-1]
+
+    yield run
+    for process in started:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_ENV, SECRET)
+
+
+def free_port() -> int:
+    with listen("127.0.0.1") as sock:
+        return int(sock.getsockname()[1])
+
+
+def until(condition: Callable[[], bool], process: subprocess.Popen[bytes], what: str) -> None:
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert process.poll() is None, f"ended with {process.returncode} before {what}"
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.05)
+
+
+def events(directory: Path) -> list[dict]:
+    path = directory / "events.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def output(job_dir: Path) -> str:
+    return "\n".join(read_logs(directory) for directory in sorted(job_dir.iterdir()) if directory.is_dir())
+
+
+def step(job_dir: Path) -> int:
+    return max(read_losses(output(job_dir)), default=0) if job_dir.exists() else 0
+
+
+def check_same(job_dir: Path) -> None:
+    """Losses and final state of an undisturbed run under torchrun."""
+    expected = reference(PAIR, ITERATIONS)
+    assert read_losses(output(job_dir)) == expected.losses
+    assert read_digest(output(job_dir)) == expected.digest
+
+
+def test_slurm(
+    fake: Callable[..., Path], start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    """Of two nodes and a spare one is killed: the spare takes over, and the node comes back as the next."""
+    records = fake(srun=SRUN, scontrol=SCONTROL)
+    job_dir, gate, port = tmp_path / "job", tmp_path / "gate", free_port()
+    slurm = {"SLURM_JOB_ID": "4711", "SLURM_NNODES": "3", "SLURM_JOB_NODELIST": "n[0-2]"}
+    about = {"JOB_DIR": str(job_dir), "PORT": str(port), "NPROC": "1", "FT_TEST_GATE": str(gate)}
+    script = {"SCRIPT": str(ROOT / "tests/megatron/gated.py")}
+    batch = start(
+        *("bash", RECIPES / "slurm.sbatch", *PAIR.arguments(ITERATIONS, True)), **slurm, **about, **script
+    )
+    until(lambda: step(job_dir) >= 3, batch, "step 3")
+    roles = ask({"type": "status"}, None, f"localhost:{port}")["roles"]
+    os.killpg(next(r["agent_pid"] for r in roles if r["role"] == 1), signal.SIGKILL)
+    until(
+        lambda: len([e for e in events(job_dir / "0") if e["event"] == "joined"]) == 4,
+        batch,
+        "the node again",
+    )
+    gate.touch()
+    assert batch.wait(90) == 0
+    assert [e["roles"] for e in events(job_dir / "0") if e["event"] == "decided"] == [[], [1]]
+    check_same(job_dir)
+    assert {"--kill-on-bad-exit=0", "--no-kill", "--wait=0"} <= set((records / "srun").read_text().split())
+    assert "requeue" not in (records / "scontrol").read_text()
+
+
+def test_slurm_preempts(
+    fake: Callable[..., Path], start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    """USR1 to the batch script gets to a worker as SIGTERM; what then ends well goes back into the queue."""
+    records = fake(srun=SRUN, scontrol=SCONTROL)
+    script, ready, job_dir = tmp_path / "train.py", tmp_path / "ready", tmp_path / "job"
+    script.write_text(
+        "import pathlib, signal, sys, time\n"
+        "left = []\n"
+        "signal.signal(signal.SIGTERM, lambda *_: left.append(1))\n"
+        f"pathlib.Path({str(ready)!r}).touch()\n"
+        "while not left: time.sleep(0.05)\n"
+        "print('saved')\n"
+    )
+    slurm = {"SLURM_JOB_ID": "4711", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n0"}
+    about = {"JOB_DIR": str(job_dir), "PORT": str(free_port()), "NPROC": "1", "SCRIPT": str(script)}
+    batch = start("bash", RECIPES / "slurm.sbatch", "--any", **slurm, **about)
+    until(ready.exists, batch, "the script")
+    batch.send_signal(signal.SIGUSR1)
+    assert batch.wait(60) == 0
+    assert "saved" in output(job_dir)
+    assert "requeue 4711" in (records / "scontrol").read_text().splitlines()
+
+
+def pod() -> tuple[dict, dict, dict[str, str]]:
+    """The job and the container of kubernetes.yaml, and the container's environment."""
+    (jobset,) = yaml.safe_load_all((RECIPES / "kubernetes.yaml").read_text())
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    name = f"{jobset['metadata']['name']}-{replicated['name']}-0-0.{jobset['metadata']['name']}"
+    values = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert values["HEAD"].partition(":")[0] == name  # what JobSet calls the first pod
+    return job, container, values
+
+
+def test_kubernetes(start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path) -> None:
+    """The first pod is deleted, and the controller with it; the one that replaces it takes the job over."""
+    _, container, values = pod()
+    gate = tmp_path / "gate"
+    about = {**values, "HEAD": f"127.0.0.1:{free_port()}", "NNODES": "2", "NPROC": "1"}
+    about |= {"SCRIPT": str(ROOT / "tests/megatron/gated.py"), "FT_TEST_GATE": str(gate)}
+
+    def begin(index: int, volume: str) -> subprocess.Popen[bytes]:
+        given = {**about, "JOB_COMPLETION_INDEX": str(index), "JOB_DIR": str(tmp_path / "job" / volume)}
+        return start(*container["command"], *PAIR.arguments(ITERATIONS, True), **given)
+
+    first, *others = [begin(index, f"pod-{index}") for index in range(3)]
+    volumes = tmp_path / "job"
+    until(lambda: any(step(volumes / f"pod-{i}") >= 3 for i in range(2)), first, "step 3")
+    first.terminate()
+    assert first.wait(20) == 143
+    again = begin(0, "pod-new")
+    new = volumes / "pod-new" / "0"
+    until(lambda: any(e["event"] == "resumed" for e in events(new)), again, "the new controller")
+    gate.touch()
+    assert again.wait(90) == 0
+    assert [other.wait(30) for other in others] == [0, 0]
+    assert [e["roles"] for e in events(new) if e["event"] == "decided"] == [[0]]
+    logs = "\n".join(output(volume) for volume in volumes.iterdir())
+    expected = reference(PAIR, ITERATIONS)
+    assert read_losses(logs) == expected.losses and read_digest(logs) == expected.digest
+
+
+def settings_of(records: Path) -> tuple[launch.Settings, list[str]]:
+    """What ftrun's own parser makes of the flags it was given; and the flags."""
+    words = (records / "ftrun").read_text().splitlines()
+    return launch.settings_of(launch.parser().parse_args(words)), words
+
+
+def test_command_lines(
+    fake: Callable[..., Path], start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    """Kubernetes' and the one machine's are such as ftrun takes; nodes beyond NNODES are spares."""
+    records = fake(ftrun=RECORD, getent="#!/bin/sh\n")
+    job, container, values = pod()
+    values["JOB_DIR"] = str(tmp_path / "job")
+    nodes, pods = int(values["NNODES"]), job["completions"]
+    assert job["parallelism"] == pods > nodes and job["completionMode"] == "Indexed"
+    for index in (0, pods - 1):
+        given = {**values, "JOB_COMPLETION_INDEX": str(index), "FT_FLAGS": "--ft-replicas 2 --ft-policy stop"}
+        assert start(*container["command"], *container["args"], **given).wait(30) == 0
+        settings, words = settings_of(records)
+        assert (settings.nnodes, settings.controller) == (nodes, values["HEAD"])
+        assert (settings.replicas, settings.policy) == (2, "stop")
+        assert words[words.index("--node-rank") + 1] == str(index)
+        assert settings.command.target == values["SCRIPT"] and "--ft" in settings.command.arguments
+        assert words[words.index("--job-dir") + 1] == f"{values['JOB_DIR']}/{index}"
+    assert start(RECIPES / "one_machine.sh", NNODES="3", NPROC="2", SPARES="2").wait(30) == 0
+    settings, words = settings_of(records)
+    assert (settings.nnodes, settings.nproc_per_node, settings.spares) == (3, 2, 2)
+    assert "--standalone" in words and "--ft" in settings.command.arguments
+    assert (
+        start(RECIPES / "one_machine.sh", *TINY, "--ft", SCRIPT=str(RECIPES / "pretrain_gpt_core.py")).wait(
+            30
+        )
+        == 0
+    )
+    assert settings_of(records)[0].command.arguments == [*TINY, "--ft"]
+
+
+def test_pods_survive_what_they_should() -> None:
+    """Memory for NCCL, a secret; disruptions do not count as failures, and the job's own end does."""
+    job, container, values = pod()
+    spec = job["template"]["spec"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+    assert values["JOB_DIR"] in mounts and SECRET_ENV not in values
+    assert [source["secretRef"]["name"] for source in container["envFrom"]] == ["gpt-secret"]
+    assert container["resources"]["limits"] == container["resources"]["requests"]
+    actions = {rule["action"]: rule for rule in job["podFailurePolicy"]["rules"]}
+    assert actions["FailJob"]["onExitCodes"]["values"] == [1, 2] and "Ignore" in actions
+    assert spec["restartPolicy"] == "Never"  # podFailurePolicy needs it; a new pod takes the index
+    assert job["successPolicy"]["rules"] == [{"succeededIndexes": "0"}]
