@@ -99,7 +99,7 @@ class Session:
 
     def finish(self) -> None:
         """The script is done. Returns when every role is, so that nobody misses a peer."""
-        if self._stage is Stage.TRAINING:
+        if self._stage is Stage.TRAINING and self.protecting:
             self._part += 1
             self._persist(lambda: self._complete(last=True), self.recover)
         self._set_stage(Stage.FINISHED)
