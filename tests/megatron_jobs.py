@@ -1,0 +1,245 @@
+"""Jobs of `megatron.training.pretrain`: the layouts that run on CPU, and what such a job prints and saves.
+
+Needs megatron-core 0.17 to 0.19 with `megatron.training` (Python 3.12, constraints-py312.txt).
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from harness import RECIPES
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+CPU = (
+    "--transformer-impl local --attention-backend unfused --distributed-backend gloo --num-workers 0 "
+    "--use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
+    "--no-bias-dropout-fusion --no-persist-layer-norm"
+).split()
+"""What Megatron-LM has to be told on a host without GPU, transformer-engine and apex."""
+
+TINY = (
+    "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--tokenizer-type NullTokenizer --vocab-size 63 --make-vocab-size-divisible-by 8 "
+    "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --log-interval 1 "
+    "--eval-interval 1000 --eval-iters 0"
+).split()
+"""A model whose start-up takes longer than its training. A flag given again later wins."""
+
+MOE = (
+    "--num-experts=4",
+    "--moe-router-topk=2",
+    "--moe-router-load-balancing-type=aux_loss",
+    "--moe-aux-loss-coeff=1e-2",
+    "--moe-token-dispatcher-type=alltoall",
+    "--disable-bias-linear",
+)
+
+
+@dataclass(frozen=True)
+class Pretrain:
+    """A parallel layout of the recipe, of its data and of whatever else `more` asks for."""
+
+    tp: int = 1
+    pp: int = 1
+    vp: int = 1
+    """Virtual pipeline stages per rank."""
+    ep: int = 1
+    layers: int = 2
+    more: tuple[str, ...] = ()
+    data: Path | None = None
+    """Prefix of an indexed dataset (recipes/megatron/prepare_data.py); mock data without."""
+    world: int = 4
+
+    @property
+    def script(self) -> Path:
+        return RECIPES[0] / "pretrain_gpt.py"
+
+    def arguments(self, iterations: int, protected: bool) -> list[str]:
+        flags = [*CPU, *TINY, f"--num-layers={self.layers}", f"--train-iters={iterations}"]
+        flags += [f"--tensor-model-parallel-size={self.tp}", f"--pipeline-model-parallel-size={self.pp}"]
+        flags += [f"--num-virtual-stages-per-pipeline-rank={self.vp}"] * (self.vp > 1)
+        flags += [f"--expert-model-parallel-size={self.ep}"] * (self.ep > 1)
+        flags += ["--vocab-size=256", "--data-path", str(self.data)] if self.data else ["--mock-data"]
+        return [*flags, *self.more, *["--ft"] * protected]
+
+    def environment(self) -> dict[str, str]:
+        return {}
+
+
+DISTOPT = ("--use-distributed-optimizer",)
+OVERLAP = (*DISTOPT, "--overlap-grad-reduce", "--overlap-param-gather")
+LAYOUTS: dict[str, Pretrain] = {
+    "dp4": Pretrain(),
+    "dp4-distopt": Pretrain(more=DISTOPT),
+    "tp2": Pretrain(tp=2),
+    "pp2": Pretrain(pp=2),
+    "tp2pp2": Pretrain(tp=2, pp=2, more=DISTOPT),
+    "tp2-sequence": Pretrain(tp=2, more=("--sequence-parallel",)),
+    "pp2-interleaved": Pretrain(pp=2, vp=2, layers=4, more=DISTOPT),
+    "pp4": Pretrain(pp=4, layers=4),
+    "cp2": Pretrain(more=("--context-parallel-size=2",)),
+    "ep2": Pretrain(ep=2, more=MOE),
+    "ep2-allgather": Pretrain(ep=2, more=(*MOE, "--moe-token-dispatcher-type=allgather")),
+    "ep4-distopt": Pretrain(ep=4, more=(*MOE, *DISTOPT)),
+    "ep2tp2": Pretrain(tp=2, ep=2, more=(*MOE, "--sequence-parallel", "--expert-tensor-parallel-size=1")),
+    "ep2-etp2": Pretrain(tp=2, ep=2, more=(*MOE, "--sequence-parallel", "--expert-tensor-parallel-size=2")),
+    "ep2pp2-expert-bias": Pretrain(
+        pp=2,
+        ep=2,
+        more=(
+            *MOE,
+            *DISTOPT,
+            "--moe-router-enable-expert-bias",
+            "--moe-router-score-function=sigmoid",
+            "--moe-router-load-balancing-type=none",
+        ),
+    ),
+    "dp4-instances2": Pretrain(more=(*DISTOPT, "--num-distributed-optimizer-instances=2")),
+    "dp4-overlap-grad": Pretrain(more=(*DISTOPT, "--overlap-grad-reduce")),
+    "dp4-overlap-param": Pretrain(more=OVERLAP),
+    "pp2-interleaved-overlap": Pretrain(pp=2, vp=2, layers=4, more=(*OVERLAP, "--align-param-gather")),
+    "dp4-bf16": Pretrain(more=("--bf16",)),
+    "dp4-bf16-distopt": Pretrain(more=("--bf16", *DISTOPT)),
+    "dp4-bf16-overlap-param": Pretrain(more=("--bf16", *OVERLAP)),
+    "tp2pp2-bf16": Pretrain(tp=2, pp=2, more=("--bf16", *DISTOPT)),
+    "dp4-fp16": Pretrain(more=("--fp16", "--initial-loss-scale=65536")),
+    "dp4-fp16-distopt": Pretrain(more=("--fp16", *DISTOPT, "--initial-loss-scale=65536")),
+    "dp4-precision-aware": Pretrain(more=("--bf16", *DISTOPT, "--use-precision-aware-optimizer")),
+    "dp4-rampup": Pretrain(more=("--rampup-batch-size", "8", "8", "64", "--global-batch-size=24")),
+    "dp4-cyclic": Pretrain(more=("--dataloader-type=cyclic",)),
+    "dp4-recompute": Pretrain(
+        more=("--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1")
+    ),
+    "dp4-recompute-selective": Pretrain(more=("--recompute-granularity=selective",)),
+    "dp4-evaluation": Pretrain(more=("--eval-interval=2", "--eval-iters=1")),
+    "dp4-full-validation": Pretrain(more=("--eval-interval=2", "--eval-iters=1", "--full-validation")),
+}
+
+
+# -- what it prints --------------------------------------------------------------------------------
+
+_ITERATION = re.compile(
+    r"iteration +(\d+)/ *\d+ \| (consumed samples: +\d+) \|.*?"
+    r"(learning rate: .*? number of nan iterations: +\d+) \|"
+)
+_VALIDATION = re.compile(r"validation\S* loss at (.*? \| lm loss value: \S+)")
+
+
+def losses(text: str) -> list[tuple[int, str]]:
+    """Each line of the training log in its order: the iteration, and all else but how long it took.
+
+    A list, so that an iteration logged twice or not at all is seen. Lines of several ranks may be glued
+    together, since a newline is a write of its own; the text of one is whole.
+    """
+    return [(int(i), f"{samples} | {rest}") for i, samples, rest in _ITERATION.findall(text)]
+
+
+def validations(text: str) -> list[str]:
+    """Each line about an evaluation, in order: where it was, and its loss."""
+    return _VALIDATION.findall(text)
+
+
+# -- what it saves ---------------------------------------------------------------------------------
+
+DIFFERENT = {
+    "save",
+    "load",
+    "data_cache_path",
+    "tensorboard_dir",
+    "exit_interval",
+    "rank",
+    "local_rank",
+}
+"""Arguments that may differ between two runs of the same training: where it was saved to, and by whom.
+
+Those of fault tolerance, whose names begin with ``ft``, may as well.
+"""
+
+
+def compare_checkpoints(a: Path, b: Path) -> None:
+    """Assert that two ``iter_...`` directories (format torch_dist) hold the same training, bit by bit."""
+    left, right = load_checkpoint(a), load_checkpoint(b)
+    assert left.keys() == right.keys(), f"in one only: {left.keys() ^ right.keys()}"
+    different = [name for name in left if not same(left[name], right[name])]
+    assert not different, {name: (left[name], right[name]) for name in different[:3]}
+    tensors = [name for name, value in left.items() if isinstance(value, torch.Tensor)]
+    for kind in ("weight", "exp_avg", "exp_avg_sq"):
+        assert any(name.endswith(kind) or f".{kind}." in name for name in tensors), f"no {kind} in {a}"
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Everything in a checkpoint by its name, without process groups and without Megatron."""
+    reader = dcp.FileSystemReader(path)
+    contents: dict[str, Any] = {
+        name: torch.empty(found.size, dtype=found.properties.dtype)
+        if isinstance(found, TensorStorageMetadata)
+        else None
+        for name, found in reader.read_metadata().state_dict_metadata.items()
+    }
+    dcp.load(contents, storage_reader=reader, planner=_Planner(flatten_state_dict=False), no_dist=True)
+    for file in path.glob("common.pt"):  # until 0.18
+        contents[file.name] = _unpickle(file.read_bytes())
+    return contents
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal bit by bit, but for arguments that may differ."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        alike = a.dtype == b.dtype and a.shape == b.shape
+        return alike and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    if isinstance(a, Namespace):
+        a, b = (
+            {k: v for k, v in vars(x).items() if k not in DIFFERENT and not k.startswith("ft")}
+            for x in (a, b)
+        )
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, _Foreign):
+        return type(a) is type(b) and same((a.args, vars(a)), (b.args, vars(b)))
+    if isinstance(a, io.BytesIO):
+        return a.getvalue() == b.getvalue()
+    return type(a) is type(b) and bool((a == b) if not hasattr(a, "shape") else (a == b).all())
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = _unpickle(value.getvalue())
+
+
+class _Foreign:
+    """Stands for an object of a class of Megatron's, so that reading does not import it."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __hash__(self) -> int:
+        return hash(self.args)
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.args == other.args
+
+
+_foreign: dict[tuple[str, str], type] = {}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module.split(".")[0] in ("megatron", "ft_megatron", "ft_core"):
+            return _foreign.setdefault((module, name), type(name, (_Foreign,), {}))
+        return super().find_class(module, name)
+
+
+def _unpickle(data: bytes) -> Any:
+    module = SimpleNamespace(Unpickler=_Unpickler, load=pickle.load, __name__=__name__)
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=module)
