@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from ft_core.doctor_case import Case, Check, Finding, fail, judge, ok, warn
@@ -66,6 +66,7 @@ def replicas(case: Case) -> Iterator[Finding]:
     if case.status is None or case.ask is None or case.settings is None or not case.status["roles"]:
         return
     k = case.settings.replicas
+    alive = {a["node"] for a in [*case.status["roles"], *case.status["spares"]] if a["agent_pid"] is not None}
     few: list[str] = []
     least, domains, nodes = len(case.status["roles"]), 0, {}
     for row in case.status["roles"]:
@@ -77,7 +78,7 @@ def replicas(case: Case) -> Iterator[Finding]:
             few.append(f"role {row['role']}: {state['error']}")
             continue
         nodes, domains = state["nodes"], len(_domains(state))
-        found = _copies(row, state)
+        found = _copies(row, state, alive)
         if found < min(k, domains - 1):
             few.append(f"role {row['role']} on {row['node']}")
         least = min(least, found)
@@ -93,7 +94,6 @@ def replicas(case: Case) -> Iterator[Finding]:
         yield warn("replicas", found_domains, "use more nodes, or truthful --ft-domain labels")
     else:
         yield ok("replicas", f"verified copies suffice after the loss of any {least} failure domain(s)")
-    alive = {about["node"] for about in [*case.status["roles"], *case.status["spares"]]}
     yield from _reachable({node: about for node, about in nodes.items() if node in alive})
 
 
@@ -103,10 +103,10 @@ def _domains(state: Mapping[str, Any]) -> set[str]:
     return {domain_of(node, domains) for node in state["roles"].values()}
 
 
-def _copies(row: Mapping[str, Any], state: Mapping[str, Any]) -> int:
+def _copies(row: Mapping[str, Any], state: Mapping[str, Any], alive: Container[str]) -> int:
     """How many failure domains may be lost, judging by the role's worst segment; -1 before training."""
     domains = {node: about["domain"] for node, about in state["nodes"].items()}
-    roles = {int(role): node for role, node in state["roles"].items()}
+    roles = {int(role): node for role, node in state["roles"].items() if node in alive}
     worst = len({domain_of(node, domains) for node in roles.values()})
     segments = [Segment.from_json(s) for s in state["segments"]]
     for segment in segments:
