@@ -23,7 +23,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 if [ $# -eq 0 ]; then
     set -- --ft --mock-data --tokenizer-type NullTokenizer --vocab-size 4095 --split 95,5,0 \
         --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 \
-        --micro-batch-size 2 --global-batch-size 16 --train-iters 100 --lr 1e-3 --log-interval 1 --eval-iters 0 \
+        --micro-batch-size 2 --global-batch-size 16 --train-iters 100 --lr 1e-3 --log-interval 1 --eval-interval 1000 --eval-iters 0 \
         --use-distributed-optimizer --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion
     if [ ! -e /dev/nvidiactl ]; then
         set -- "$@" --distributed-backend gloo --use-cpu-initialization --attention-backend unfused \
