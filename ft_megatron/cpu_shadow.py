@@ -16,21 +16,19 @@ called `install`, and after a fork from that thread.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ft_core.import_hook import after_import
-from ft_megatron import without_extensions
+from ft_megatron import cpu_megatron
 
 CPU = torch.device("cpu")
 
@@ -56,20 +54,6 @@ def install() -> None:
             "import ft_megatron.cpu_shadow_auto before anything from megatron"
         )
     _install()
-
-
-def keep_compiled_helpers() -> None:
-    """Have Megatron use the datasets' C++ helper as it was installed, where there is one.
-
-    `megatron.training` runs ``make`` at each start. A wheel holds the helper compiled but no Makefile, so
-    rank 0 would exit. Not a matter of CUDA: a job with GPUs may call this too.
-    """
-    after_import("megatron.core.datasets.utils", _keep_compiled_helpers)
-
-
-def _keep_compiled_helpers(utils: ModuleType) -> None:
-    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
-        utils.compile_helpers = _returns(None)  # type: ignore[attr-defined]
 
 
 def _real_cuda() -> bool:
@@ -117,8 +101,7 @@ def _install() -> None:
     # Megatron warns when the CPU generator moves while the CUDA generator is forked for model-parallel
     # dropout: here they are one. The numbers are right: it saves and restores the state around the fork.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_not_about_the_cpu_generator)
-    keep_compiled_helpers()
-    without_extensions.install()
+    cpu_megatron.install()
     _installed = True
 
 

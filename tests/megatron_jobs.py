@@ -91,7 +91,17 @@ LAYOUTS: dict[str, Pretrain] = {
     "ep2-allgather": Pretrain(ep=2, more=(*MOE, "--moe-token-dispatcher-type=allgather")),
     "ep4-distopt": Pretrain(ep=4, more=(*MOE, *DISTOPT)),
     "ep2tp2": Pretrain(tp=2, ep=2, more=(*MOE, "--sequence-parallel", "--expert-tensor-parallel-size=1")),
-    "ep2-etp2": Pretrain(tp=2, ep=2, more=(*MOE, "--sequence-parallel", "--expert-tensor-parallel-size=2")),
+    "ep2-etp2": Pretrain(
+        tp=2,
+        ep=2,
+        more=(
+            *MOE,
+            "--sequence-parallel",
+            "--expert-tensor-parallel-size=2",
+            "--moe-expert-capacity-factor=2",  # gloo gathers tensors of one size only
+            "--moe-pad-expert-input-to-capacity",
+        ),
+    ),
     "ep2pp2-expert-bias": Pretrain(
         pp=2,
         ep=2,
@@ -106,7 +116,7 @@ LAYOUTS: dict[str, Pretrain] = {
     "dp4-instances2": Pretrain(more=(*DISTOPT, "--num-distributed-optimizer-instances=2")),
     "dp4-overlap-grad": Pretrain(more=(*DISTOPT, "--overlap-grad-reduce")),
     "dp4-overlap-param": Pretrain(more=OVERLAP),
-    "pp2-interleaved-overlap": Pretrain(pp=2, vp=2, layers=4, more=(*OVERLAP, "--align-param-gather")),
+    "pp2-interleaved-overlap": Pretrain(pp=2, vp=2, layers=4, more=OVERLAP),
     "dp4-bf16": Pretrain(more=("--bf16",)),
     "dp4-bf16-distopt": Pretrain(more=("--bf16", *DISTOPT)),
     "dp4-bf16-overlap-param": Pretrain(more=("--bf16", *OVERLAP)),

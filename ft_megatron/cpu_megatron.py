@@ -1,13 +1,15 @@
-"""What Megatron-Core does only with apex or transformer-engine, which hosts without a GPU do not have.
+"""What Megatron itself, beside torch, lacks on a host without a GPU: `cpu_shadow.install` calls `install`.
 
-Everything here keeps Megatron's own modules and adds what they leave out: norms under sequence parallelism,
-attention under context parallelism, and checkpoints of torch's Adam. `cpu_shadow.install` calls `install`.
+Such hosts have neither apex nor transformer-engine. Everything here keeps Megatron's own modules and adds
+what they leave to those: norms under sequence parallelism, attention under context parallelism, and
+checkpoints of torch's Adam.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 from types import ModuleType
 from typing import Any
 
@@ -18,9 +20,40 @@ from ft_core.import_hook import after_import
 
 def install() -> None:
     """Complete Megatron's modules, now or as soon as they are imported."""
+    keep_compiled_helpers()
+    after_import("megatron.core.transformer.moe.moe_utils", _complete_experts)
     after_import("megatron.core.transformer.torch_norm", _complete_norms)
     after_import("megatron.core.transformer.dot_product_attention", _complete_attention)
     after_import("megatron.core.optimizer.distrib_optimizer", _complete_optimizer)
+
+
+def keep_compiled_helpers() -> None:
+    """Have Megatron use the datasets' C++ helper as it was installed, where there is one.
+
+    `megatron.training` runs ``make`` at each start. A wheel holds the helper compiled but no Makefile, so
+    rank 0 would exit. Not a matter of CUDA: a job with GPUs may call this too.
+    """
+    after_import("megatron.core.datasets.utils", _keep_compiled_helpers)
+
+
+def _keep_compiled_helpers(module: ModuleType) -> None:
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        module.compile_helpers = lambda: None  # type: ignore[attr-defined]
+
+
+# -- expert parallelism ----------------------------------------------------------------------------
+
+
+def _complete_experts(module: ModuleType) -> None:
+    """Give the all-to-all its split sizes as numbers: Megatron makes them so on their way from the GPU."""
+    original = module.maybe_move_tensor_to_cpu
+
+    @functools.wraps(original)
+    def move(tensor: Any, as_numpy: bool = False, **kwargs: Any) -> Any:
+        moved = original(tensor, as_numpy=as_numpy, **kwargs)
+        return moved.numpy() if as_numpy and isinstance(moved, torch.Tensor) else moved
+
+    module.maybe_move_tensor_to_cpu = move  # type: ignore[attr-defined]
 
 
 # -- sequence parallelism --------------------------------------------------------------------------
