@@ -195,7 +195,7 @@ def test_slurm_preempts(
     batch = start("bash", RECIPES / "slurm.sbatch", "--any", **slurm, **about)
     until(ready.exists, batch, "the script")
     batch.send_signal(signal.SIGUSR1)
-    assert batch.wait(60) == 0
+    assert batch.wait(90) == 0
     assert "saved" in output(job_dir)
     assert "requeue 4711" in (records / "scontrol").read_text().splitlines()
 
