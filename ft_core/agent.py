@@ -239,6 +239,10 @@ class Agent:
         version = plan["version"]
         if version is not None:
             self.store.drop_after(version)
+        elif plan["started_over"] == self.epoch:
+            self.store.drop_after(-1)
+            for role in self.roles_here():
+                (self._log_dir.parent / f"role-{role}.workers").unlink(missing_ok=True)
         # A role that has moved away may still be fetched from here: its memory goes one epoch later.
         self.store.keep_only([*self.roles_here(), *before])
         for role in self.roles_here():
@@ -251,7 +255,9 @@ class Agent:
                 self._spawn(self._restore(worker, role, plan))
 
     def _worker_plan(self) -> Message:
-        return {key: self.plan[key] for key in ("epoch", "store", "completed", "parts", "origin")}
+        return {
+            key: self.plan[key] for key in ("epoch", "store", "completed", "parts", "origin", "started_over")
+        }
 
     def _assign(self, role: int) -> Worker | None:
         idle = self.pool.idle()
@@ -372,10 +378,12 @@ class Agent:
             segments = [Segment.from_json(s) for s in message["segments"]]
             buffer = self.store.memory(role).allocate(message["slot"], segments)
             layout = {s.id: list(s.holders) for s in segments}
-            self._post({"type": "layout", "role": role, "segments": layout, "initial": worker.initial})
+            about = {"initial": worker.initial, "resumes": worker.resumes}
+            self._post({"type": "layout", "role": role, "segments": layout, **about})
             worker.post({"type": "reply", "id": message["id"], "address": buffer.memory.address})
         elif kind == "registered":
             worker.stage, worker.initial, worker.ring = "training", message["version"], message["ring"]
+            worker.resumes = message["resumes"]
             self.replicator.register(role, message["ring"])
         elif kind == "quiesced":
             worker.quiesced, worker.stage = message["epoch"], message["stage"]

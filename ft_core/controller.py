@@ -81,6 +81,10 @@ class Controller:
         self._parts = 0
         """Parts of the script that every role has come to the end of."""
         self._released = False
+        self._resumes = False
+        """Whether the script, started again, goes on from a checkpoint of its own."""
+        self._started_over = 0
+        """The newest epoch in which all scripts were started again."""
         self._futile = 0
         self._ended_at = 0.0
         self._waiting_for = ""
@@ -167,6 +171,7 @@ class Controller:
             self.catalogue = {**self.plan["catalogue"], **self.catalogue}
             self.initial, self.reached = self.plan["initial"], max(self.reached, self.plan["reached"])
             self._parts = max(self._parts, self.plan["parts"])
+            self._resumes, self._started_over = self.plan["resumes"], self.plan["started_over"]
             self.phase = Phase.REBUILDING
         held = [*hello["replicas"].values(), *(about["versions"] for about in hello["roles"].values())]
         self.reached = max([self.reached, *(version for versions in held for version in versions)])
@@ -229,7 +234,7 @@ class Controller:
             self.console.answered(message)
         elif kind == "layout":
             self.catalogue[str(message["role"])] = message["segments"]
-            self.initial = message["initial"]
+            self.initial, self._resumes = message["initial"], message["resumes"]
         elif kind == "unprotected":
             self._unprotected = True
         elif kind == "suspect":
@@ -412,7 +417,10 @@ class Controller:
         try:
             version, origin, sources = self._choose(assignment.roles, places)
         except Unrecoverable as error:
-            self._end(1, str(error))
+            if self._resumes:
+                self._start_over(str(error), assignment.roles, lost)
+            else:
+                self._end(1, str(error))
             return
         self._waiting_for = ""
         self._start(assignment.roles, version, origin, sources, completed(self.nodes.values()), lost)
@@ -435,6 +443,20 @@ class Controller:
             catalogue={int(role): set(found) for role, found in self.catalogue.items()},
         )
         return choice.version, choice.origin, {str(role): found for role, found in choice.sources.items()}
+
+    def _start_over(self, reason: str, roles: dict[int, str], lost: list[int]) -> None:
+        """Memory does not suffice: end all workers; once they are replaced, let the scripts begin anew."""
+        left = sorted(set(roles) - set(lost))
+        if left:
+            log.warning("%s\nThe script is started again from its own newest checkpoint.", reason)
+            for role in left:
+                self.nodes[self.plan["roles"][str(role)]].post({"type": "kill", "role": role})
+            self._end_epoch("starting_over", reason, left)
+            return
+        self.initial, self.reached, self.catalogue, self._parts = None, 0, {}, 0
+        self._started_over = self.epoch
+        self.plan["start"] = [None, "initial"]
+        self._start(roles, None, "initial", {}, {}, lost)
 
     def _standby_overdue(self) -> bool:
         return time.monotonic() - self._ended_at > _STANDBY_GRACE
@@ -475,6 +497,8 @@ class Controller:
             "sources": sources,
             "completed": completed,
             "parts": self._parts,
+            "resumes": self._resumes,
+            "started_over": self._started_over,
             "catalogue": self.catalogue,
             "initial": self.initial,
             "reached": max(self.reached, version or 0),

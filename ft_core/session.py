@@ -149,13 +149,14 @@ class Session:
         assert result is not None
         return result()
 
-    def begin(self, adapter: Adapter, version: int, redo: Callable[[], None]) -> None:
+    def begin(self, adapter: Adapter, version: int, redo: Callable[[], None], resumes: bool = False) -> None:
         """Protect in place a script that has no training function to enter again.
 
         From here on collectives count as the framework's step only `inside` its calls. All others are
         recorded, as those of start-up are, and one that a failure interrupts is completed in the next
         epoch (see `startup`): before it is issued again, `recover` is called. `redo` brings a role from
-        `self.version`, which was loaded, to the place where it was interrupted.
+        `self.version`, which was loaded, to the place where it was interrupted. `resumes`: started again,
+        the script goes on from its own newest checkpoint, so that is what the job falls back to.
         """
         if self._snapshotter is not None:
             raise FtError("only one training function, or one engine, can be protected in a process")
@@ -170,13 +171,19 @@ class Session:
         self._snapshotter = Snapshotter(
             adapter, self._allocate, self._staged, on_copy=lambda: self.point("d2h")
         )
-        self._send({"type": "registered", "version": version, "ring": list(adapter.ring)})
+        about = {"version": version, "ring": list(adapter.ring), "resumes": resumes}
+        self._send({"type": "registered", **about})
         self._persist(self._catch_up, self._quiesce)
 
     @property
     def joining(self) -> bool:
         """Whether the state this role goes on from is held elsewhere: its own start-up does not make it."""
         return self._plan.get("origin") in ("memory", "durable")
+
+    @property
+    def started_over(self) -> bool:
+        """Whether the job has fallen back to what its script makes when it is started again."""
+        return bool(self._plan.get("started_over"))
 
     @property
     def protecting(self) -> bool:

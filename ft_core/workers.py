@@ -42,6 +42,8 @@ class Worker:
     counts: dict[str, int] = field(default_factory=dict)
     initial: int | None = None
     """The version that its script starts from; known once it has entered training."""
+    resumes: bool = False
+    """Whether its script, started again, goes on from a checkpoint of its own."""
     ring: list[int] = field(default_factory=list)
     completed: dict[str, Any] = field(default_factory=lambda: {"epoch": 0, "part": 0, "last": False})
     """The newest part of its script that it has come to the end of, and in which epoch."""

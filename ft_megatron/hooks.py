@@ -10,6 +10,7 @@ import functools
 import importlib
 import os
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -96,6 +97,16 @@ def _configure(args: Any) -> None:
     if current.role == 0:
         versions.warn_unknown(_version())
     current.configure(settings)
+    if current.started_over:
+        _resume(args)
+
+
+def _resume(args: Any) -> None:
+    """Memory did not suffice, and the job has started over: go on from what Megatron saved last, in full."""
+    if args.save and (Path(args.save) / "latest_checkpointed_iteration.txt").exists():
+        args.load = args.save
+        args.ckpt_step = None
+        args.finetune = args.no_load_optim = args.no_load_rng = False
 
 
 _missing: list[str] = []

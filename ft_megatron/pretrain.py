@@ -226,7 +226,8 @@ class Hooks:
             config.finalize_model_grads_func = self.finalize(config.finalize_model_grads_func)
         syncs = {name: getattr(config, name) for name in _SYNC_FUNCTIONS}
         current.point("startup")
-        current.begin(self._adapter, self._training.get_args().iteration, lambda: None)
+        arguments = self._training.get_args()
+        current.begin(self._adapter, arguments.iteration, lambda: None, resumes=bool(arguments.save))
 
         def entered() -> Any:
             for name, function in syncs.items():
