@@ -151,6 +151,71 @@ assert not cpu_shadow.active() and torch.cuda.Stream is stream
 """
 
 
+STATE = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import pretrain_gpt_core as recipe
+import torch
+from ft_megatron.state import MegatronAdapter
+
+args = recipe.parse_args()
+recipe.initialize(args)
+
+def made():
+    trainer = recipe.Trainer(args)
+    router = trainer.model[0].module
+    router.register_buffer("expert_bias", torch.zeros(2, dtype=torch.bfloat16))
+    router.register_buffer("local_tokens_per_expert", torch.zeros(2), persistent=False)
+    trainer.model[0].config.moe_router_enable_expert_bias = True
+    return router, MegatronAdapter(trainer.model, trainer.optimizer, trainer.scheduler)
+
+router, adapter = made()
+router.expert_bias.data = torch.tensor([0.1, 0.2])  # fp32, as routers have it from the first forward pass on
+held = {t.name: t.tensor.detach().clone() for t in adapter.tensors()}
+newcomer, its_adapter = made()
+its_adapter.restore(held, adapter.envelope())
+assert torch.equal(newcomer.expert_bias, router.expert_bias), newcomer.expert_bias
+
+router.local_tokens_per_expert += 7  # an abandoned forward pass
+adapter.reset()
+assert not router.local_tokens_per_expert.any()
+"""
+
+REFUSED = """
+import ft_megatron.cpu_shadow_auto
+from types import SimpleNamespace as Some
+import torch
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+from ft_core.errors import ConfigError
+from ft_megatron.state import _check_supported
+
+def fused(dtype):
+    return Some(optimizer=Some(name_to_dtype_map={"exp_avg": dtype, "master_param": torch.float32}))
+
+_check_supported(None, [fused(torch.float32)])
+for optimizer, part, named in (
+    (None, fused(torch.bfloat16), "exp_avg"),
+    (object.__new__(LayerWiseDistributedOptimizer), fused(torch.float32), "dist_muon"),
+):
+    try:
+        _check_supported(optimizer, [part])
+    except ConfigError as error:
+        assert named in str(error), error
+    else:
+        raise AssertionError(named)
+"""
+
+
+def test_router_buffers_are_restored_in_fp32_and_counted_anew(data: Path) -> None:
+    done = python("-c", STATE, RECIPE.parent, *TINY, "--data-path", data, "--bf16")
+    assert done.returncode == 0, done.stderr
+
+
+def test_state_out_of_reach_is_refused() -> None:
+    done = python("-c", REFUSED)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_shadow_acts_on_the_cpu() -> None:
     done = python("-c", SHADOW)
     assert done.returncode == 0, done.stderr
