@@ -1,11 +1,18 @@
-# PYTHON needs to be 3.11: megatron-core 0.16.1 has no wheel for later ones.
+# Two environments. The light one needs Python 3.11: megatron-core 0.16.1 has no wheel for later ones.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# The other one holds megatron.training, which comes with the wheels of megatron-core 0.17 and later, for Python 3.12.
+PYTHON312 ?= $(shell for p in python3.12 $$HOME/.pyenv/versions/3.12.*/bin/python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo $$p && break; done)
+VENV312 ?= $(VENV)-megatron
+BIN312 := $(VENV312)/bin
+READY312 := $(VENV312)/.ready
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup setup-megatron demo test test-light test-megatron test-exhaustive lint bench clean
 
 help:  ## List these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,6 +26,18 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[megatron,deepspeed,dev]'
 	@touch $@
 
+setup-megatron: $(READY312)  ## Create .venv-megatron with megatron.training (Python 3.12, 5 GB: torch's CUDA build)
+
+# uv, since pip takes minutes to unpack what uv does in seconds.
+$(READY312): pyproject.toml constraints-py312.txt $(READY)
+	@test -n "$(PYTHON312)" || { echo "Python 3.12 not found: make $(MAKECMDGOALS) PYTHON312=/path/to/python3.12," \
+		"or test the rest alone: make test-light" >&2; exit 1; }
+	$(PYTHON312) -m venv --without-pip $(VENV312)
+	$(BIN)/pip install --quiet uv
+	$(BIN)/uv pip install --quiet --python $(BIN312)/python -r constraints-py312.txt
+	$(BIN)/uv pip install --quiet --python $(BIN312)/python --no-deps -e .
+	@touch $@
+
 demo: setup  ## Kill a worker of a small Megatron job and watch it go on
 	$(BIN)/python -m recipes.demo
 
@@ -27,12 +46,20 @@ lint: setup  ## Check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint  ## Check style and types, then run every test
+test: test-light test-megatron  ## Check style and types, then run all tests in both environments
+
+test-light: lint  ## Those that need no megatron.training
 	$(BIN)/python -m pytest
+
+test-megatron: setup-megatron  ## Those of Megatron-LM's own training loop
+	$(BIN312)/python -m pytest tests/megatron/test_arguments.py tests/chaos/test_pretrain*.py
+
+test-exhaustive: setup  ## The rest: more layouts and seeds of what `make test` runs
+	$(BIN)/python -m pytest -m exhaustive
 
 bench: setup  ## Measure what the README's figures come from
 	$(BIN)/python -m benchmarks
 
 clean:  ## Remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build dist *.egg-info
+	rm -rf $(VENV) $(VENV312) .pytest_cache .ruff_cache .mypy_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

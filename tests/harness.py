@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -294,6 +295,49 @@ def check_identical(result: Result, layout: Training, iterations: int, *flags: s
     assert result.code == 0, result.output[-4000:]
     assert result.losses == expected.losses
     assert result.digest == expected.digest
+
+
+STEPS = 10
+"""A random kill comes after so many steps at the latest, so that all fit in on a machine of any speed."""
+
+
+def check_random_kills(
+    job_dir: Path, training: Training, nproc: int, seed: int, kills: int, kinds: tuple[str, ...]
+) -> None:
+    """Nodes, agents and workers die at random moments of whatever step it is; the job ends bit-identically.
+
+    The next victim is chosen once the job has resumed from the last failure, which says that every role has
+    finished a step: a step cannot finish before the version it began from is committed, so that version is
+    then held twice again. Earlier, the loss of a second node could be more than k = 1 promises to survive:
+    the newcomer's state may exist nowhere but on the node it was just fetched from.
+    """
+    dice = random.Random(seed)
+    iterations = kills * (STEPS + 3)
+    with Job(job_dir, training, iterations, nproc=nproc, spares=1, ftrun=("--respawn",)) as job:
+        epoch = 0
+        for number in range(kills):
+            resumed = job.wait_for_epoch("resumed", epoch + 1, timeout=120)
+            epoch = resumed["epoch"]
+            due = time.monotonic() + dice.uniform(0.1, 0.8)
+            while time.monotonic() < due and job.step() < resumed["version"] + STEPS:
+                time.sleep(0.01)
+            kind, role = dice.choice(kinds), dice.randrange(training.world)
+            agent, worker = job.pids(role)
+            print(
+                f"seed {seed}, kill {number + 1}: {kind} of role {role} (agent {agent}, worker {worker}), "
+                f"epoch {epoch}, step {job.step()}",
+                flush=True,
+            )
+            if kind == "node":
+                os.killpg(agent, signal.SIGKILL)
+            else:
+                os.kill(agent if kind == "agent" else worker, signal.SIGKILL)
+        job.wait_for_epoch("resumed", epoch + 1, timeout=120)
+        result = job.finish(timeout=200)
+    check_identical(result, training, iterations)
+    check_survivors(result, training.world)
+    check_clean(result)
+    assert result.recoveries == kills
 
 
 def check_survivors(result: Result, world: int) -> None:

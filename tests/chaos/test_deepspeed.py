@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import random
-import signal
-import time
-
 import pytest
 from deepspeed_jobs import Pipeline, Zero
-from harness import Job, Training, check_clean, check_identical, check_survivors
+from harness import Job, Training, check_identical, check_random_kills, check_survivors
 
 ITERATIONS = 20
-KILLS = 6
-STEPS = 10
-"""A kill comes after so many steps at the latest, so that all of them fit in on a machine of any speed."""
-
 EVALUATED = ("--eval-interval=6",)
 
 
@@ -69,36 +60,13 @@ def test_every_moment(training: Training, nproc: int, nodes: int, tmp_path):
 @pytest.mark.parametrize(
     ("training", "nproc", "seed"),
     [
-        (Zero(0), 1, 1),
-        (Zero(1), 1, 2),
+        pytest.param(Zero(0), 1, 1, marks=pytest.mark.exhaustive),
+        pytest.param(Zero(1), 1, 2, marks=pytest.mark.exhaustive),
         (Zero(2, gas=2), 1, 3),
         (Zero(3), 1, 4),
-        (Pipeline(), 2, 5),
+        pytest.param(Pipeline(), 2, 5, marks=pytest.mark.exhaustive),
     ],
     ids=lambda value: str(value) if not isinstance(value, int) else None,
 )
 def test_random_kills(training: Training, nproc: int, seed: int, tmp_path):
-    """As in test_random.py."""
-    dice = random.Random(seed)
-    iterations = KILLS * (STEPS + 3)
-    with Job(tmp_path / "job", training, iterations, nproc=nproc, spares=1, ftrun=("--respawn",)) as job:
-        epoch = 0
-        for number in range(KILLS):
-            resumed = job.wait_for_epoch("resumed", epoch + 1, timeout=120)
-            epoch = resumed["epoch"]
-            due = time.monotonic() + dice.uniform(0.1, 0.8)
-            while time.monotonic() < due and job.step() < resumed["version"] + STEPS:
-                time.sleep(0.01)
-            kind, role = dice.choice(("node", "worker", "worker")), dice.randrange(training.world)
-            agent, worker = job.pids(role)
-            print(f"seed {seed}, kill {number + 1}: {kind} of role {role}, step {job.step()}", flush=True)
-            if kind == "node":
-                os.killpg(agent, signal.SIGKILL)
-            else:
-                os.kill(worker, signal.SIGKILL)
-        job.wait_for_epoch("resumed", epoch + 1, timeout=120)
-        result = job.finish(timeout=200)
-    check_identical(result, training, iterations)
-    check_survivors(result, training.world)
-    check_clean(result)
-    assert result.recoveries == KILLS
+    check_random_kills(tmp_path / "job", training, nproc, seed, kills=6, kinds=("node", "worker", "worker"))

@@ -41,7 +41,15 @@ def moments(layout: Layout, nproc: int) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+QUICK = {"tp1pp1dp2-plain-bf16", "tp1pp1dp2-distopt-fp32", "tp1pp2dp2-plain-fp32", "tp1pp2dp2-distopt-bf16",
+         "tp2pp1dp2-plain-fp32", "tp2pp1dp2-distopt-bf16", "tp2pp2dp1-plain-bf16"}  # fmt: skip
+"""Each way to keep state, and each way to split a model, with either precision."""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(x, id=str(x), marks=[] if str(x) in QUICK else pytest.mark.exhaustive) for x in LAYOUTS],
+)
 def test_every_moment(layout: Layout, tmp_path):
     nproc = layout.world // 2
     injected = moments(layout, nproc)
