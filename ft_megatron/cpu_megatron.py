@@ -132,9 +132,19 @@ def _complete_optimizer(module: ModuleType) -> None:
     each of them increments; and it writes the step that the optimizer had before over the one that it has
     loaded. The losses then differ from the second step on.
     """
+    optimizer = module.DistributedOptimizer
+    sharded = getattr(optimizer, "sharded_param_state_dp_reshardable", None)
+    if sharded is not None:
+
+        @functools.wraps(sharded)
+        def without_garbage(self: Any, *args: Any, **kwargs: Any) -> Any:
+            state = sharded(self, *args, **kwargs)
+            _clear_padding(state)
+            return state
+
+        optimizer.sharded_param_state_dp_reshardable = without_garbage
     if module.HAVE_APEX_OR_TE:
         return
-    optimizer = module.DistributedOptimizer
     state_dict, load_state_dict = optimizer.state_dict, optimizer.load_state_dict
 
     @functools.wraps(state_dict)
@@ -159,6 +169,21 @@ def _with(config: Any, **changed: Any) -> Any:
     config = copy.copy(config)
     vars(config).update(changed)
     return config
+
+
+def _clear_padding(state: Any) -> None:
+    """Zero what a checkpoint holds between the parameters of a bucket, which is memory as it was found.
+
+    Checkpoints of the same training are then the same bit by bit.
+    """
+    if isinstance(state, dict) and "padding" in state:
+        if state["padding"].unwrap():
+            for value in state.values():
+                if isinstance(getattr(value, "data", None), torch.Tensor):
+                    value.data.zero_()
+    elif isinstance(state, (dict, list)):
+        for part in state.values() if isinstance(state, dict) else state:
+            _clear_padding(part)
 
 
 def _start(optimizer: torch.optim.Optimizer) -> None:

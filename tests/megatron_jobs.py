@@ -75,8 +75,11 @@ class Pretrain:
 
 
 def indexed(prefix: Path) -> tuple[str, ...]:
-    """Train on what recipes/megatron/prepare_data.py has written: bytes, and the token 256 after a file."""
-    return ("--vocab-size=257", "--data-path", str(prefix))
+    """Train on what recipes/megatron/prepare_data.py has written: bytes, and the token 256 after a file.
+
+    At least ten files: Megatron splits by documents, and looks for ever for samples in an empty part.
+    """
+    return ("--vocab-size=257", "--split=8,1,1", "--data-path", str(prefix))
 
 
 def validation_sets(prefix: Path) -> tuple[str, ...]:
