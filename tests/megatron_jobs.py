@@ -220,7 +220,11 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         else None
         for name, found in reader.read_metadata().state_dict_metadata.items()
     }
-    dcp.load(contents, storage_reader=reader, planner=_Planner(flatten_state_dict=False), no_dist=True)
+    planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.load(contents, storage_reader=reader, planner=planner, no_dist=True)
+    assert all(value is not None for value in contents.values()), (
+        f"not read: {[n for n in contents if contents[n] is None]}"
+    )
     for file in path.glob("common.pt"):  # until 0.18
         contents[file.name] = _unpickle(file.read_bytes())
     return contents
