@@ -25,7 +25,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from ft_core import durable, reverse_dns
+from ft_core import durable, orphans, reverse_dns
 from ft_core.errors import AuthenticationError, FtError
 from ft_core.fetch import bring
 from ft_core.inject import ENV as INJECT_ENV
@@ -462,6 +462,7 @@ class Agent:
             self._post({**message, "crashed": ended.crashed, "code": ended.code, "traceback": ended.message})
         if not worker.finished:
             self.pool.start(worker.device if worker.role is None else -1)
+        orphans.end()
         self._report_if_quiet()
 
     def _kill(self, role: int | None) -> None:
@@ -478,6 +479,8 @@ class Agent:
             await asyncio.sleep(0.02)
         self.pool.close()
         self.transport.close()
+        await asyncio.sleep(0.02)  # for the kernel to hand over what killed workers had started
+        orphans.end()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -516,6 +519,7 @@ def main() -> int:
     logging.basicConfig(format="%(asctime)s ft %(levelname)s %(message)s", level=logging.WARNING)
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # a node's processes are one group: killed together, as a node would be
+    orphans.adopt()
     reverse_dns.disable()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Connections break at every failure; c10d would write a C++ stack trace for each.

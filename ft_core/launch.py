@@ -8,6 +8,7 @@ ftrun --join HOST:PORT --job-dir DIR                                          an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -204,6 +205,7 @@ class Launcher:
         self._job_dir = job_dir
         self._controller: subprocess.Popen[bytes] | None = None
         self._agents: list[subprocess.Popen[bytes]] = []
+        self._lost: list[subprocess.Popen[bytes]] = []
         self.numbers = itertools.count()
         self.respawn = False
         """Start a new node for each that dies, as a cluster's scheduler would."""
@@ -225,9 +227,13 @@ class Launcher:
                     self._reap()
                     return code
                 self.controller()  # killed: a new one takes over, training goes on meanwhile
-            for agent in [a for a in self._agents if self.respawn and (a.poll() or 0) < 0]:
-                self._agents.remove(agent)
-                self.agent(f"node{next(self.numbers)}", -1, "")
+            for agent in [a for a in self._agents if (a.poll() or 0) < 0 and a not in self._lost]:
+                self._lost.append(agent)
+                with contextlib.suppress(ProcessLookupError):  # what its workers had started, and is left
+                    os.killpg(agent.pid, signal.SIGKILL)
+                if self.respawn:
+                    self._agents.remove(agent)
+                    self.agent(f"node{next(self.numbers)}", -1, "")
             if self._controller is None and all(a.poll() is not None for a in self._agents):
                 return max((abs(a.returncode) for a in self._agents), default=1)
             time.sleep(_POLL)

@@ -1,0 +1,41 @@
+"""What workers leave behind when they die: processes that they had started.
+
+A checkpoint's writer, a data loader, a multiprocessing manager outlives the worker that is killed, holds
+its memory, and may go on writing to files that the worker's successor writes. As a subreaper (prctl(2)) the
+agent inherits such processes, at whatever depth they were started, and ends them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt() -> None:
+    """From here on, orphans among this process's descendants become its children."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end() -> None:
+    """SIGKILL the orphans that have come, and what they had started; they are reaped by the next call."""
+    own = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+    for pid in _children() - own:
+        with contextlib.suppress(OSError):
+            if os.waitpid(pid, os.WNOHANG) == (0, 0):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _children() -> set[int]:
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            _, parent, *_ = path.read_text().rpartition(")")[2].split()
+            if int(parent) == os.getpid():
+                found.add(int(path.parent.name))
+    return found
