@@ -23,10 +23,8 @@ _FLAGS: dict[str, tuple[type, str]] = {
     "replicas": (int, "nodes that may be lost at once without losing state (default 1)"),
     "spares": (int, "nodes that stand by; ftrun --standalone starts them (default 0)"),
     "policy": (str, f"with no spare left: {' or '.join(POLICIES)} for a node to join (default wait)"),
-    "durable_dir": (str, "directory, seen by all nodes, of the engine's own durable copies, beside --save"),
-    "durable_interval": (int, "steps between durable copies (0, the default: none)"),
 }
-"""The settings of `ft_core.settings.FLAGS`: type, and what they are for."""
+"""Of the settings of `ft_core.settings.FLAGS`, type and purpose. The durable tier is Megatron's `--save`."""
 
 
 def add_to(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -92,9 +90,9 @@ def _combined(flags: Any, section: Any) -> dict[str, Any] | None:
                     "file: leave one of the two out, or make them equal"
                 )
         if enabled:
-            return _resolved({**keys, **values})
+            return {**keys, **values}
     if on:
-        return _resolved(values)
+        return values
     if values:
         raise ConfigError(f"{_flag(next(iter(values)))} does nothing without --ft: add --ft, or leave it out")
     return None
@@ -102,13 +100,6 @@ def _combined(flags: Any, section: Any) -> dict[str, Any] | None:
 
 def _flag(name: str) -> str:
     return f"--ft-{name.replace('_', '-')}"
-
-
-def _resolved(values: dict[str, Any]) -> dict[str, Any]:
-    """A directory is meant where the job was started, whatever the script makes its own."""
-    if values.get("durable_dir"):
-        values["durable_dir"] = str(Path(values["durable_dir"]).resolve())
-    return values
 
 
 def _checked(section: Any) -> dict[str, Any]:

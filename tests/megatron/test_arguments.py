@@ -37,16 +37,10 @@ def settings_of(*command: str) -> Settings:
 
 
 def test_flags():
-    given = "--ft --ft-replicas 2 --ft-spares=1 --ft-policy stop --ft-durable-dir d --ft-durable-interval 5"
+    given = "--ft --ft-replicas 2 --ft-spares=1 --ft-policy stop"
     found = arguments.settings([*MEGATRON, *given.split(), "--bf16"])
-    assert set(found) == set(FLAGS)
-    assert found == {
-        "replicas": 2,
-        "spares": 1,
-        "policy": "stop",
-        "durable_dir": str(Path("d").resolve()),
-        "durable_interval": 5,
-    }
+    assert found == {"replicas": 2, "spares": 1, "policy": "stop"}
+    assert found.keys() < FLAGS.keys()
 
 
 def test_the_defaults_need_no_more_than_the_switch():
