@@ -8,15 +8,18 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import tempfile
 from argparse import Namespace
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import RECIPES
+from forked import Forked
+from harness import RECIPES, Result, environment, read_logs
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 CPU = (
@@ -58,6 +61,8 @@ class Pretrain:
     data: tuple[str, ...] = ("--mock-data",)
     """The flags that name the data; see `indexed`."""
     world: int = 4
+    megatron: Path | None = None
+    """A directory with another megatron-core than the one that is installed."""
 
     @property
     def script(self) -> Path:
@@ -71,7 +76,9 @@ class Pretrain:
         return [*flags, *self.data, *self.more, *["--ft"] * protected]
 
     def environment(self) -> dict[str, str]:
-        return {}
+        if self.megatron is None:
+            return {}
+        return {"PYTHONPATH": f"{self.megatron}:{environment()['PYTHONPATH']}"}
 
 
 def indexed(prefix: Path) -> tuple[str, ...]:
@@ -90,6 +97,9 @@ def validation_sets(prefix: Path) -> tuple[str, ...]:
     sets = ("--train-data-path", str(prefix), "--valid-data-path", str(prefix), str(prefix))
     return ("--vocab-size=257", *sets, "--multiple-validation-sets", "--full-validation")
 
+
+ASYNC_SAVE = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy=mcore")
+"""Megatron saves synchronously without the second, and wants nvidia-resiliency-ext without the third."""
 
 DISTOPT = ("--use-distributed-optimizer",)
 OVERLAP = (*DISTOPT, "--overlap-grad-reduce", "--overlap-param-gather")
@@ -181,6 +191,37 @@ def losses(text: str) -> list[tuple[int, str]]:
 def validations(text: str) -> list[str]:
     """Each line about an evaluation, in order: where it was, and its loss."""
     return _VALIDATION.findall(text)
+
+
+# -- without a failure -----------------------------------------------------------------------------
+
+
+def reference(training: Pretrain, iterations: int, directory: Path, *flags: str) -> str:
+    """The same training without fault tolerance and without a failure: what its last rank printed."""
+    arguments = [*training.arguments(iterations, protected=False), *flags]
+    text = _forks(training).run(training.script, arguments, training.world, directory)[-1]
+    assert [iteration for iteration, _ in losses(text)] == list(range(1, iterations + 1))
+    return text
+
+
+def check_log(result: Result, expected: str) -> None:
+    """Every iteration and every evaluation is logged once, and as `expected`, the text of a `reference`."""
+    assert result.code == 0, result.output[-4000:]
+    assert result.job_dir is not None
+    text = read_logs(result.job_dir)
+    assert sorted(losses(text)) == losses(expected)
+    assert sorted(validations(text)) == sorted(validations(expected))
+
+
+def _forks(training: Pretrain) -> Forked:
+    return _forks_of(training.megatron)
+
+
+@cache
+def _forks_of(megatron: Path | None) -> Forked:
+    log = Path(tempfile.mkdtemp(prefix="ft-forked-")) / "log"
+    variables = environment() | Pretrain(megatron=megatron).environment()
+    return Forked(["ft_megatron.cpu_shadow_auto", "megatron.training.training"], variables, log)
 
 
 # -- what it saves ---------------------------------------------------------------------------------
