@@ -26,6 +26,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from ft_core import durable, orphans, reverse_dns
+from ft_core.departure import Departure
 from ft_core.errors import AuthenticationError, FtError
 from ft_core.fetch import bring
 from ft_core.inject import ENV as INJECT_ENV
@@ -97,6 +98,8 @@ class Agent:
             tee=tee,
             on_exit=self._worker_ended,
         )
+        self._departure = Departure(self.pool, self._post, self._leave)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._departure.begin)
         self._inquiries = Inquiries(self.node, self.store, self.pool, self.transport)
         for device in range(self.settings.nproc_per_node):
             self.pool.start(device)
@@ -186,6 +189,7 @@ class Agent:
             # An agent that is held up looks dead from outside: leave a trace of what held it up.
             faulthandler.dump_traceback_later(2 * self.settings.heartbeat, file=stalls)
             self._post(self._reports.heartbeat())
+            self._departure.tell()
             if os.getppid() != parent:
                 log.error("node %s: ftrun is gone; this agent stops", self.node)
                 os.killpg(os.getpgrp(), signal.SIGKILL)
@@ -455,7 +459,7 @@ class Agent:
 
     def _worker_ended(self, worker: Worker, ended: Exit) -> None:
         assert self._done is not None
-        if self._done.done():
+        if self._done.done() or self._departure.explains(ended):
             return
         if worker.role is not None and not worker.finished:
             message = {"type": "worker_lost", "role": worker.role, "pid": worker.pid, "exit": str(ended)}
@@ -470,6 +474,13 @@ class Agent:
             os.killpg(os.getpgrp(), signal.SIGKILL)
         elif (worker := self.pool.of_role(role)) is not None:
             self.pool.kill(worker)
+
+    def _leave(self, code: int) -> None:
+        """End this node alone, and let the controller know that no failure did it."""
+        assert self._done is not None
+        if not self._done.done():
+            self._post({"type": "left"})
+            self._done.set_result(code)
 
     async def _farewell(self) -> None:
         for worker in self.pool.playing():
@@ -520,6 +531,8 @@ def main() -> int:
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # a node's processes are one group: killed together, as a node would be
     orphans.adopt()
+    # For the fork server, and for workers until they have a role: Slurm sends it to every process.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     reverse_dns.disable()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Connections break at every failure; c10d would write a C++ stack trace for each.

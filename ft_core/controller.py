@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ from typing import Any
 from ft_core import decision
 from ft_core.configuration import Configuration
 from ft_core.console import Console
+from ft_core.departure import ENDED, GRACE
 from ft_core.errors import FtError, Unrecoverable
 from ft_core.nodes import Message, Node, alive, common_durable, completed, report
 from ft_core.settings import Settings, read_secret
@@ -91,6 +93,8 @@ class Controller:
         self._unprotected = settings.command.no_python
         self._suspected = -1
         """The newest epoch in which a worker saw a communicator break."""
+        self._leaving = False
+        """Whether SIGTERM has come: what ends because of it is not replaced."""
         self._done: asyncio.Future[int] | None = None
 
     async def run(self) -> int:
@@ -98,6 +102,7 @@ class Controller:
         self._done = asyncio.get_running_loop().create_future()
         host, port = self.settings.controller.rsplit(":", 1)
         server = await asyncio.start_server(self._accept, sock=listen(host, int(port)))
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._leave)
         ticker = asyncio.create_task(self._tick())
         ticker.add_done_callback(self._ticker_ended)
         code = await self._done
@@ -249,6 +254,12 @@ class Controller:
             self.finished.add(int(message["role"]))
             if len(self.finished) == self.settings.world_size:
                 self._end(0, "every role has finished")
+        elif kind == "leaving":
+            self.event("leaving", f"node {node.name} was told to end (SIGTERM)", node=node.name)
+            if not self._leaving and node.name not in self.plan.get("roles", {}).values():
+                node.post({"type": "shutdown", "code": ENDED})
+        elif kind == "left":
+            self._node_left(node)
 
     def _release_if_complete(self) -> None:
         """Let the workers leave a part of their scripts, once all have come to the end of it."""
@@ -299,6 +310,24 @@ class Controller:
         else:
             self.event("spare_lost", f"node {node.name}: {why}", node=node.name)
             self._decide_if_ready()
+
+    def _leave(self) -> None:
+        """SIGTERM: `ftrun` has it from outside, and passes it on to the agents as well."""
+        self._leaving = True
+        if self.phase is Phase.FORMING:
+            self._end(ENDED, "it was told to end (SIGTERM) before it had begun")
+
+    def _node_left(self, node: Node) -> None:
+        """All workers of a node have died of SIGTERM, which it had from outside."""
+        if not self._leaving:
+            self._node_lost(node, "it was told to end (SIGTERM)")
+            return
+        # The job ends, or at least this machine, and what is left is the business of the next controller.
+        del self.nodes[node.name]
+        if not set(self.plan["roles"].values()) & set(self.nodes):
+            self._end(ENDED, "it was told to end (SIGTERM)")
+        reason = f"it was told to end (SIGTERM); some workers handle that, but not those of {node.name}"
+        asyncio.get_running_loop().call_later(GRACE, self._end, ENDED, reason)
 
     def _failed(self, reason: str, roles: list[int]) -> None:
         """A failure: end the epoch, unless it is ending already."""
@@ -464,6 +493,9 @@ class Controller:
     def _wait(self, lost: list[int]) -> None:
         nodes = sorted({self.plan["roles"][str(role)] for role in lost} - set(self.nodes))
         what = f"no worker for roles {lost} (lost nodes: {', '.join(nodes) or 'none'})"
+        if self._leaving:
+            self._end(1, f"{what}; the job was told to end (SIGTERM), so it does not wait for a node")
+            return
         if self.settings.policy == "stop" and nodes:
             self._end(1, f"{what}; policy is stop")
             return

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
+import math
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_core import inject, plugins
+from ft_core.departure import ENDED
 from ft_core.errors import ConfigError
 from ft_core.settings import POLICIES, Command, Settings, write_secret
 from ft_core.wire import listen
@@ -29,6 +31,7 @@ from ft_core.wire import listen
 _DEFAULT_PORT = 29400
 _POLL = 0.05
 _STOP_GRACE = 15.0
+_AGAIN = 1.0
 _SETTINGS = "ft_core.settings"
 """Entry points: given a script's arguments, they return the settings of the configuration found there."""
 
@@ -63,6 +66,14 @@ def parser() -> argparse.ArgumentParser:
     t.add_argument("--rdzv-backend", "--rdzv_backend", default="", help="accepted and ignored")
     t.add_argument(
         "--max-restarts", "--max_restarts", default="", help="accepted and ignored: nothing is restarted"
+    )
+    t.add_argument(
+        "--shutdown-timeout",
+        "--shutdown_timeout",
+        type=float,
+        default=None,
+        metavar="SECONDS",
+        help="for workers that handle SIGTERM, to end after it; default: until its sender's patience ends",
     )
     t.add_argument("-m", "--module", action="store_true", help="the script is a module, as in python -m")
     t.add_argument(
@@ -209,6 +220,13 @@ class Launcher:
         self.numbers = itertools.count()
         self.respawn = False
         """Start a new node for each that dies, as a cluster's scheduler would."""
+        self.standalone = False
+        """All nodes of the job are here."""
+        self.patience = math.inf
+        """Seconds that workers have to end after SIGTERM, if they handle it."""
+        self._told = 0
+        self._pass_on_at = math.inf
+        self._deadline = math.inf
 
     def controller(self) -> None:
         """Start the controller; `wait` starts it again should it die."""
@@ -222,21 +240,53 @@ class Launcher:
     def wait(self) -> int:
         """Until the job is over. Returns its exit code."""
         while True:
+            if self._told:
+                self._pass_on()
             if self._controller is not None and (code := self._controller.poll()) is not None:
                 if code >= 0:
                     self._reap()
                     return code
+                if self._told and code == -signal.SIGTERM:
+                    return ENDED  # it was just starting
                 self.controller()  # killed: a new one takes over, training goes on meanwhile
             for agent in [a for a in self._agents if (a.poll() or 0) < 0 and a not in self._lost]:
                 self._lost.append(agent)
                 with contextlib.suppress(ProcessLookupError):  # what its workers had started, and is left
                     os.killpg(agent.pid, signal.SIGKILL)
-                if self.respawn:
+                if self.respawn and not self._told:
                     self._agents.remove(agent)
                     self.agent(f"node{next(self.numbers)}", -1, "")
-            if self._controller is None and all(a.poll() is not None for a in self._agents):
-                return max((abs(a.returncode) for a in self._agents), default=1)
+            if all(a.poll() is not None for a in self._agents):
+                if self._controller is None:
+                    return max((abs(a.returncode) for a in self._agents), default=1)
+                if self._told and not self.standalone and all(_left(a.returncode) for a in self._agents):
+                    return ENDED  # the controller goes with its node; other nodes find another one
+            if time.monotonic() > self._deadline:
+                return ENDED
             time.sleep(_POLL)
+
+    def terminate(self) -> None:
+        """SIGTERM has come: the workers get it too. Once more, and everything ends at once."""
+        self._told += 1
+        if self._told > 1:
+            sys.exit(ENDED)
+
+    def _pass_on(self) -> None:
+        """Again and again, since a process that is just starting may miss it; to agents it is the same."""
+        now = time.monotonic()
+        if self._pass_on_at == math.inf:
+            self._pass_on_at, self._deadline = now, now + self.patience
+            print(
+                "ftrun: told to end (SIGTERM), and tells the workers; those that handle it end by themselves."
+                " Once more ends them at once.",
+                file=sys.stderr,
+                flush=True,
+            )
+        if now < self._pass_on_at:
+            return
+        self._pass_on_at += _AGAIN
+        for process in [*([self._controller] if self._controller else []), *self._agents]:
+            process.send_signal(signal.SIGTERM)
 
     def stop(self) -> None:
         """End everything that was started here, whole process groups."""
@@ -263,7 +313,8 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"ftrun: {error}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    launcher.patience = math.inf if args.shutdown_timeout is None else args.shutdown_timeout
+    signal.signal(signal.SIGTERM, lambda *_: launcher.terminate())
     try:
         return launcher.wait()
     except KeyboardInterrupt:
@@ -281,7 +332,7 @@ def _launch(args: argparse.Namespace) -> Launcher:
     launcher = Launcher(job_dir)
     if args.standalone:
         domains = [d.strip() for d in args.ft_domain.split(",")] if args.ft_domain else []
-        launcher.respawn = args.respawn
+        launcher.standalone, launcher.respawn = True, args.respawn
         launcher.controller()
         for rank in range(settings.nnodes + settings.spares):
             domain = domains[rank] if rank < len(domains) else ""
@@ -340,6 +391,11 @@ def _controller_address(args: argparse.Namespace) -> str:
         with listen("127.0.0.1") as free:
             return f"127.0.0.1:{free.getsockname()[1]}"
     return f"{args.master_addr}:{args.master_port}"
+
+
+def _left(code: int) -> bool:
+    """Whether an agent has ended for itself, and not because the job was over."""
+    return code < 0 or code == ENDED
 
 
 def _count(flag: str, text: str) -> int:

@@ -127,8 +127,8 @@ class Session:
 
         After a recovery it is made again, on every role alike, with the state of `self.version`. All roles
         leave it together, so that a failure in its last collective is recovered too, also where it leaves
-        by SystemExit. A newcomer whose peers have left it does not make it: `passed` says what it returned.
-        `last`: only local work comes after it, and a failure then costs nothing.
+        by SystemExit, which makes it the last. A newcomer whose peers have left it does not make it: `passed`
+        says what it returned. `last`: only local work comes after it, and a failure then costs nothing.
         """
         self._part += 1
         result: Callable[[], T] | None = passed
@@ -137,13 +137,14 @@ class Session:
             nonlocal result
             if self._parts_done >= self._part:
                 return
+            leaves = False
             with self.inside():
                 try:
                     value = call()
                     result = lambda: value  # noqa: E731
                 except SystemExit as stop:
-                    result = _raising(stop)
-            self._complete(last)
+                    result, leaves = _raising(stop), True
+            self._complete(last or leaves)
 
         self._persist(made, self.recover)
         assert result is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import runpy
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -46,6 +47,7 @@ def main(
         torch.zeros(1, device="cuda")  # a spare has its device context up
     assignment = session.wait_for_role()
     os.environ.update(assignment["env"])
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ignored until here, see ft_core.departure
     if command.no_python:
         # Another program cannot be hooked from here; it runs as under torchrun, in the same process.
         os.execvp(command.target, [command.target, *command.arguments])

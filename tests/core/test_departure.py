@@ -1,0 +1,123 @@
+"""SIGTERM to `ftrun`: the workers get it, and what they make of it decides how the job ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from harness import Job, check_clean
+
+HANDLES = """
+import os, pathlib, signal, sys, time
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+pathlib.Path(f"{sys.argv[1]}-{os.environ['RANK']}-{os.getpid()}").touch()
+while not told or not pathlib.Path(sys.argv[1] + "-may-end").exists():
+    time.sleep(0.02)
+print("saved", flush=True)
+"""
+DOES_NOT = """
+import os, pathlib, sys, time
+pathlib.Path(f"{sys.argv[1]}-{os.environ['RANK']}-{os.getpid()}").touch()
+time.sleep(300)
+"""
+
+
+@dataclass(frozen=True)
+class Script:
+    """Two workers that wait for a signal; each leaves a file when it is ready for it."""
+
+    script: Path
+    world: int = 2
+
+    @property
+    def ready(self) -> Path:
+        return self.script.parent / "ready"
+
+    def arguments(self, iterations: int, protected: bool) -> list[str]:
+        return [str(self.ready)]
+
+    def environment(self) -> dict[str, str]:
+        return {}
+
+    def begin(self, **more: object) -> Job:
+        """The job, with both workers at their place."""
+        job = Job(self.script.parent / "job", self, 0, **more)  # type: ignore[arg-type]
+        try:
+            self.wait(2)
+        except BaseException:
+            job.__exit__()
+            raise
+        return job
+
+    def wait(self, count: int) -> None:
+        deadline = time.monotonic() + 60
+        while len([*self.script.parent.glob("ready-[01]-*")]) < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def script(tmp_path: Path, text: str) -> Script:
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    return Script(path)
+
+
+def test_workers_that_do_not_die_of_it(tmp_path: Path):
+    with script(tmp_path, DOES_NOT).begin() as job:
+        job.process.terminate()
+        result = job.finish(60)
+    assert result.code == 143
+    assert "told to end (SIGTERM)" in result.of("stopped")[0]["reason"]
+    assert len(result.of("decided")) == 1, "what ended because it was told to was replaced"
+    check_clean(result)
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_workers_that_handle_it_end_the_job(group: bool, tmp_path: Path):
+    """Slurm sends the signal to the whole `group` of processes, others to `ftrun` alone."""
+    found = script(tmp_path, HANDLES)
+    with found.begin() as job:
+        for agent in job.wait_for("joined", 3) if group else ():
+            os.killpg(agent["agent_pid"], signal.SIGTERM)
+        job.process.terminate()
+        (tmp_path / "ready-may-end").touch()
+        result = job.finish(60)
+    assert result.code == 0 and result.output.count("saved") == 2, result.output
+    assert [e["reason"] for e in result.of("finished")] == ["every role has finished"]
+    check_clean(result)
+
+
+@pytest.mark.parametrize("how", ["again", "patience"])
+def test_workers_that_take_too_long(how: str, tmp_path: Path):
+    """They handle the signal and go on; the second one ends them, as does a time-out that was given."""
+    ftrun = ("--shutdown-timeout=0.5",) if how == "patience" else ()
+    with script(tmp_path, HANDLES).begin(ftrun=ftrun) as job:
+        job.process.terminate()
+        job.wait_for("leaving", 3)
+        if how == "again":
+            job.process.terminate()
+        result = job.finish(60)
+    assert result.code == 143 and "saved" not in result.output
+    check_clean(result)
+
+
+def test_a_node_is_told_to_end(tmp_path: Path):
+    """As when a pod is deleted: its own `ftrun` alone has the signal. Who does not handle it leaves."""
+    found = script(tmp_path, DOES_NOT)
+    with found.begin(spares=0) as job:
+        joined = job.join()
+        spare = job.wait_for("joined", 3)[-1]
+        joined.terminate()  # it has no role yet
+        assert joined.wait(20) == 143
+        assert [e["node"] for e in job.wait_for("spare_lost")] == [spare["node"]]
+        agent = next(e["agent_pid"] for e in job.events() if e["event"] == "joined" and e["node"] == "node1")
+        os.kill(agent, signal.SIGTERM)
+        lost = job.wait_for("waiting")[0]
+        assert lost["roles"] == [1]
+        reason = job.wait_for("detected")[0]["reason"]
+        assert "node1 lost: it was told to end (SIGTERM)" in reason
