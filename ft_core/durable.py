@@ -16,9 +16,9 @@ import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from ft_core.errors import CorruptSnapshot
 from ft_core.manifest import Segment
@@ -56,7 +56,7 @@ def write_role(directory: str, version: int, role: int, copy: Copy) -> None:
     base = _path(directory, version)
     for segment, data, _ in copy:
         if segment.holders[0] == role and segment.items:
-            _dcp(dcp.save, _tensors(segment, memoryview(data)), base / "segments" / segment.id)
+            _dcp("save", _tensors(segment, memoryview(data)), base / "segments" / segment.id)
     rows = [{"segment": segment.to_json(), "checksums": sums} for segment, _, sums in copy]
     partial = base / f".role-{role}.json"
     partial.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def open_role(
     def fill(buffer: SnapshotBuffer) -> None:
         for index, segment in enumerate(segments):
             if segment.items:
-                _dcp(dcp.load, _tensors(segment, buffer.data(index)), base / "segments" / segment.id)
+                _dcp("load", _tensors(segment, buffer.data(index)), base / "segments" / segment.id)
             _store(buffer.checksums(index), rows[index]["checksums"])
         try:
             verify(buffer)
@@ -112,10 +112,13 @@ def _tensors(segment: Segment, data: memoryview) -> dict[str, torch.Tensor]:
     }
 
 
-def _dcp(action: Callable[..., object], tensors: dict[str, torch.Tensor], path: Path) -> None:
+def _dcp(action: Literal["save", "load"], tensors: dict[str, torch.Tensor], path: Path) -> None:
+    # Imported here, since it is a third of what an agent would import, and few jobs use it.
+    import torch.distributed.checkpoint as dcp
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "no process group": that is the intention here
-        action(tensors, checkpoint_id=path, no_dist=True)
+        getattr(dcp, action)(tensors, checkpoint_id=path, no_dist=True)
 
 
 def _prune(directory: str, newest: int) -> None:
