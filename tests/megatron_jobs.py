@@ -232,10 +232,13 @@ DIFFERENT = {
     "data_cache_path",
     "tensorboard_dir",
     "exit_interval",
+    "iteration",
+    "num_floating_point_operations_so_far",
     "rank",
     "local_rank",
 }
-"""Arguments that may differ between two runs of the same training: where it was saved to, and by whom.
+"""Arguments that may differ between two runs of the same training: where it was saved to, by whom, and what
+the run began with (what has been reached stands in an entry of its own, which is compared).
 
 Those of fault tolerance, whose names begin with ``ft``, may as well.
 """
