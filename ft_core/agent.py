@@ -314,6 +314,8 @@ class Agent:
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_RUN_ID": self.job_dir.name,
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            # Otherwise torch ends every survivor that notices a lost peer; the engine aborts communicators.
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
             "FT_JOB_DIR": str(self.job_dir),
             INJECT_ENV: settings.inject,
             **settings.environment,
