@@ -86,8 +86,8 @@ class Agent:
         self._done = asyncio.get_running_loop().create_future()
         socket = f"\0ft-{uuid.uuid4().hex}"
         server = await asyncio.start_unix_server(self._accept_worker, path=socket)
-        tee = Tee(self.settings.tee, f"[{self.node}]: " if self.settings.log_prefix else "")
-        self._spawn(tee.run())
+        self._tee = Tee(self.settings.tee, f"[{self.node}]: " if self.settings.log_prefix else "")
+        self._spawn(self._tee.run())
         self.pool = WorkerPool(
             socket=f"unix:{socket}",
             secret=self.secret,
@@ -95,7 +95,7 @@ class Agent:
             log_dir=self._log_dir,
             command=self.settings.command,
             redirects=self.settings.redirects | self.settings.tee,
-            tee=tee,
+            tee=self._tee,
             on_exit=self._worker_ended,
         )
         self._departure = Departure(self.pool, self._post, self._leave)
@@ -246,7 +246,8 @@ class Agent:
         elif plan["started_over"] == self.epoch:
             self.store.drop_after(-1)
             for role in self.roles_here():
-                (self._log_dir.parent / f"role-{role}.workers").unlink(missing_ok=True)
+                self._predecessors(role)
+                self._known(role).unlink(missing_ok=True)
         # A role that has moved away may still be fetched from here: its memory goes one epoch later.
         self.store.keep_only([*self.roles_here(), *before])
         for role in self.roles_here():
@@ -274,9 +275,8 @@ class Agent:
             taken = {w.device for w in self.pool.workers.values()}
             worker.device = min(set(range(self.settings.nproc_per_node)) - taken, default=local_rank)
         worker.role = role
-        known = self._log_dir.parent / f"role-{role}.workers"
-        predecessors = known.read_text().splitlines() if known.exists() else []
-        with known.open("a") as file:
+        predecessors = self._predecessors(role)
+        with self._known(role).open("a") as file:
             file.write(f"{self._log_dir.name}/worker-{worker.number}\n")
         worker.post(
             {
@@ -293,6 +293,17 @@ class Agent:
             link.unlink(missing_ok=True)
             link.symlink_to(f"{self._log_dir.name}/worker-{worker.number}")
         return worker
+
+    def _known(self, role: int) -> Path:
+        """Names the log directories of all workers that have played `role`, one a line."""
+        return self._log_dir.parent / f"role-{role}.workers"
+
+    def _predecessors(self, role: int) -> list[str]:
+        """The log directories of those who have played `role`; all that they have printed is on a console."""
+        known = self._known(role)
+        found = known.read_text().splitlines() if known.exists() else []
+        self._tee.rest(self._log_dir.parent / name for name in found)
+        return found
 
     def _environment(self, role: int, local_rank: int) -> dict[str, str]:
         """The variables torchrun sets, and those by which an executed program could find us."""
@@ -494,6 +505,7 @@ class Agent:
         self.transport.close()
         await asyncio.sleep(0.02)  # for the kernel to hand over what killed workers had started
         orphans.end()
+        self._tee.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
