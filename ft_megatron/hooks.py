@@ -76,7 +76,8 @@ def _configure(args: Any) -> None:
     """Raises ConfigError for what the arguments ask for and cannot have, before anything is set up."""
     from ft_core import session
     from ft_core.errors import ConfigError
-    from ft_megatron import arguments
+    from ft_core.settings import read_secret
+    from ft_megatron import arguments, progress_log
 
     settings = arguments.of(args)
     args.ft = settings is not None  # whatever said it, flag or YAML
@@ -97,6 +98,7 @@ def _configure(args: Any) -> None:
     if current.role == 0:
         versions.warn_unknown(_version())
     current.configure(settings)
+    progress_log.one_run(read_secret(current.job_dir))
     if current.started_over:
         _resume(args)
 
