@@ -75,6 +75,10 @@ class Loop:
         """What the train step of `iteration` (counted from 0) returned; None at the job's beginning."""
         self.totals: dict[str, Any] = {}
         """Losses since the last line of the log, without that step's."""
+        self.parts = 0
+        """How many parts this state has behind it: the loop, and what comes after training."""
+        self.returned: Any = None
+        """What the loop returned."""
         self._rerun_mode = training.get_rerun_state_machine().get_mode()
 
     def capture(self) -> dict[str, Any]:
@@ -86,6 +90,8 @@ class Loop:
             "operations": self.operations,
             "result": self.result,
             "totals": dict(self.totals),
+            "parts": self.parts,
+            "returned": self.returned,
             "counters": {name: getattr(args, name) for name in _COUNTERS if hasattr(args, name)},
             "data": self._loaders.mark(),
             "experts": moe_metrics.capture(),
@@ -104,6 +110,7 @@ class Loop:
     def restore(self, saved: dict[str, Any]) -> None:
         """Take over what `capture` returned, here or in a predecessor."""
         self.first, self.iteration, self.operations = saved["first"], saved["iteration"], saved["operations"]
+        self.parts, self.returned = saved["parts"], saved["returned"]
         device = torch.cuda.current_device()
         self.result = _on(device, saved["result"])
         self.totals = _on(device, saved["totals"])
@@ -138,16 +145,6 @@ class Loop:
         for call in queue.async_calls:
             call.async_caller.close(abort=True)
         queue.async_calls.clear()
-
-    @property
-    def after(self) -> tuple[int, int]:
-        """What `train()` returns when `iteration` was its last."""
-        training = self._training
-        args = training.get_args()
-        if self.result is None:
-            return self.iteration, self.operations
-        size = training.get_current_global_batch_size()
-        return self.iteration + 1, self.operations + training.num_floating_point_operations(args, size)
 
 
 class PretrainAdapter(MegatronAdapter):
@@ -186,6 +183,7 @@ class Hooks:
         self._answer: Any = None
         self._totals: dict[str, Any] | None = None
         self._entered = self._again = self._inside = False
+        self._parts = 0
         self._training_log = inspect.signature(training.training_log)
 
     def enabled(self) -> bool:
@@ -235,19 +233,40 @@ class Hooks:
             self._enter(model)
             self._inside = True
             try:
-                return original(
+                loop.returned = original(
                     self._stepping(forward_step_func), model, optimizer, scheduler, *args, **kwargs
                 )
             finally:
                 self._inside = False
+            return loop.returned
 
         def passed() -> Any:
-            after = loop.after
-            step = self._training.get_current_global_batch_size() if loop.result is not None else 0
-            self._training.get_args().consumed_train_samples += step
-            return after
+            arguments.iteration, arguments.num_floating_point_operations_so_far = loop.first
+            arguments.curr_iteration = loop.iteration
+            return loop.returned
 
-        return current.part(entered, passed)
+        return self._part(entered, passed)
+
+    def _part(self, call: Callable[[], Any], passed: Callable[[], Any]) -> Any:
+        """A part (see `Session.part`) that ends in a version of its own: with what it has counted and drawn.
+
+        A checkpoint under way belongs to it, so that the last one is written again if a failure stops it.
+        """
+        loop, current = self._loop, self._session
+        assert loop is not None and current is not None
+        self._parts = number = self._parts + 1
+
+        def made() -> Any:
+            if loop.parts >= number:  # here and on all roles, and a failure came before all had left it
+                return passed()
+            found = call()
+            self._training.maybe_finalize_async_save(blocking=True)
+            loop.parts = number
+            current.step_done()
+            current.commit_wait()
+            return found
+
+        return current.part(made, passed)
 
     def _enter(self, model: list[Any]) -> None:
         """Set what the loop reads at its top, so that it begins with the iteration that was done last."""
@@ -275,6 +294,7 @@ class Hooks:
         if self._answer is not None:
             answer, self._answer = self._answer, None
             arguments.iteration, arguments.num_floating_point_operations_so_far = loop.first
+            self._training.get_rerun_state_machine().current_iteration += 1  # as the step itself has done
             return answer
         frame = inspect.currentframe()
         result = original(*args, **kwargs)
@@ -343,11 +363,10 @@ class Hooks:
             original(*args, **kwargs)
 
     def _made(self, call: Callable[[], None]) -> None:
-        assert self._session is not None
         if self._inside:
             call()
         else:
-            self._session.part(call, lambda: None)
+            self._part(call, lambda: None)
 
     def _stepping(self, forward_step_func: Any) -> Any:
         """`forward_step_func`, with the places where failures are injected for tests and drills."""

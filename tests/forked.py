@@ -1,0 +1,159 @@
+"""Runs a script's ranks as forks of one process that has its imports done: what torchrun does, sooner.
+
+What a job with failures is compared with is a run without any. Under torchrun most of that run is four times
+the imports; here they are made once per session of pytest. Run as a program, this is that process. It knows
+nothing of fault tolerance: its ranks are plain ones, as `torchrun` would start them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import random
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+_PR_SET_PDEATHSIG = 1
+_POLL = 0.05
+
+
+class Forked:
+    """Such a process, as the test sees it; it and all its ranks end with the test's own process."""
+
+    def __init__(self, modules: list[str], environment: dict[str, str], log: Path) -> None:
+        """`modules`: imported first, in this order. `log`: where what goes wrong there is written."""
+        self._log = log
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(os.getpid()), *modules],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+        )
+
+    def run(
+        self, script: Path, arguments: list[str], world: int, logs: Path, timeout: float = 110
+    ) -> list[str]:
+        """Run the script's `main()` on `world` ranks to the end. What each has printed, in files in `logs`.
+
+        AssertionError when a rank fails, or when they take longer than `timeout` seconds.
+        """
+        logs.mkdir(parents=True)
+        request = {"script": str(script), "arguments": arguments, "world": world, "logs": str(logs)}
+        assert self._process.stdin and self._process.stdout
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps({**request, "timeout": timeout}), file=self._process.stdin, flush=True)
+        reply = self._process.stdout.readline()
+        assert reply, f"the process that forks ranks has ended: {self._log.read_text()[-3000:]}"
+        texts = [(logs / f"rank-{rank}.log").read_text(errors="replace") for rank in range(world)]
+        codes = json.loads(reply)
+        failed = [rank for rank, code in enumerate(codes) if code]
+        assert not failed, f"exit codes {codes} of {arguments}: " + "\n".join(
+            texts[r][-2000:] for r in failed
+        )
+        return texts
+
+
+# -- the process that forks ------------------------------------------------------------------------
+
+
+def _serve(parent: int, modules: list[str]) -> None:
+    """Answer requests, a line each, until there are no more."""
+    _die_with(parent)
+    # What is printed by an import must not be taken for a reply.
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for name in modules:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        print(json.dumps(_run(json.loads(line))), file=replies, flush=True)
+
+
+def _run(request: dict[str, Any]) -> list[int]:
+    """The exit codes of all ranks; -9 where one was killed, since another had failed or time was up."""
+    port, server = _free_port(), os.getpid()
+    ranks: list[int] = []
+    for rank in range(request["world"]):
+        pid = os.fork()
+        if pid == 0:
+            _rank(request, rank, port, server, ranks[0] if ranks else 0)
+        with contextlib.suppress(OSError):  # here as well as there: done by whoever comes first
+            os.setpgid(pid, ranks[0] if ranks else pid)
+        ranks.append(pid)
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + request["timeout"]
+    while len(codes) < len(ranks):
+        time.sleep(_POLL)
+        if time.monotonic() > deadline or any(codes.values()):
+            for pid in ranks:
+                if pid not in codes:
+                    os.kill(pid, signal.SIGKILL)
+        for pid in ranks:
+            if pid not in codes and (status := os.waitpid(pid, os.WNOHANG))[0]:
+                codes[pid] = os.waitstatus_to_exitcode(status[1])
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(ranks[0], signal.SIGKILL)  # what they have spawned, for their checkpoints
+    return [codes[pid] for pid in ranks]
+
+
+def _rank(request: dict[str, Any], rank: int, port: int, server: int, group: int) -> NoReturn:
+    """In a fork: be that rank."""
+    code = 1
+    try:
+        _die_with(server)
+        os.setpgid(0, group)
+        output = os.open(Path(request["logs"]) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for number, descriptor in enumerate((nothing, output, output)):
+            os.dup2(descriptor, number)
+        world = str(request["world"])
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world,
+        }
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        sys.argv = [request["script"], *request["arguments"]]
+        # Not as `__main__`: what it spawns would have to import all of it again.
+        runpy.run_path(request["script"], run_name="forked_script")["main"]()
+        assert "ft_megatron.hooks" not in sys.modules, "a reference knows nothing of fault tolerance"
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _die_with(parent: int) -> None:
+    """Be killed when the parent process ends, however it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it had ended before
+
+
+def _free_port() -> int:
+    """One below those that the kernel gives to connections: no other program comes by it a moment later."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", random.randrange(15000, 30000)))
+            return int(free.getsockname()[1])
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), sys.argv[2:])
