@@ -20,11 +20,10 @@ import torch
 
 from ft_core import session
 from ft_core.session import Session
-from ft_core.settings import read_secret
 from ft_megatron import moe_metrics
 from ft_megatron.data import Loaders
 from ft_megatron.optimizer_hooks import hook_optimizer
-from ft_megatron.progress_log import ProgressLog, one_run
+from ft_megatron.progress_log import ProgressLog
 from ft_megatron.state import MegatronAdapter
 
 log = logging.getLogger(__name__)
@@ -214,7 +213,6 @@ class Hooks:
             return original(forward_step_func, model, optimizer, scheduler, *args, **kwargs)
         assert current is not None, "checked with the arguments"
         self._session = current
-        one_run(read_secret(current.job_dir))
         self._loop = loop = Loop(self._training, self.loaders, current.comms.named)
         self._log = ProgressLog(self._training, current.predecessors)
         self._adapter = PretrainAdapter(model, optimizer, scheduler, loop)
