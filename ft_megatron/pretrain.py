@@ -268,14 +268,14 @@ class Hooks:
 
     def _enter(self, model: list[Any]) -> None:
         """Set what the loop reads at its top, so that it begins with the iteration that was done last."""
-        assert self._loop is not None and self._adapter is not None
+        assert self._loop is not None and self._adapter is not None and self._session is not None
         loop, args = self._loop, self._training.get_args()
         args.iteration, args.num_floating_point_operations_so_far = loop.iteration, loop.operations
         self._answer = loop.result
         self._again, self._entered = self._entered or loop.result is not None, True
         self._totals = dict(loop.totals) if self._again else None
-        if not self._again:
-            return
+        if self._session.epoch == 1 and loop.result is None:
+            return  # not `_again`, which may differ between roles: what follows is a collective
         self._training.update_num_microbatches(args.consumed_train_samples, consistency_check=False)
         for chunk in model:
             # Megatron starts its loop by taking the hooks off that gather parameters.
@@ -350,6 +350,7 @@ class Hooks:
             timer = self._training.get_timers()("interval-time", log_level=0)
             if not getattr(timer, "_started", True):  # of a worker that begins with this part
                 timer.start()
+            current.commit_wait()  # a failure from here on finds the job at this step, or behind it
             current.point("save")
             original(*args, **kwargs)
 
