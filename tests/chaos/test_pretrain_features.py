@@ -1,0 +1,130 @@
+"""What Megatron-LM does of its own accord goes on over a recovery: it ends, grows, checks and logs as ever.
+
+A job is compared with the same training without fault tolerance: its exit code, its checkpoints, its log.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from harness import Job, Result, check_clean, read_logs
+from megatron_jobs import DISTOPT, Pretrain, compare_checkpoints, forks
+
+pytest.importorskip("megatron.training", reason="megatron-core's wheels hold it from 0.17 on, Python 3.12")
+
+FOR_LONG = ("--lr-decay-style=constant", "--save-interval=400")
+"""What a job has that another than its last iteration ends."""
+
+
+@dataclass(frozen=True)
+class Featured(Pretrain):
+    """The recipe, and what `featured.py` reads from its environment."""
+
+    variables: tuple[tuple[str, str], ...] = field(default=())
+
+    @property
+    def script(self) -> Path:
+        return Path(__file__).with_name("featured.py")
+
+    def arguments(self, iterations: int, protected: bool) -> list[str]:
+        flags = super().arguments(iterations, protected)
+        if "--step-batch-size-schedule" in flags:  # which goes with no other size
+            flags[(at := flags.index("--global-batch-size")) : at + 2] = []
+        return flags
+
+    def environment(self) -> dict[str, str]:
+        return {**super().environment(), **dict(self.variables)}
+
+    def protected(self, directory: Path, iterations: int, *injected: str) -> Job:
+        """With failures, on two nodes and one that stands by."""
+        ftrun = ("--respawn", "--ft-inject", ",".join(injected))
+        saves = ("--save", str(directory / "saved"))
+        return Job(directory / "job", self, iterations, nproc=2, ftrun=ftrun, flags=saves)
+
+    def plain(self, directory: Path, iterations: int, *more: str) -> str:
+        """Without fault tolerance and without a failure: what its last rank printed."""
+        arguments = [*self.arguments(iterations, False), "--save", str(directory / "expected"), *more]
+        return forks().run(self.script, arguments, self.world, directory / "plain")[-1]
+
+
+def lines(text: str) -> list[tuple[int, str]]:
+    """Of each line of the log, its iteration and all that does not depend on the time."""
+    found = re.findall(
+        r"iteration +(\d+)/ *\d+ \| (consumed samples: +\d+ \|).*?(learning rate.*? nan iterations: +\d+)",
+        text,
+    )
+    return sorted((int(iteration), samples + rest) for iteration, samples, rest in found)
+
+
+def check(result: Result, text: str, failures: int) -> None:
+    """It ended well, with the lines of `text` on its console, the same checkpoints, and nothing left."""
+    assert result.code == 0 and result.job_dir is not None, result.output[-3000:]
+    fired = {path.name for path in result.job_dir.glob("injected-*")}
+    assert len(fired) == failures, f"not every failure happened: {sorted(fired)}"
+    assert lines(text) and lines(read_logs(result.job_dir)) == lines(text)
+    assert lines(result.output) == lines(text), "the console has other lines than the logs"
+    saved, expected = result.job_dir.parent / "saved", result.job_dir.parent / "expected"
+    steps = sorted(path.name for path in expected.glob("iter_*"))
+    assert steps and sorted(path.name for path in saved.glob("iter_*")) == steps
+    for step in steps:
+        compare_checkpoints(expected / step, saved / step)
+    check_clean(result)
+
+
+def test_exit_signal_handler(tmp_path: Path) -> None:
+    """SIGTERM to one worker of four, and the job ends with code 0; a node is lost while all save."""
+    gate = tmp_path / "gate"
+    training = Featured(
+        more=(*DISTOPT, *FOR_LONG, "--exit-signal-handler"), variables=(("FT_TEST_GATE", f"4:{gate}"),)
+    )
+    with training.protected(tmp_path, 500, "3@save:4") as job:
+        deadline = time.monotonic() + 100
+        while len([*tmp_path.glob("gate-*")]) < training.world:
+            assert job.process.poll() is None and time.monotonic() < deadline, job.console()[-3000:]
+            time.sleep(0.1)
+        os.kill(job.pids(1)[1], signal.SIGTERM)
+        gate.touch()
+        result = job.finish()
+    check(result, training.plain(tmp_path, 500, "--exit-interval=4"), failures=1)
+
+
+def test_exit_interval_sums_and_the_console(tmp_path: Path) -> None:
+    """A line for three steps tells of all three, and the console has it, also if its writer's node is lost.
+
+    All leave together by `sys.exit`, although a worker is killed in it.
+    """
+    killed = tmp_path / "killed"
+    training = Featured(
+        more=(*DISTOPT, *FOR_LONG, "--exit-interval=9", "--log-interval=3", "--log-params-norm",
+              "--log-num-zeros-in-grad", "--timing-log-level=2", "--timing-log-option=minmax"),
+        variables=(("FT_TEST_KILL", f"1:exit:{killed}"),),
+    )  # fmt: skip
+    # At 3 the line has just been written, at 4 and 7 some of a sum is there.
+    injected = ("3@between:3", "0@backward:4:worker", "3@optimizer:7:worker", "2@save:9")
+    with training.protected(tmp_path, 500, *injected) as job:
+        result = job.finish()
+    assert killed.exists()
+    check(result, training.plain(tmp_path, 500), len(injected))
+
+
+def test_a_growing_batch_that_is_run_twice(tmp_path: Path) -> None:
+    """Killed as the batch grows, when Megatron saves by itself, after it, and in a step's second run."""
+    killed = tmp_path / "killed"
+    training = Featured(
+        more=(*DISTOPT, *FOR_LONG, "--step-batch-size-schedule", "0:8 1024:16 2048:24",
+              "--rerun-mode=report_stats"),
+        variables=(("FT_TEST_KILL", f"1:again:5:{killed}"),),
+    )  # fmt: skip
+    # In tokens: 8 samples a step up to the 4th, 16 in the 5th and 6th, then 24. (`--rampup-batch-size` is
+    # without effect in 0.19.)
+    injected = ("3@between:4:worker", "0@save:4", "2@forward:6:worker", "3@d2h:7")
+    with training.protected(tmp_path, 9, *injected) as job:
+        result = job.finish()
+    assert killed.exists()
+    check(result, training.plain(tmp_path, 9), len(injected))
