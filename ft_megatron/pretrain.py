@@ -100,6 +100,10 @@ class Loop:
                 for name in (
                     "current_iteration",
                     "first_iteration_complete",
+                    "rerun_requested",
+                    "checkpoint_requested",
+                    "restart_again_requested",
+                    "continue_requested",
                     "large_value_counts",
                     "max_values",
                 )
@@ -350,7 +354,10 @@ class Hooks:
             timer = self._training.get_timers()("interval-time", log_level=0)
             if not getattr(timer, "_started", True):  # of a worker that begins with this part
                 timer.start()
-            current.commit_wait()  # a failure from here on finds the job at this step, or behind it
+            # From here on a failure finds every role's state of this step safe: the job does not go back to
+            # one that comes before its newest checkpoint, and does not leave there if it leaves after this.
+            current.commit_wait()
+            torch.distributed.barrier()
             current.point("save")
             original(*args, **kwargs)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from forked import Forked
-from harness import RECIPES, Result, environment, read_logs
+from harness import RECIPES, Job, Result, check_clean, check_survivors, environment, read_logs
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 CPU = (
@@ -193,13 +193,44 @@ def validations(text: str) -> list[str]:
     return _VALIDATION.findall(text)
 
 
-# -- without a failure -----------------------------------------------------------------------------
+# -- with failures and without ---------------------------------------------------------------------
+
+
+def survives(
+    training: Pretrain,
+    iterations: int,
+    injected: tuple[str, ...],
+    directory: Path,
+    *flags: str,
+    spares: int = 1,
+) -> Result:
+    """Killed in all these places, it logs and saves what it does undisturbed, with all that survived.
+
+    Two nodes of two roles; a killed node is replaced by another when the spares are used up.
+    """
+    expected, saved = directory / "expected", directory / "saved"
+    text = reference(training, iterations, directory / "plain", *flags, "--save", str(expected))
+    job_dir, flags = directory / "job", (*flags, "--save", str(saved))
+    ftrun = ("--respawn", "--ft-inject", ",".join(injected))
+    with Job(job_dir, training, iterations, nproc=2, spares=spares, ftrun=ftrun, flags=flags) as job:
+        result = job.finish()
+    check_log(result, text)
+    check_survivors(result, training.world)
+    fired = {path.name for path in job_dir.glob("injected-*")}
+    assert len(fired) == len(injected), f"not every failure happened: {sorted(fired)}"
+    steps = sorted(path.name for path in expected.glob("iter_*"))
+    assert (saved / LATEST).read_text() == (expected / LATEST).read_text() == str(iterations)
+    # One that was written in the background may have been given up.
+    for step in steps[-1:] if "--async-save" in flags else steps:
+        compare_checkpoints(expected / step, saved / step)
+    check_clean(result)
+    return result
 
 
 def reference(training: Pretrain, iterations: int, directory: Path, *flags: str) -> str:
     """The same training without fault tolerance and without a failure: what its last rank printed."""
     arguments = [*training.arguments(iterations, protected=False), *flags]
-    text = _forks(training).run(training.script, arguments, training.world, directory)[-1]
+    text = forks(training.megatron).run(training.script, arguments, training.world, directory)[-1]
     assert [iteration for iteration, _ in losses(text)] == list(range(1, iterations + 1))
     return text
 
@@ -213,19 +244,26 @@ def check_log(result: Result, expected: str) -> None:
     assert sorted(validations(text)) == sorted(validations(expected))
 
 
-def _forks(training: Pretrain) -> Forked:
-    return _forks_of(training.megatron)
-
-
 @cache
-def _forks_of(megatron: Path | None) -> Forked:
+def forks(megatron: Path | None = None) -> Forked:
+    """What runs plain jobs: with the megatron-core in that directory, or with the one that is installed."""
     log = Path(tempfile.mkdtemp(prefix="ft-forked-")) / "log"
     variables = environment() | Pretrain(megatron=megatron).environment()
     return Forked(["ft_megatron.cpu_shadow_auto", "megatron.training.training"], variables, log)
 
 
+def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """All that tensorboard shows of it, but for what is time: per name, the steps with their values."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
+    names = [name for name in events.Tags()["scalars"] if "time" not in name]
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}
+
+
 # -- what it saves ---------------------------------------------------------------------------------
 
+LATEST = "latest_checkpointed_iteration.txt"
 DIFFERENT = {
     "save",
     "load",
