@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from harness import Job, check_clean
+
+from ft_core.departure import Departure
 
 HANDLES = """
 import os, pathlib, signal, sys, time
@@ -121,3 +127,34 @@ def test_a_node_is_told_to_end(tmp_path: Path):
         assert lost["roles"] == [1]
         reason = job.wait_for("detected")[0]["reason"]
         assert "node1 lost: it was told to end (SIGTERM)" in reason
+
+
+SUCCESSOR = """
+import signal, sys
+print("started", flush=True)
+sys.stdin.readline()
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+print("handles it", flush=True)
+while not told: signal.pause()
+"""
+
+
+def test_a_successor_is_told_when_it_is_ready(tmp_path: Path):
+    """It must not die, in its start-up, of a signal that its predecessor has survived."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SUCCESSOR], **pipes) as process:
+        assert process.stdin and process.stdout and process.stdout.readline()
+        posted: list[dict[str, Any]] = []
+        roles: list[Any] = []
+        departure = Departure(SimpleNamespace(playing=lambda: roles), posted.append, lambda _: None)  # type: ignore[arg-type]
+        departure.begin()
+        roles.append(SimpleNamespace(number=7, pid=process.pid))
+        departure.tell()
+        process.stdin.write("go on\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "handles it\n"
+        departure.tell()
+        assert process.wait(20) == 0
+        departure.begin()
+    assert posted == [{"type": "leaving"}]
