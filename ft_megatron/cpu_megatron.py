@@ -25,6 +25,7 @@ def install() -> None:
     after_import("megatron.core.transformer.torch_norm", _complete_norms)
     after_import("megatron.core.transformer.dot_product_attention", _complete_attention)
     after_import("megatron.core.optimizer.distrib_optimizer", _complete_optimizer)
+    after_import("megatron.core.dist_checkpointing.strategies.filesystem_async", _fork_the_writer)
 
 
 def keep_compiled_helpers() -> None:
@@ -39,6 +40,16 @@ def keep_compiled_helpers() -> None:
 def _keep_compiled_helpers(module: ModuleType) -> None:
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         module.compile_helpers = lambda: None  # type: ignore[attr-defined]
+
+
+def _fork_the_writer(module: ModuleType) -> None:
+    """Fork the process that gathers what a checkpoint's writers say.
+
+    Megatron spawns it, since a process that uses CUDA cannot be forked. A spawned one imports the script, for
+    seconds, in the first checkpoint of each rank.
+    """
+    original = module.get_write_results_queue
+    module.get_write_results_queue = lambda mp_mode="fork": original(mp_mode)  # type: ignore[attr-defined]
 
 
 # -- expert parallelism ----------------------------------------------------------------------------
