@@ -10,6 +10,7 @@ import pickle
 import re
 import tempfile
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -283,18 +284,20 @@ Those of fault tolerance, whose names begin with ``ft``, may as well.
 
 
 def compare_checkpoints(a: Path, b: Path) -> None:
-    """Assert that two ``iter_...`` directories (format torch_dist) hold the same training, bit by bit."""
+    """Assert that two ``iter_...`` directories hold the same training, bit by bit."""
     left, right = load_checkpoint(a), load_checkpoint(b)
     assert left.keys() == right.keys(), f"in one only: {left.keys() ^ right.keys()}"
     different = [name for name in left if not same(left[name], right[name])]
     assert not different, {name: (left[name], right[name]) for name in different[:3]}
-    tensors = [name for name, value in left.items() if isinstance(value, torch.Tensor)]
+    tensors = [name for name, value in _flat("", left) if isinstance(value, torch.Tensor)]
     for kind in ("weight", "exp_avg", "exp_avg_sq"):
         assert any(name.endswith(kind) or f".{kind}." in name for name in tensors), f"no {kind} in {a}"
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Everything in a checkpoint by its name, without process groups and without Megatron."""
+    """Everything in a checkpoint (torch_dist or torch) by its name, without process groups and Megatron."""
+    if files := sorted(path.glob("mp_rank_*/*.pt")):  # format torch
+        return {str(file.relative_to(path)): _unpickle(file.read_bytes()) for file in files}
     reader = dcp.FileSystemReader(path)
     contents: dict[str, Any] = {
         name: torch.empty(found.size, dtype=found.properties.dtype)
@@ -310,6 +313,14 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     for file in path.glob("common.pt"):  # until 0.18
         contents[file.name] = _unpickle(file.read_bytes())
     return contents
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _flat(f"{name}.{key}", item)
+    else:
+        yield name, value
 
 
 def same(a: Any, b: Any) -> bool:
