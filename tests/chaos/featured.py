@@ -3,7 +3,8 @@
 FT_TEST_GATE=ITERATION:FILE      waits in that iteration's forward pass until the file is there;
                                  meanwhile there is one named after it and the role
 FT_TEST_KILL=ROLE:PLACE:FILE     SIGKILL to the worker there, unless the file is there already; PLACE:
-                                 exit (in `sys.exit`) or again:ITERATION (when run once more, to compare)
+                                 exit (in `sys.exit`), left (after it) or again:ITERATION (when run once
+                                 more, to compare)
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ def main() -> None:
     sys.exit = leave  # type: ignore[assignment]
     # `--rerun-mode report_stats` cannot be had: Megatron's parser calls it so, and its enumeration otherwise.
     RerunMode._missing_ = lambda _: RerunMode.REPORT_DETERMINISM_STATS  # type: ignore[assignment]
-    recipe.main()
+    try:
+        recipe.main()
+    finally:
+        die("left")
 
 
 forward = recipe.forward_step

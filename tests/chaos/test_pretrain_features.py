@@ -78,10 +78,14 @@ def check(result: Result, text: str, failures: int) -> None:
 
 
 def test_exit_signal_handler(tmp_path: Path) -> None:
-    """SIGTERM to one worker of four, and the job ends with code 0; a node is lost while all save."""
-    gate = tmp_path / "gate"
+    """SIGTERM to one worker of four, and the job ends with code 0.
+
+    A node is lost while all save, and a worker when all have left training together.
+    """
+    gate, killed = tmp_path / "gate", tmp_path / "killed"
     training = Featured(
-        more=(*DISTOPT, *FOR_LONG, "--exit-signal-handler"), variables=(("FT_TEST_GATE", f"4:{gate}"),)
+        more=(*DISTOPT, *FOR_LONG, "--exit-signal-handler"),
+        variables=(("FT_TEST_GATE", f"4:{gate}"), ("FT_TEST_KILL", f"2:left:{killed}")),
     )
     with training.protected(tmp_path, 500, "3@save:4") as job:
         deadline = time.monotonic() + 100
@@ -91,6 +95,7 @@ def test_exit_signal_handler(tmp_path: Path) -> None:
         os.kill(job.pids(1)[1], signal.SIGTERM)
         gate.touch()
         result = job.finish()
+    assert killed.exists()
     check(result, training.plain(tmp_path, 500, "--exit-interval=4"), failures=1)
 
 
