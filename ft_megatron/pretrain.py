@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ft_core import session
 from ft_core.session import Session
@@ -70,6 +71,7 @@ class Loop:
         self.first: tuple[int, int] = (args.iteration, args.num_floating_point_operations_so_far)
         """Iteration and floating-point operations at the job's beginning."""
         self.iteration, self.operations = self.first
+        self.experts = bool(args.num_experts)
         self.result: Any = None
         """What the train step of `iteration` (counted from 0) returned; None at the job's beginning."""
         self.totals: dict[str, Any] = {}
@@ -156,6 +158,10 @@ class PretrainAdapter(MegatronAdapter):
     def __init__(self, model: list[Any], optimizer: Any, scheduler: Any, loop: Loop) -> None:
         super().__init__(model, optimizer, scheduler)
         self._loop = loop
+
+    def envelope_holders(self) -> tuple[int, ...]:
+        """Experts have random states of their own, and each role its part of what they have for the log."""
+        return (dist.get_rank(),) if self._loop.experts else super().envelope_holders()
 
     def envelope(self) -> Any:
         """The framework's small state, and the loop's."""

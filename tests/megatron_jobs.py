@@ -316,8 +316,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
+    if isinstance(value, (dict, list)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _flat(f"{name}.{key}", item)
     else:
         yield name, value
