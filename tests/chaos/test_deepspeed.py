@@ -35,7 +35,7 @@ def moments(training: Training, nodes: int) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("training", "nproc", "nodes"),
     [
-        (Zero(0), 1, 0),
+        pytest.param(Zero(0), 1, 0, marks=pytest.mark.exhaustive),
         (Zero(1, gas=2), 1, 1),
         (Zero(2, bf16=True), 1, 0),
         (Zero(3, gas=2, bf16=True), 1, 1),
