@@ -26,7 +26,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from ft_core import durable, orphans, reverse_dns
-from ft_core.departure import Departure
+from ft_core.departure import Departure, leave_in_peace
 from ft_core.errors import AuthenticationError, FtError
 from ft_core.fetch import bring
 from ft_core.inject import ENV as INJECT_ENV
@@ -107,6 +107,7 @@ class Agent:
         self._spawn(self._serve_controller())
         self._spawn(self._heartbeat())
         code = await self._done
+        leave_in_peace()
         server.close()
         await self._farewell()
         # Threads that still wait for a peer must not hold up the end of a job that is over.

@@ -23,7 +23,7 @@ from typing import Any
 from ft_core import decision
 from ft_core.configuration import Configuration
 from ft_core.console import Console
-from ft_core.departure import ENDED, GRACE
+from ft_core.departure import ENDED, GRACE, leave_in_peace
 from ft_core.errors import FtError, Unrecoverable
 from ft_core.nodes import Message, Node, alive, common_durable, completed, report
 from ft_core.settings import Settings, read_secret
@@ -106,6 +106,7 @@ class Controller:
         ticker = asyncio.create_task(self._tick())
         ticker.add_done_callback(self._ticker_ended)
         code = await self._done
+        leave_in_peace()
         ticker.cancel()
         server.close()
         for node in self.nodes.values():

@@ -68,6 +68,12 @@ class Departure:
         return True
 
 
+def leave_in_peace() -> None:
+    """This process ends by itself, with a code that says why: another SIGTERM must not be quicker."""
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def _does(what: str, pid: int) -> bool:
     """Whether process `pid` catches (SigCgt) or ignores (SigIgn) SIGTERM."""
     with contextlib.suppress(OSError):

@@ -216,7 +216,7 @@ class Launcher:
         self._job_dir = job_dir
         self._controller: subprocess.Popen[bytes] | None = None
         self._agents: list[subprocess.Popen[bytes]] = []
-        self._lost: list[subprocess.Popen[bytes]] = []
+        self._gone: list[subprocess.Popen[bytes]] = []
         self.numbers = itertools.count()
         self.respawn = False
         """Start a new node for each that dies, as a cluster's scheduler would."""
@@ -249,11 +249,8 @@ class Launcher:
                 if self._told and code == -signal.SIGTERM:
                     return ENDED  # it was just starting
                 self.controller()  # killed: a new one takes over, training goes on meanwhile
-            for agent in [a for a in self._agents if (a.poll() or 0) < 0 and a not in self._lost]:
-                self._lost.append(agent)
-                with contextlib.suppress(ProcessLookupError):  # what its workers had started, and is left
-                    os.killpg(agent.pid, signal.SIGKILL)
-                if self.respawn and not self._told:
+            for agent in self._ended():
+                if agent.returncode < 0 and self.respawn and not self._told:
                     self._agents.remove(agent)
                     self.agent(f"node{next(self.numbers)}", -1, "")
             if all(a.poll() is not None for a in self._agents):
@@ -294,6 +291,16 @@ class Launcher:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+        self._ended()
+
+    def _ended(self) -> list[subprocess.Popen[bytes]]:
+        """Agents that have ended since the last call; what their workers had started ends as well."""
+        ended = [agent for agent in self._agents if agent.poll() is not None and agent not in self._gone]
+        for agent in ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(agent.pid, signal.SIGKILL)
+        self._gone += ended
+        return ended
 
     def _reap(self) -> None:
         deadline = time.monotonic() + _STOP_GRACE

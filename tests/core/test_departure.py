@@ -158,3 +158,20 @@ def test_a_successor_is_told_when_it_is_ready(tmp_path: Path):
         assert process.wait(20) == 0
         departure.begin()
     assert posted == [{"type": "leaving"}]
+
+
+LEAVES_A_CHILD = """
+import os, subprocess, sys, time
+if os.environ["RANK"] == "0":
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+time.sleep(0.2)
+sys.exit(3)
+"""
+
+
+def test_nothing_outlives_a_job_that_fails(tmp_path: Path):
+    """Nor what a worker had started: it is in its node's process group."""
+    with Job(tmp_path / "job", script(tmp_path, LEAVES_A_CHILD), 0) as job:
+        result = job.finish(60)
+    assert result.code == 1
+    check_clean(result)
