@@ -108,7 +108,9 @@ def _resume(args: Any) -> None:
     if args.save and (Path(args.save) / "latest_checkpointed_iteration.txt").exists():
         args.load = args.save
         args.ckpt_step = None
-        args.finetune = args.no_load_optim = args.no_load_rng = False
+        for part in ("finetune", "no_load_optim", "no_load_rng"):
+            if getattr(args, part, None):
+                setattr(args, part, False)
 
 
 _missing: list[str] = []
