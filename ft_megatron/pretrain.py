@@ -330,7 +330,7 @@ class Hooks:
             self._totals = None
             found.arguments["is_first_iteration"] = iteration == loop.first[0] + 1
             found.arguments["report_memory_flag"] &= iteration <= loop.first[0] + 2
-        with self._log.once(f" iteration {iteration:8d}/", iteration):
+        with self._log.once(f" iteration {iteration:8d}/"):
             report_memory = original(*found.args, **found.kwargs)
         loop.totals = dict(totals)
         current.point("between")
@@ -341,11 +341,10 @@ class Hooks:
         """In the loop, or after it as a part of its own."""
         if self._session is None or self._log is None:
             return original(prefix, forward_step_func, *args, **kwargs)
-        found = inspect.signature(original).bind(prefix, forward_step_func, *args, **kwargs)
         progress = self._log
 
         def evaluated() -> None:
-            with progress.once(f"loss at {prefix} |", found.arguments["iteration"]):
+            with progress.once(f"loss at {prefix} |"):
                 original(prefix, self._stepping(forward_step_func), *args, **kwargs)
 
         self._made(evaluated)

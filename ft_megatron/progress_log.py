@@ -26,42 +26,53 @@ class ProgressLog:
         """`predecessors`: log directories of the workers that have played this role before."""
         self._predecessors = predecessors
         self._printed: set[str] = set()
-        self._written: set[str] = set()
-        self._key = ""
-        self._mute_print = self._mute_writers = False
-        self._purged = not predecessors
+        self._written: set[tuple[str, int]] = set()
+        self._key = self._last = ""
+        self._muted = False
         original = training.print_rank_last
 
         def print_rank_last(message: str) -> None:
-            if self._mute_print:
+            if self._muted:
                 return
-            original(message)
             if self._key and self._key in message:
+                if (writer := get_tensorboard_writer()) is not None:
+                    writer.flush()  # a successor that finds the line relies on its values
                 self._printed.add(self._key)
+            original(message)
 
         def muted(get: Any) -> Any:
-            return lambda: None if self._mute_writers else get()
+            return lambda: None if self._muted else get()
 
-        self._writer = training.get_tensorboard_writer
+        get_tensorboard_writer = training.get_tensorboard_writer
+        if (writer := get_tensorboard_writer()) is not None:
+            writer.add_scalar = self._once_each(writer.add_scalar)
         training.print_rank_last = print_rank_last  # type: ignore[attr-defined]
-        training.get_tensorboard_writer = muted(training.get_tensorboard_writer)  # type: ignore[attr-defined]
+        training.get_tensorboard_writer = muted(get_tensorboard_writer)  # type: ignore[attr-defined]
         training.get_wandb_writer = muted(training.get_wandb_writer)  # type: ignore[attr-defined]
 
     @contextmanager
-    def once(self, key: str, iteration: int) -> Iterator[None]:
+    def once(self, key: str) -> Iterator[None]:
         """What is printed and written here counts once; `key` is what its line cannot do without."""
-        if not self._purged:
-            self._purge(iteration)
-        self._key = key
-        self._mute_print = key in self._printed or self._printed_before(key)
-        self._mute_writers = key in self._written
+        if key != self._last:
+            self._written.clear()
+        self._key = self._last = key
+        self._muted = key in self._printed or self._printed_before(key)
         try:
             yield
-            if (writer := self._writer()) is not None and not self._mute_writers:
-                writer.flush()  # a successor counts on what comes before its iteration
-            self._written.add(key)
         finally:
-            self._key, self._mute_print, self._mute_writers = "", False, False
+            self._key, self._muted = "", False
+
+    def _once_each(self, add_scalar: Any) -> Any:
+        """`add_scalar`, for a line that a failure interrupts between its values."""
+
+        def add(tag: str, scalar_value: Any, global_step: Any = None, *args: Any, **kwargs: Any) -> None:
+            if self._key:
+                if (tag, global_step) in self._written:
+                    return
+                self._written.add((tag, global_step))
+            add_scalar(tag, scalar_value, global_step, *args, **kwargs)
+
+        return add
 
     def _printed_before(self, key: str) -> bool:
         for directory in self._predecessors:
@@ -73,21 +84,6 @@ class ProgressLog:
             except OSError:
                 continue  # on a node that is gone, together with its lines
         return False
-
-    def _purge(self, iteration: int) -> None:
-        """Have tensorboard disregard what predecessors have written from this iteration on.
-
-        That is what it has session starts for: see `purge_step` of torch's SummaryWriter.
-        """
-        self._purged = True
-        if (writer := self._writer()) is None:
-            return
-        from tensorboard.compat.proto import event_pb2
-
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        events = writer._get_file_writer().event_writer
-        events.add_event(event_pb2.Event(step=iteration, file_version="brain.Event:2"))
-        events.add_event(event_pb2.Event(step=iteration, session_log=start))
 
 
 def one_run(secret: bytes) -> None:

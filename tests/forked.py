@@ -7,6 +7,7 @@ nothing of fault tolerance: its ranks are plain ones, as `torchrun` would start 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import importlib
@@ -135,6 +136,7 @@ def _rank(request: dict[str, Any], rank: int, port: int, server: int, group: int
     except BaseException:
         traceback.print_exc()
     finally:
+        atexit._run_exitfuncs()  # tensorboard writes its last values there
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

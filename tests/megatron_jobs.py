@@ -268,6 +268,8 @@ LATEST = "latest_checkpointed_iteration.txt"
 DIFFERENT = {
     "save",
     "load",
+    "no_load_optim",
+    "no_load_rng",
     "data_cache_path",
     "tensorboard_dir",
     "exit_interval",

@@ -27,6 +27,7 @@ from megatron_jobs import (
     indexed,
     losses,
     reference,
+    scalars,
     survives,
 )
 
@@ -97,8 +98,7 @@ def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def test_mock_data(tmp_path: Path) -> None:
     training = Pretrain(pp=2, more=(*DISTOPT, "--bf16", *EVALUATION))
-    shown = tmp_path / "shown"
-    survives(training, 30, EVERYWHERE, tmp_path, *SAVES, f"--tensorboard-dir={shown}")
+    survives(training, 30, EVERYWHERE, tmp_path, *SAVES)
 
 
 def test_indexed_data(text: Path, tmp_path: Path) -> None:
@@ -117,6 +117,21 @@ def test_asynchronous_saves(tmp_path: Path) -> None:
     flags = ("--async-save", "--save-interval=3")
     places = ("3@forward:3:worker", "0@optimizer:6", "2@between:8:worker", "0@evaluate:12:worker")
     survives(Pretrain(more=(*DISTOPT, *EVALUATION)), 10, places, tmp_path, *flags)
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    """Each value once, at its step, whoever wrote it."""
+    training, directories = Pretrain(pp=2, more=(*DISTOPT, *EVALUATION)), (tmp_path / "a", tmp_path / "b")
+    plain, protected = (f"--tensorboard-dir={directory}" for directory in directories)
+    reference(training, 10, tmp_path / "plain", plain)
+    places = "3@gradients:2:worker,2@evaluate:6,3@between:8:worker"
+    with Job(
+        tmp_path / "job", training, 10, nproc=2, ftrun=("--ft-inject", places), flags=(protected,)
+    ) as job:
+        result = job.finish()
+    expected, found = map(scalars, directories)
+    assert result.code == 0 and result.recoveries == 3
+    assert "lm loss" in expected and found == expected
 
 
 def test_newcomer_to_a_job_that_was_resumed(tmp_path: Path) -> None:
@@ -141,7 +156,7 @@ def test_more_nodes_lost_than_there_are_copies(tmp_path: Path) -> None:
     training, every = Pretrain(ep=4, more=(*MOE, *DISTOPT)), "--save-interval=4"
     text = reference(training, 12, tmp_path / "plain", "--save", str(expected), every)
     flags = ("--save", str(saved), every)
-    with Job(tmp_path / "job", training, 12, nproc=1, spares=2, flags=flags) as job:
+    with Job(tmp_path / "job", training, 12, nproc=1, spares=2, ftrun=("--respawn",), flags=flags) as job:
         while not (saved / LATEST).exists():
             assert job.process.poll() is None, job.console()[-4000:]
             time.sleep(0.02)
@@ -151,7 +166,7 @@ def test_more_nodes_lost_than_there_are_copies(tmp_path: Path) -> None:
     assert result.code == 0, result.output[-4000:]
     assert result.of("starting_over")
     assert without(6, sorted(set(losses(read_logs(tmp_path / "job"))))) == without(6, losses(text))
-    assert "loading checkpoint" in read_logs(tmp_path / "job")
+    assert "loaded checkpoint" in read_logs(tmp_path / "job")
     compare_checkpoints(expected / "iter_0000012", saved / "iter_0000012")
 
 
