@@ -75,7 +75,12 @@ class MegatronAdapter:
                     yield StateTensor(f"{name}.{key}", state[key], holders)
 
     def envelope_holders(self) -> Holders:
-        """The envelope goes where the optimizer's state is: hyper-parameters and step counts belong to it."""
+        """The envelope goes where the optimizer's state is: hyper-parameters and step counts belong to it.
+
+        Where experts are spread over data-parallel peers, each has random states of its own for them.
+        """
+        if self._expert_data_parallel != self._data_parallel:
+            return (dist.get_rank(),)
         return self._shard_holders if self.sharded else self._data_parallel
 
     def envelope(self) -> Any:

@@ -156,6 +156,7 @@ def test_refused(name: str, value: Any, flag: str):
 
 PARSE = """
 import contextlib, io, json, sys
+from pathlib import Path
 from types import SimpleNamespace
 import ft_megatron.hooks  # as patches/*.diff do
 from ft_core import session
@@ -164,11 +165,13 @@ import megatron.core
 from megatron.training import arguments, global_vars
 
 found = {}
+Path("secret").write_text("s")
 
 def said(*flags, role=None):
     sys.argv = ["pretrain_gpt.py", *flags]
     brought = []
-    session._current = role if role is None else SimpleNamespace(role=role, configure=brought.append)
+    session._current = role if role is None else SimpleNamespace(
+        role=role, configure=brought.append, started_over=False, job_dir=Path())
     try:
         args = arguments.parse_args()
         global_vars.set_args(args)
