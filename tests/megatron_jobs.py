@@ -214,7 +214,7 @@ def survives(
     job_dir, flags = directory / "job", (*flags, "--save", str(saved))
     ftrun = ("--respawn", "--ft-inject", ",".join(injected))
     with Job(job_dir, training, iterations, nproc=2, spares=spares, ftrun=ftrun, flags=flags) as job:
-        result = job.finish()
+        result = job.finish(timeout=240)
     check_log(result, text)
     check_survivors(result, training.world)
     fired = {path.name for path in job_dir.glob("injected-*")}

@@ -32,6 +32,7 @@ from megatron_jobs import (
 )
 
 pytest.importorskip("megatron.training", reason="megatron-core's wheels hold it from 0.17 on, Python 3.12")
+pytestmark = pytest.mark.timeout(300)  # a minute, where the machine has nothing else to do
 
 EVALUATION = ("--eval-interval=6", "--eval-iters=2")
 SAVES = ("--save-interval=12",)
