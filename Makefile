@@ -32,7 +32,7 @@ setup-megatron: $(READY312)  ## Create .venv-megatron with megatron.training (Py
 $(READY312): pyproject.toml constraints-py312.txt $(READY)
 	@test -n "$(PYTHON312)" || { echo "Python 3.12 not found: make $(MAKECMDGOALS) PYTHON312=/path/to/python3.12," \
 		"or test the rest alone: make test-light" >&2; exit 1; }
-	$(PYTHON312) -m venv --without-pip $(VENV312)
+	$(PYTHON312) -m venv $(VENV312)
 	$(BIN)/pip install --quiet uv
 	$(BIN)/uv pip install --quiet --python $(BIN312)/python -r constraints-py312.txt
 	$(BIN)/uv pip install --quiet --python $(BIN312)/python --no-deps -e .
