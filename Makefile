@@ -15,7 +15,7 @@ READY312 := $(VENV312)/.ready
 .PHONY: help setup setup-megatron demo test test-light test-megatron test-exhaustive lint bench clean
 
 help:  ## List these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## Create .venv with everything pinned by constraints.txt (CPU torch)
 
