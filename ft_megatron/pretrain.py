@@ -238,7 +238,7 @@ class Hooks:
         def entered() -> Any:
             for name, function in syncs.items():
                 setattr(config, name, function)
-            self._enter(model)
+            self._enter()
             self._inside = True
             try:
                 loop.returned = original(
@@ -276,7 +276,7 @@ class Hooks:
 
         return current.part(made, passed)
 
-    def _enter(self, model: list[Any]) -> None:
+    def _enter(self) -> None:
         """Set what the loop reads at its top, so that it begins with the iteration that was done last."""
         assert self._loop is not None and self._adapter is not None and self._session is not None
         loop, args = self._loop, self._training.get_args()
@@ -287,10 +287,6 @@ class Hooks:
         if self._session.epoch == 1 and loop.result is None:
             return  # not `_again`, which may differ between roles: what follows is a collective
         self._training.update_num_microbatches(args.consumed_train_samples, consistency_check=False)
-        for chunk in model:
-            # Megatron starts its loop by taking the hooks off that gather parameters.
-            if chunk.ddp_config.overlap_param_gather and not chunk.remove_forward_pre_hook_handles:
-                chunk.enable_forward_pre_hook()
         self._adapter.gather_parameters()
 
     def train_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
