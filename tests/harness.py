@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from functools import cache
@@ -131,24 +132,25 @@ def read_digest(text: str) -> str | None:
 
 def torchrun(layout: Training, iterations: int, *flags: str) -> Result:
     """The same training under plain torchrun: no plugin, no failure."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={layout.world}",
-    ]
-    command += [str(layout.script), *layout.arguments(iterations, protected=False), *flags]
-    done = subprocess.run(
-        command,
-        env=environment() | layout.environment(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return Result(0, done.stdout, read_losses(done.stdout), read_digest(done.stdout))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    with tempfile.TemporaryDirectory() as logs:
+        # A file each: in a pipe that they share, ranks write into each other's lines.
+        command += [f"--nproc-per-node={layout.world}", "--redirects=3", f"--log-dir={logs}"]
+        command += [str(layout.script), *layout.arguments(iterations, protected=False), *flags]
+        done = subprocess.run(
+            command,
+            env=environment() | layout.environment(),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=110,
+        )
+        output, errors = (
+            "".join(path.read_text() for path in sorted(Path(logs).rglob(f"{name}.log")))
+            for name in ("stdout", "stderr")
+        )
+    assert done.returncode == 0, (errors + done.stderr)[-3000:]
+    return Result(0, output, read_losses(output), read_digest(output))
 
 
 @cache

@@ -71,9 +71,9 @@ class Accounts:
 
 
 def printed(what: str, text: str) -> dict[int, list]:
-    """By role. Torchrun's workers share a pipe: half a line of another may stand in front."""
+    """By role."""
     found: dict[int, list] = {}
-    for line in re.finditer(rf"\b{what} (\d+) ", text):
+    for line in re.finditer(rf"^{what} (\d+) ", text, re.MULTILINE):
         value, _ = json.JSONDecoder().raw_decode(text, line.end())
         found.setdefault(int(line[1]), []).append(value)
     return found
