@@ -1,0 +1,158 @@
+"""Elastic replica groups (FT-HSDP, sections 4 and 5): who takes part in a step, and who trains which samples.
+
+Pure rules that every role and the controller apply alike, so that nobody has to tell anybody the outcome.
+
+A group that leaves or comes back does so with an epoch, which starts from a version v. From step v + 1 on the
+exchange has the new members. Which samples a group takes changes `AHEAD` steps later, because scripts draw
+their batches ahead: a role can have drawn those of step v + 2 when it hears of the epoch (it had finished step
+v + 1 then, so all had passed the barrier of v + 1, and v is the oldest version to start from). So a group that
+comes back takes part without samples first, with a zero gradient; and what was dealt to a group that is gone is
+dealt again, a few steps later, to those who remain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+AHEAD = 2
+"""Steps after the first version of an epoch whose samples are dealt as the epoch before would have."""
+
+INTERVENTIONS = ("sqrt", "linear", "none")
+
+Range = tuple[int, int]
+"""Positions of samples in the order of the training data: first, and one past the last."""
+
+
+def lr_factor(intervention: str, live: int, full: int) -> float:
+    """What the learning rate is multiplied by while `live` of `full` groups train (FT-HSDP, section 6.2).
+
+    `sqrt` keeps it proportional to the standard deviation of the gradient's noise; `linear` goes by the amount
+    of data; `none` leaves it alone. Exactly 1.0 with all groups.
+    """
+    if intervention not in INTERVENTIONS:
+        raise ValueError(f"LR intervention {intervention!r}: give {', '.join(INTERVENTIONS)}")
+    if live == full or intervention == "none":
+        return 1.0
+    return live / full if intervention == "linear" else math.sqrt(live / full)
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The replica groups of a job over its steps.
+
+    `groups` is how many there are when all are there. `changes`, oldest first: (version, those who take part
+    in the steps after it).
+    """
+
+    groups: int
+    changes: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Membership:
+        """Inverse of `to_json`."""
+        return cls(int(data["groups"]), tuple((int(v), tuple(map(int, g))) for v, g in data["changes"]))
+
+    def to_json(self) -> dict[str, Any]:
+        """For plans."""
+        return {"groups": self.groups, "changes": [[v, list(g)] for v, g in self.changes]}
+
+    def changed(self, version: int, members: Iterable[int]) -> Membership:
+        """An epoch starts from `version` with `members`; what was to come after that version is void."""
+        kept = tuple(change for change in self.changes if change[0] < version)
+        now, members = Membership(self.groups, kept), tuple(sorted(members))
+        if members == now.taking_part(version + 1):
+            return now
+        return Membership(self.groups, (*kept, (version, members)))
+
+    def taking_part(self, step: int) -> tuple[int, ...]:
+        """The groups that exchange gradients in `step` (counted from 1)."""
+        return self._at(step - 1)
+
+    def dealt(self, step: int) -> tuple[int, ...]:
+        """The groups among which the samples of `step` are dealt."""
+        return self._at(step - 1 - AHEAD)
+
+    def contributing(self, step: int) -> tuple[int, ...]:
+        """The groups whose gradients count in `step`: they have samples, and are there."""
+        there = self.taking_part(step)
+        return tuple(g for g in self.dealt(step) if g in there)
+
+    def _at(self, version: int) -> tuple[int, ...]:
+        for since, members in reversed(self.changes):
+            if since <= version:
+                return members
+        return tuple(range(self.groups))
+
+
+@dataclass
+class Deal:
+    """Deals samples in the order of the data, each exactly once, `turn` at a time to each group.
+
+    With all groups there, samples are dealt as frameworks deal them: in turns of a micro batch, in the order of
+    the groups. What groups had been dealt that left goes first, from `AHEAD` + 1 steps later on. The state is
+    the same on all roles, and travels with snapshots.
+    """
+
+    turn: int
+    next: int = 0
+    """The first position that was never dealt."""
+    waiting: list[list[int]] = field(default_factory=list)
+    """[first step in which they may be dealt, first, end] of samples that were dealt in vain."""
+    dealt: dict[int, list[Range]] = field(default_factory=dict)
+    """What the step under way has been dealt so far, by group."""
+
+    def take(self, step: int, membership: Membership) -> dict[int, list[Range]]:
+        """Deal one more turn of `step`: by group, `turn` samples each."""
+        hand = {group: self._draw(step, self.turn) for group in membership.dealt(step)}
+        for group, ranges in hand.items():
+            held = self.dealt.setdefault(group, [])
+            for first, end in ranges:
+                if held and held[-1][1] == first:
+                    held[-1] = (held[-1][0], end)
+                else:
+                    held.append((first, end))
+        return hand
+
+    def step_done(self, step: int, membership: Membership) -> dict[int, list[Range]]:
+        """The step is complete: by group, what was trained in it. The rest waits."""
+        trained = {g: ranges for g, ranges in self.dealt.items() if g in membership.contributing(step)}
+        for group in sorted(set(self.dealt) - set(trained)):
+            self.waiting += [[step + AHEAD + 1, first, end] for first, end in self.dealt[group]]
+        self.dealt = {}
+        return trained
+
+    def to_json(self) -> dict[str, Any]:
+        """At the end of a step: for the snapshot's envelope."""
+        return {"turn": self.turn, "next": self.next, "waiting": [list(w) for w in self.waiting]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Deal:
+        """Inverse of `to_json`."""
+        return cls(int(data["turn"]), int(data["next"]), [list(map(int, w)) for w in data["waiting"]])
+
+    def _draw(self, step: int, count: int) -> list[Range]:
+        drawn: list[Range] = []
+        for piece in self.waiting:
+            if count and piece[0] <= step:
+                size = min(count, piece[2] - piece[1])
+                drawn.append((piece[1], piece[1] + size))
+                piece[1] += size
+                count -= size
+        self.waiting = [piece for piece in self.waiting if piece[1] < piece[2]]
+        if count:
+            drawn.append((self.next, self.next + count))
+            self.next += count
+        return drawn
+
+
+def positions(ranges: Iterable[Range]) -> list[int]:
+    """Every position of `ranges`, in order."""
+    return [at for first, end in ranges for at in range(first, end)]
+
+
+def broken(groups: Mapping[int, int], lost: Collection[int]) -> set[int]:
+    """The groups (`groups`: role -> group) that `lost` roles belong to."""
+    return {groups[role] for role in lost}
