@@ -30,6 +30,13 @@ class Adapter(Protocol):
     ring: tuple[int, ...]
     """The DP peers of this role in order, itself included: where replicas go first."""
 
+    replica_group: tuple[int, int]
+    """Which replica group this role belongs to, and of how many."""
+
+    replicated: bool
+    """Whether every replica group has all the state, so that others can go on when one leaves. What comes
+    back later takes over the whole state of its counterpart in another group, random states included."""
+
     def tensors(self) -> Iterable[StateTensor]:
         """The state after the step just finished, in an order that depends on the layout alone."""
 

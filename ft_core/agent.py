@@ -249,6 +249,13 @@ class Agent:
             for role in self.roles_here():
                 self._predecessors(role)
                 self._known(role).unlink(missing_ok=True)
+        for gone in self.pool.playing():
+            if gone.role not in self.roles_here():
+                gone.role, gone.withdrawn = (
+                    None,
+                    True,
+                )  # its replica group has left; others may need the place
+                self.pool.kill(gone)
         # A role that has moved away may still be fetched from here: its memory goes one epoch later.
         self.store.keep_only([*self.roles_here(), *before])
         for role in self.roles_here():
@@ -262,7 +269,11 @@ class Agent:
 
     def _worker_plan(self) -> Message:
         return {
-            key: self.plan[key] for key in ("epoch", "store", "completed", "parts", "origin", "started_over")
+            key: self.plan[key]
+            for key in (
+                *("epoch", "store", "completed", "parts", "origin", "started_over", "absent", "groups"),
+                "lr_intervention",
+            )
         }
 
     def _assign(self, role: int) -> Worker | None:
@@ -396,12 +407,12 @@ class Agent:
             segments = [Segment.from_json(s) for s in message["segments"]]
             buffer = self.store.memory(role).allocate(message["slot"], segments)
             layout = {s.id: list(s.holders) for s in segments}
-            about = {"initial": worker.initial, "resumes": worker.resumes}
+            about = {"initial": worker.initial, "resumes": worker.resumes, "group": worker.group}
             self._post({"type": "layout", "role": role, "segments": layout, **about})
             worker.post({"type": "reply", "id": message["id"], "address": buffer.memory.address})
         elif kind == "registered":
             worker.stage, worker.initial, worker.ring = "training", message["version"], message["ring"]
-            worker.resumes = message["resumes"]
+            worker.resumes, worker.group = message["resumes"], message["group"]
             self.replicator.register(role, message["ring"])
         elif kind == "quiesced":
             worker.quiesced, worker.stage = message["epoch"], message["stage"]
@@ -411,7 +422,7 @@ class Agent:
             self._post({**message, "role": role, "pid": worker.pid})
             if message["loaded"]:
                 self._commit(worker, message["version"])
-        elif kind in ("stepped", "reopened", "suspect", "unprotected"):
+        elif kind in ("stepped", "reopened", "suspect", "unprotected", "trained"):
             self._post({**message, "role": role})
         elif kind == "corrupt":
             self.store.memory(role).strike(message["slot"])

@@ -71,10 +71,19 @@ def is_transport_error(error: Exception) -> bool:
 class FtWork(dist.Work):
     """An operation under way. Errors of the transport become EpochChanged, see `Communicators.failed`."""
 
-    def __init__(self, comms: Communicators, inner: Inner, work: Any, generation: int) -> None:
+    def __init__(
+        self,
+        comms: Communicators,
+        inner: Inner,
+        work: Any,
+        generation: int,
+        after: Callable[[], None] | None = None,
+    ) -> None:
+        """`after`: what completes the results once the work is done; called once, and may wait."""
         super().__init__()
         self._comms, self._inner, self._work, self._generation = comms, inner, work, generation
         self._flying = True
+        self._after = after
 
     def _end(self) -> None:
         if self._flying:
@@ -88,11 +97,17 @@ class FtWork(dist.Work):
         """Wait for the result. Raises EpochChanged within milliseconds of an abort."""
         try:
             done = self._work.wait(timeout) if timeout else self._work.wait()
+            self._complete()
         except Exception as error:
             self._end()
             self._comms.failed(self._inner.epoch, error)
         self._end()
         return bool(done)
+
+    def _complete(self) -> None:
+        after, self._after = self._after, None
+        if after is not None:
+            after()
 
     def is_completed(self) -> bool:
         """Whether it has finished, well or badly."""
@@ -115,6 +130,7 @@ class FtWork(dist.Work):
         def settle(done: torch.futures.Future[Any]) -> None:
             try:
                 value = done.value()
+                self._complete()
             except Exception as error:
                 # Finding out what it was may block; gloo's thread that runs this must not.
                 start("future", self._settle_failure, future, error)

@@ -16,15 +16,18 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Collection
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ft_core import decision
+from ft_core import decision, ledger
 from ft_core.configuration import Configuration
 from ft_core.console import Console
 from ft_core.departure import ENDED, GRACE, leave_in_peace
 from ft_core.errors import FtError, Unrecoverable
+from ft_core.groups import Groups
+from ft_core.ledger import Ledger
 from ft_core.nodes import Message, Node, alive, common_durable, completed, report
 from ft_core.settings import Settings, read_secret
 from ft_core.wire import AsyncChannel, listen
@@ -66,6 +69,8 @@ class Controller:
         self.fenced: set[str] = set()
         self.catalogue: dict[str, dict[str, list[int]]] = {}
         """Role -> its segments and their holders: what is lost without a trace must still be missed."""
+        self.groups = Groups(settings.world_size)
+        self._ledger, self._ledgered = Ledger(job_dir / ledger.NAME), 0
         self.initial: int | None = None
         """The version that the script makes by itself; known once a role has reached training."""
         self.reached = 0
@@ -178,6 +183,7 @@ class Controller:
             self.initial, self.reached = self.plan["initial"], max(self.reached, self.plan["reached"])
             self._parts = max(self._parts, self.plan["parts"])
             self._resumes, self._started_over = self.plan["resumes"], self.plan["started_over"]
+            self.groups.take(self.plan["groups"])
             self.phase = Phase.REBUILDING
         held = [*hello["replicas"].values(), *(about["versions"] for about in hello["roles"].values())]
         self.reached = max([self.reached, *(version for versions in held for version in versions)])
@@ -219,17 +225,17 @@ class Controller:
             self._failed(f"role {message['role']} on {node.name}: {reason}", [int(message["role"])])
         elif kind == "restored" and epoch == self.epoch:
             self._restored[int(message["role"])] = int(message["pid"])
-            if len(self._restored) == self.settings.world_size:
+            if len(self._restored) == len(self.plan["roles"]):
                 self.event("state_restored", version=self.plan["version"], pids=self._restored)
         elif kind == "stepped" and epoch == self.epoch:
             self._stepped.add(int(message["role"]))
             self.reached = max(self.reached, int(message["version"]))
-            if len(self._stepped) == self.settings.world_size:
+            if len(self._stepped) == len(self.plan["roles"]):
                 self._futile = 0
                 self.event("resumed", version=int(message["version"]))
         elif kind == "reopened" and epoch == self.epoch:
             self._reopened |= {int(message["role"])} - self._newcomers
-            survivors = set(range(self.settings.world_size)) - self._newcomers
+            survivors = set(map(int, self.plan["roles"])) - self._newcomers
             if survivors and self._reopened == survivors:
                 self.event("communicators_ready")
         elif kind == "configure":
@@ -241,6 +247,9 @@ class Controller:
         elif kind == "layout":
             self.catalogue[str(message["role"])] = message["segments"]
             self.initial, self._resumes = message["initial"], message["resumes"]
+            self.groups.told(int(message["role"]), *message["group"])
+        elif kind == "trained" and epoch == self.epoch:
+            self._enter(message)
         elif kind == "unprotected":
             self._unprotected = True
         elif kind == "suspect":
@@ -253,8 +262,7 @@ class Controller:
             self._release_if_complete()
         elif kind == "finished":
             self.finished.add(int(message["role"]))
-            if len(self.finished) == self.settings.world_size:
-                self._end(0, "every role has finished")
+            self._end_if_finished()
         elif kind == "leaving":
             self.event("leaving", f"node {node.name} was told to end (SIGTERM)", node=node.name)
             if not self._leaving and node.name not in self.plan.get("roles", {}).values():
@@ -262,10 +270,25 @@ class Controller:
         elif kind == "left":
             self._node_left(node)
 
+    def _enter(self, trained: Message) -> None:
+        """In the ledger: a role has trained a step's samples."""
+        if self._ledgered != self.epoch:
+            self._ledgered = self.epoch
+            self._ledger.epoch(self.epoch, self.plan["version"], self.groups.membership.to_json())
+        if (problem := self._ledger.step(trained)) is not None:
+            log.error("%s", problem)
+            self.event("ledger", problem)
+
+    def _end_if_finished(self) -> bool:
+        if self.finished < {int(role) for role in self.plan["roles"]}:
+            return False
+        self._end(0, "every role has finished")
+        return True
+
     def _release_if_complete(self) -> None:
         """Let the workers leave a part of their scripts, once all have come to the end of it."""
         done = [c for c in self._completed.values() if c["epoch"] == self.plan.get("epoch")]
-        if self.phase is not Phase.RUNNING or len(done) < self.settings.world_size:
+        if self.phase is not Phase.RUNNING or len(done) < len(self.plan["roles"]):
             return
         self._parts = max(self._parts, min(int(c["part"]) for c in done))
         self._released = all(c["last"] for c in done)
@@ -296,8 +319,7 @@ class Controller:
             self._failed(where, [role])
         elif message["code"] == 0:
             self.finished.add(role)
-            if len(self.finished) == self.settings.world_size:
-                self._end(0, "every role has finished")
+            self._end_if_finished()
         else:
             self._end(1, f"{where}\n{message['traceback']}")
 
@@ -341,8 +363,7 @@ class Controller:
             # Training is behind everybody: nothing is left to lose.
             self.event("detected", f"{reason}; its script had only local work left", roles)
             self.finished |= set(roles)
-            if len(self.finished) == self.settings.world_size:
-                self._end(0, "every role has finished")
+            self._end_if_finished()
             return
         if self.phase in (Phase.QUIESCING, Phase.WAITING):
             self.event("detected", reason, roles)
@@ -389,6 +410,8 @@ class Controller:
                 self._rebuild(now - self._started > _REBUILD_GRACE)
             elif self.phase is Phase.WAITING:
                 self._decide_if_ready()
+            elif self.phase is Phase.RUNNING:
+                self._take_back()
 
     # -- decisions -----------------------------------------------------------------------------
 
@@ -418,8 +441,7 @@ class Controller:
                     for role in holders:
                         self.catalogue.setdefault(str(role), {})[segment] = holders
         self.event("controller_restarted", f"plan of epoch {self.plan['epoch']} taken over")
-        if len(self.finished) == self.settings.world_size:
-            self._end(0, "every role has finished")
+        if self._end_if_finished():
             return
         self._release_if_complete()
         dead = [int(r) for r, node in self.plan["roles"].items() if not alive(self.nodes, int(r), node)]
@@ -432,7 +454,8 @@ class Controller:
             return
         if any(n.holdings["epoch"] != self.epoch or n.gone_since is not None for n in self.nodes.values()):
             return
-        places = {int(role): node for role, node in self.plan["roles"].items()}
+        withdrawn = self.groups.withdrawn
+        places = {int(r): node for r, node in self.plan["roles"].items() if int(r) not in withdrawn}
         lost = [role for role, node in places.items() if not alive(self.nodes, role, node)]
         idle = {node.name: int(node.heartbeat["idle"]) for node in self.nodes.values()}
         crashed = Counter(places[role] for role in lost if places[role] in idle)
@@ -440,20 +463,51 @@ class Controller:
             # A worker that crashed on a healthy node is restarted there; its standby is about to be up.
             self.phase = Phase.WAITING
             return
-        assignment = decision.assign(places, idle, lost, self.settings.nproc_per_node)
+        capacity = self.settings.nproc_per_node
+        assignment = decision.assign(places, idle, lost, capacity)
+        roles = assignment.roles
         if assignment.unplaced:
-            self._wait(list(assignment.unplaced))
-            return
+            roles = self._shrink(roles, assignment.unplaced)
+            if not roles:
+                return
+        elif self.settings.policy == "shrink":
+            used = Counter(roles[role] for role in lost)
+            roles = self.groups.returning(roles, {n: idle[n] - used[n] for n in idle}, capacity)
         try:
-            version, origin, sources = self._choose(assignment.roles, places)
+            version, origin, sources = self._choose(roles, places)
         except Unrecoverable as error:
             if self._resumes:
-                self._start_over(str(error), assignment.roles, lost)
+                self._start_over(str(error), roles, lost)
             else:
                 self._end(1, str(error))
             return
         self._waiting_for = ""
-        self._start(assignment.roles, version, origin, sources, completed(self.nodes.values()), lost)
+        lost = sorted(role for role in roles if role in lost or role not in places)
+        self._start(roles, version, origin, sources, completed(self.nodes.values()), lost)
+
+    def _shrink(self, placed: dict[int, str], unplaced: Collection[int]) -> dict[int, str]:
+        """Policy `shrink`: the roles that go on without the groups of those that have no place, or none."""
+        if self.settings.policy != "shrink":
+            self._wait(list(unplaced))
+            return {}
+        left, reason = self.groups.without(placed, unplaced)
+        if left:
+            return left
+        for role in self.groups.to_combine(placed, unplaced):
+            self.groups.withdrawn.add(role)
+            self.nodes[placed[role]].post({"type": "kill", "role": role})
+        self._wait(list(unplaced), reason)
+        return {}
+
+    def _take_back(self) -> None:
+        """Let replica groups that are away come back, once there are workers for all their roles."""
+        here = {int(role): node for role, node in self.plan["roles"].items()}
+        if self.settings.policy != "shrink" or len(self._stepped) < len(here) or self._released:
+            return
+        idle = {node.name: int(node.heartbeat["idle"]) for node in self.nodes.values()}
+        found = self.groups.returning(here, idle, self.settings.nproc_per_node)
+        if back := sorted(set(found) - set(here)):
+            self._end_epoch("returning", f"replica groups {self.groups.of(back)} come back", back)
 
     def _choose(self, roles: dict[int, str], places: dict[int, str]) -> tuple[int | None, str, Message]:
         catalogue = {name: held for found in self.catalogue.values() for name, held in found.items()}
@@ -462,15 +516,18 @@ class Controller:
             # Nobody has ever reached training: start-up goes on towards what it was begun with.
             version, origin = self.plan["start"]
             return version, origin, {}
+        known = {int(role): set(found) for role, found in self.catalogue.items()}
+        for role in set(roles) - set(places):  # of a group that comes back
+            known[role] = known[self.groups.counterpart(role, places)]
         choice = decision.choose_version(
             reports,
-            range(self.settings.world_size),
+            roles,
             self.initial,
             common_durable(self.nodes.values()),
             placements=roles,
             previous=places,
             reached=self.reached,
-            catalogue={int(role): set(found) for role, found in self.catalogue.items()},
+            catalogue=known,
         )
         return choice.version, choice.origin, {str(role): found for role, found in choice.sources.items()}
 
@@ -484,6 +541,7 @@ class Controller:
             self._end_epoch("starting_over", reason, left)
             return
         self.initial, self.reached, self.catalogue, self._parts = None, 0, {}, 0
+        self.groups.forget()
         self._started_over = self.epoch
         self.plan["start"] = [None, "initial"]
         self._start(roles, None, "initial", {}, {}, lost)
@@ -491,9 +549,10 @@ class Controller:
     def _standby_overdue(self) -> bool:
         return time.monotonic() - self._ended_at > _STANDBY_GRACE
 
-    def _wait(self, lost: list[int]) -> None:
+    def _wait(self, lost: list[int], reason: str = "") -> None:
         nodes = sorted({self.plan["roles"][str(role)] for role in lost} - set(self.nodes))
         what = f"no worker for roles {lost} (lost nodes: {', '.join(nodes) or 'none'})"
+        what += f", and the job cannot shrink: {reason}" if reason else ""
         if self._leaving:
             self._end(1, f"{what}; the job was told to end (SIGTERM), so it does not wait for a node")
             return
@@ -516,7 +575,11 @@ class Controller:
         completed: Message,
         lost: list[int] | None = None,
     ) -> None:
-        lead = self.nodes[roles[0]]
+        lead = self.nodes[roles[min(roles)]]
+        before = {int(role) for role in self.plan.get("roles", {})}
+        away = set(self.plan.get("absent", []))
+        self.groups.withdrawn = set()
+        self.groups.changed(version, roles)
         self.plan = {
             "type": "plan",
             "epoch": self.epoch,
@@ -532,6 +595,9 @@ class Controller:
             "parts": self._parts,
             "resumes": self._resumes,
             "started_over": self._started_over,
+            "absent": sorted(set(range(self.settings.world_size)) - set(roles)),
+            "groups": self.groups.to_json(),
+            "lr_intervention": self.settings.lr_intervention,
             "catalogue": self.catalogue,
             "initial": self.initial,
             "reached": max(self.reached, version or 0),
@@ -546,6 +612,10 @@ class Controller:
         )
         for node in self.nodes.values():
             node.post(self.plan)
+        if self.settings.policy == "shrink":
+            for name, change in (("left", before - set(roles)), ("returned", away & set(roles))):
+                if change:
+                    self.event(name, f"replica groups {self.groups.of(change)}", sorted(change))
 
     def _end(self, code: int, reason: str) -> None:
         if self._done is None or self._done.done():

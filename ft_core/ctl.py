@@ -1,4 +1,4 @@
-"""`ftctl`: looks at a running job, injects failures into it, plans one, and finds what would harm one."""
+"""`ftctl`: looks at a job, injects failures into it, plans one, and finds what would harm one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ft_core import doctor, plan
+from ft_core import doctor, ledger_check, plan
 from ft_core.errors import FtError
 from ft_core.settings import Settings, read_secret
 from ft_core.wire import Channel
@@ -69,7 +69,15 @@ def main(argv: list[str] | None = None) -> int:
     doctor.add_arguments(
         commands.add_parser("doctor", help="what would keep a recovery from working here, before it does")
     )
+    data = commands.add_parser("data", help="the samples that a job with elastic replica groups has trained")
+    ledger_check.add_arguments(
+        data.add_subparsers(dest="action", required=True).add_parser(
+            "verify", help="check that each was trained exactly once"
+        )
+    )
     args = parser.parse_args(argv)
+    if args.command == "data":
+        return ledger_check.main(args)
     if args.command == "doctor":
         return doctor.main(args)
     if args.command == "plan" and args.job_dir is None and not args.controller:

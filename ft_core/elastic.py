@@ -2,18 +2,18 @@
 
 Pure rules that every role and the controller apply alike, so that nobody has to tell anybody the outcome.
 
-A group that leaves or comes back does so with an epoch, which starts from a version v. From step v + 1 on the
-exchange has the new members. Which samples a group takes changes `AHEAD` steps later, because scripts draw
-their batches ahead: a role can have drawn those of step v + 2 when it hears of the epoch (it had finished step
-v + 1 then, so all had passed the barrier of v + 1, and v is the oldest version to start from). So a group that
-comes back takes part without samples first, with a zero gradient; and what was dealt to a group that is gone is
-dealt again, a few steps later, to those who remain.
+A group that leaves or comes back does so with an epoch, which starts from a version v. From step v + 1 on
+the exchange has the new members. Which samples a group takes changes `AHEAD` steps later, because scripts
+draw their batches ahead: a role can have drawn those of step v + 2 when it hears of the epoch (it had
+finished step v + 1 then, so all had passed the barrier of v + 1, and v is the oldest version to start from).
+So a group that comes back takes part without samples first, with a zero gradient; and what was dealt to a
+group that is gone is dealt again, a few steps later, to those who remain.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +29,8 @@ Range = tuple[int, int]
 def lr_factor(intervention: str, live: int, full: int) -> float:
     """What the learning rate is multiplied by while `live` of `full` groups train (FT-HSDP, section 6.2).
 
-    `sqrt` keeps it proportional to the standard deviation of the gradient's noise; `linear` goes by the amount
-    of data; `none` leaves it alone. Exactly 1.0 with all groups.
+    `sqrt` keeps it proportional to the standard deviation of the gradient's noise; `linear` goes by the
+    amount of data; `none` leaves it alone. Exactly 1.0 with all groups.
     """
     if intervention not in INTERVENTIONS:
         raise ValueError(f"LR intervention {intervention!r}: give {', '.join(INTERVENTIONS)}")
@@ -91,9 +91,9 @@ class Membership:
 class Deal:
     """Deals samples in the order of the data, each exactly once, `turn` at a time to each group.
 
-    With all groups there, samples are dealt as frameworks deal them: in turns of a micro batch, in the order of
-    the groups. What groups had been dealt that left goes first, from `AHEAD` + 1 steps later on. The state is
-    the same on all roles, and travels with snapshots.
+    With all groups there, samples are dealt as frameworks deal them: in turns of a micro batch, in the order
+    of the groups. What was dealt to groups that left goes first, from `AHEAD` + 1 steps later on. The state
+    is the same on all roles, and travels with snapshots.
     """
 
     turn: int
@@ -151,8 +151,3 @@ class Deal:
 def positions(ranges: Iterable[Range]) -> list[int]:
     """Every position of `ranges`, in order."""
     return [at for first, end in ranges for at in range(first, end)]
-
-
-def broken(groups: Mapping[int, int], lost: Collection[int]) -> set[int]:
-    """The groups (`groups`: role -> group) that `lost` roles belong to."""
-    return {groups[role] for role in lost}

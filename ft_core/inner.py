@@ -25,6 +25,7 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from ft_core.errors import EpochChanged
+from ft_core.partial import Partial
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ def devices_of(requested: str) -> dict[str, str]:
 class Inner:
     """One group's communicator in one epoch, as a plain `ProcessGroup` over gloo and/or NCCL.
 
-    `ready` and `error` are set once, by the helper thread that opens it.
+    `ready` and `error` are set once, by the helper thread that opens it. `partial` is set where members
+    of the group are away: `members` and `rank` are then those of the ones that are there.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class Inner:
         options: Any,
         epoch: int,
         cuda_device: int | None,
+        partial: Partial | None = None,
     ) -> None:
+        self.partial = partial
         self.name, self.members, self.rank, self.epoch = name, members, rank, epoch
         self.ready = False
         self.error: Exception | None = None

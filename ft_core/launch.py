@@ -24,6 +24,7 @@ from typing import Any
 
 from ft_core import inject, plugins
 from ft_core.departure import ENDED
+from ft_core.elastic import INTERVENTIONS
 from ft_core.errors import ConfigError
 from ft_core.settings import POLICIES, Command, Settings, write_secret
 from ft_core.wire import listen
@@ -114,7 +115,14 @@ def parser() -> argparse.ArgumentParser:
         "--ft-policy",
         choices=POLICIES,
         default=None,
-        help="with no spare left: hold (the default), or end the job",
+        help="with no spare left: hold (the default), go on without the replica group, or end the job",
+    )
+    f.add_argument(
+        "--ft-lr-intervention",
+        choices=INTERVENTIONS,
+        default=None,
+        help="learning rate while replica groups are away: by the square root of their share (the default), "
+        "by their share, or unchanged",
     )
     f.add_argument(
         "--ft-domain",
@@ -203,6 +211,7 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
         "spares": args.spares,
         "replicas": args.ft_replicas,
         "policy": args.ft_policy,
+        "lr_intervention": args.ft_lr_intervention,
         "durable_dir": str(Path(durable).resolve()) if durable else durable,
         "durable_interval": args.ft_durable_interval,
     }

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -22,9 +22,10 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ft_core.backend import install
-from ft_core.collectives import AnySourceWork, FtProcessGroup, FtWork, is_transport_error
-from ft_core.errors import EpochChanged
+from ft_core.collectives import COLLECTIVES, AnySourceWork, FtProcessGroup, FtWork, is_transport_error
+from ft_core.errors import EpochChanged, FtError
 from ft_core.inner import Inner, Opener, start
+from ft_core.partial import Partial
 from ft_core.startup import Fetch, Startup
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Communicators:
         self._condition = threading.Condition()
         self._groups: list[FtProcessGroup] = []
         self._created: Counter[tuple[int, ...]] = Counter()
+        self._absent: frozenset[int] = frozenset()
         self._opener = Opener(-1, ":0", role, lambda: False, lambda name: None)
         self._asked: set[str] = set()
         self._to_reopen: list[FtProcessGroup] = []
@@ -83,8 +85,11 @@ class Communicators:
         store_address: str,
         completed: Mapping[str, Any] | None = None,
         fetch: Fetch | None = None,
+        absent: Iterable[int] = (),
     ) -> None:
         """Begin `epoch`. Any thread; returns at once.
+
+        `absent` roles take no part: see `partial`.
 
         `store_address` ("host:port") is a TCPStore that is empty of this epoch's keys. `completed` and
         `fetch` serve operations of the start-up phase, see `startup`. Ignored when a newer epoch was
@@ -96,7 +101,7 @@ class Communicators:
             old, _ = self._bury(epoch)
             self._opener.close()
             opener = Opener(epoch, store_address, self.role, lambda: epoch >= self.aborted, self._on_asked)
-            self.epoch, self._opener = epoch, opener
+            self.epoch, self._opener, self._absent = epoch, opener, frozenset(absent)
             self._asked.clear()
             self.startup.plan(completed or {}, fetch)
             self._to_reopen = [g for g in self._groups if g.used]
@@ -225,15 +230,20 @@ class Communicators:
         """With the lock: the current epoch's inner communicator, and whether the caller must open it."""
         if group.inner is not None and group.inner.epoch == self.epoch:
             return group.inner, False
+        present = tuple(role for role in group.members if role not in self._absent)
+        partial = None
+        if present != group.members:
+            partial = Partial(group.ft_name, group.members, self._absent)
         group.inner = Inner(
             group.ft_name,
-            group.members,
-            group.rank(),
+            present,
+            present.index(self.role),
             group.devices,
             group.timeout,
             group.options,
             self.epoch,
             group.cuda_device,
+            partial,
         )
         return group.inner, True
 
@@ -312,10 +322,14 @@ class Communicators:
         try:
             if inner.pg is None:
                 raise EpochChanged(f"epoch {inner.epoch} is over")
-            work = getattr(inner.pg, method)(*args, **kwargs)
+            after: Callable[[], None] | None = None
+            if inner.partial is not None and method in COLLECTIVES:
+                work, after = inner.partial.issue(inner.pg, method, COLLECTIVES[method], args, kwargs)
+            else:
+                work = getattr(inner.pg, method)(*args, **kwargs)
         except Exception as error:
             self.ended(generation)
-            if isinstance(error, EpochChanged):
+            if isinstance(error, (EpochChanged, FtError)):
                 raise
             alive = inner.epoch >= self.aborted
             if alive and method != "monitored_barrier" and not is_transport_error(error):
@@ -325,7 +339,7 @@ class Communicators:
             self.ended(generation)
             return None
         wrapper = AnySourceWork if method == "recv_anysource" else FtWork
-        return wrapper(self, inner, work, generation)
+        return wrapper(self, inner, work, generation, after)
 
     def ended(self, generation: int) -> None:
         """An operation that `launch` counted is over."""

@@ -7,6 +7,7 @@ place (`begin`, `recover`). Everything else happens in the main thread.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import os
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ft_core.adapter import Adapter
+from ft_core.elastic import Membership, lr_factor
 from ft_core.errors import CorruptSnapshot, EpochChanged, FtError
 from ft_core.inject import ENV as INJECT_ENV
 from ft_core.inject import Injector
@@ -78,6 +80,8 @@ class Session:
         self.world_size = 0
         self.version = 0
         """How many steps the state of this role has seen."""
+        self.membership = Membership(1)
+        """Which replica groups take part in which step."""
         self.predecessors: list[Path] = []
         """Log directories, as far as they can be seen here, of the workers that played this role before."""
         channel.send({"type": "hello", "worker": worker, "pid": os.getpid()})
@@ -173,7 +177,8 @@ class Session:
             adapter, self._allocate, self._staged, on_copy=lambda: self.point("d2h")
         )
         about = {"version": version, "ring": list(adapter.ring), "resumes": resumes}
-        self._send({"type": "registered", **about})
+        group = {"group": [*adapter.replica_group, adapter.replicated]}
+        self._send({"type": "registered", **group, **about})
         self._persist(self._catch_up, self._quiesce)
 
     @property
@@ -185,6 +190,12 @@ class Session:
     def started_over(self) -> bool:
         """Whether the job has fallen back to what its script makes when it is started again."""
         return bool(self._plan.get("started_over"))
+
+    @property
+    def lr_factor(self) -> float:
+        """What the learning rate is multiplied by in the step under way."""
+        live = len(self.membership.contributing(self.version + 1))
+        return lr_factor(self._plan["lr_intervention"], live, self.membership.groups)
 
     @property
     def protecting(self) -> bool:
@@ -249,8 +260,12 @@ class Session:
         self.control[Word.TAG] = IN_OPTIMIZER
         self.point("optimizer")
 
-    def step_done(self) -> None:
-        """The step is complete on this role: its state is a new version, which is staged at once."""
+    def step_done(self, trained: Message | None = None) -> None:
+        """The step is complete on this role: its state is a new version, which is staged at once.
+
+        `trained`: for the ledger, the samples of the step as `elastic.Deal` has them. One role of each
+        replica group gives them: all groups know the same, and the ledger must not lose a step with one.
+        """
         assert self._snapshotter is not None
         now = time.monotonic_ns()
         if self._step_began:
@@ -259,6 +274,8 @@ class Session:
         self.version += 1
         self.control[Word.VERSION] = self.control[Word.TAG] = self.version
         self._snapshotter.stage(self.version)
+        if trained is not None:
+            self._send({"type": "trained", "epoch": self.epoch, "step": self.version, **trained})
         if self._report_step:
             self._report_step = False
             self._send({"type": "stepped", "epoch": self.epoch, "version": self.version})
@@ -306,7 +323,10 @@ class Session:
         self.raise_if_moved()
 
     def _resume(self) -> None:
-        assert self._snapshotter is not None
+        assert self._snapshotter is not None and self._adapter is not None
+        membership = Membership.from_json(self._plan["groups"]["membership"])
+        # A plan that was made before all roles had told of their groups does not know how many there are.
+        self.membership = dataclasses.replace(membership, groups=self._adapter.replica_group[1])
         if self.epoch > 1:
             self.point("recovery")
         restore = self._await_restore()
@@ -347,9 +367,13 @@ class Session:
                 if self._pending == self._plan.get("epoch"):
                     plan = self._plan
                     break
-        self.comms.swap(plan["epoch"], plan["store"], plan["completed"], self._fetch_startup)
+        self._swap(plan)
         self.comms.reset()
         self.epoch = plan["epoch"]
+
+    def _swap(self, plan: Message) -> None:
+        fetch = self._fetch_startup
+        self.comms.swap(plan["epoch"], plan["store"], plan["completed"], fetch, plan["absent"])
 
     def _send_quiesced(self, epoch: int, stage: Stage) -> None:
         counts = self.comms.startup_counts()
@@ -451,7 +475,7 @@ class Session:
         self.comms.traffic = self._traffic
         self.comms.reopened = lambda epoch: self._send({"type": "reopened", "epoch": epoch})
         plan = message["plan"]
-        self.comms.swap(plan["epoch"], plan["store"], plan["completed"], self._fetch_startup)
+        self._swap(plan)
         with self._condition:
             self._pending = self.epoch = plan["epoch"]
             self._plan, self._parts_done = plan, plan["parts"]
@@ -475,7 +499,7 @@ class Session:
                 return
             self._plan, self._parts_done = plan, plan["parts"]
             if self._stage is not Stage.TRAINING:
-                self.comms.swap(plan["epoch"], plan["store"], plan["completed"], self._fetch_startup)
+                self._swap(plan)
                 self.epoch = plan["epoch"]
             self._condition.notify_all()
 

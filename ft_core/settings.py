@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ft_core.elastic import INTERVENTIONS
 from ft_core.errors import ConfigError
 
 SECRET_ENV = "FT_JOB_SECRET"
-POLICIES = ("wait", "stop")
+POLICIES = ("wait", "shrink", "stop")
 FLAGS = {
     "replicas": "--ft-replicas",
     "spares": "--spares",
     "policy": "--ft-policy",
+    "lr_intervention": "--ft-lr-intervention",
     "durable_dir": "--ft-durable-dir",
     "durable_interval": "--ft-durable-interval",
 }
@@ -49,7 +51,9 @@ class Settings:
     replicas: int = 1
     """k: how many failure domains may be lost at once without losing state."""
     policy: str = "wait"
-    """With no spare left: `wait` for a node to join, or `stop`."""
+    """With no spare left: `wait` for a node to join, `shrink` by the replica group, or `stop`."""
+    lr_intervention: str = "sqrt"
+    """What the learning rate does while replica groups are away, see `elastic.lr_factor`."""
     heartbeat: float = 0.5
     heartbeats_missed: int = 3
     quiesce_timeout: float = 60.0
@@ -99,6 +103,10 @@ class Settings:
                 raise ConfigError(f"{name[count]} {getattr(self, count)}: give a number of 0 or more")
         if self.policy not in POLICIES:
             raise ConfigError(f"{name['policy']} {self.policy!r}: give {' or '.join(POLICIES)}")
+        if self.lr_intervention not in INTERVENTIONS:
+            raise ConfigError(
+                f"{name['lr_intervention']} {self.lr_intervention!r}: give {' or '.join(INTERVENTIONS)}"
+            )
         if self.durable_interval < 0:
             raise ConfigError(f"{name['durable_interval']} {self.durable_interval} must be positive")
         if bool(self.durable_dir) != bool(self.durable_interval):

@@ -45,6 +45,10 @@ class Worker:
     resumes: bool = False
     """Whether its script, started again, goes on from a checkpoint of its own."""
     ring: list[int] = field(default_factory=list)
+    group: list[Any] = field(default_factory=lambda: [0, 1, False])
+    """Its replica group, of how many, and whether each of them has all the state."""
+    withdrawn: bool = False
+    """It is ended, since its replica group has left, and another takes its place."""
     completed: dict[str, Any] = field(default_factory=lambda: {"epoch": 0, "part": 0, "last": False})
     """The newest part of its script that it has come to the end of, and in which epoch."""
     finished: bool = False
@@ -53,7 +57,7 @@ class Worker:
     @property
     def idle(self) -> bool:
         """Ready to be given a role."""
-        return self.channel is not None and self.role is None
+        return self.channel is not None and self.role is None and not self.withdrawn
 
     def post(self, message: dict[str, Any]) -> None:
         """Send without waiting; a worker that is gone is noticed through its pid."""

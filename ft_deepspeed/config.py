@@ -38,7 +38,7 @@ class FaultTolerance(_Strict):
     enabled: bool = Field(True, description="true or false")
     replicas: int = Field(1, ge=0, description="a whole number, 0 or more: nodes that may be lost at once")
     spares: int = Field(0, ge=0, description="a whole number, 0 or more: nodes that stand by")
-    policy: Literal["wait", "stop"] = Field("wait", description='"wait" or "stop"')
+    policy: Literal["wait", "shrink", "stop"] = Field("wait", description='"wait", "shrink" or "stop"')
     durable: Durable | None = Field(
         None, description='an object like {"interval": 500, "dir": "/shared/ckpt"}; leave it out for none'
     )
@@ -51,7 +51,9 @@ class FaultTolerance(_Strict):
 
         Only what the section says: for the rest the flags of `ftrun` hold, and their defaults.
         """
-        found = self.model_dump(include={"replicas", "spares", "policy"}, exclude_unset=True)
+        found = self.model_dump(
+            include={"replicas", "spares", "policy", "lr_intervention"}, exclude_unset=True
+        )
         if self.durable is not None:
             found["durable_dir"] = str(Path(self.durable.dir).resolve())
             found["durable_interval"] = self.durable.interval

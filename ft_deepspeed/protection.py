@@ -303,6 +303,8 @@ class _Adapter:
     def __init__(self, engine: DeepSpeedAdapter, protection: Protection) -> None:
         self._engine, self._protection = engine, protection
         self.ring = engine.ring
+        self.replica_group = engine.replica_group
+        self.replicated = False
         self.loaded: Any = None
 
     def tensors(self) -> Iterable[StateTensor]:

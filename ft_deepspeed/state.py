@@ -72,6 +72,7 @@ class DeepSpeedAdapter:
         self._powers = Powers(engine)
         self._me = (dist.get_rank(),)
         self.ring: tuple[int, ...] = tuple(dist.get_process_group_ranks(engine.seq_data_parallel_group))
+        self.replica_group = self.ring.index(dist.get_rank()), len(self.ring)
 
     # -- what there is -------------------------------------------------------------------------
 

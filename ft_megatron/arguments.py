@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from ft_core.elastic import INTERVENTIONS
 from ft_core.errors import ConfigError
 from ft_core.settings import POLICIES
 
@@ -22,7 +23,12 @@ GROUP = "fault tolerance"
 _FLAGS: dict[str, tuple[type, str]] = {
     "replicas": (int, "nodes that may be lost at once without losing state (default 1)"),
     "spares": (int, "nodes that stand by; ftrun --standalone starts them (default 0)"),
-    "policy": (str, f"with no spare left: {' or '.join(POLICIES)} for a node to join (default wait)"),
+    "policy": (str, f"with no spare left: {', '.join(POLICIES)} (default wait, for a node to join)"),
+    "lr_intervention": (
+        str,
+        f"learning rate while replica groups are away, with policy shrink: {', '.join(INTERVENTIONS)} "
+        "(default sqrt)",
+    ),
 }
 """Of the settings of `ft_core.settings.FLAGS`, type and purpose. The durable tier is Megatron's `--save`."""
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ft_core.session import Session
+from ft_megatron.exchange import intervened
 
 log = logging.getLogger(__name__)
 Finalize = Callable[..., Any]
@@ -48,7 +49,8 @@ def hook_optimizer(
 
     def tagged_step_with_ready_grads(*args: Any, **kwargs: Any) -> Any:
         session.optimizer_begins()
-        return step_with_ready_grads(*args, **kwargs)
+        with intervened(optimizer, session.lr_factor):
+            return step_with_ready_grads(*args, **kwargs)
 
     optimizer.step = protected_step
     optimizer.step_with_ready_grads = tagged_step_with_ready_grads

@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
 from ft_core import rng
 from ft_core.adapter import StateTensor
 from ft_core.errors import ConfigError, EpochChanged
+from ft_megatron.deal import Dealer
 
 Holders = tuple[int, ...]
 
@@ -48,10 +49,17 @@ class MegatronAdapter:
         if model[0].ddp_config.num_distributed_optimizer_instances > 1:
             self._shard_holders = _ranks(model[0].inter_dist_opt_group)
         self.sharded = bool(model[0].ddp_config.use_distributed_optimizer)
+        self.replicated = not self.sharded or len(self._shard_holders) > 1
         self._gathers_late = bool(model[0].ddp_config.overlap_param_gather)
         self.result: Any = None
         """What the training loop has to log for the newest step; restored with the state."""
         self.ring: tuple[int, ...] = self._data_parallel
+        self.replica_group = _replica_group(model[0])
+        self.leads_group = _leads(model[0])
+        """Whether this role speaks for its replica group in the ledger."""
+        self.dealers: list[Dealer] = []
+        """Who deals samples to this role, one for each iterator over the training data."""
+        self._deals: list[Any] = []
 
     # -- what there is -------------------------------------------------------------------------
 
@@ -74,6 +82,12 @@ class MegatronAdapter:
                 if isinstance(state[key], torch.Tensor):
                     yield StateTensor(f"{name}.{key}", state[key], holders)
 
+    def deal(self, dealer: Dealer) -> None:
+        """One more dealer, which goes on from where a predecessor's was."""
+        if len(self.dealers) < len(self._deals):
+            dealer.restore(self._deals[len(self.dealers)])
+        self.dealers.append(dealer)
+
     def envelope_holders(self) -> Holders:
         """The envelope goes where the optimizer's state is: hyper-parameters and step counts belong to it.
 
@@ -89,6 +103,7 @@ class MegatronAdapter:
             "result": self.result,
             "rng": rng.capture(),
             "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+            "deals": [dealer.to_json() for dealer in self.dealers],
             "scheduler": self._scheduler.state_dict() if self._scheduler is not None else None,
             "scalers": [
                 o.grad_scaler.state_dict() if getattr(o, "grad_scaler", None) else None
@@ -145,6 +160,9 @@ class MegatronAdapter:
         if self._scheduler is not None:
             _load_scheduler(self._scheduler, envelope["scheduler"])
         self.result = envelope["result"]
+        self._deals = envelope["deals"]
+        for dealer, saved_deal in zip(self.dealers, self._deals, strict=False):
+            dealer.restore(saved_deal)
         rng.restore(envelope["rng"])
         tensor_parallel.get_cuda_rng_tracker().set_states(envelope["tracker"])
 
@@ -212,6 +230,29 @@ class MegatronAdapter:
                 holders = self._shard_holders if self.sharded else peers
                 for p, main in enumerate(group["params"]):
                     yield f"optimizer.{o}.{g}.{p:05d}", main, inner.state[main], holders
+
+
+def _replica_group(ddp: Any) -> tuple[int, int]:
+    """Which replica group this role is in, of how many: the outermost data-parallel index."""
+    group = parallel_state.get_data_parallel_group()
+    if ddp.ddp_config.num_distributed_optimizer_instances > 1:
+        group = ddp.inter_dist_opt_group
+    elif parallel_state.get_expert_model_parallel_world_size() > 1:
+        group = ddp.expt_dp_group  # experts are spread over data-parallel peers, which belong together then
+    return group.rank(), group.size()
+
+
+def _leads(ddp: Any) -> bool:
+    """Whether this role is the first of its replica group."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if ddp.ddp_config.num_distributed_optimizer_instances > 1:
+        first = ddp.intra_dp_cp_group.rank() == 0
+    elif parallel_state.get_expert_model_parallel_world_size() > 1:
+        first = parallel_state.get_expert_model_parallel_rank() == 0
+    else:
+        first = group.rank() % parallel_state.get_context_parallel_world_size() == 0
+    model_parallel = parallel_state.get_tensor_model_parallel_rank(), parallel_state.is_pipeline_first_stage()
+    return first and model_parallel == (0, True)
 
 
 def _check_supported(optimizer: Any, parts: list[Any]) -> None:

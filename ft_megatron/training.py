@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
+
 from ft_core import session
+from ft_core.elastic import Deal
 from ft_core.errors import ConfigError
 from ft_core.session import Session
+from ft_megatron.deal import Dealer
+from ft_megatron.exchange import Exchange
 from ft_megatron.optimizer_hooks import hook_optimizer
 from ft_megatron.state import MegatronAdapter
 
@@ -31,6 +37,8 @@ class Job:
         self._newest = 0
         self._repeated = False
         self._adapter: MegatronAdapter | None = None
+        self._group = 0
+        self._lead = 0
         self.inherited: Any = None
         """The result of step `step`, if another worker did that step in this role, else None."""
         if not enabled:
@@ -41,6 +49,8 @@ class Job:
         if self._session is None:
             raise ConfigError("--ft needs ftrun in place of torchrun (same flags): nothing protects this job")
         self._adapter = MegatronAdapter(model, optimizer, scheduler)
+        self._group = self._adapter.replica_group[0]
+        self._exchange = Exchange(model, self._session, self._group)
         config = model[0].config
         protected = hook_optimizer(optimizer, model, self._session, self._adapter.sharded)
         config.finalize_model_grads_func = protected(config.finalize_model_grads_func)
@@ -66,6 +76,42 @@ class Job:
         """Whether faults are injected, so that the loop should install its injection points."""
         return self._session is not None and self._session.injecting
 
+    # -- replica groups ------------------------------------------------------------------------
+
+    @property
+    def lead(self) -> int:
+        """The first replica group that is there: one rank of it writes the log."""
+        return 0 if self._session is None else self._session.membership.taking_part(self.step + 1)[0]
+
+    def samples(self, count: int) -> list[int] | None:
+        """Positions in the training data of this rank's next micro batch of `count` samples.
+
+        All ranks ask once for each micro batch of a step, also those that read no data. None without fault
+        tolerance: samples are dealt to the data-parallel ranks as always.
+        """
+        if self._session is None or self._adapter is None:
+            return None
+        if not self._adapter.dealers:
+            self._adapter.deal(Dealer(self._session, self._group, Deal(count)))
+        return self._adapter.dealers[0].take()
+
+    def mean(self, value: torch.Tensor, group: Any, of_training: bool = True) -> torch.Tensor:
+        """The mean over the data-parallel ranks in `group` that took part, in place.
+
+        In a training step those alone count that have been dealt samples.
+        """
+        if self._session is None:
+            dist.all_reduce(value, group=group)
+            return value.div_(dist.get_world_size(group))
+        step, membership = self.step + 1, self._session.membership
+        counted = membership.contributing(step) if of_training else membership.taking_part(step)
+        if self._group not in counted:
+            value.zero_()
+        dist.all_reduce(value, group=group)
+        return value.div_(dist.get_world_size(group) * len(counted) // membership.groups)
+
+    # -- the step ------------------------------------------------------------------------------
+
     def step_done(self, result: Any = None) -> None:
         """The step is complete on this rank; `result`, plain data for the log, travels with the state."""
         if self._adapter is not None:
@@ -74,7 +120,9 @@ class Job:
         if self._session is None:
             self._step += 1
         else:
-            self._session.step_done()
+            assert self._adapter is not None
+            trained = [dealer.step_done() for dealer in self._adapter.dealers]
+            self._session.step_done(trained[0] if trained and self._adapter.leads_group else None)
         self._repeated = self.step <= self._newest
         self._newest = max(self._newest, self.step)
 
@@ -95,7 +143,12 @@ class Job:
                 # A worker that takes a role over may find a step complete whose line nobody has logged.
                 self.inherited = adapter.result
                 self._newest = self.step
+            elif self._lead != self.lead == self._group:
+                self.inherited = adapter.result  # who logged until now has left, and may not have come to it
+            self._lead = self.lead
             self._repeated = self.step < self._newest
+            for dealer in adapter.dealers:
+                dealer.restart()
             adapter.gather_parameters()
             return train()
 

@@ -417,19 +417,22 @@ class Samples:
             config,
         ).build()
 
-    def global_batch(self, dataset: Any, index: int) -> Iterator[dict[str, torch.Tensor | None]]:
+    def global_batch(
+        self, dataset: Any, index: int, job: Job | None
+    ) -> Iterator[dict[str, torch.Tensor | None]]:
         """This rank's micro batches of global batch `index`: tensors of (micro batch size, sequence length).
 
         Samples are dealt as Megatron-LM deals them: a global batch is read in turns of one micro batch per
-        data-parallel rank.
+        data-parallel rank. In training `job` deals them, to the replica groups that are there.
         """
         args = self.args
         for micro in range(args.num_microbatches):
+            dealt = job.samples(args.micro_batch_size) if job is not None else None
             if not self.needed:
                 yield {"tokens": None, "labels": None, "loss_mask": None, "position_ids": None}
                 continue
             first = index * args.batch + (micro * args.data_parallel_size + self.rank) * args.micro_batch_size
-            samples = [dataset[i] for i in range(first, first + args.micro_batch_size)]
+            samples = [dataset[i] for i in dealt or range(first, first + args.micro_batch_size)]
             yield {
                 key: torch.stack([sample[key] for sample in samples]).cuda(non_blocking=True)
                 for key in ("tokens", "labels", "loss_mask", "position_ids")
@@ -449,11 +452,14 @@ class Trainer:
         self.samples = Samples(args)
         self.job = Job(enabled=args.ft, model=self.model, optimizer=self.optimizer, scheduler=self.scheduler)
         self.has_loss = parallel_state.is_pipeline_last_stage()
-        # One rank of the last stage writes the log: the loss is there without another collective.
-        self.is_logger = (
+
+    @property
+    def is_logger(self) -> bool:
+        """One rank of the last stage writes the log: the loss is there without another collective."""
+        return (
             self.has_loss
             and parallel_state.get_tensor_model_parallel_rank() == 0
-            and parallel_state.get_data_parallel_rank() == 0
+            and parallel_state.get_data_parallel_rank() == self.job.lead
         )
 
     def train(self) -> str:
@@ -508,7 +514,7 @@ class Trainer:
         args = self.args
         return get_forward_backward_func()(
             forward_step_func=self.forward_step,
-            data_iterator=self.samples.global_batch(dataset, index),
+            data_iterator=self.samples.global_batch(dataset, index, None if forward_only else self.job),
             model=self.model,
             num_microbatches=args.num_microbatches,
             seq_length=args.seq_length,
@@ -530,13 +536,12 @@ class Trainer:
     def _backward_point(self, gradient: torch.Tensor) -> None:
         self.job.point("backward")
 
-    def mean_loss(self, losses: list[torch.Tensor]) -> float | None:
+    def mean_loss(self, losses: list[torch.Tensor], of_training: bool = True) -> float | None:
         """Mean loss over micro batches and data-parallel ranks; None before the last pipeline stage."""
         if not self.has_loss:
             return None
         mean = torch.stack(losses).mean()
-        torch.distributed.all_reduce(mean, group=parallel_state.get_data_parallel_group())
-        return (mean / self.args.data_parallel_size).item()
+        return self.job.mean(mean, parallel_state.get_data_parallel_group(), of_training).item()
 
     def evaluate(self) -> None:
         """Log the validation loss. Dropout is off, so the random number generators stay as they were."""
@@ -549,7 +554,7 @@ class Trainer:
                 self.job.point("evaluate")
                 losses += self.forward_backward(self.samples.valid, index, forward_only=True)
         self.model[0].train()
-        loss = self.mean_loss(losses)
+        loss = self.mean_loss(losses, of_training=False)
         if self.is_logger and not self.job.replaying:
             print(f"validation after {self.job.step}/{args.train_iters} | loss {loss!r}", flush=True)
 

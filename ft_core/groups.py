@@ -1,0 +1,115 @@
+"""The controller's view of the replica groups: which can leave, and which can come back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ft_core import decision
+from ft_core.elastic import Membership
+
+Message = dict[str, Any]
+Places = dict[int, str]
+"""Role -> node."""
+
+
+class Groups:
+    """What the roles have told of the groups they belong to, and who takes part since when.
+
+    Soft state like all of the controller's: it travels in the plan.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._of: dict[int, int] = {}
+        self._replicated = False
+        self.membership = Membership(0)
+        self.withdrawn: set[int] = set()
+        """Roles whose workers are being ended, so that they can fill the holes of another group."""
+
+    def told(self, role: int, group: int, groups: int, replicated: bool) -> None:
+        """A role says which of how many groups it belongs to, and whether each of them has all the state."""
+        self._of[role], self._replicated = group, replicated
+        if not self.membership.groups:
+            self.membership = Membership(groups)
+
+    def to_json(self) -> Message:
+        """For the plan."""
+        of = {str(role): group for role, group in self._of.items()}
+        return {"of": of, "replicated": self._replicated, "membership": self.membership.to_json()}
+
+    def take(self, found: Message) -> None:
+        """From a plan that another controller has made."""
+        self._of = {int(role): int(group) for role, group in found["of"].items()}
+        self._replicated = bool(found["replicated"])
+        self.membership = Membership.from_json(found["membership"])
+
+    def forget(self) -> None:
+        """The job starts over."""
+        self.membership = Membership(self.membership.groups)
+
+    @property
+    def known(self) -> bool:
+        """Whether all roles have told."""
+        return len(self._of) == self._world_size
+
+    def of(self, roles: Collection[int]) -> list[int]:
+        """The groups that `roles` belong to."""
+        return sorted({self._of[role] for role in roles})
+
+    def roles(self, groups: Collection[int]) -> list[int]:
+        """The roles of `groups`."""
+        return sorted(role for role, group in self._of.items() if group in groups)
+
+    def changed(self, version: int | None, roles: Collection[int]) -> None:
+        """An epoch starts from `version` with `roles`."""
+        if self.known and version is not None:
+            self.membership = self.membership.changed(version, self.of(roles))
+
+    def without(self, placed: Places, unplaced: Collection[int]) -> tuple[Places, str]:
+        """What is left when the groups of the `unplaced` roles leave: empty, with the reason, if they cannot.
+
+        They can where other groups remain whole, and hold all the state that those who leave had.
+        """
+        if not self.known:
+            return {}, "training has not begun"
+        if not self._replicated:
+            return {}, "the replica groups share one sharded state"
+        gone = self.of(unplaced)
+        left = {role: node for role, node in placed.items() if self._of[role] not in gone}
+        return left, "" if left else "no replica group is whole"
+
+    def counterpart(self, role: int, present: Collection[int]) -> int:
+        """The role in the same place of the next replica group that is there."""
+        place = self.roles([self._of[role]]).index(role)
+        groups = self.membership.groups
+        group = next(g for i in range(1, groups) if (g := (self._of[role] + i) % groups) in self.of(present))
+        return self.roles([group])[place]
+
+    def to_combine(self, placed: Places, unplaced: Collection[int]) -> list[int]:
+        """No group is whole: the roles whose nodes shall fill the holes of the one that lacks least.
+
+        Empty if that would not do.
+        """
+        if not self.known:
+            return []
+        lacking = {group: [r for r in unplaced if self._of[r] == group] for group in self.of(unplaced)}
+        keep = min(lacking, key=lambda group: (len(lacking[group]), group))
+        others = [role for role in placed if self._of[role] != keep]
+        return others if len(others) >= len(lacking[keep]) else []
+
+    def returning(self, placed: Places, idle: Mapping[str, int], capacity: int) -> Places:
+        """The places of the groups that can come back: those for which there are idle workers enough."""
+        found = dict(placed)
+        if not self.known:
+            return found
+        away = set(range(self._world_size)) - set(placed) - self.withdrawn
+        for group in self.of(away):
+            roles = [role for role in self.roles([group]) if role in away]
+            busy = {node: sum(1 for n in found.values() if n == node) for node in idle}
+            before = {node: sum(1 for n in placed.values() if n == node) for node in idle}
+            free = {node: count - (busy[node] - before[node]) for node, count in idle.items()}
+            assignment = decision.assign(found, free, roles, capacity)
+            if not assignment.unplaced:
+                found = assignment.roles
+        return found

@@ -1,0 +1,90 @@
+"""Collectives of a group some of whose members are away: their replica groups have left (FT-HSDP, 4.1).
+
+Ranks in a group stay what they were, and so does its size; the communicator inside has the members that
+are there. A reduction counts those alone: whoever averages knows over how many. Where data move, the next
+member that is there stands in for one that is away (replica groups have the same state): it sends what that
+one would have sent, a root included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ft_core.errors import FtError
+
+Fill = Callable[[], None]
+
+
+class Partial:
+    """The members of a group as its communicator of this epoch sees them."""
+
+    def __init__(self, name: str, members: Sequence[int], absent: frozenset[int]) -> None:
+        self._name = name
+        self._places = [i for i, role in enumerate(members) if role not in absent]
+        """Ranks in the group, in the order of ranks in the communicator."""
+        self._size = len(members)
+
+    def issue(self, pg: Any, method: str, kind: str, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Fill]:
+        """Issue an operation on the communicator `pg`: its work, and what to do once that is complete.
+
+        Raises FtError for an operation that has no meaning without the missing members.
+        """
+        if kind in ("allreduce", "barrier"):
+            return getattr(pg, method)(*args, **kwargs), _nothing
+        if kind in ("broadcast", "reduce"):
+            with_root = [self._with_root(a) if hasattr(a, "rootRank") else a for a in args]
+            return getattr(pg, method)(*with_root, **kwargs), _nothing
+        if kind in ("send", "recv") and method != "recv_anysource":
+            tensors, peer, *rest = args
+            if peer not in self._places:
+                raise self._refusal(f"{method} with member {peer}, which is away")
+            return getattr(pg, method)(tensors, self._places.index(peer), *rest, **kwargs), _nothing
+        if method == "allgather":
+            outputs, inputs, *rest = args
+            return self._gather(pg, outputs, inputs, rest)
+        if method in ("_allgather_base", "all_gather_single"):
+            output, given, *_ = args
+            return self._gather(pg, [self._parts(output)], [given.reshape(-1)], [])
+        if method in ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"):
+            outputs, inputs, *_ = args
+            return self._gather(pg, [self._parts(o) for o in outputs], [i.reshape(-1) for i in inputs], [])
+        raise self._refusal(kind)
+
+    def _gather(self, pg: Any, outputs: Any, inputs: Any, rest: list[Any]) -> tuple[Any, Fill]:
+        works = [
+            pg.allgather([[parts[i] for i in self._places]], [given], *rest)
+            for parts, given in zip(outputs, inputs, strict=True)
+        ]
+
+        def fill() -> None:
+            for work in works[:-1]:
+                work.wait()
+            for parts in outputs:
+                for place in set(range(self._size)) - set(self._places):
+                    parts[place].copy_(parts[self.stand_in(place)])
+
+        return works[-1], fill
+
+    def stand_in(self, place: int) -> int:
+        """Of a rank in the group: itself, or the next one that is there."""
+        return next(p for i in range(self._size) if (p := (place + i) % self._size) in self._places)
+
+    def _with_root(self, options: Any) -> Any:
+        options.rootRank = self._places.index(self.stand_in(options.rootRank))
+        return options
+
+    def _parts(self, output: torch.Tensor) -> list[torch.Tensor]:
+        return list(output.view(-1).chunk(self._size))
+
+    def _refusal(self, what: str) -> FtError:
+        return FtError(
+            f"{what} in group {self._name}, of whose {self._size} members {self._size - len(self._places)} "
+            "are away with their replica groups: it cannot go on without them; use --ft-policy wait"
+        )
+
+
+def _nothing() -> None:
+    pass

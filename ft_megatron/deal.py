@@ -1,0 +1,56 @@
+"""Which training samples this role reads in a step, while replica groups come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ft_core.elastic import Deal, positions
+from ft_core.session import Session
+
+
+class Dealer:
+    """Deals to this role's replica group, micro batch by micro batch.
+
+    A step that is abandoned leaves no trace: what it took is forgotten when the step begins anew.
+    """
+
+    def __init__(self, session: Session, group: int, deal: Deal) -> None:
+        """`group`: this role's replica group. `deal`: as it is before the next step."""
+        self._session, self._group = session, group
+        self._done = self._deal = deal
+        self._step = -1
+
+    def take(self) -> list[int]:
+        """Positions of the samples of this group's next micro batch in the step under way.
+
+        A group that has not been dealt any takes part with a zero gradient: it reads what the first one does.
+        """
+        self._begin()
+        hand = self._deal.take(self._session.version + 1, self._session.membership)
+        return positions(hand.get(self._group) or next(iter(hand.values())))
+
+    def step_done(self) -> dict[str, Any]:
+        """The step is complete: what the ledger is to know of it. Before the engine hears of it."""
+        self._begin()
+        trained = self._deal.step_done(self._session.version + 1, self._session.membership)
+        self._done, self._step = self._deal, -1
+        samples = {str(group): [list(r) for r in ranges] for group, ranges in trained.items()}
+        return {"samples": samples, "waiting": self._done.to_json()["waiting"], "next": self._done.next}
+
+    def restart(self) -> None:
+        """The step under way begins anew."""
+        self._step = -1
+
+    def to_json(self) -> dict[str, Any]:
+        """At the end of a step."""
+        return self._done.to_json()
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Inverse of `to_json`, here or in a successor."""
+        self._done, self._step = Deal.from_json(saved), -1
+
+    def _begin(self) -> None:
+        step = self._session.version + 1
+        if self._step != step:
+            self._step, self._deal = step, Deal.from_json(self._done.to_json())

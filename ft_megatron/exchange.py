@@ -1,0 +1,72 @@
+"""The gradient exchange while replica groups come and go (FT-HSDP, sections 4.2 and 4.3).
+
+Gradients are averaged over the groups that have trained samples in the step. A group that has come back and
+has not been dealt any takes part with a zero gradient, which brings it to the same state as all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ft_core.session import Session
+
+
+class Exchange:
+    """Sets what Megatron's gradient buckets are multiplied by before they are reduced."""
+
+    def __init__(self, model: list[Any], session: Session, group: int) -> None:
+        """`model`: the DDP-wrapped chunks; `group`: this role's replica group."""
+        self._session, self._group = session, group
+        self._averaged = model[0].ddp_config.average_in_collective
+        self._per_token = bool(getattr(model[0].config, "calculate_per_token_loss", False))
+        for chunk in model:
+            for bucket_group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+                factors = [bucket.gradient_scaling_factor for bucket in bucket_group.buckets]
+                sync = self._scaled(bucket_group, bucket_group.start_grad_sync, factors)
+                bucket_group.start_grad_sync = sync
+
+    @property
+    def contributes(self) -> bool:
+        """Whether this role's gradient counts in the step under way."""
+        return self._group in self._members(self._session.membership.contributing)
+
+    @property
+    def contributors(self) -> int:
+        """Over how many groups the gradients of the step under way are averaged."""
+        return len(self._members(self._session.membership.contributing))
+
+    def _members(self, of: Callable[[int], tuple[int, ...]]) -> tuple[int, ...]:
+        return of(self._session.version + 1)
+
+    def _scaled(self, bucket_group: Any, start: Callable[..., Any], factors: list[float]) -> Any:
+        def start_grad_sync(*args: Any, **kwargs: Any) -> Any:
+            membership = self._session.membership
+            counted = membership.groups
+            if self._averaged:
+                counted = len(self._members(membership.taking_part))
+            for bucket, factor in zip(bucket_group.buckets, factors, strict=True):
+                if not self.contributes:
+                    bucket.grad_data.zero_()
+                elif not self._per_token and counted != self.contributors:
+                    bucket.gradient_scaling_factor = factor * counted / self.contributors
+                else:
+                    bucket.gradient_scaling_factor = factor
+            return start(*args, **kwargs)
+
+        return start_grad_sync
+
+
+@contextmanager
+def intervened(optimizer: Any, factor: float) -> Iterator[None]:
+    """Step with the learning rate times `factor`; after it, every group's is what it was, to the bit."""
+    groups = optimizer.param_groups if factor != 1.0 else []
+    rates = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = group["lr"] * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
