@@ -1,0 +1,126 @@
+"""The Megatron-Core recipe, telling every role's state after every step.
+
+Prints lines `state STEP RANK DIGEST`. Under `ftrun` it goes as far as the file `limit` of its job says.
+With FT_TOLD=LEDGER, without fault tolerance, it is told beforehand which replica groups train which samples
+in which step: those of the ledger of another run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pretrain_gpt_core as recipe
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from ft_core import session
+
+
+class Telling(recipe.Trainer):
+    """Prints what it has become."""
+
+    def log_step(self, *result: Any) -> None:
+        digest = hashlib.sha256()
+        for name, tensor in sorted(recipe.state_tensors(self.model, self.optimizer)):
+            digest.update(
+                name.encode() + tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            )
+        print(f"state {self.job.step} {dist.get_rank()} {digest.hexdigest()[:16]}", flush=True)
+        super().log_step(*result)
+        if (current := session.current()) is not None:
+            while self.job.step >= int((current.job_dir / "limit").read_text() or 0):
+                current.raise_if_moved()
+                time.sleep(0.01)
+
+
+class Told(Telling):
+    """Knows who trains what."""
+
+    def __init__(self, args: recipe.Arguments) -> None:
+        super().__init__(args)
+        self.told = told(Path(os.environ["FT_TOLD"]))
+        self.samples.global_batch = self.global_batch  # type: ignore[method-assign]
+        self.model[0].config.finalize_model_grads_func = self.finalize
+        steps, self.optimizer.step_with_ready_grads = self.optimizer.step_with_ready_grads, self.slowed
+        self.steps = steps
+
+    @property
+    def contributing(self) -> list[int]:
+        return sorted(self.told[self.job.step + 1])
+
+    @property
+    def group(self) -> int:
+        return parallel_state.get_data_parallel_rank()
+
+    def global_batch(self, dataset: Any, index: int, job: Any) -> Iterator[dict[str, Any]]:
+        dealt = self.told[index + 1]
+        positions = dealt.get(self.group, dealt[min(dealt)])
+        size = self.args.micro_batch_size
+        for micro in range(self.args.num_microbatches):
+            if not self.samples.needed:
+                yield dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids"))
+                continue
+            samples = [dataset[i] for i in positions[micro * size : (micro + 1) * size]]
+            yield {key: torch.stack([s[key] for s in samples]) for key in samples[0]}
+
+    def finalize(self, *args: Any, **kwargs: Any) -> Any:
+        for group in self.model[0].bucket_groups:
+            for bucket in group.buckets:
+                bucket.gradient_scaling_factor = 1 / len(self.contributing)
+                if self.group not in self.contributing:
+                    bucket.grad_data.zero_()
+        return recipe.finalize_model_grads(*args, **kwargs)
+
+    def slowed(self, *args: Any, **kwargs: Any) -> Any:
+        share = len(self.contributing) / self.args.data_parallel_size
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups if share < 1 else ():
+            group["lr"] *= math.sqrt(share)
+        done = self.steps(*args, **kwargs)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        return done
+
+    def mean_loss(self, losses: list[torch.Tensor], of_training: bool = True) -> float | None:
+        if not self.has_loss:
+            return None
+        mean = torch.stack(losses).mean() * (self.group in self.contributing)
+        dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())
+        return (mean / len(self.contributing)).item()
+
+
+def told(path: Path) -> dict[int, dict[int, list[int]]]:
+    """step -> replica group -> the samples that it trained, in order: what counts of a ledger's lines."""
+    found: dict[int, dict[int, list[int]]] = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        if "step" in line:
+            found[line["step"]] = {
+                int(group): [at for first, end in ranges for at in range(first, end)]
+                for group, ranges in line["samples"].items()
+            }
+        elif line["version"] is not None:
+            found = {step: samples for step, samples in found.items() if step <= line["version"]}
+    return found
+
+
+def main() -> None:
+    """As the recipe's own."""
+    args = recipe.parse_args()
+    recipe.initialize(args)
+    trainer = (Told if "FT_TOLD" in os.environ else Telling)(args)
+    digest = trainer.job.run(trainer.train)
+    if trainer.is_logger:
+        print(f"digest sha256:{digest}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

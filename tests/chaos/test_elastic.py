@@ -1,0 +1,101 @@
+"""Replica groups leave and come back while the others train on (policy `shrink`): nothing else changes."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.harness import Job, Layout, Result, check_clean, read_logs, torchrun
+
+STEPS = 60
+STRIDE = 12
+"""Steps in which a failure, or what comes after it, finds its place."""
+
+
+@dataclass(frozen=True)
+class Groups(Layout):
+    """The recipe that tells its state; `told` by a ledger, if it is not given fault tolerance."""
+
+    told: str = ""
+
+    @property
+    def script(self) -> Path:
+        return Path(__file__).with_name("elastic_steps.py")
+
+    def environment(self) -> dict[str, str]:
+        return {"FT_TOLD": self.told} if self.told else {}
+
+
+def go_on(job: Job, step: int) -> None:
+    """Let all groups train up to that step."""
+    path = job.job_dir / "limit"
+    path.with_suffix(".new").write_text(str(step))
+    path.with_suffix(".new").rename(path)
+
+
+def states(text: str) -> dict[int, dict[int, set[str]]]:
+    """step -> rank -> digests of its state, of which a step done twice on the same state has one."""
+    found: dict[int, dict[int, set[str]]] = {}
+    for step, rank, digest in re.findall(r"^state (\d+) (\d+) (\w+)$", text, re.MULTILINE):
+        found.setdefault(int(step), {}).setdefault(int(rank), set()).add(digest)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "seed"),
+    [
+        (Groups(1, 1, 3, more=("--global-batch-size=12",)), 1),
+        (Groups(1, 2, 3, bf16=True, more=("--global-batch-size=12",)), 2),
+    ],
+    ids=str,
+)
+def test_groups_leave_and_return(layout: Groups, seed: int, tmp_path: Path) -> None:
+    """One is lost, comes back, and another is lost, at random moments; then as in a run that is told."""
+    dice = random.Random(seed)
+    job_dir = tmp_path / "job"
+    job_dir.mkdir()
+    with Job(job_dir, layout, STEPS, spares=0, ftrun=("--ft-policy=shrink", "--respawn")) as job:
+        epoch, step = 1, STRIDE
+        go_on(job, step)
+        job.wait_for_step(3, timeout=90)
+        for role in dice.sample(range(layout.world), 2):
+            time.sleep(dice.uniform(0.0, 0.5))
+            agent, _ = job.pids(role)
+            os.killpg(agent, signal.SIGKILL)
+            epoch = job.wait_for_epoch("left", epoch + 1)["epoch"]
+            step += STRIDE
+            go_on(job, step)
+            epoch = job.wait_for_epoch("returned", epoch + 1)["epoch"]
+            job.wait_for_epoch("state_restored", epoch)
+            step += STRIDE
+            go_on(job, step)
+            job.wait_for_step(step - STRIDE // 2)
+        go_on(job, STEPS + 1)
+        result = job.finish()
+    check_clean(result)
+    assert result.code == 0, result.output[-3000:]
+    check_told(result, layout)
+
+
+def check_told(result: Result, layout: Groups) -> None:
+    """Every sample once; all groups alike after every step; all as in a run that knew it all beforehand."""
+    assert result.job_dir is not None
+    ledger = result.job_dir / "ledger.jsonl"
+    reference = torchrun(Groups(layout.tp, layout.pp, layout.dp, layout.distributed, layout.bf16,
+                                layout.more, str(ledger)), STEPS)  # fmt: skip
+    assert result.losses == reference.losses
+    assert sorted(reference.losses) == list(range(1, STEPS + 1))
+    expected, found = states(reference.output), states(read_logs(result.job_dir))
+    assert sorted(found) == sorted(expected) == list(range(1, STEPS + 1))
+    for step, ranks in found.items():
+        for rank, digests in ranks.items():
+            assert digests == expected[step][rank], f"role {rank} after step {step}"
+    assert any(len(ranks) < layout.world for ranks in found.values()), "no step was done without a group"
+    assert result.digest == reference.digest
