@@ -355,18 +355,14 @@ def draw(result: dict[str, Any], path: Path) -> None:
     for place, until in (("short", SHORT), ("long", LONG)):
         ax = axes[place]
         ax.axvspan(100 * LEAVE, 100 * until, color="0.93", zorder=0)
-        ax.axhline(0, color="black", linewidth=1, label=BASELINE)
+        ax.axhline(0, color="black", linewidth=1.2)
         for name, found in settings.items():
             if found["setting"]["until"] == until or name == CONTROL:
                 points = [1000 * d for d in found["deviation_curve"]]
                 at = [100 * (i + 0.5) / len(points) for i in range(len(points))]
-                ax.plot(at, points, label=name, **_look(found["setting"]))
-        ax.set(
-            xlim=(20, 100),
-            ylabel="Δ training loss, /1000",
-            title=f"groups away from {100 * LEAVE:.0f} to {100 * until:.0f} %",
-        )
-        ax.legend(frameon=False, fontsize=8)
+                ax.plot(at, points, **_look(found["setting"]))
+        ax.set(xlim=(20, 100), ylabel="training loss - baseline, /1000")
+        ax.set_title(f"groups away from {100 * LEAVE:.0f} to {100 * until:.0f} % (grey)")
     axes["long"].set_xlabel("samples seen, %")
     axes["all"].legend(frameon=False)
     figure.suptitle(f"{size['groups']} replica groups, mean of {size['seeds']} seeds", fontsize=11)
