@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ Message = dict[str, Any]
 
 _RECONNECT = 0.05
 _FAREWELL = 10.0
+_TRAINED = 256
+"""Steps that may pass while the controller is restarted, without the ledger missing one."""
 
 
 class Agent:
@@ -76,6 +79,8 @@ class Agent:
         """Settings that the script has brought; `settings` has them in it."""
         self._asking: dict[int, Message] = {}
         """Worker -> the settings that it brings and waits for."""
+        self._trained: deque[Message] = deque(maxlen=_TRAINED)
+        """The newest steps' samples, for the ledger."""
         self._reported = 0
         self._done: asyncio.Future[int] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -134,8 +139,9 @@ class Agent:
                 self._controller = channel
                 about = {**self._reports.identity(), **self._reports.holdings()}
                 self._post({"type": "hello", "kind": "agent", **about})
-                for question in self._asking.values():
-                    self._post(question)  # a controller that died may not have answered it
+                # A controller that died may not have answered those, and not have written down these.
+                for unheard in (*self._asking.values(), *self._trained):
+                    self._post(unheard)
                 while True:
                     self._on_controller(await channel.recv())
             except AuthenticationError as error:
@@ -268,13 +274,19 @@ class Agent:
                 self._spawn(self._restore(worker, role, plan))
 
     def _worker_plan(self) -> Message:
-        return {
-            key: self.plan[key]
-            for key in (
-                *("epoch", "store", "completed", "parts", "origin", "started_over", "absent", "groups"),
-                "lr_intervention",
-            )
-        }
+        keys = (
+            "epoch",
+            "store",
+            "version",
+            "completed",
+            "parts",
+            "origin",
+            "started_over",
+            "absent",
+            "groups",
+        )
+        own = {"policy": self.settings.policy, "lr_intervention": self.settings.lr_intervention}
+        return {**{key: self.plan[key] for key in keys}, **own}
 
     def _assign(self, role: int) -> Worker | None:
         idle = self.pool.idle()
@@ -422,8 +434,11 @@ class Agent:
             self._post({**message, "role": role, "pid": worker.pid})
             if message["loaded"]:
                 self._commit(worker, message["version"])
-        elif kind in ("stepped", "reopened", "suspect", "unprotected", "trained"):
+        elif kind in ("stepped", "reopened", "suspect", "unprotected"):
             self._post({**message, "role": role})
+        elif kind == "trained":
+            self._trained.append(message)
+            self._post(message)
         elif kind == "corrupt":
             self.store.memory(role).strike(message["slot"])
             self._post({"type": "restore_failed", "epoch": self.epoch, "role": role, **_reason(message)})

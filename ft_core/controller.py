@@ -70,6 +70,8 @@ class Controller:
         self.catalogue: dict[str, dict[str, list[int]]] = {}
         """Role -> its segments and their holders: what is lost without a trace must still be missed."""
         self.groups = Groups(settings.world_size)
+        self._trained: list[Message] = []
+        """What is still to be entered into the ledger."""
         self._ledger, self._ledgered = Ledger(job_dir / ledger.NAME), 0
         self.initial: int | None = None
         """The version that the script makes by itself; known once a role has reached training."""
@@ -190,6 +192,8 @@ class Controller:
         self.epoch = max(self.epoch, int(hello["epoch"]), self.plan.get("epoch", 0))
         for role, about in hello["roles"].items():
             self._completed[int(role)] = about["completed"]
+            if about["group"] is not None:
+                self.groups.told(int(role), *about["group"])
             self.initial = about["initial"] if self.initial is None else self.initial
         self.finished |= {int(r) for r, about in hello["roles"].items() if about["finished"]}
         if hello["configured"] is not None:
@@ -248,7 +252,7 @@ class Controller:
             self.catalogue[str(message["role"])] = message["segments"]
             self.initial, self._resumes = message["initial"], message["resumes"]
             self.groups.told(int(message["role"]), *message["group"])
-        elif kind == "trained" and epoch == self.epoch:
+        elif kind == "trained":
             self._enter(message)
         elif kind == "unprotected":
             self._unprotected = True
@@ -270,14 +274,23 @@ class Controller:
         elif kind == "left":
             self._node_left(node)
 
+    def _open_ledger(self) -> None:
+        """Enter that an epoch has begun; later for the first, in which roles tell of their groups."""
+        if self._ledgered != self.plan["epoch"] and self.groups.known:
+            self._ledgered = self.plan["epoch"]
+            self._ledger.epoch(self._ledgered, self.plan["version"], self.groups.membership.to_json())
+
     def _enter(self, trained: Message) -> None:
         """In the ledger: a role has trained a step's samples."""
-        if self._ledgered != self.epoch:
-            self._ledgered = self.epoch
-            self._ledger.epoch(self.epoch, self.plan["version"], self.groups.membership.to_json())
-        if (problem := self._ledger.step(trained)) is not None:
-            log.error("%s", problem)
-            self.event("ledger", problem)
+        self._trained.append(trained)
+        if not self.groups.known:
+            return  # word of another role's group is on its way
+        self._open_ledger()
+        for message in self._trained:
+            if (problem := self._ledger.step(message)) is not None:
+                log.error("%s", problem)
+                self.event("ledger", problem)
+        self._trained.clear()
 
     def _end_if_finished(self) -> bool:
         if self.finished < {int(role) for role in self.plan["roles"]}:
@@ -597,7 +610,6 @@ class Controller:
             "started_over": self._started_over,
             "absent": sorted(set(range(self.settings.world_size)) - set(roles)),
             "groups": self.groups.to_json(),
-            "lr_intervention": self.settings.lr_intervention,
             "catalogue": self.catalogue,
             "initial": self.initial,
             "reached": max(self.reached, version or 0),
@@ -613,6 +625,7 @@ class Controller:
         for node in self.nodes.values():
             node.post(self.plan)
         if self.settings.policy == "shrink":
+            self._open_ledger()
             for name, change in (("left", before - set(roles)), ("returned", away & set(roles))):
                 if change:
                     self.event(name, f"replica groups {self.groups.of(change)}", sorted(change))

@@ -30,10 +30,13 @@ def lr_factor(intervention: str, live: int, full: int) -> float:
     """What the learning rate is multiplied by while `live` of `full` groups train (FT-HSDP, section 6.2).
 
     `sqrt` keeps it proportional to the standard deviation of the gradient's noise; `linear` goes by the
-    amount of data; `none` leaves it alone. Exactly 1.0 with all groups.
+    amount of data; `none` leaves it alone. Exactly 1.0 with all groups, 0.0 when nobody has any samples: the
+    only group that had some has left in the step after another came back.
     """
     if intervention not in INTERVENTIONS:
         raise ValueError(f"LR intervention {intervention!r}: give {', '.join(INTERVENTIONS)}")
+    if not live:
+        return 0.0
     if live == full or intervention == "none":
         return 1.0
     return live / full if intervention == "linear" else math.sqrt(live / full)

@@ -47,6 +47,7 @@ class Reports:
                 "segments": [s.id for s in layout],
                 "counts": worker.counts if worker else {},
                 "initial": worker.initial if worker else None,
+                "group": worker.group if worker else None,
                 "completed": worker.completed if worker else {"epoch": 0, "part": 0, "last": False},
                 "finished": worker is not None and worker.finished,
             }

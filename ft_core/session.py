@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ft_core.adapter import Adapter
-from ft_core.elastic import Membership, lr_factor
+from ft_core.elastic import AHEAD, Membership, lr_factor
 from ft_core.errors import CorruptSnapshot, EpochChanged, FtError
 from ft_core.inject import ENV as INJECT_ENV
 from ft_core.inject import Injector
@@ -192,6 +192,16 @@ class Session:
         return bool(self._plan.get("started_over"))
 
     @property
+    def elastic(self) -> bool:
+        """Whether replica groups may leave (policy `shrink`)."""
+        return bool(self._plan["policy"] == "shrink")
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """Roles whose replica groups are away."""
+        return frozenset(self._plan["absent"])
+
+    @property
     def lr_factor(self) -> float:
         """What the learning rate is multiplied by in the step under way."""
         live = len(self.membership.contributing(self.version + 1))
@@ -326,7 +336,10 @@ class Session:
         assert self._snapshotter is not None and self._adapter is not None
         membership = Membership.from_json(self._plan["groups"]["membership"])
         # A plan that was made before all roles had told of their groups does not know how many there are.
-        self.membership = dataclasses.replace(membership, groups=self._adapter.replica_group[1])
+        membership = dataclasses.replace(membership, groups=self._adapter.replica_group[1])
+        if membership != self.membership and self.role == min(set(range(self.world_size)) - self.absent):
+            self._tell(membership, self._plan["version"] or 0)
+        self.membership = membership
         if self.epoch > 1:
             self.point("recovery")
         restore = self._await_restore()
@@ -370,6 +383,17 @@ class Session:
         self._swap(plan)
         self.comms.reset()
         self.epoch = plan["epoch"]
+
+    def _tell(self, membership: Membership, version: int) -> None:
+        """The log says what becomes of the learning rate."""
+        for step in range(version + 1, version + AHEAD + 2):
+            live = len(membership.contributing(step))
+            if live != len(membership.contributing(step - 1)):
+                factor = lr_factor(self._plan["lr_intervention"], live, membership.groups)
+                log.warning(
+                    "from step %d on %d of %d replica groups train: learning rate x %.4f (%s)",
+                    *(step, live, membership.groups, factor, self._plan["lr_intervention"]),
+                )
 
     def _swap(self, plan: Message) -> None:
         fetch = self._fetch_startup

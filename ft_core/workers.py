@@ -45,8 +45,8 @@ class Worker:
     resumes: bool = False
     """Whether its script, started again, goes on from a checkpoint of its own."""
     ring: list[int] = field(default_factory=list)
-    group: list[Any] = field(default_factory=lambda: [0, 1, False])
-    """Its replica group, of how many, and whether each of them has all the state."""
+    group: list[Any] | None = None
+    """Its replica group, of how many, and whether each of them has all the state; known once it trains."""
     withdrawn: bool = False
     """It is ended, since its replica group has left, and another takes its place."""
     completed: dict[str, Any] = field(default_factory=lambda: {"epoch": 0, "part": 0, "last": False})

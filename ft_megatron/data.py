@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from ft_core.errors import ConfigError
+from ft_megatron.deal import Dealer
+
 Build = Callable[[Any, int], Any]
 """`build_pretraining_data_loader`: (data set, samples consumed) -> loader, None without a data set."""
 
@@ -104,19 +107,94 @@ class Loader:
             next(self._batches)
 
 
+class DealtLoader:
+    """The training data's loader where replica groups may leave: it reads what it is dealt.
+
+    While all groups are there, that is what Megatron's own loader reads, worker processes and all.
+    """
+
+    def __init__(self, build: Build, dataset: Any, consumed: int) -> None:
+        """Raises ConfigError for a loader whose samples cannot be dealt."""
+        self._build, self._dataset = build, dataset
+        self.first = consumed
+        self._loader = build(dataset, consumed)
+        sampler = getattr(self._loader, "batch_sampler", None)
+        self._width = getattr(sampler, "micro_batch_times_data_parallel_size", 0)
+        if type(sampler).__name__ != "MegatronPretrainingSampler":
+            raise ConfigError(
+                "--ft-policy shrink deals the samples of groups that left to the others, in the order of "
+                "the data: give --dataloader-type single, or another policy"
+            )
+        self.turn = int(sampler.micro_batch_size)  # type: ignore[union-attr]
+        self._offset = int(sampler.data_parallel_rank) * self.turn  # type: ignore[union-attr]
+        self.dealer: Dealer | None = None
+        self._batches: Iterator[Any] | None = None
+        self._next = -1
+        """The first sample of the batch that `_batches` gives next."""
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> DealtLoader:
+        self._open(self.first)
+        return self
+
+    def __next__(self) -> Any:
+        assert self.dealer is not None, "training has begun"
+        dealt = self.dealer.take()
+        if dealt[-1] >= len(self._dataset):
+            raise StopIteration
+        state = torch.get_rng_state()
+        if dealt[0] != self._next and self.dealer.all_are_there:
+            self._loader = self._build(self._dataset, dealt[0] - self._offset)
+            self._open(dealt[0] - self._offset)
+        if dealt[0] == self._next and dealt[-1] - dealt[0] == self.turn - 1:
+            assert self._batches is not None
+            batch = next(self._batches)
+            self._next += self._width
+        else:
+            batch = self._loader.collate_fn([self._dataset[at] for at in dealt])
+        torch.set_rng_state(state)
+        if not self.dealer.contributes and isinstance(batch, dict) and "loss_mask" in batch:
+            batch = {
+                **batch,
+                "loss_mask": torch.zeros_like(batch["loss_mask"]),
+            }  # nor does it count in the log
+        return batch
+
+    def mark(self) -> list[int]:
+        """The dealer knows where this is."""
+        return []
+
+    def seek(self, position: list[int]) -> None:
+        """See `mark`."""
+
+    def _open(self, first: int) -> None:
+        self._batches, self._next = iter(self._loader), first + self._offset
+
+
 class Loaders:
     """All loaders of this role, in the order in which they were made."""
 
     def __init__(self) -> None:
-        self._loaders: list[Loader] = []
+        self._loaders: list[Loader | DealtLoader] = []
 
-    def wrap(self, build: Build, enabled: Callable[[], bool]) -> Build:
-        """`build_pretraining_data_loader`, making loaders of this kind where that is `enabled`."""
+    @property
+    def dealt(self) -> list[DealtLoader]:
+        """Those of the training data that wait for a dealer."""
+        return [loader for loader in self._loaders if isinstance(loader, DealtLoader)]
+
+    def wrap(self, build: Build, enabled: Callable[[], bool], elastic: Callable[[Any], bool]) -> Build:
+        """`build_pretraining_data_loader`, making loaders of this kind where that is `enabled`.
+
+        `elastic`: whether a data set's samples are to be dealt.
+        """
 
         def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
             if dataset is None or not enabled():
                 return build(dataset, consumed_samples)
-            loader = Loader(build, dataset, consumed_samples)
+            kind = DealtLoader if elastic(dataset) else Loader
+            loader = kind(build, dataset, consumed_samples)
             self._loaders.append(loader)
             return loader
 

@@ -21,6 +21,17 @@ class Dealer:
         self._done = self._deal = deal
         self._step = -1
 
+    @property
+    def all_are_there(self) -> bool:
+        """Whether all groups are dealt samples, and none wait: then each reads what it always has."""
+        membership, step = self._session.membership, self._session.version + 1
+        return len(membership.dealt(step)) == membership.groups and not self._deal.waiting
+
+    @property
+    def contributes(self) -> bool:
+        """Whether this group has samples of its own in the step under way."""
+        return self._group in self._session.membership.contributing(self._session.version + 1)
+
     def take(self) -> list[int]:
         """Positions of the samples of this group's next micro batch in the step under way.
 

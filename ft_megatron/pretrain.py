@@ -21,10 +21,11 @@ import torch.distributed as dist
 
 from ft_core import session
 from ft_core.session import Session
-from ft_megatron import moe_metrics
+from ft_megatron import moe_metrics, replica_groups
 from ft_megatron.data import Loaders
 from ft_megatron.optimizer_hooks import hook_optimizer
 from ft_megatron.progress_log import ProgressLog
+from ft_megatron.replica_groups import ReplicaGroups
 from ft_megatron.state import MegatronAdapter
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def install(training: ModuleType) -> None:
         hook = functools.partial(getattr(hooks, name), original)
         setattr(training, name, functools.wraps(original)(hook))
     training.build_pretraining_data_loader = hooks.loaders.wrap(  # type: ignore[attr-defined]
-        training.build_pretraining_data_loader, hooks.enabled
+        training.build_pretraining_data_loader, hooks.enabled, replica_groups.dealt
     )
     finalize = training.finalize_model_grads
     # The loop takes it by this name, after the hooks that depend on the optimizer are known.
@@ -188,10 +189,13 @@ class Hooks:
         self._loop: Loop | None = None
         self._session: Session | None = None
         self._adapter: PretrainAdapter | None = None
+        self._groups: ReplicaGroups | None = None
         self._log: ProgressLog | None = None
         self._answer: Any = None
         self._totals: dict[str, Any] | None = None
         self._entered = self._again = self._inside = False
+        self._unsaved = -1
+        """The newest iteration that was due to be saved while groups were away."""
         self._parts = 0
         self._training_log = inspect.signature(training.training_log)
 
@@ -224,8 +228,10 @@ class Hooks:
         assert current is not None, "checked with the arguments"
         self._session = current
         self._loop = loop = Loop(self._training, self.loaders, current.comms.named)
-        self._log = ProgressLog(self._training, current.predecessors)
-        self._adapter = PretrainAdapter(model, optimizer, scheduler, loop)
+        self._adapter = adapter = PretrainAdapter(model, optimizer, scheduler, loop)
+        self._groups = groups = ReplicaGroups(self._training, current, adapter)
+        self._log = ProgressLog(self._training, groups.writers, groups.is_last)
+        groups.join(model, scheduler, self.loaders)
         self.finalize = hook_optimizer(optimizer, model, current, self._adapter.sharded)
         config = self._training.get_model_config(model[0])
         if config.finalize_model_grads_func is not None:
@@ -244,6 +250,10 @@ class Hooks:
                 loop.returned = original(
                     self._stepping(forward_step_func), model, optimizer, scheduler, *args, **kwargs
                 )
+            except SystemExit:
+                if self._unsaved == loop.iteration:
+                    groups.await_all()
+                raise
             finally:
                 self._inside = False
             return loop.returned
@@ -279,8 +289,10 @@ class Hooks:
     def _enter(self) -> None:
         """Set what the loop reads at its top, so that it begins with the iteration that was done last."""
         assert self._loop is not None and self._adapter is not None and self._session is not None
+        assert self._groups is not None
         loop, args = self._loop, self._training.get_args()
         args.iteration, args.num_floating_point_operations_so_far = loop.iteration, loop.operations
+        self._groups.restart()
         self._answer = loop.result
         self._again, self._entered = self._entered or loop.result is not None, True
         self._totals = dict(loop.totals) if self._again else None
@@ -292,7 +304,7 @@ class Hooks:
     def train_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """A step of the loop; the first one after a recovery was done before."""
         loop, current = self._loop, self._session
-        if loop is None or current is None:
+        if loop is None or current is None or self._groups is None:
             return original(*args, **kwargs)
         arguments = self._training.get_args()
         if self._answer is not None:
@@ -305,12 +317,13 @@ class Hooks:
         should_exit = result[3]
         if should_exit:
             return result  # the rerun state machine wants to leave before the optimizer steps
+        self._groups.count_missing()
         loop.result, loop.iteration = result, arguments.curr_iteration
         while frame is not None and "num_floating_point_operations_so_far" not in frame.f_locals:
             frame = frame.f_back
         if frame is not None:
             loop.operations = frame.f_locals["num_floating_point_operations_so_far"]
-        current.step_done()
+        current.step_done(self._groups.step_done())
         return result
 
     def training_log(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -347,11 +360,21 @@ class Hooks:
 
     def save_checkpoint_and_time(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """In the loop, or after it as a part of its own."""
-        if self._session is None:
+        if self._session is None or self._loop is None or self._groups is None:
             return original(*args, **kwargs)
-        current = self._session
+        current, loop, groups = self._session, self._loop, self._groups
 
         def saved() -> None:
+            if not groups.all_are_there:
+                if self._inside:
+                    log.warning(
+                        "iteration %d is not saved: replica groups are away, and Megatron's checkpoints need "
+                        "all; copies in memory go on",
+                        loop.iteration,
+                    )
+                    self._unsaved = loop.iteration
+                    return
+                groups.await_all()
             timer = self._training.get_timers()("interval-time", log_level=0)
             if not getattr(timer, "_started", True):  # of a worker that begins with this part
                 timer.start()

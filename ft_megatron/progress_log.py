@@ -8,7 +8,8 @@ log files of its predecessors.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -22,14 +23,18 @@ _TAIL = 1 << 18
 class ProgressLog:
     """What `megatron.training.training` prints on the last rank, and writes to tensorboard."""
 
-    def __init__(self, training: ModuleType, predecessors: list[Path]) -> None:
-        """`predecessors`: log directories of the workers that have played this role before."""
+    def __init__(
+        self, training: ModuleType, predecessors: Callable[[], list[Path]], is_last: Callable[[], bool]
+    ) -> None:
+        """`predecessors`: log directories of the workers that have written it before. `is_last`: whether
+        this role is the last, which writes it, or stands in for that."""
         self._predecessors = predecessors
         self._printed: set[str] = set()
         self._written: set[tuple[str, int]] = set()
         self._key = self._last = ""
         self._muted = False
         original = training.print_rank_last
+        vars(sys.modules[original.__module__])["is_last_rank"] = is_last
 
         def print_rank_last(message: str) -> None:
             if self._muted:
@@ -75,7 +80,7 @@ class ProgressLog:
         return add
 
     def _printed_before(self, key: str) -> bool:
-        for directory in self._predecessors:
+        for directory in self._predecessors():
             try:
                 with (directory / "stdout.log").open("rb") as file:
                     file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))

@@ -108,7 +108,7 @@ class Job:
         if self._group not in counted:
             value.zero_()
         dist.all_reduce(value, group=group)
-        return value.div_(dist.get_world_size(group) * len(counted) // membership.groups)
+        return value.div_(max(1, dist.get_world_size(group) * len(counted) // membership.groups))
 
     # -- the step ------------------------------------------------------------------------------
 

@@ -1,0 +1,110 @@
+"""What becomes of Megatron's training loop while replica groups come and go (policy `shrink`)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from ft_core import session
+from ft_core.elastic import Deal
+from ft_core.session import Session
+from ft_megatron.data import Loaders
+from ft_megatron.deal import Dealer
+from ft_megatron.exchange import Exchange
+from ft_megatron.state import MegatronAdapter
+
+log = logging.getLogger(__name__)
+
+_POLL = 0.05
+
+
+def dealt(dataset: Any) -> bool:
+    """Whether the samples of this data set are dealt to the groups that are there: the training data's."""
+    current = session.current()
+    split = getattr(dataset, "split", getattr(dataset, "index_split", None))
+    return current is not None and current.elastic and getattr(split, "name", "train") == "train"
+
+
+class ReplicaGroups:
+    """The loop's samples, schedule and log, by who takes part."""
+
+    def __init__(self, training: ModuleType, current: Session, adapter: MegatronAdapter) -> None:
+        self._training, self._session, self._adapter = training, current, adapter
+
+    def join(self, model: list[Any], scheduler: Any, loaders: Loaders) -> None:
+        """Hook the gradient exchange, the loaders and the schedule."""
+        group = self._adapter.replica_group[0]
+        Exchange(model, self._session, group)
+        for loader in loaders.dealt:
+            loader.dealer = Dealer(self._session, group, Deal(loader.turn, loader.first))
+            self._adapter.deal(loader.dealer)
+        if scheduler is not None and self._training.get_args().train_samples:
+            scheduler.step = self._by_samples(scheduler.step)
+
+    @property
+    def all_are_there(self) -> bool:
+        """Whether all groups take part in the step under way."""
+        membership = self._session.membership
+        return len(membership.taking_part(self._session.version + 1)) == membership.groups
+
+    def await_all(self) -> NoReturn:
+        """Wait for a new epoch, with groups that are away now: what needs all of them is done then.
+
+        Raises EpochChanged.
+        """
+        log.warning(
+            "training has come to its end; the last checkpoint waits for the replica groups that left"
+        )
+        while True:
+            self._session.raise_if_moved()
+            time.sleep(_POLL)
+
+    def restart(self) -> None:
+        """The step under way begins anew."""
+        for dealer in self._adapter.dealers:
+            dealer.restart()
+
+    def step_done(self) -> dict[str, Any] | None:
+        """A step is complete: for the ledger, from one role of each group."""
+        trained = [dealer.step_done() for dealer in self._adapter.dealers]
+        return trained[0] if trained and self._adapter.leads_group else None
+
+    def count_missing(self) -> None:
+        """Megatron's loop is about to count the samples of all groups as consumed: allow for it."""
+        args = self._training.get_args()
+        full = self._session.membership.groups
+        if missing := full - self._contributing():
+            of_all = self._training.get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
+            args.consumed_train_samples -= of_all * missing // full
+
+    def is_last(self) -> bool:
+        """Whether this role writes Megatron's log: the last does, or its next peer whose group is there."""
+        last, ring = self._session.world_size - 1, self._adapter.ring
+        if last not in ring:
+            return False
+        at = ring.index(last)
+        order = [*ring[at:], *ring[:at]]
+        return self._session.role == next(role for role in order if role not in self._session.absent)
+
+    def writers(self) -> list[Path]:
+        """Log directories, as far as can be seen here, of workers that have written Megatron's log before."""
+        if not self._session.elastic:
+            return self._session.predecessors
+        logs = self._session.job_dir / "logs"
+        known = [logs / f"role-{role}.workers" for role in self._adapter.ring]
+        names = [name for path in known if path.exists() for name in path.read_text().splitlines()]
+        return [logs / name for name in dict.fromkeys(names)]
+
+    def _contributing(self) -> int:
+        return len(self._session.membership.contributing(self._session.version + 1))
+
+    def _by_samples(self, step: Any) -> Any:
+        """A schedule that goes by samples goes by those that are trained; one by iterations as always."""
+
+        def counted(increment: int) -> Any:
+            return step(increment=increment * self._contributing() // self._session.membership.groups)
+
+        return counted
