@@ -83,6 +83,16 @@ class Membership:
         there = self.taking_part(step)
         return tuple(g for g in self.dealt(step) if g in there)
 
+    def settled(self, step: int) -> bool:
+        """Whether all groups are there, and have been for so long that no samples wait to be dealt again.
+
+        Told from the changes alone, so that roles which read no data know it as well. A group leaves at most
+        `AHEAD` steps' samples behind, and each step deals as much as a group takes, or more.
+        """
+        since = self.changes[-1][0] if self.changes else -math.inf
+        everybody = len(self.taking_part(step)) == self.groups
+        return everybody and step > since + AHEAD * (self.groups + 2)
+
     def _at(self, version: int) -> tuple[int, ...]:
         for since, members in reversed(self.changes):
             if since <= version:

@@ -194,8 +194,8 @@ class Hooks:
         self._answer: Any = None
         self._totals: dict[str, Any] | None = None
         self._entered = self._again = self._inside = False
-        self._unsaved = -1
-        """The newest iteration that was due to be saved while groups were away."""
+        self._postponed: Callable[[], None] | None = None
+        """The checkpoint that was due last, if it was not written since groups were away."""
         self._parts = 0
         self._training_log = inspect.signature(training.training_log)
 
@@ -251,8 +251,10 @@ class Hooks:
                     self._stepping(forward_step_func), model, optimizer, scheduler, *args, **kwargs
                 )
             except SystemExit:
-                if self._unsaved == loop.iteration:
-                    groups.await_all()
+                if self._postponed is not None:
+                    if not groups.all_are_there:
+                        groups.await_all()
+                    self._postponed()
                 raise
             finally:
                 self._inside = False
@@ -292,6 +294,8 @@ class Hooks:
         assert self._groups is not None
         loop, args = self._loop, self._training.get_args()
         args.iteration, args.num_floating_point_operations_so_far = loop.iteration, loop.operations
+        assert self._log is not None
+        self._log.doubtful = True
         self._groups.restart()
         self._answer = loop.result
         self._again, self._entered = self._entered or loop.result is not None, True
@@ -312,6 +316,8 @@ class Hooks:
             arguments.iteration, arguments.num_floating_point_operations_so_far = loop.first
             self._training.get_rerun_state_machine().current_iteration += 1  # as the step itself has done
             return answer
+        assert self._log is not None
+        self._log.doubtful, self._postponed = False, None
         frame = inspect.currentframe()
         result = original(*args, **kwargs)
         should_exit = result[3]
@@ -364,17 +370,7 @@ class Hooks:
             return original(*args, **kwargs)
         current, loop, groups = self._session, self._loop, self._groups
 
-        def saved() -> None:
-            if not groups.all_are_there:
-                if self._inside:
-                    log.warning(
-                        "iteration %d is not saved: replica groups are away, and Megatron's checkpoints need "
-                        "all; copies in memory go on",
-                        loop.iteration,
-                    )
-                    self._unsaved = loop.iteration
-                    return
-                groups.await_all()
+        def written() -> None:
             timer = self._training.get_timers()("interval-time", log_level=0)
             if not getattr(timer, "_started", True):  # of a worker that begins with this part
                 timer.start()
@@ -384,6 +380,20 @@ class Hooks:
             torch.distributed.barrier()
             current.point("save")
             original(*args, **kwargs)
+
+        def saved() -> None:
+            self._postponed = None
+            if self._inside and not groups.settled:
+                log.warning(
+                    "iteration %d is not saved: replica groups are away, or back for a few steps only; "
+                    "the copies in memory go on",
+                    loop.iteration,
+                )
+                self._postponed = written
+            elif groups.all_are_there:
+                written()
+            else:
+                groups.await_all()
 
         self._made(saved)
 

@@ -28,7 +28,9 @@ class ProgressLog:
     ) -> None:
         """`predecessors`: log directories of the workers that have written it before. `is_last`: whether
         this role is the last, which writes it, or stands in for that."""
-        self._predecessors = predecessors
+        self._predecessors, self._is_last = predecessors, is_last
+        self.doubtful = True
+        """Whether what comes now may have been written by another worker: until it has done a step itself."""
         self._printed: set[str] = set()
         self._written: set[tuple[str, int]] = set()
         self._key = self._last = ""
@@ -37,7 +39,7 @@ class ProgressLog:
         vars(sys.modules[original.__module__])["is_last_rank"] = is_last
 
         def print_rank_last(message: str) -> None:
-            if self._muted:
+            if self._muted or not is_last():
                 return
             if self._key and self._key in message:
                 if (writer := get_tensorboard_writer()) is not None:
@@ -61,7 +63,8 @@ class ProgressLog:
         if key != self._last:
             self._written.clear()
         self._key = self._last = key
-        self._muted = key in self._printed or self._printed_before(key)
+        doubtful = self.doubtful and self._is_last()
+        self._muted = key in self._printed or (doubtful and self._printed_before(key))
         try:
             yield
         finally:

@@ -50,6 +50,11 @@ class ReplicaGroups:
         membership = self._session.membership
         return len(membership.taking_part(self._session.version + 1)) == membership.groups
 
+    @property
+    def settled(self) -> bool:
+        """Whether a checkpoint says with its number of samples which of them are trained."""
+        return self._session.membership.settled(self._session.version + 1)
+
     def await_all(self) -> NoReturn:
         """Wait for a new epoch, with groups that are away now: what needs all of them is done then.
 

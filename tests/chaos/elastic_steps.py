@@ -8,7 +8,6 @@ in which step: those of the ledger of another run.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import pretrain_gpt_core as recipe
 import torch
 import torch.distributed as dist
+from elastic_told import told
 from megatron.core import parallel_state
 
 from ft_core import session
@@ -95,20 +95,6 @@ class Told(Telling):
         mean = torch.stack(losses).mean() * (self.group in self.contributing)
         dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())
         return (mean / len(self.contributing)).item()
-
-
-def told(path: Path) -> dict[int, dict[int, list[int]]]:
-    """step -> replica group -> the samples that it trained, in order: what counts of a ledger's lines."""
-    found: dict[int, dict[int, list[int]]] = {}
-    for line in map(json.loads, path.read_text().splitlines()):
-        if "step" in line:
-            found[line["step"]] = {
-                int(group): [at for first, end in ranges for at in range(first, end)]
-                for group, ranges in line["samples"].items()
-            }
-        elif line["version"] is not None:
-            found = {step: samples for step, samples in found.items() if step <= line["version"]}
-    return found
 
 
 def main() -> None:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-from tests.harness import Job, Layout, Result, check_clean, read_logs, torchrun
+from elastic_jobs import STRIDE, go_on, states
+from harness import Job, Layout, Result, check_clean, read_logs, torchrun
 
 STEPS = 60
-STRIDE = 12
-"""Steps in which a failure, or what comes after it, finds its place."""
 
 
 @dataclass(frozen=True)
@@ -31,21 +28,6 @@ class Groups(Layout):
 
     def environment(self) -> dict[str, str]:
         return {"FT_TOLD": self.told} if self.told else {}
-
-
-def go_on(job: Job, step: int) -> None:
-    """Let all groups train up to that step."""
-    path = job.job_dir / "limit"
-    path.with_suffix(".new").write_text(str(step))
-    path.with_suffix(".new").rename(path)
-
-
-def states(text: str) -> dict[int, dict[int, set[str]]]:
-    """step -> rank -> digests of its state, of which a step done twice on the same state has one."""
-    found: dict[int, dict[int, set[str]]] = {}
-    for step, rank, digest in re.findall(r"^state (\d+) (\d+) (\w+)$", text, re.MULTILINE):
-        found.setdefault(int(step), {}).setdefault(int(rank), set()).add(digest)
-    return found
 
 
 @pytest.mark.parametrize(

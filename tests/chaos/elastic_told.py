@@ -1,0 +1,20 @@
+"""What the ledger of a job says to a training that is to do the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def told(path: Path) -> dict[int, dict[int, list[int]]]:
+    """step -> replica group -> the samples that it trained, in order: what counts of a ledger's lines."""
+    found: dict[int, dict[int, list[int]]] = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        if "step" in line:
+            found[line["step"]] = {
+                int(group): [at for first, end in ranges for at in range(first, end)]
+                for group, ranges in line["samples"].items()
+            }
+        elif line["version"] is not None:
+            found = {step: samples for step, samples in found.items() if step <= line["version"]}
+    return found
