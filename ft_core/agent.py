@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +165,15 @@ class Agent:
             self._kill(message.get("role"))
         elif kind == "state":
             self._post({"type": "state", **self._reports.state_of(message["role"])})
-        elif kind == "release":
+        elif kind in ("release", "counts"):
             for worker in self.pool.playing():
                 worker.post(message)
+        elif kind == "prepare":
+            self._apply(message["plan"])  # of a node that has joined since, the first
+            for role in message["roles"]:
+                self._assign(role, message["changes"])
+        elif kind == "withdraw":
+            self._withdraw(message["roles"])
         elif kind == "configured":
             self._configure(message["settings"])
         elif kind == "answer":
@@ -255,13 +261,7 @@ class Agent:
             for role in self.roles_here():
                 self._predecessors(role)
                 self._known(role).unlink(missing_ok=True)
-        for gone in self.pool.playing():
-            if gone.role not in self.roles_here():
-                gone.role, gone.withdrawn = (
-                    None,
-                    True,
-                )  # its replica group has left; others may need the place
-                self.pool.kill(gone)
+        self._withdraw({worker.role for worker in self.pool.playing()} - set(self.roles_here()))
         # A role that has moved away may still be fetched from here: its memory goes one epoch later.
         self.store.keep_only([*self.roles_here(), *before])
         for role in self.roles_here():
@@ -272,6 +272,13 @@ class Agent:
                 worker = self._assign(role)
             if worker is not None:
                 self._spawn(self._restore(worker, role, plan))
+
+    def _withdraw(self, roles: Collection[int | None]) -> None:
+        """Replace the workers of a replica group that takes no part: others may need the places."""
+        for worker in self.pool.playing():
+            if worker.role in roles:
+                worker.role, worker.withdrawn = None, True
+                self.pool.kill(worker)
 
     def _worker_plan(self) -> Message:
         keys = (
@@ -288,7 +295,8 @@ class Agent:
         own = {"policy": self.settings.policy, "lr_intervention": self.settings.lr_intervention}
         return {**{key: self.plan[key] for key in keys}, **own}
 
-    def _assign(self, role: int) -> Worker | None:
+    def _assign(self, role: int, changes: Message | None = None) -> Worker | None:
+        """Give the role to an idle worker. `changes` to the plan: for one that takes no part yet."""
         idle = self.pool.idle()
         if not idle:
             self._post({"type": "short", "epoch": self.epoch, "role": role})
@@ -309,7 +317,7 @@ class Agent:
                 "role": role,
                 "world_size": self.settings.world_size,
                 "env": self._environment(role, worker.device),
-                "plan": self._worker_plan(),
+                "plan": {**self._worker_plan(), **(changes or {})},
             }
         )
         link = self._log_dir.parent / f"role-{role}"
@@ -426,6 +434,8 @@ class Agent:
             worker.stage, worker.initial, worker.ring = "training", message["version"], message["ring"]
             worker.resumes, worker.group = message["resumes"], message["group"]
             self.replicator.register(role, message["ring"])
+            if role not in self.roles_here():
+                self._post({"type": "prepared", "role": role})
         elif kind == "quiesced":
             worker.quiesced, worker.stage = message["epoch"], message["stage"]
             worker.counts = message["counts"]
@@ -434,7 +444,7 @@ class Agent:
             self._post({**message, "role": role, "pid": worker.pid})
             if message["loaded"]:
                 self._commit(worker, message["version"])
-        elif kind in ("stepped", "reopened", "suspect", "unprotected"):
+        elif kind in ("stepped", "reopened", "suspect", "unprotected", "counts"):
             self._post({**message, "role": role})
         elif kind == "trained":
             self._trained.append(message)

@@ -29,6 +29,7 @@ from ft_core.errors import FtError, Unrecoverable
 from ft_core.groups import Groups
 from ft_core.ledger import Ledger
 from ft_core.nodes import Message, Node, alive, common_durable, completed, report
+from ft_core.rejoin import Rejoin
 from ft_core.settings import Settings, read_secret
 from ft_core.wire import AsyncChannel, listen
 
@@ -70,6 +71,7 @@ class Controller:
         self.catalogue: dict[str, dict[str, list[int]]] = {}
         """Role -> its segments and their holders: what is lost without a trace must still be missed."""
         self.groups = Groups(settings.world_size)
+        self.rejoin = Rejoin(self)
         self._trained: list[Message] = []
         """What is still to be entered into the ledger."""
         self._ledger, self._ledgered = Ledger(job_dir / ledger.NAME), 0
@@ -89,7 +91,7 @@ class Controller:
         self._completed: dict[int, Message] = {}
         self._parts = 0
         """Parts of the script that every role has come to the end of."""
-        self._released = False
+        self.released = False
         self._resumes = False
         """Whether the script, started again, goes on from a checkpoint of its own."""
         self._started_over = 0
@@ -201,6 +203,7 @@ class Controller:
         self.configuration.tell(node)
         if not back:
             self.event("joined", node=name, agent_pid=hello["pid"], domain=hello["domain"])
+            self.rejoin.news()
         if self.phase in (Phase.QUIESCING, Phase.WAITING):
             channel.post({"type": "abort", "epoch": self.epoch})
         elif self.phase is Phase.RUNNING and hello["epoch"] < self.epoch and hello["roles"]:
@@ -224,6 +227,8 @@ class Controller:
             self._decide_if_ready()
         elif kind == "worker_lost":
             self._worker_lost(node, message)
+        elif kind == "short" and self.rejoin.concerns(int(message["role"])):
+            self.rejoin.failed(f"no idle worker on {node.name}")
         elif kind in ("restore_failed", "short") and epoch == self.epoch:
             reason = str(message.get("reason", "no idle worker on its node"))
             self._failed(f"role {message['role']} on {node.name}: {reason}", [int(message["role"])])
@@ -234,7 +239,7 @@ class Controller:
         elif kind == "stepped" and epoch == self.epoch:
             self._stepped.add(int(message["role"]))
             self.reached = max(self.reached, int(message["version"]))
-            if len(self._stepped) == len(self.plan["roles"]):
+            if self._all_have_stepped:
                 self._futile = 0
                 self.event("resumed", version=int(message["version"]))
         elif kind == "reopened" and epoch == self.epoch:
@@ -254,6 +259,10 @@ class Controller:
             self.groups.told(int(message["role"]), *message["group"])
         elif kind == "trained":
             self._enter(message)
+        elif kind == "counts":
+            self.rejoin.counted(node, message)
+        elif kind == "prepared":
+            self.rejoin.prepared(int(message["role"]))
         elif kind == "unprotected":
             self._unprotected = True
         elif kind == "suspect":
@@ -292,6 +301,10 @@ class Controller:
                 self.event("ledger", problem)
         self._trained.clear()
 
+    @property
+    def _all_have_stepped(self) -> bool:
+        return len(self._stepped) == len(self.plan["roles"])
+
     def _end_if_finished(self) -> bool:
         if self.finished < {int(role) for role in self.plan["roles"]}:
             return False
@@ -304,7 +317,7 @@ class Controller:
         if self.phase is not Phase.RUNNING or len(done) < len(self.plan["roles"]):
             return
         self._parts = max(self._parts, min(int(c["part"]) for c in done))
-        self._released = all(c["last"] for c in done)
+        self.released = all(c["last"] for c in done)
         for node in self.nodes.values():
             node.post({"type": "release", "parts": self._parts})
 
@@ -320,13 +333,16 @@ class Controller:
         if self.initial is not None or self.plan["start"][1] == "durable":
             return False
         self.plan["start"] = [version, "durable"]
-        self._end_epoch("configured", f"training starts from the durable checkpoint of step {version}", [])
+        self.end_epoch("configured", f"training starts from the durable checkpoint of step {version}", [])
         return True
 
     # -- failures ------------------------------------------------------------------------------
 
     def _worker_lost(self, node: Node, message: Message) -> None:
         role = int(message["role"])
+        if self.rejoin.concerns(role):
+            self.rejoin.failed(f"worker {message['pid']} of role {role} on {node.name}: {message['exit']}")
+            return
         where = f"worker {message['pid']} of role {role} on {node.name}: {message['exit']}"
         if message["crashed"]:
             self._failed(where, [role])
@@ -345,6 +361,7 @@ class Controller:
             self._failed(f"node {node.name} lost: {why}", roles)
         else:
             self.event("spare_lost", f"node {node.name}: {why}", node=node.name)
+            self.rejoin.node_lost(node.name)
             self._decide_if_ready()
 
     def _leave(self) -> None:
@@ -372,7 +389,7 @@ class Controller:
             if self.phase is Phase.FORMING:
                 self._form_if_ready()
             return
-        if self._released or self.finished:
+        if self.released or self.finished:
             # Training is behind everybody: nothing is left to lose.
             self.event("detected", f"{reason}; its script had only local work left", roles)
             self.finished |= set(roles)
@@ -390,9 +407,10 @@ class Controller:
             self.event("detected", reason, roles)
             self._end(1, f"{_FUTILE} recoveries in a row without one finished step; the last: {reason}")
             return
-        self._end_epoch("detected", reason, roles)
+        self.end_epoch("detected", reason, roles)
 
-    def _end_epoch(self, event: str, reason: str, roles: list[int]) -> None:
+    def end_epoch(self, event: str, reason: str, roles: list[int]) -> None:
+        """Have all workers leave what they are in, and decide how to go on."""
         self.epoch += 1
         self.phase = Phase.QUIESCING
         self._ended_at = time.monotonic()
@@ -423,8 +441,8 @@ class Controller:
                 self._rebuild(now - self._started > _REBUILD_GRACE)
             elif self.phase is Phase.WAITING:
                 self._decide_if_ready()
-            elif self.phase is Phase.RUNNING:
-                self._take_back()
+            elif self.running and self.settings.policy == "shrink" and self._all_have_stepped:
+                self.rejoin.tick()
 
     # -- decisions -----------------------------------------------------------------------------
 
@@ -484,8 +502,7 @@ class Controller:
             if not roles:
                 return
         elif self.settings.policy == "shrink":
-            used = Counter(roles[role] for role in lost)
-            roles = self.groups.returning(roles, {n: idle[n] - used[n] for n in idle}, capacity)
+            roles = {**roles, **self.rejoin.places}
         try:
             version, origin, sources = self._choose(roles, places)
         except Unrecoverable as error:
@@ -511,16 +528,6 @@ class Controller:
             self.nodes[placed[role]].post({"type": "kill", "role": role})
         self._wait(list(unplaced), reason)
         return {}
-
-    def _take_back(self) -> None:
-        """Let replica groups that are away come back, once there are workers for all their roles."""
-        here = {int(role): node for role, node in self.plan["roles"].items()}
-        if self.settings.policy != "shrink" or len(self._stepped) < len(here) or self._released:
-            return
-        idle = {node.name: int(node.heartbeat["idle"]) for node in self.nodes.values()}
-        found = self.groups.returning(here, idle, self.settings.nproc_per_node)
-        if back := sorted(set(found) - set(here)):
-            self._end_epoch("returning", f"replica groups {self.groups.of(back)} come back", back)
 
     def _choose(self, roles: dict[int, str], places: dict[int, str]) -> tuple[int | None, str, Message]:
         catalogue = {name: held for found in self.catalogue.values() for name, held in found.items()}
@@ -551,7 +558,7 @@ class Controller:
             log.warning("%s\nThe script is started again from its own newest checkpoint.", reason)
             for role in left:
                 self.nodes[self.plan["roles"][str(role)]].post({"type": "kill", "role": role})
-            self._end_epoch("starting_over", reason, left)
+            self.end_epoch("starting_over", reason, left)
             return
         self.initial, self.reached, self.catalogue, self._parts = None, 0, {}, 0
         self.groups.forget()
@@ -589,6 +596,7 @@ class Controller:
         lost: list[int] | None = None,
     ) -> None:
         lead = self.nodes[roles[min(roles)]]
+        self.rejoin.epoch_begins()
         before = {int(role) for role in self.plan.get("roles", {})}
         away = set(self.plan.get("absent", []))
         self.groups.withdrawn = set()

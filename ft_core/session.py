@@ -484,6 +484,8 @@ class Session:
         elif kind == "startup_entries":
             entries = self.comms.startup_entries(message["group"], message["start"])
             self._send({"type": "reply", "id": message["id"], "entries": entries})
+        elif kind == "counts":
+            self._send({"type": "counts", "counts": self.comms.startup_counts()})
         elif kind == "release":
             with self._condition:
                 self._parts_done = message["parts"]

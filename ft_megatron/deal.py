@@ -15,9 +15,11 @@ class Dealer:
     A step that is abandoned leaves no trace: what it took is forgotten when the step begins anew.
     """
 
-    def __init__(self, session: Session, group: int, deal: Deal) -> None:
-        """`group`: this role's replica group. `deal`: as it is before the next step."""
+    def __init__(self, session: Session, group: int, deal: Deal, member: tuple[int, int] = (0, 1)) -> None:
+        """`group`: this role's replica group. `deal`: as it is before the next step, with turns of a micro
+        batch for each of the data-parallel ranks in a group: `member` is which of how many this one is."""
         self._session, self._group = session, group
+        self._member = member
         self._done = self._deal = deal
         self._step = -1
 
@@ -33,13 +35,16 @@ class Dealer:
         return self._group in self._session.membership.contributing(self._session.version + 1)
 
     def take(self) -> list[int]:
-        """Positions of the samples of this group's next micro batch in the step under way.
+        """Positions of the samples of this role's next micro batch in the step under way.
 
         A group that has not been dealt any takes part with a zero gradient: it reads what the first one does.
         """
         self._begin()
         hand = self._deal.take(self._session.version + 1, self._session.membership)
-        return positions(hand.get(self._group) or next(iter(hand.values())))
+        dealt = positions(hand.get(self._group) or next(iter(hand.values())))
+        index, members = self._member
+        size = len(dealt) // members
+        return dealt[index * size : (index + 1) * size]
 
     def step_done(self) -> dict[str, Any]:
         """The step is complete: what the ledger is to know of it. Before the engine hears of it."""

@@ -39,7 +39,8 @@ class ReplicaGroups:
         group = self._adapter.replica_group[0]
         Exchange(model, self._session, group)
         for loader in loaders.dealt:
-            loader.dealer = Dealer(self._session, group, Deal(loader.turn, loader.first))
+            deal = Deal(loader.turn * self._adapter.member[1], loader.first)
+            loader.dealer = Dealer(self._session, group, deal, self._adapter.member)
             self._adapter.deal(loader.dealer)
         if scheduler is not None and self._training.get_args().train_samples:
             scheduler.step = self._by_samples(scheduler.step)

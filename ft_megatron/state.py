@@ -55,6 +55,9 @@ class MegatronAdapter:
         """What the training loop has to log for the newest step; restored with the state."""
         self.ring: tuple[int, ...] = self._data_parallel
         self.replica_group = _replica_group(model[0])
+        members = parallel_state.get_data_parallel_world_size() // self.replica_group[1]
+        self.member = parallel_state.get_data_parallel_rank() % members, members
+        """Which of the data-parallel ranks of its replica group this role is, of how many."""
         self.leads_group = _leads(model[0])
         """Whether this role speaks for its replica group in the ledger."""
         self.dealers: list[Dealer] = []

@@ -80,8 +80,10 @@ class Job:
 
     @property
     def lead(self) -> int:
-        """The first replica group that is there: one rank of it writes the log."""
-        return 0 if self._session is None else self._session.membership.taking_part(self.step + 1)[0]
+        """The first data-parallel rank that is there: it writes the log."""
+        if self._session is None or self._adapter is None:
+            return 0
+        return self._session.membership.taking_part(self.step + 1)[0] * self._adapter.member[1]
 
     def samples(self, count: int) -> list[int] | None:
         """Positions in the training data of this rank's next micro batch of `count` samples.
@@ -92,7 +94,8 @@ class Job:
         if self._session is None or self._adapter is None:
             return None
         if not self._adapter.dealers:
-            self._adapter.deal(Dealer(self._session, self._group, Deal(count)))
+            member = self._adapter.member
+            self._adapter.deal(Dealer(self._session, self._group, Deal(count * member[1]), member))
         return self._adapter.dealers[0].take()
 
     def mean(self, value: torch.Tensor, group: Any, of_training: bool = True) -> torch.Tensor:
@@ -143,7 +146,7 @@ class Job:
                 # A worker that takes a role over may find a step complete whose line nobody has logged.
                 self.inherited = adapter.result
                 self._newest = self.step
-            elif self._lead != self.lead == self._group:
+            elif self._lead != self.lead == self._group * adapter.member[1]:
                 self.inherited = adapter.result  # who logged until now has left, and may not have come to it
             self._lead = self.lead
             self._repeated = self.step < self._newest

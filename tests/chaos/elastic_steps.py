@@ -57,30 +57,37 @@ class Told(Telling):
         return sorted(self.told[self.job.step + 1])
 
     @property
+    def members(self) -> int:
+        """Data-parallel ranks in a replica group."""
+        instances = self.args.num_distributed_optimizer_instances
+        return self.args.data_parallel_size // instances if instances > 1 else 1
+
+    @property
     def group(self) -> int:
-        return parallel_state.get_data_parallel_rank()
+        return parallel_state.get_data_parallel_rank() // self.members
 
     def global_batch(self, dataset: Any, index: int, job: Any) -> Iterator[dict[str, Any]]:
         dealt = self.told[index + 1]
         positions = dealt.get(self.group, dealt[min(dealt)])
-        size = self.args.micro_batch_size
+        size, own = self.args.micro_batch_size, parallel_state.get_data_parallel_rank() % self.members
         for micro in range(self.args.num_microbatches):
             if not self.samples.needed:
                 yield dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids"))
                 continue
-            samples = [dataset[i] for i in positions[micro * size : (micro + 1) * size]]
+            first = (micro * self.members + own) * size
+            samples = [dataset[i] for i in positions[first : first + size]]
             yield {key: torch.stack([s[key] for s in samples]) for key in samples[0]}
 
     def finalize(self, *args: Any, **kwargs: Any) -> Any:
         for group in self.model[0].bucket_groups:
             for bucket in group.buckets:
-                bucket.gradient_scaling_factor = 1 / len(self.contributing)
+                bucket.gradient_scaling_factor = 1 / (len(self.contributing) * self.members)
                 if self.group not in self.contributing:
                     bucket.grad_data.zero_()
         return recipe.finalize_model_grads(*args, **kwargs)
 
     def slowed(self, *args: Any, **kwargs: Any) -> Any:
-        share = len(self.contributing) / self.args.data_parallel_size
+        share = len(self.contributing) * self.members / self.args.data_parallel_size
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups if share < 1 else ():
             group["lr"] *= math.sqrt(share)
@@ -94,7 +101,7 @@ class Told(Telling):
             return None
         mean = torch.stack(losses).mean() * (self.group in self.contributing)
         dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())
-        return (mean / len(self.contributing)).item()
+        return (mean / (len(self.contributing) * self.members)).item()
 
 
 def main() -> None:

@@ -63,7 +63,14 @@ class Told:
 
     def install(self) -> None:
         build, start = training.build_pretraining_data_loader, _ParamAndGradBucketGroup.start_grad_sync
-        steps = ChainedOptimizer.step_with_ready_grads
+        steps, train_step = ChainedOptimizer.step_with_ready_grads, training.train_step
+
+        def counted(*given: Any, **kwargs: Any) -> Any:
+            result = train_step(*given, **kwargs)
+            args = get_args()
+            of_group = args.global_batch_size // mpu.get_data_parallel_world_size()
+            args.consumed_train_samples -= args.global_batch_size - of_group * len(self.dealt)
+            return result
 
         def loader(dataset: Any, consumed: int) -> Any:
             found = build(dataset, consumed)
@@ -87,7 +94,7 @@ class Told:
                 group["lr"] = rate
             return done
 
-        training.build_pretraining_data_loader = loader
+        training.build_pretraining_data_loader, training.train_step = loader, counted
         _ParamAndGradBucketGroup.start_grad_sync = synchronise
         ChainedOptimizer.step_with_ready_grads = slowed
 

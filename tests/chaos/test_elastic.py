@@ -35,6 +35,11 @@ class Groups(Layout):
     [
         (Groups(1, 1, 3, more=("--global-batch-size=12",)), 1),
         (Groups(1, 2, 3, bf16=True, more=("--global-batch-size=12",)), 2),
+        # Three instances of two: of a lost instance, the ranks that are left go to another.
+        (
+            Groups(1, 1, 6, True, more=("--num-distributed-optimizer-instances=3", "--global-batch-size=24")),
+            3,
+        ),
     ],
     ids=str,
 )

@@ -34,11 +34,6 @@ class Groups(Pretrain):
         return {**super().environment(), **({"FT_TOLD": self.told} if self.told else {})}
 
 
-def rates(text: str) -> list[tuple[int, str]]:
-    """The log's lines without the number of samples, of which a run that is told consumes all groups'."""
-    return [(iteration, line.partition(" | ")[2]) for iteration, line in losses(text)]
-
-
 def test_groups_leave_and_return(tmp_path: Path) -> None:
     """The last group first, whose role writes the log; saved at the end, when all are there."""
     layout = {"world": 3, "more": ("--global-batch-size=12", "--bf16", "--save-interval=1000")}
@@ -68,7 +63,7 @@ def test_groups_leave_and_return(tmp_path: Path) -> None:
     assert result.code == 0, result.output[-3000:]
     reference = torchrun(Groups(**layout, told=str(job_dir / "ledger.jsonl")), STEPS, "--save", str(expected))
     text = read_logs(job_dir)
-    assert sorted(rates(text)) == rates(reference.output)
+    assert sorted(losses(text)) == losses(reference.output)
     right, found = states(reference.output), states(text)
     assert sorted(found) == sorted(right) == list(range(1, STEPS + 1))
     for after, ranks in found.items():

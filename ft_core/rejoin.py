@@ -1,0 +1,120 @@
+"""Brings replica groups back while the others train (FT-HSDP, sections 4.3 and 5): the controller's part.
+
+What takes long for a newcomer is to start: the script, the model, the record of start-up to replay. It does
+all that ahead of the epoch in which it takes part, without anybody waiting for it. That epoch begins once
+every role of the group is ready for its state.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from ft_core.groups import Places
+from ft_core.nodes import Message, Node, completed
+
+if TYPE_CHECKING:
+    from ft_core.controller import Controller
+
+log = logging.getLogger(__name__)
+
+_ATTEMPTS = 3
+"""Of a group's start in a row that may fail before the job goes on without it until a node joins."""
+
+
+class Rejoin:
+    """One attempt at a time."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._c = controller
+        self._places: Places = {}
+        self._uncounted: set[int] = set()
+        """Roles that have yet to say how far their start-up's record goes."""
+        self._ready: set[int] = set()
+        self._failed = 0
+
+    def tick(self) -> None:
+        """An epoch is under way: if there are workers for all roles of a group that is away, begin."""
+        if self._places or self._failed >= _ATTEMPTS or self._c.released:
+            return
+        here = {int(role): node for role, node in self._c.plan["roles"].items()}
+        idle = {node.name: int(node.heartbeat["idle"]) for node in self._c.nodes.values()}
+        found = self._c.groups.returning(here, idle, self._c.settings.nproc_per_node)
+        self._places = {role: node for role, node in found.items() if role not in here}
+        if self._places:
+            self._uncounted = set(here)
+            for name in set(here.values()):
+                if (node := self._c.nodes.get(name)) is not None:
+                    node.post({"type": "counts"})
+
+    def counted(self, node: Node, message: Message) -> None:
+        """A role that takes part says which operations of the start-up phase it has on record."""
+        role = int(message["role"])
+        if role not in self._uncounted:
+            return
+        node.holdings["roles"][str(role)]["counts"] = message["counts"]
+        self._uncounted.discard(role)
+        if self._uncounted:
+            return
+        roles = sorted(self._places)
+        self._c.event("preparing", f"replica groups {self._c.groups.of(roles)} start", roles)
+        plan = {
+            "origin": "memory",
+            "completed": completed(self._c.nodes.values()),
+            "absent": [role for role in self._c.plan["absent"] if role not in self._places],
+        }
+        for name in set(self._places.values()):
+            mine = [role for role, where in self._places.items() if where == name]
+            message = {"type": "prepare", "plan": self._c.plan, "roles": mine, "changes": plan}
+            if (there := self._c.nodes.get(name)) is not None:
+                there.post(message)
+
+    def prepared(self, role: int) -> None:
+        """A role's worker has started, and waits for its state."""
+        if role in self._places:
+            self._ready.add(role)
+            if self.complete and self._c.running:
+                roles = sorted(self._places)
+                self._c.end_epoch("returning", f"replica groups {self._c.groups.of(roles)} come back", roles)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all roles of the group are ready."""
+        return bool(self._places) and self._ready == set(self._places)
+
+    @property
+    def places(self) -> Places:
+        """Where the roles are that can take part in the next epoch."""
+        return dict(self._places) if self.complete else {}
+
+    def concerns(self, role: int) -> bool:
+        """Whether the role is one of a group that is being started, and takes no part yet."""
+        return role in self._places
+
+    def failed(self, reason: str) -> None:
+        """A worker or node of the group is lost: give up this attempt."""
+        self._c.event("not_returning", reason, sorted(self._places))
+        self._failed += 1
+        if self._failed >= _ATTEMPTS:
+            log.warning("a replica group could not be started %d times: %s", self._failed, reason)
+        for name in set(self._places.values()):
+            mine = [role for role, where in self._places.items() if where == name]
+            if (node := self._c.nodes.get(name)) is not None:
+                node.post({"type": "withdraw", "roles": mine})
+        self._clear()
+
+    def node_lost(self, name: str) -> None:
+        """A node that takes no part is gone."""
+        if name in self._places.values():
+            self.failed(f"node {name} is lost")
+
+    def epoch_begins(self) -> None:
+        """With those who were ready; agents end the workers of those who were not."""
+        self._clear()
+
+    def news(self) -> None:
+        """Nodes have come or gone: worth another attempt."""
+        self._failed = 0
+
+    def _clear(self) -> None:
+        self._places, self._ready, self._uncounted = {}, set(), set()
