@@ -17,9 +17,13 @@ ITERATIONS = 14
     [
         (Zero(2, fp16=True), "1@optimizer:3,0@forward:7:worker"),
         (Zero(2, offload=True), "0@gather:4,2@backward:9:worker"),
-        (OwnLoop(0), "0@forward:3,1@between:6:worker,2@backward:10:worker"),
+        pytest.param(
+            *(OwnLoop(0), "0@forward:3,1@between:6:worker,2@backward:10:worker"), marks=pytest.mark.exhaustive
+        ),
         (OwnLoop(2), "2@gradients:3,0@between:6:worker,0@d2h:10:worker"),
-        (OwnLoop(3), "1@backward:3,2@between:6:worker,0@forward:10:worker"),
+        pytest.param(
+            *(OwnLoop(3), "1@backward:3,2@between:6:worker,0@forward:10:worker"), marks=pytest.mark.exhaustive
+        ),
         (HuggingFace(2), "0@backward:4,1@between:8:worker"),
     ],
     ids=lambda value: str(value) if not isinstance(value, str) else "",

@@ -13,7 +13,7 @@ KINDS = ("node", "agent", "worker", "worker")
     ("layout", "nproc", "seed"),
     [
         (Layout(1, 2, 2, distributed=True, bf16=True), 2, 1),
-        (Layout(2, 1, 2), 2, 2),
+        pytest.param(Layout(2, 1, 2), 2, 2, marks=pytest.mark.exhaustive),
         pytest.param(Layout(1, 1, 2, distributed=True), 1, 3, marks=pytest.mark.exhaustive),
         pytest.param(Layout(2, 2, 1, bf16=True), 2, 4, marks=pytest.mark.exhaustive),
     ],

@@ -38,7 +38,13 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = {"overlapped gather, fp32", "evaluation", "crash"}
+"""What neither test_moments.py nor the layouts of `pretrain()` have."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[] if x in QUICK else pytest.mark.exhaustive) for x in CASES]
+)
 def test_variant(name: str, tmp_path):
     layout, ftrun, injected, flags = CASES[name]
     ftrun = (*ftrun, "--respawn", "--ft-inject", injected)
