@@ -233,6 +233,7 @@ class Batch(Call):
         """Draw as many as the engine would."""
         engine, source = self.engine, self._source if self._source is not None else self.engine.data_iterator
         many = self.kwargs.get("num_micro_batches") or engine.micro_batches
+        engine.module.train(self.kind == "train_batch")
         if source is not None and (engine.is_first_stage() or engine.is_last_stage()):
             for _ in itertools.islice(source, many):
                 pass

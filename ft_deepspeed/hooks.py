@@ -92,7 +92,8 @@ def _protected(original: Callable[..., Any]) -> Callable[..., Any]:
 
         current.configure(section.settings())
         engine, *others = original(*args, **kwargs)
-        Protection(engine, current)
+        given_here = "policy" in section.model_fields_set
+        Protection(engine, current, section.policy == "shrink" if given_here else current.elastic)
         return engine, *others
 
     initialize.ft_original = original  # type: ignore[attr-defined]

@@ -24,6 +24,8 @@ from ft_core.session import Session
 from ft_deepspeed import boundary
 from ft_deepspeed.calls import Backward, Batch, Call, Forward, Save, Step
 from ft_deepspeed.context import Context
+from ft_deepspeed.dealing import POLICY, Dealing
+from ft_deepspeed.exchange import Exchange
 from ft_deepspeed.ghost import Ghost
 from ft_deepspeed.loaders import Loaders
 from ft_deepspeed.results import Results
@@ -50,14 +52,18 @@ class Protection:
     engines = 0
     """How many this process has protected."""
 
-    def __init__(self, engine: Any, session: Session) -> None:
-        """Raises ConfigError when this engine cannot be protected; it is untouched then."""
+    def __init__(self, engine: Any, session: Session, shrink: bool) -> None:
+        """`shrink`: others go on when a replica group is lost, if this engine's state allows it.
+
+        Raises ConfigError when this engine cannot be protected; it is untouched then.
+        """
         if Protection.engines:
             raise ConfigError("fault_tolerance protects one engine per process, and there are two")
         if (reason := unsupported(engine)) is not None:
             raise ConfigError(reason)
         self._engine, self._session = engine, session
-        self._adapter = _Adapter(DeepSpeedAdapter(engine), self)
+        state = DeepSpeedAdapter(engine)
+        self._adapter = _Adapter(state, self, shrink and state.replicated)
         self.results = Results()
         self.loaders = Loaders()
         self._tape: list[Call] = []
@@ -76,6 +82,12 @@ class Protection:
         Protection.engines += 1
         engine.ft_protection = self
         boundary.install(engine, session)
+        self.dealing: Dealing | None = None
+        self._leads_group = 0 in state.ring
+        if self._adapter.replicated:
+            self._elastic(*state.replica_group)
+        elif shrink:
+            log.warning("%s: data-parallel ranks share the state, so the job waits when one is lost", POLICY)
         self._guard("forward", Forward)
         self._guard("backward", self._backward)
         self._guard("step", Step)
@@ -103,6 +115,19 @@ class Protection:
 
         engine.load_checkpoint = load_checkpoint
         session.point("startup")
+
+    def _elastic(self, group: int, groups: int) -> None:
+        engine = self._engine
+        if any(getattr(module, "sparse", False) for module in engine.module.modules()):
+            raise ConfigError(f"{POLICY} cannot average sparse gradients: give the embeddings sparse=False")
+        Exchange(engine, self._session, group)
+        self.dealing = Dealing(
+            self._session,
+            group,
+            groups,
+            position=lambda: self._position if self._begun else engine.global_steps,
+            training=lambda: engine.module.training,
+        )
 
     # -- the script's calls --------------------------------------------------------------------
 
@@ -171,7 +196,8 @@ class Protection:
                     given = call.loss if isinstance(call, Backward) else result
                     self.results.record(call.kind, call.version, given)
                 if ends:
-                    self._session.step_done()
+                    self._check_drawn(call)
+                    self._step_done()
                 if call.kind != "evaluation" or sum(self._session.comms.counts.values()) > before:
                     self._tape.append(call)
                 return result
@@ -183,6 +209,8 @@ class Protection:
                 # Peers had finished this step, and their copy of its outcome was loaded.
                 self._tape.append(call)
                 peers = Results(self._adapter.loaded["results"])
+                if self.dealing is not None:
+                    self.dealing.restore(self._session.version, self._adapter.loaded["deal"])
                 return peers.answer(call.kind, call.version, 0, self._engine.device)
             assert call.context is not None
             call.context.apply(self._engine)
@@ -197,6 +225,22 @@ class Protection:
                 return action()
         finally:
             self._busy = False
+
+    def _step_done(self) -> None:
+        dealt = self.dealing.finish(self._session.version + 1) if self.dealing is not None else None
+        self._session.step_done(dealt if self._leads_group else None)
+
+    def _check_drawn(self, call: Call) -> None:
+        engine = self._engine
+        if self.dealing is None:
+            return
+        if not isinstance(call, Batch):
+            many = sum(c.version == call.version and isinstance(c, Backward) for c in self._tape)
+        elif engine.is_first_stage() or engine.is_last_stage():
+            many = engine.micro_batches
+        else:
+            return
+        self.dealing.check_drawn(call.version + 1, many)
 
     def _advance(self) -> None:
         """A step is complete on this role, and so on all roles is the one before it."""
@@ -243,7 +287,7 @@ class Protection:
             ends = call.ends_step
             self._perform(call, call.repeat)
         if ends:
-            self._session.step_done()
+            self._step_done()
 
     # -- newcomers -----------------------------------------------------------------------------
 
@@ -275,6 +319,8 @@ class Protection:
         ends = call.ends_step
         result = call.ghost(self.results, number)
         if ends:
+            if self.dealing is not None:
+                self.dealing.finish(self._position + 1)
             self._reached(self._position + 1)
             self._engine.global_steps = self._position
             if self._engine.lr_scheduler is not None:
@@ -285,12 +331,19 @@ class Protection:
 
     def _go_live(self) -> None:
         assert self._ghost is not None
+        deal = self._ghost.envelope["deal"]
+        if self.dealing is not None and not self.dealing.restore(self._position, deal):
+            self._session.restart(f"it has drawn other samples for step {self._position + 1} than it should")
         self._adapter.settle(self._ghost.envelope)
         self._ghost.close()
         self._ghost = None
         self.loaders.lead()
         self._covered = self._position
         self._tape, self._forwards = [], []
+
+    def deal(self) -> Any:
+        """Of the samples, for the envelope."""
+        return self.dealing.state(self._session.version) if self.dealing is not None else None
 
     def point(self, name: str) -> None:
         """A place where a failure may be injected."""
@@ -300,11 +353,11 @@ class Protection:
 class _Adapter:
     """DeepSpeed's state and the results that the script was given (see `ft_core.adapter.Adapter`)."""
 
-    def __init__(self, engine: DeepSpeedAdapter, protection: Protection) -> None:
+    def __init__(self, engine: DeepSpeedAdapter, protection: Protection, replicated: bool) -> None:
         self._engine, self._protection = engine, protection
         self.ring = engine.ring
         self.replica_group = engine.replica_group
-        self.replicated = False
+        self.replicated = replicated
         self.loaded: Any = None
 
     def tensors(self) -> Iterable[StateTensor]:
@@ -315,6 +368,7 @@ class _Adapter:
             "engine": self._engine.envelope(),
             "results": self._protection.results.state(),
             "loaders": self._protection.loaders.state(),
+            "deal": self._protection.deal(),
         }
 
     def envelope_holders(self) -> tuple[int, ...]:

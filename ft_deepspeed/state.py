@@ -73,6 +73,12 @@ class DeepSpeedAdapter:
         self._me = (dist.get_rank(),)
         self.ring: tuple[int, ...] = tuple(dist.get_process_group_ranks(engine.seq_data_parallel_group))
         self.replica_group = self.ring.index(dist.get_rank()), len(self.ring)
+        parts = [*self._layout.parameters, *((m.name, m.tensor, m.holders) for m in self._layout.masters)]
+        # Ranks of sequence parallelism are in the ring, too, and have parts of the same samples.
+        self.replicated = 1 < len(self.ring) == engine.dp_world_size and all(
+            set(self.ring) <= set(holders) for _, _, holders in parts
+        )
+        """Whether each of several data-parallel ranks has all the state."""
 
     # -- what there is -------------------------------------------------------------------------
 

@@ -29,11 +29,12 @@ class Zero:
     clipping: float = 1.0
     model: str = "gpt2"
     more: tuple[str, ...] = ()
+    policy: str = ""
 
     def __str__(self) -> str:
         kind = "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
         name = f"zero{self.stage}-dp{self.dp}-gas{self.gas}-{kind}-{self.model}"
-        return name + "-offload" * self.offload + f"-clip{self.clipping:g}" + "".join(self.more)
+        return name + "-offload" * self.offload + f"-clip{self.clipping:g}" + self.policy + "".join(self.more)
 
     @property
     def world(self) -> int:
@@ -60,7 +61,7 @@ class Zero:
         return config
 
     def arguments(self, iterations: int, protected: bool) -> list[str]:
-        config = write_config(str(self), self.config(), protected)
+        config = write_config(str(self), self.config(), protected, self.policy)
         flags = [f"--deepspeed_config={config}", f"--model-type={self.model}", f"--train-iters={iterations}"]
         return [*TINY, *flags, *self.more]
 
@@ -78,10 +79,12 @@ class Pipeline:
     gas: int = 4
     bf16: bool = False
     more: tuple[str, ...] = ()
+    policy: str = ""
 
     def __str__(self) -> str:
         kind = "bf16" if self.bf16 else "fp32"
-        return f"pp{self.stages}-dp{self.dp}-zero{self.zero}-gas{self.gas}-{kind}" + "".join(self.more)
+        name = f"pp{self.stages}-dp{self.dp}-zero{self.zero}-gas{self.gas}-{kind}"
+        return name + self.policy + "".join(self.more)
 
     @property
     def world(self) -> int:
@@ -98,7 +101,7 @@ class Pipeline:
         return config | {"dataloader_drop_last": True, "bf16": {"enabled": self.bf16}}
 
     def arguments(self, iterations: int, protected: bool) -> list[str]:
-        config = write_config(str(self), self.config(), protected)
+        config = write_config(str(self), self.config(), protected, self.policy)
         flags = [f"--deepspeed_config={config}", f"--num-stages={self.stages}"]
         return [*TINY, *flags, f"--train-iters={iterations}", *self.more]
 
@@ -187,10 +190,11 @@ def variables(*first: Path) -> dict[str, str]:
     return {"DS_ACCELERATOR": "cpu", "PYTHONPATH": ":".join(path), "TORCHDYNAMO_DISABLE": "1"}
 
 
-def write_config(name: str, config: dict, protected: bool) -> Path:
+def write_config(name: str, config: dict, protected: bool, policy: str = "") -> Path:
     """The file of that configuration, with our section or without."""
     if protected:
-        config = config | {"fault_tolerance": {"enabled": True, "replicas": 1}}
+        section = {"enabled": True, "replicas": 1} | ({"policy": policy} if policy else {})
+        config = config | {"fault_tolerance": section}
     path = Path(_configs.name) / f"{name}{'-protected' * protected}.json".replace("/", "_")
     path.write_text(json.dumps(config, indent=2))
     return path

@@ -138,10 +138,11 @@ class Trainer:
         return loss
 
     def mean(self, losses: list[torch.Tensor]) -> float:
-        """Mean of all ranks' losses."""
-        total = torch.stack(losses).float().mean()
+        """Mean of the losses of all ranks that are there."""
+        mean = torch.stack(losses).float().mean()
+        total = torch.stack([mean, torch.ones_like(mean)])
         torch.distributed.all_reduce(total)
-        return (total / torch.distributed.get_world_size()).item()
+        return (total[0] / total[1]).item()
 
     def evaluate(self, step: int) -> None:
         """Log the loss on the validation samples, without dropout."""

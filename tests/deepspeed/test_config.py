@@ -45,6 +45,7 @@ def test_section():
         "replicas": 2,
         "spares": 1,
         "policy": "stop",
+        "lr_intervention": "linear",
         "durable_dir": "/shared/ckpt",
         "durable_interval": 500,
     }
@@ -96,7 +97,7 @@ def test_nothing_to_do():
         ({"spares": [1]}, "fault_tolerance.spares must be a whole number"),
         ({"enabled": 1}, "fault_tolerance.enabled must be true or false, got 1"),
         ({"enabled": "true"}, "fault_tolerance.enabled must be true or false"),
-        ({"policy": "shrink"}, 'fault_tolerance.policy must be "wait" or "stop", got "shrink"'),
+        ({"policy": "grow"}, 'fault_tolerance.policy must be "wait", "shrink" or "stop", got "grow"'),
         ({"lr_intervention": None}, 'fault_tolerance.lr_intervention must be "sqrt", "linear" or "none"'),
         ({"durable": "/shared"}, 'fault_tolerance.durable must be an object like {"interval": 500'),
         ({"durable": {"interval": 5}}, "fault_tolerance.durable.interval needs fault_tolerance.durable.dir"),

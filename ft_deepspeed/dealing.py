@@ -1,0 +1,186 @@
+"""Which training samples a script's own loader draws, while replica groups come and go.
+
+Under policy `shrink`, batches over a `DistributedSampler` are made of what `elastic.Deal` deals to this
+role's group. With all groups there these are the samples that the sampler itself would have given. The deal
+goes by the steps that the script has done: it draws a step's batches once, also where the engine does the
+step again with fewer groups, and what was drawn for later steps stands (see `elastic`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from ft_core.elastic import Deal, Membership, positions
+from ft_core.errors import ConfigError
+from ft_core.session import Session
+from ft_deepspeed.stream import Stream
+
+KEPT = 4
+"""Steps whose deals are kept: a recovery goes back by two at most."""
+
+POLICY = 'fault_tolerance.policy "shrink"'
+
+
+class Dealing:
+    """Stands in for the `DistributedSampler` that is drawn from first in training; others are left alone."""
+
+    def __init__(
+        self,
+        session: Session,
+        group: int,
+        groups: int,
+        position: Callable[[], int],
+        training: Callable[[], bool],
+    ) -> None:
+        """`group`: this role's, of `groups`. `position`: steps the script has done. `training`: what is drawn
+        now is trained on."""
+        self._session, self._group, self._groups = session, group, groups
+        self._position, self._training = position, training
+        self._stream: Stream | None = None
+        self._epochs: dict[int, int] = {}
+        self._states: dict[int, dict[str, Any]] = {}
+        """The deal as it was after a step."""
+        self._turns: Counter[int] = Counter()
+        """By step, samples that this group has been dealt for it, and ..."""
+        self._batches: Counter[int] = Counter()
+        """... the batches that they made."""
+        self._under_way: tuple[int, Deal] | None = None
+        self._install()
+
+    # -- the script's loader -------------------------------------------------------------------
+
+    def _install(self) -> None:
+        plain: Any = BatchSampler.__iter__
+        begin: Any = DataLoader.__iter__
+
+        def drawn(batches: BatchSampler) -> Iterator[list[int]]:
+            yield from self._deal_to(batches) if self._deals(batches) else plain(batches)
+
+        def checked(loader: Any) -> Any:
+            self._check(loader)
+            return begin(loader)
+
+        BatchSampler.__iter__ = drawn  # type: ignore[method-assign]
+        DataLoader.__iter__ = checked  # type: ignore[method-assign]
+
+    def _deals(self, batches: Any) -> bool:
+        if not isinstance(batches, BatchSampler) or not isinstance(batches.sampler, DistributedSampler):
+            return False
+        return self._training() and (self._stream is None or self._stream.covers(batches))
+
+    def _check(self, loader: Any) -> None:
+        batches = loader.batch_sampler
+        if type(batches).__module__.partition(".")[0] == "accelerate" and self._training():
+            raise ConfigError(
+                f"{POLICY} needs a DataLoader over torch's DistributedSampler, and accelerate (Hugging Face's"
+                ' Trainer) deals samples in its own way: use "wait"'
+            )
+        if self._deals(batches) and loader.num_workers > 0:
+            raise ConfigError(
+                f"{POLICY} needs num_workers=0 in the training DataLoader, not {loader.num_workers}: they "
+                "draw samples for later steps, before it is known which groups will be there. DeepSpeed's "
+                "own loader has some by default: set engine.training_dataloader.num_local_io_workers to 0"
+            )
+
+    def _deal_to(self, batches: BatchSampler) -> Iterator[list[int]]:
+        if self._stream is None:
+            self._bind(batches)
+        stream = self._stream
+        assert stream is not None
+        end = 0
+        while stream.length:
+            step = self._position() + 1
+            deal = self._dealt_so_far(step)
+            if not end:
+                end = stream.begin(batches, deal.next)
+            if deal.next >= end:
+                return
+            hand: list[int] = []
+            while len(hand) < batches.batch_size and (deal.next < end or (hand and stream.whole)):
+                mine = deal.take(step, self._membership)
+                hand += positions(mine.get(self._group) or next(iter(mine.values())))
+                self._turns[step] += 1
+            self._batches[step] += 1
+            yield [stream.index(at) for at in hand]
+
+    def _bind(self, batches: BatchSampler) -> None:
+        sampler: Any = batches.sampler
+        if (sampler.rank, sampler.num_replicas) != (self._group, self._groups):
+            raise ConfigError(
+                f"{POLICY} needs a DistributedSampler of {self._groups} replicas, one for each data-parallel "
+                f"rank, and its rank to be {self._group} here, not {sampler.num_replicas} and {sampler.rank}"
+            )
+        self._stream = Stream(batches, self._epochs)
+
+    # -- the step ------------------------------------------------------------------------------
+
+    def check_drawn(self, step: int, micro_batches: int) -> None:
+        """The script has come to the end of `step`, in which it trained so many.
+
+        Raises ConfigError if it drew others: then nobody knows which step trains which samples.
+        """
+        if self._batches[step] == micro_batches:
+            return
+        if not self._batches[step]:
+            raise ConfigError(
+                f"{POLICY} needs a DataLoader over torch's DistributedSampler: step {step} drew from none"
+            )
+        raise ConfigError(
+            f"{POLICY} needs a script that draws each micro batch in the step that trains it: step {step} "
+            f"has trained {micro_batches} and drawn {self._batches[step]}"
+        )
+
+    def finish(self, step: int) -> dict[str, Any] | None:
+        """`step` is complete, or it is once more: what the ledger is to know of it. None on a role without
+        data."""
+        if not self._turns[step]:
+            return None
+        deal, membership = Deal.from_json(self._states[step - 1]), self._membership
+        for _ in range(self._turns[step]):
+            deal.take(step, membership)
+        trained = deal.step_done(step, membership)
+        self._under_way = None
+        self._states[step] = deal.to_json()
+        for kept in (self._states, self._turns, self._batches):
+            kept.pop(step - KEPT, None)
+        samples = {str(group): [list(r) for r in ranges] for group, ranges in trained.items()}
+        return {"samples": samples, "waiting": deal.to_json()["waiting"], "next": deal.next}
+
+    # -- snapshots -----------------------------------------------------------------------------
+
+    def state(self, version: int) -> Any:
+        """After that step, for the envelope."""
+        if (deal := self._states.get(version)) is None:
+            return None
+        return {"deal": deal, "epochs": dict(self._epochs)}
+
+    def restore(self, version: int, saved: Any) -> bool:
+        """As a peer's was after step `version`, where the script is. Returns whether the batches that it has
+        drawn for the next step are the right ones."""
+        if saved is None:
+            return True
+        right = not self._turns[version + 1] or self._states.get(version) == saved["deal"]
+        self._states[version] = saved["deal"]
+        self._epochs.clear()
+        self._epochs.update(saved["epochs"])
+        self._under_way = None
+        return right
+
+    def _dealt_so_far(self, step: int) -> Deal:
+        if self._under_way is None or self._under_way[0] != step:
+            if not self._states:
+                self._states[step - 1] = Deal(1).to_json()
+            deal = Deal.from_json(self._states[step - 1])
+            for _ in range(self._turns[step]):
+                deal.take(step, self._membership)
+            self._under_way = step, deal
+        return self._under_way[1]
+
+    @property
+    def _membership(self) -> Membership:
+        known = self._session.membership
+        return known if known.groups == self._groups else Membership(self._groups)  # before training begins

@@ -1,0 +1,83 @@
+"""The gradient exchange while replica groups come and go (FT-HSDP, sections 4.2 and 4.3).
+
+Gradients are averaged over the groups that have trained samples in the step. A group that has come back and
+has not been dealt any takes part with a zero gradient, which brings it to the same state as all others.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+from ft_core.session import Session
+from ft_deepspeed.zero import inner_optimizers
+
+_AVERAGING = ("_aggregate_total_loss", "_reduce_outputs")
+"""Of a pipeline engine: they divide a sum over the data-parallel ranks by their number."""
+
+
+class Exchange:
+    """Sets what one engine's gradients are multiplied by before DeepSpeed averages them over all groups."""
+
+    def __init__(self, engine: Any, session: Session, group: int) -> None:
+        """`engine`: one that keeps all state on every data-parallel rank; `group`: this role's."""
+        self._engine, self._session, self._group = engine, session, group
+        gradients = engine._get_gradients_for_reduction
+
+        def weighted() -> Any:
+            found = dense, experts = gradients()
+            for gradient in itertools.chain(dense, *experts.values()):
+                self._weigh(gradient)
+            return found
+
+        engine._get_gradients_for_reduction = weighted
+        for name in _AVERAGING:
+            if hasattr(engine, name):
+                setattr(engine, name, self._over_those_present(getattr(engine, name)))
+        step = engine.optimizer.step
+
+        @functools.wraps(step)
+        def slowed(_: Any, *args: Any, **kwargs: Any) -> Any:
+            with intervened(inner_optimizers(engine), session.lr_factor):
+                return step(*args, **kwargs)
+
+        engine.optimizer.step = MethodType(slowed, engine.optimizer)  # torch's schedulers expect a method
+
+    def _weigh(self, gradient: Any) -> None:
+        membership = self._session.membership
+        contributing = membership.contributing(self._session.version + 1)
+        if self._group not in contributing:
+            gradient.zero_()  # what it was must not matter: infinity times 0 is not 0
+        elif len(contributing) != membership.groups:
+            gradient.mul_(membership.groups / len(contributing))
+
+    def _over_those_present(self, average: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(average)
+        def averaged(*args: Any, **kwargs: Any) -> Any:
+            engine, everybody = self._engine, self._engine.dp_world_size
+            there = self._session.membership.taking_part(self._session.version + 1)
+            engine.dp_world_size = len(there)
+            try:
+                return average(*args, **kwargs)
+            finally:
+                engine.dp_world_size = everybody
+
+        return averaged
+
+
+@contextmanager
+def intervened(optimizers: list[Any], factor: float) -> Iterator[None]:
+    """Step with the learning rate times `factor`; after it, every group's is what it was, to the bit."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups] if factor != 1.0 else []
+    rates = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = group["lr"] * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate

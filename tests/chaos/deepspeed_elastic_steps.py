@@ -1,0 +1,126 @@
+"""The DeepSpeed recipes, telling every role's loss and state after every step.
+
+Prints lines `state STEP RANK DIGEST`, where the loss is part of the state. Under `ftrun` it goes as far as the
+file `limit` of its job says. With FT_TOLD=LEDGER, without fault tolerance, it is told beforehand which
+replica groups train which samples in which step: those of the ledger of another run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import corpus
+import pretrain_clm
+import pretrain_pipeline
+import torch
+import torch.distributed as dist
+from digest import state_tensors
+from elastic_told import told
+from torch.utils.data import default_collate
+
+from ft_core import session
+from ft_core.errors import EpochChanged
+
+
+def telling(recipe: Any) -> type:
+    """The recipe's trainer, printing what it has become."""
+
+    class Telling(recipe.Trainer):
+        def log_step(self, step: int, loss: float, *rest: Any) -> None:
+            digest = hashlib.sha256()
+            for name, tensor in sorted(state_tensors(self.engine), key=lambda item: item[0]):
+                content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                digest.update(name.encode() + content)
+            digest.update(repr(getattr(self, "own_loss", loss)).encode())
+            print(f"state {step} {dist.get_rank()} {digest.hexdigest()[:16]}", flush=True)
+            super().log_step(step, loss, *rest)
+            if (current := session.current()) is not None:
+                with contextlib.suppress(EpochChanged):  # what ends an epoch needs this role in the engine
+                    while step >= int((current.job_dir / "limit").read_text()):
+                        current.raise_if_moved()
+                        time.sleep(0.01)
+
+        def mean(self, losses: list[torch.Tensor]) -> float:
+            self.own_loss = torch.stack(losses).mean().item()
+            return super().mean(losses)
+
+    return Telling
+
+
+def knowing(recipe: Any, path: Path) -> type:
+    """The recipe's trainer, knowing who trains what."""
+    samples_of = told(path)
+
+    class Knowing(telling(recipe)):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.group = self.engine.mpu.get_data_parallel_rank() if self.engine.mpu else dist.get_rank()
+            gradients, steps = self.engine._get_gradients_for_reduction, self.engine.optimizer.step
+
+            def weighted() -> Any:
+                found = gradients()
+                for gradient in found[0]:
+                    factor = self.engine.dp_world_size / len(self.contributing)
+                    gradient.copy_(gradient * factor if self.group in self.contributing else gradient * 0)
+                return found
+
+            def slowed(_: Any, *args: Any, **kwargs: Any) -> Any:
+                share = len(self.contributing) / self.engine.dp_world_size
+                optimizer = getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
+                rates = [group["lr"] for group in optimizer.param_groups]
+                for group in optimizer.param_groups if share < 1 else ():
+                    group["lr"] *= math.sqrt(share)
+                done = steps(*args, **kwargs)
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate
+                return done
+
+            self.engine._get_gradients_for_reduction = weighted
+            self.engine.optimizer.step = type(steps)(slowed, self.engine.optimizer)
+
+        @property
+        def contributing(self) -> dict[int, list[int]]:
+            return samples_of[self.engine.global_steps + 1]
+
+    def batches(loader: Any, position: int) -> Iterator[Any]:
+        """In place of the recipe's: what the ledger says. An epoch has its own order."""
+        sampler = loader.data_sampler
+        each, size = sampler.num_samples, loader.batch_size
+        group, groups = sampler.rank, sampler.num_replicas
+        orders: dict[int, list[int]] = {}
+
+        def sample(at: int) -> Any:
+            epoch, place = divmod(at, each * groups)
+            if epoch not in orders:
+                order = torch.randperm(len(loader.dataset), generator=torch.Generator().manual_seed(epoch))
+                padding = order[: each * groups - len(order)]
+                orders[epoch] = torch.cat([order, padding]).tolist()
+            return loader.dataset[orders[epoch][place]]
+
+        for _, dealt in sorted(samples_of.items()):
+            positions = dealt.get(group, dealt[min(dealt)])
+            for first in range(0, len(positions), size):
+                chosen = [sample(at) for at in positions[first : first + size]]
+                yield (loader.collate_fn or default_collate)(chosen)
+
+    plain = corpus.batches
+    corpus.batches = lambda loader, position: (
+        batches(loader, position) if loader.data_sampler.shuffle else plain(loader, position)
+    )
+    return Knowing
+
+
+if __name__ == "__main__":
+    pipeline = any(argument.startswith("--num-stages") for argument in sys.argv)
+    recipe = pretrain_pipeline if pipeline else pretrain_clm
+    ledger = os.environ.get("FT_TOLD")
+    recipe.Trainer = knowing(recipe, Path(ledger)) if ledger else telling(recipe)
+    recipe.main()
