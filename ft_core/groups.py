@@ -87,11 +87,11 @@ class Groups:
         return self.roles([group])[place]
 
     def to_combine(self, placed: Places, unplaced: Collection[int]) -> list[int]:
-        """No group is whole: the roles whose nodes shall fill the holes of the one that lacks least.
+        """Where no group is whole: the roles whose nodes shall fill the holes of the one that lacks least.
 
         Empty if that would not do.
         """
-        if not self.known:
+        if not self.known or not self._replicated:
             return []
         lacking = {group: [r for r in unplaced if self._of[r] == group] for group in self.of(unplaced)}
         keep = min(lacking, key=lambda group: (len(lacking[group]), group))

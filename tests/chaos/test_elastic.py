@@ -86,3 +86,46 @@ def check_told(result: Result, layout: Groups) -> None:
             assert digests == expected[step][rank], f"role {rank} after step {step}"
     assert any(len(ranks) < layout.world for ranks in found.values()), "no step was done without a group"
     assert result.digest == reference.digest
+
+
+def test_two_groups_that_lost_a_node_each_make_a_whole_one(tmp_path: Path) -> None:
+    """Then the controller dies, and its successor takes the other group back."""
+    layout = Groups(1, 2, 2)
+    job_dir = tmp_path / "job"
+    job_dir.mkdir()
+    with Job(job_dir, layout, STEPS, spares=0, ftrun=("--ft-policy=shrink", "--respawn")) as job:
+        go_on(job, STRIDE)
+        job.wait_for_step(3, timeout=90)
+        for role in (0, 3):  # of the first stage in one group, of the second in the other
+            os.killpg(job.pids(role)[0], signal.SIGKILL)
+        left = job.wait_for_epoch("left", 2)
+        assert left["roles"] == [1, 3]
+        os.kill(job.status()["controller_pid"], signal.SIGKILL)
+        go_on(job, 2 * STRIDE)
+        returned = job.wait_for_epoch("returned", left["epoch"] + 1)
+        assert returned["roles"] == [1, 3]
+        job.wait_for_epoch("state_restored", returned["epoch"])
+        go_on(job, STEPS + 1)
+        result = job.finish()
+        job.ctl("data", "verify")
+    check_clean(result)
+    assert result.code == 0, result.output[-3000:]
+    check_told(result, layout)
+
+
+def test_a_sharded_state_is_waited_for(tmp_path: Path) -> None:
+    """One optimizer over all groups: none of them can leave, and the reason is given."""
+    layout = Groups(1, 1, 2, distributed=True)
+    job_dir = tmp_path / "job"
+    job_dir.mkdir()
+    with Job(job_dir, layout, STEPS, spares=0, ftrun=("--ft-policy=shrink", "--respawn")) as job:
+        go_on(job, STRIDE)
+        job.wait_for_step(3, timeout=90)
+        os.killpg(job.pids(1)[0], signal.SIGKILL)
+        assert "share one sharded state" in job.wait_for("waiting")[0]["reason"]
+        go_on(job, STEPS + 1)
+        result = job.finish()
+    assert result.code == 0, result.output[-3000:]
+    assert not result.of("left")
+    reference = torchrun(layout, STEPS)
+    assert (result.losses, result.digest) == (reference.losses, reference.digest)
