@@ -8,7 +8,7 @@ import sys
 
 from benchmarks.common import ROOT, environment
 
-ALL = ("collectives", "recovery", "overhead")
+ALL = ("collectives", "recovery", "elastic", "overhead")
 
 
 def main() -> int:

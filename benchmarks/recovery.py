@@ -61,12 +61,12 @@ def main() -> None:
     rng = random.Random(args.seed)
     found: dict[str, list[dict[str, float]]] = {}
     for number in range(rounds):
-        with _directory() as place, FtJob(Path(place)) as job:
+        with scratch() as place, FtJob(Path(place)) as job:
             for kind in _list(args.kinds):
                 found.setdefault(kind, []).append(job.failure(kind, rng.randrange(WORLD), rng))
                 _progress(number, f"ftrun {kind}", found[kind][-1])
         for kind in _list(args.torchrun):
-            with _directory() as place, TorchrunJob(Path(place), kind) as job:
+            with scratch() as place, TorchrunJob(Path(place), kind) as job:
                 found.setdefault(f"torchrun {kind}", []).append(job.failure(rng))
                 _progress(number, f"torchrun {kind}", found[f"torchrun {kind}"][-1])
     result = {
@@ -75,7 +75,7 @@ def main() -> None:
     finish("recovery", args, {"seconds_after_sigkill": result, "runs": found}, report(result))
 
 
-class _Processes:
+class Processes:
     """Processes that are killed, whole groups, when the context ends."""
 
     def __init__(self, directory: Path) -> None:
@@ -107,6 +107,13 @@ class _Processes:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
+    @staticmethod
+    def events(job: Path) -> list[dict[str, Any]]:
+        """All events of a job so far."""
+        path = job / "events.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
     def until(self, what: str, condition: Callable[[], Any]) -> Any:
         """The condition's value once it is true. Exits with the jobs' output when that takes too long."""
         deadline = time.monotonic() + _PATIENCE
@@ -118,7 +125,7 @@ class _Processes:
         sys.exit(f"{consoles}\n{what}: did not happen within {_PATIENCE:.0f} s")
 
 
-class FtJob(_Processes):
+class FtJob(Processes):
     """The recipe under ftrun. A node that dies is replaced by a new one, which stands by."""
 
     def __init__(self, directory: Path) -> None:
@@ -127,20 +134,14 @@ class FtJob(_Processes):
         flags = (f"--nnodes={NODES}", f"--nproc-per-node={PER_NODE}", "--spares=1", "--respawn")
         self.start([*ftrun(self._job, *flags), str(RECIPE), *MODEL, f"--train-iters={ENDLESS}", "--ft"])
 
-    def events(self) -> list[dict[str, Any]]:
-        """All events so far."""
-        path = self._job / "events.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
-
     def _ready(self) -> dict[str, Any] | None:
         """The job's status, once it trains and a spare stands by."""
-        if not any(e["event"] == "resumed" for e in self.events()):
+        if not any(e["event"] == "resumed" for e in self.events(self._job)):
             return None
         status = ask({"type": "status"}, self._job)
         spare = any(s["idle"] >= PER_NODE for s in status["spares"])
         steps = [row["step"] or 0 for row in status["roles"]]
-        resumed = [e["version"] for e in self.events() if e["event"] == "resumed"][-1]
+        resumed = [e["version"] for e in self.events(self._job) if e["event"] == "resumed"][-1]
         training = len(steps) == WORLD and min(steps) > resumed + 5
         return status if status["phase"] == "running" and spare and training else None
 
@@ -157,7 +158,9 @@ class FtJob(_Processes):
             os.kill(row["agent_pid"] if kind == "agent" else row["worker_pid"], signal.SIGKILL)
 
         def after() -> list[dict[str, Any]]:
-            return [e for e in self.events() if e["epoch"] > status["epoch"] and e["event"] in PHASES]
+            return [
+                e for e in self.events(self._job) if e["epoch"] > status["epoch"] and e["event"] in PHASES
+            ]
 
         self.until(
             f"recovery from the loss of a {kind}", lambda: any(e["event"] == "resumed" for e in after())
@@ -171,7 +174,7 @@ class FtJob(_Processes):
         return {phase: found[phase] for phase in PHASES}
 
 
-class TorchrunJob(_Processes):
+class TorchrunJob(Processes):
     """The baseline under torchrun: one agent with all workers, or an agent per node and one that waits."""
 
     def __init__(self, directory: Path, kind: str) -> None:
@@ -253,7 +256,8 @@ def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def _directory() -> tempfile.TemporaryDirectory[str]:
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    """A directory for a job, in memory where possible."""
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     return tempfile.TemporaryDirectory(prefix="ft-recovery-", dir=memory)
 

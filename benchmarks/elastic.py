@@ -1,0 +1,108 @@
+"""How long the others stand still when a replica group leaves, and when it comes back.
+
+Three replica groups of one role each under policy `shrink`, no spare: a node gets SIGKILL, the other two
+train on, a new node joins and brings the group back. The stall of a leave is the time from SIGKILL until every
+role that is left has finished its next step; of a return, from the epoch change until every role has. Both hold
+one step, which would have been done anyway: a median step's time is taken off. While the group starts, the
+others train. All times are from `events.jsonl`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RECIPE, finish, ftrun, parser, spread, table
+from benchmarks.recovery import Processes, scratch
+from ft_core.ctl import ask
+
+GROUPS = 3
+MODEL = (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 "
+    "--global-batch-size 12 --mock-data --train-iters 100000"
+).split()
+ROWS = {
+    "leave": "a group leaves: SIGKILL to the others' next step",
+    "return": "it comes back: epoch change to everybody's next step",
+    "start": "before that it starts, while the others train",
+    "step": "a step",
+}
+
+
+def main() -> None:
+    """Let groups go and come, read the clock, print."""
+    p = parser(__doc__)
+    p.add_argument("--rounds", type=int, default=5, help="how often a group leaves and comes back")
+    p.add_argument("--seed", type=int, default=1)
+    args = p.parse_args()
+    rng = random.Random(args.seed)
+    with scratch() as place, Elastic(Path(place)) as job:
+        found = [job.round(rng) for _ in range(1 if args.quick else args.rounds)]
+    result = {name: spread([row[name] for row in found]) for name in ROWS}
+    finish("elastic", args, {"seconds": result, "rounds": found}, report(result))
+
+
+class Elastic(Processes):
+    """The recipe under ftrun; a node that dies is replaced by a new one."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._job = directory / "job"
+        flags = (f"--nnodes={GROUPS}", "--nproc-per-node=1", "--ft-policy=shrink", "--respawn")
+        self.start([*ftrun(self._job, *flags), str(RECIPE), *MODEL, "--ft"])
+        self._epoch = 1
+
+    def round(self, rng: random.Random) -> dict[str, float]:
+        """One group leaves and comes back: seconds."""
+        self._event("resumed", self._epoch)
+        time.sleep(rng.uniform(2.0, 3.0))
+        role = rng.randrange(GROUPS)
+        agent = next(r["agent_pid"] for r in ask({"type": "status"}, self._job)["roles"] if r["role"] == role)
+        killed = time.monotonic()
+        os.killpg(agent, signal.SIGKILL)
+        left = self._event("resumed", self._epoch + 1)
+        preparing = self._event("preparing", self._epoch + 1)
+        returning = self._event("returning", self._epoch + 2)
+        self._epoch = returning["epoch"]
+        back = self._event("resumed", self._epoch)
+        step = self._step()
+        return {
+            "leave": left["monotonic"] - killed - step,
+            "return": back["monotonic"] - returning["monotonic"] - step,
+            "start": returning["monotonic"] - preparing["monotonic"],
+            "step": step,
+        }
+
+    def _event(self, name: str, epoch: int) -> dict[str, Any]:
+        def found() -> dict[str, Any] | None:
+            return next(
+                (e for e in self.events(self._job) if e["event"] == name and e["epoch"] == epoch), None
+            )
+
+        return dict(self.until(f"{name} of epoch {epoch}", found))
+
+    def _step(self) -> float:
+        """Seconds of a median step, of those that have been logged last."""
+        texts = [path.read_text() for path in self._job.glob("logs/*/worker-*/**/stdout.log")]
+        times = re.findall(r"\| ([\d.]+) ms$", max(texts, key=len), re.MULTILINE)
+        return statistics.median(map(float, times[-100:])) / 1e3
+
+
+def report(result: dict[str, Any]) -> str:
+    """The result for people."""
+    lines = [
+        [title, f"{found['median']:.3f}", f"{found['min']:.3f} .. {found['max']:.3f}", str(found["n"])]
+        for name, title in ROWS.items()
+        if (found := result[name])
+    ]
+    return table(["seconds, less a step's own", "median", "range", "n"], lines)
+
+
+if __name__ == "__main__":
+    main()
