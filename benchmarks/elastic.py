@@ -1,10 +1,10 @@
 """How long the others stand still when a replica group leaves, and when it comes back.
 
 Three replica groups of one role each under policy `shrink`, no spare: a node gets SIGKILL, the other two
-train on, a new node joins and brings the group back. The stall of a leave is the time from SIGKILL until every
-role that is left has finished its next step; of a return, from the epoch change until every role has. Both hold
-one step, which would have been done anyway: a median step's time is taken off. While the group starts, the
-others train. All times are from `events.jsonl`.
+train on, a new node joins and brings the group back. The stall of a leave is the time from SIGKILL until
+every role that is left has finished its next step; of a return, from the epoch change until every role has.
+Both hold one step, which would have been done anyway: a median step's time is taken off. While the group
+starts, the others train. All times are from `events.jsonl`.
 """
 
 from __future__ import annotations

@@ -124,6 +124,11 @@ class Job:
             self._step += 1
         else:
             assert self._adapter is not None
+            if self._session.elastic and not self._adapter.dealers:
+                raise ConfigError(
+                    "--ft-policy shrink deals the samples of replica groups that left to the others: a training "
+                    "loop must take its samples from `job.samples`, on every rank; or give another policy"
+                )
             trained = [dealer.step_done() for dealer in self._adapter.dealers]
             self._session.step_done(trained[0] if trained and self._adapter.leads_group else None)
         self._repeated = self.step <= self._newest
