@@ -126,7 +126,7 @@ class Job:
             assert self._adapter is not None
             if self._session.elastic and not self._adapter.dealers:
                 raise ConfigError(
-                    "--ft-policy shrink deals the samples of replica groups that left to the others: a training "
+                    "--ft-policy shrink deals the samples of groups that left to the others: a training "
                     "loop must take its samples from `job.samples`, on every rank; or give another policy"
                 )
             trained = [dealer.step_done() for dealer in self._adapter.dealers]

@@ -12,7 +12,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from ft_core.errors import EpochChanged
+from ft_core.errors import EpochChanged, FtError
 
 
 def plain(value: Any) -> Any:
@@ -425,3 +425,57 @@ def divergent(worker: Any, how: str) -> None:
             dist.barrier()
         except EpochChanged:
             worker.next_epoch()
+
+
+def without_a_member(worker: Any, store: str, absent: int) -> dict[str, Any] | None:
+    """What collectives are, once a role is away with its replica group."""
+    dist.init_process_group("gloo")
+    worker.begin_training()
+    group, role, world = dist.group.WORLD, worker.role, worker.world
+    dist.barrier()
+    if role == absent:
+        return None
+    worker.comms.abort(2)
+    worker.comms.swap(2, store, {}, None, [absent])
+    worker.comms.reset()
+    out: dict[str, Any] = {"rank": dist.get_rank(), "size": dist.get_world_size()}
+
+    def mine(n: int = 2) -> torch.Tensor:
+        return torch.arange(n) + 10.0 * role
+
+    t = mine()
+    dist.all_reduce(t)
+    out["all_reduce"] = t
+    t = mine()
+    out["future"] = dist.all_reduce(t, async_op=True).get_future().wait()[0].clone()
+    for root in range(world):
+        t = mine()
+        dist.broadcast(t, src=root)
+        out[f"broadcast from {root}"] = t
+    t = mine()
+    dist.reduce(t, dst=absent)
+    out["reduce"] = t
+    parts = [torch.zeros(2) for _ in range(world)]
+    dist.all_gather(parts, mine())
+    out["all_gather"] = parts
+    t = torch.zeros(2 * world)
+    dist.all_gather_single(t, mine())
+    out["all_gather_single"] = t
+    objects: list[Any] = [None] * world
+    dist.all_gather_object(objects, f"object {role}")
+    out["objects"] = objects
+    first, last = min({*range(world)} - {absent}), world - 1
+    if role == first:
+        dist.send(mine(), last)
+    if role == last:
+        dist.recv(t := torch.zeros(2), first)
+        out["received"] = t
+    try:
+        dist.send(mine(), absent)
+    except FtError as error:
+        out["send"] = str(error)
+    try:
+        dist.all_to_all_single(torch.zeros(world), torch.zeros(world), group=group)
+    except FtError as error:
+        out["all_to_all"] = str(error)
+    return plain(out)

@@ -1,0 +1,70 @@
+"""Which replica groups leave, are combined, and come back: the controller's rules."""
+
+from __future__ import annotations
+
+from ft_core.groups import Groups
+
+PLACES = {0: "a", 1: "b", 2: "c", 3: "d", 4: "e", 5: "f"}
+
+
+def groups(replicated: bool = True) -> Groups:
+    """Two stages of three groups, in Megatron's order: roles 0 to 2 are the first stage."""
+    found = Groups(6)
+    for role in range(6):
+        assert not found.known
+        found.told(role, role % 3, 3, replicated)
+    assert found.known
+    return found
+
+
+def placed(*lost: int) -> dict[int, str]:
+    return {role: node for role, node in PLACES.items() if role not in lost}
+
+
+def test_a_group_leaves_as_a_whole() -> None:
+    left, reason = groups().without(placed(1), [1])
+    assert (left, reason) == (placed(1, 4), "")
+    left, _ = groups().without(placed(1, 5), [1, 5])
+    assert left == {0: "a", 3: "d"}
+
+
+def test_groups_that_cannot_leave() -> None:
+    assert groups(replicated=False).without(placed(1), [1])[0] == {}
+    assert "sharded" in groups(replicated=False).without(placed(1), [1])[1]
+    assert "whole" in groups().without(placed(0, 1, 5), [0, 1, 5])[1]
+    assert Groups(6).without(placed(1), [1]) == ({}, "training has not begun")
+
+
+def test_nodes_of_broken_groups_fill_the_holes_of_the_one_that_lacks_least() -> None:
+    assert groups().to_combine(placed(0, 1, 4, 5), [0, 1, 4, 5]) == [2]
+    assert groups().to_combine(placed(0, 1, 5), [0, 1, 5]) == [2, 4]
+    assert groups().to_combine(placed(0, 1, 2, 4, 5), [0, 1, 2, 4, 5]) == []
+    assert groups(replicated=False).to_combine(placed(0, 1, 5), [0, 1, 5]) == []
+
+
+def test_a_group_comes_back_once_there_are_workers_for_all_its_roles() -> None:
+    here = placed(1, 4)
+    assert groups().returning(here, {"x": 1}, 1) == here
+    assert groups().returning(here, {"x": 1, "y": 1}, 1) == {**here, 1: "x", 4: "y"}
+    assert groups().returning(here, {"x": 2}, 2) == {**here, 1: "x", 4: "x"}
+    both = placed(1, 2, 4, 5)
+    assert groups().returning(both, {"x": 1, "y": 1, "z": 1}, 1) == {**both, 1: "x", 4: "y"}
+    free = {"x": 1, "y": 1, "z": 1, "w": 1}
+    assert set(groups().returning(both, free, 1)) == set(range(6))
+
+
+def test_a_returning_role_takes_over_from_its_counterpart() -> None:
+    assert groups().counterpart(1, placed(1, 4)) == 2
+    assert groups().counterpart(4, placed(1, 4)) == 5
+    assert groups().counterpart(5, placed(2, 5)) == 3
+    assert groups().counterpart(1, placed(1, 2, 4, 5)) == 0
+
+
+def test_the_plan_carries_it_to_another_controller() -> None:
+    before, after = groups(), Groups(6)
+    before.changed(7, placed(1, 4))
+    after.take(before.to_json())
+    assert after.known
+    assert after.membership == before.membership
+    assert after.membership.taking_part(8) == (0, 2)
+    assert after.roles([1]) == [1, 4]
