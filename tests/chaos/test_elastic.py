@@ -129,3 +129,51 @@ def test_a_sharded_state_is_waited_for(tmp_path: Path) -> None:
     assert not result.of("left")
     reference = torchrun(layout, STEPS)
     assert (result.losses, result.digest) == (reference.losses, reference.digest)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+def test_fifty_leave_and_return(tmp_path: Path) -> None:
+    """Eight groups: no hang, no divergence, and nothing is left behind, neither descriptors nor processes."""
+    groups, rounds = 8, 50
+    layout = Groups(1, 1, groups, more=(f"--global-batch-size={2 * groups}", "--num-layers=1"))
+    dice = random.Random(50)
+    job_dir = tmp_path / "job"
+    job_dir.mkdir()
+    held: list[int] = []
+    with Job(job_dir, layout, 100_000, spares=0, ftrun=("--ft-policy=shrink", "--respawn")) as job:
+        step, epoch = STRIDE, 1
+        go_on(job, step)
+        job.wait_for_epoch("resumed", 1, timeout=180)
+        for _ in range(rounds):
+            agent, _ = job.pids(dice.randrange(groups))
+            time.sleep(dice.uniform(0.0, 0.3))
+            os.killpg(agent, signal.SIGKILL)
+            epoch = job.wait_for_epoch("left", epoch + 1)["epoch"]
+            step = max(step, job.step()) + 4
+            go_on(job, step)
+            epoch = job.wait_for_epoch("returned", epoch + 1, timeout=120)["epoch"]
+            job.wait_for_epoch("state_restored", epoch)
+            step += 4
+            go_on(job, step)
+            job.wait_for_epoch("resumed", epoch)
+            held.append(job_holds(job))
+        job.ctl("data", "verify")
+    found = states(read_logs(job_dir))
+    assert all(len(set.union(*ranks.values())) == 1 for ranks in found.values()), "groups differ"
+    assert max(held[-10:]) <= max(held[5:15]) + groups, held
+
+
+def job_holds(job: Job) -> int:
+    """Open descriptors (sockets, memory) and threads of all processes of a job, and these themselves."""
+    status = job.status()
+    agents = {row["agent_pid"] for row in status["roles"]}
+    total = 0
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            group = int((path / "stat").read_text().rpartition(")")[2].split()[2])
+            if group in agents or int(path.name) == status["controller_pid"]:
+                total += 1 + len(list((path / "fd").iterdir())) + len(list((path / "task").iterdir()))
+        except OSError:
+            continue
+    return total
