@@ -241,6 +241,7 @@ class Controller:
             self.reached = max(self.reached, int(message["version"]))
             if self._all_have_stepped:
                 self._futile = 0
+                self.rejoin.succeeded()
                 self.event("resumed", version=int(message["version"]))
         elif kind == "reopened" and epoch == self.epoch:
             self._reopened |= {int(message["role"])} - self._newcomers
@@ -441,8 +442,11 @@ class Controller:
                 self._rebuild(now - self._started > _REBUILD_GRACE)
             elif self.phase is Phase.WAITING:
                 self._decide_if_ready()
-            elif self.running and self.settings.policy == "shrink" and self._all_have_stepped:
-                self.rejoin.tick()
+            elif self.running and self.settings.policy == "shrink":
+                if self._all_have_stepped:
+                    self.rejoin.tick()
+                elif (late := self.rejoin.late(self._restored)) and self._restored:
+                    self._go_on_without(late)
 
     # -- decisions -----------------------------------------------------------------------------
 
@@ -513,7 +517,7 @@ class Controller:
             return
         self._waiting_for = ""
         lost = sorted(role for role in roles if role in lost or role not in places)
-        self._start(roles, version, origin, sources, completed(self.nodes.values()), lost)
+        self._start(roles, version, origin, sources, completed(self.nodes.values(), roles), lost)
 
     def _shrink(self, placed: dict[int, str], unplaced: Collection[int]) -> dict[int, str]:
         """Policy `shrink`: the roles that go on without the groups of those that have no place, or none."""
@@ -528,6 +532,14 @@ class Controller:
             self.nodes[placed[role]].post({"type": "kill", "role": role})
         self._wait(list(unplaced), reason)
         return {}
+
+    def _go_on_without(self, late: list[int]) -> None:
+        """Replica groups that came back keep the others waiting: they leave once more, and try again."""
+        roles = self.groups.roles(self.groups.of(late))
+        self.groups.withdrawn |= set(roles)
+        self.rejoin.give_up({role: self.plan["roles"][str(role)] for role in roles})
+        limit = self.settings.return_limit
+        self.end_epoch("not_returning", f"roles {late} did not have their state within {limit:g} s", roles)
 
     def _choose(self, roles: dict[int, str], places: dict[int, str]) -> tuple[int | None, str, Message]:
         catalogue = {name: held for found in self.catalogue.values() for name, held in found.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,12 +65,16 @@ def common_durable(nodes: Iterable[Node]) -> list[int]:
     return sorted(set.intersection(*sets)) if sets else []
 
 
-def completed(nodes: Iterable[Node]) -> dict[str, list[int]]:
-    """For each group how many start-up collectives are done, and a role that has their record."""
+def completed(nodes: Iterable[Node], roles: Collection[int]) -> dict[str, list[int]]:
+    """For each group how many start-up collectives are done, and a role that has their record.
+
+    `roles`: those that take part. One whose replica group leaves is about to lose its worker.
+    """
     found: dict[str, list[int]] = {}
     for node in nodes:
         for role, about in node.holdings["roles"].items():
-            for group, count in about["counts"].items() if about["alive"] else ():
+            there = about["alive"] and int(role) in roles
+            for group, count in about["counts"].items() if there else ():
                 if count > found.get(group, [0])[0]:
                     found[group] = [count, int(role)]
     return found

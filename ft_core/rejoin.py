@@ -8,6 +8,8 @@ every role of the group is ready for its state.
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from ft_core.groups import Places
@@ -32,6 +34,9 @@ class Rejoin:
         """Roles that have yet to say how far their start-up's record goes."""
         self._ready: set[int] = set()
         self._failed = 0
+        self._returned: set[int] = set()
+        """Roles that came back with the epoch under way."""
+        self._returned_at = 0.0
 
     def tick(self) -> None:
         """An epoch is under way: if there are workers for all roles of a group that is away, begin."""
@@ -60,7 +65,7 @@ class Rejoin:
         self._c.event("preparing", f"replica groups {self._c.groups.of(roles)} start", roles)
         plan = {
             "origin": "memory",
-            "completed": completed(self._c.nodes.values()),
+            "completed": completed(self._c.nodes.values(), set(map(int, self._c.plan["roles"]))),
             "absent": [role for role in self._c.plan["absent"] if role not in self._places],
         }
         for name in set(self._places.values()):
@@ -68,6 +73,11 @@ class Rejoin:
             message = {"type": "prepare", "plan": self._c.plan, "roles": mine, "changes": plan}
             if (there := self._c.nodes.get(name)) is not None:
                 there.post(message)
+
+    def succeeded(self) -> None:
+        """All roles have finished a step in this epoch."""
+        if self._returned:
+            self._failed = 0
 
     def prepared(self, role: int) -> None:
         """A role's worker has started, and waits for its state."""
@@ -92,16 +102,33 @@ class Rejoin:
         return role in self._places
 
     def failed(self, reason: str) -> None:
-        """A worker or node of the group is lost: give up this attempt."""
+        """A worker or node of the group is lost while it starts: nobody else notices."""
         self._c.event("not_returning", reason, sorted(self._places))
+        self.give_up(self._places)
+        self._clear()
+
+    def give_up(self, places: Places) -> None:
+        """End the workers that play these roles; others take their places."""
         self._failed += 1
         if self._failed >= _ATTEMPTS:
-            log.warning("a replica group could not be started %d times: %s", self._failed, reason)
-        for name in set(self._places.values()):
-            mine = [role for role, where in self._places.items() if where == name]
+            log.warning(
+                "replica groups %s could not come back %d times in a row; the next node that joins, or "
+                "`ftrun --join`, makes them try again",
+                *(self._c.groups.of(places), self._failed),
+            )
+        for name in set(places.values()):
+            mine = [role for role, where in places.items() if where == name]
             if (node := self._c.nodes.get(name)) is not None:
                 node.post({"type": "withdraw", "roles": mine})
-        self._clear()
+
+    def late(self, restored: Collection[int]) -> list[int]:
+        """Roles that have come back with this epoch, and should have had their state by now.
+
+        FT-HSDP, section 6.1: a limit on waiting decides between stalling the others and joining later.
+        """
+        if time.monotonic() - self._returned_at < self._c.settings.return_limit:
+            return []
+        return sorted(self._returned - set(restored))
 
     def node_lost(self, name: str) -> None:
         """A node that takes no part is gone."""
@@ -110,6 +137,7 @@ class Rejoin:
 
     def epoch_begins(self) -> None:
         """With those who were ready; agents end the workers of those who were not."""
+        self._returned, self._returned_at = set(self.places), time.monotonic()
         self._clear()
 
     def news(self) -> None:
