@@ -138,6 +138,13 @@ def parser() -> argparse.ArgumentParser:
         default=None,
         help="steps between durable checkpoints (0, the default: none)",
     )
+    f.add_argument(
+        "--ft-return-limit",
+        type=float,
+        default=10.0,
+        help="with policy shrink: seconds to wait for the state of a replica group that comes back; it tries "
+        "again later",
+    )
     f.add_argument("--ft-heartbeat", type=float, default=0.5, help="seconds between an agent's heartbeats")
     f.add_argument(
         "--ft-quiesce-timeout", type=float, default=60.0, help="seconds a worker may take to leave its step"
@@ -169,8 +176,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise ConfigError(
             "--spares goes with --standalone; elsewhere start spare nodes with --node-rank >= nnodes"
         )
-    if args.ft_heartbeat <= 0 or args.ft_quiesce_timeout <= 0:
-        raise ConfigError("--ft-heartbeat and --ft-quiesce-timeout must be positive")
+    if min(args.ft_heartbeat, args.ft_quiesce_timeout, args.ft_return_limit) <= 0:
+        raise ConfigError("--ft-heartbeat, --ft-quiesce-timeout and --ft-return-limit must be positive")
     if args.respawn and not args.standalone:
         raise ConfigError("--respawn goes with --standalone; elsewhere the scheduler starts nodes")
     if args.standalone and args.node_rank not in (None, 0):
@@ -190,6 +197,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         controller=_controller_address(args),
         heartbeat=args.ft_heartbeat,
         quiesce_timeout=args.ft_quiesce_timeout,
+        return_limit=args.ft_return_limit,
         redirects=int(args.redirects),
         tee=int(streams),
         log_prefix=args.tee is not None,

@@ -58,6 +58,8 @@ class Settings:
     heartbeats_missed: int = 3
     quiesce_timeout: float = 60.0
     """How long a worker may take to leave its step before it is killed and replaced."""
+    return_limit: float = 10.0
+    """How long replica groups wait for the state of one that comes back, before they go on without it."""
     durable_dir: str = ""
     durable_interval: int = 0
     """Steps between durable checkpoints; 0 writes none."""

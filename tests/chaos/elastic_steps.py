@@ -22,6 +22,7 @@ from elastic_told import told
 from megatron.core import parallel_state
 
 from ft_core import session
+from ft_megatron.state import MegatronAdapter
 
 
 class Telling(recipe.Trainer):
@@ -104,8 +105,21 @@ class Told(Telling):
         return (mean / (len(self.contributing) * self.members)).item()
 
 
+def slowed_down(restore: Any) -> Any:
+    """A restore that takes a newcomer as long as the file `slow` of the job is there."""
+
+    def restored(*args: Any) -> None:
+        current = session.current()
+        while current is not None and current.predecessors and (current.job_dir / "slow").exists():
+            time.sleep(0.01)
+        restore(*args)
+
+    return restored
+
+
 def main() -> None:
     """As the recipe's own."""
+    MegatronAdapter.restore = slowed_down(MegatronAdapter.restore)  # type: ignore[method-assign]
     args = recipe.parse_args()
     recipe.initialize(args)
     trainer = (Told if "FT_TOLD" in os.environ else Telling)(args)

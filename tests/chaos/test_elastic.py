@@ -131,6 +131,31 @@ def test_a_sharded_state_is_waited_for(tmp_path: Path) -> None:
     assert (result.losses, result.digest) == (reference.losses, reference.digest)
 
 
+def test_a_group_that_keeps_the_others_waiting_comes_back_later(tmp_path: Path) -> None:
+    layout = Groups(1, 1, 2)
+    job_dir = tmp_path / "job"
+    job_dir.mkdir()
+    ftrun = ("--ft-policy=shrink", "--respawn", "--ft-return-limit=2")
+    with Job(job_dir, layout, STEPS, spares=0, ftrun=ftrun) as job:
+        go_on(job, STRIDE)
+        job.wait_for_step(3, timeout=90)
+        os.killpg(job.pids(1)[0], signal.SIGKILL)
+        left = job.wait_for_epoch("left", 2)
+        (job_dir / "slow").touch()
+        go_on(job, 2 * STRIDE)
+        late = job.wait_for_epoch("not_returning", left["epoch"] + 1)
+        assert "did not have their state" in late["reason"] and late["roles"] == [1]
+        (job_dir / "slow").unlink()
+        job.wait_for_epoch("resumed", late["epoch"])
+        go_on(job, 3 * STRIDE)
+        returned = job.wait_for_epoch("returned", late["epoch"] + 1)
+        job.wait_for_epoch("state_restored", returned["epoch"])
+        go_on(job, STEPS + 1)
+        result = job.finish()
+    assert result.code == 0, result.output[-3000:]
+    check_told(result, layout)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 def test_fifty_leave_and_return(tmp_path: Path) -> None:
