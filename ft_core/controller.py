@@ -356,13 +356,13 @@ class Controller:
     def _node_lost(self, node: Node, why: str) -> None:
         del self.nodes[node.name]
         node.channel.close()
+        self.rejoin.node_lost(node.name)
         roles = [int(r) for r, where in self.plan.get("roles", {}).items() if where == node.name]
         if roles:
             self.fenced.add(node.name)
             self._failed(f"node {node.name} lost: {why}", roles)
         else:
             self.event("spare_lost", f"node {node.name}: {why}", node=node.name)
-            self.rejoin.node_lost(node.name)
             self._decide_if_ready()
 
     def _leave(self) -> None:
