@@ -33,12 +33,14 @@ class Dealing:
         session: Session,
         group: int,
         groups: int,
+        micro_batches: int,
         position: Callable[[], int],
         training: Callable[[], bool],
     ) -> None:
-        """`group`: this role's, of `groups`. `position`: steps the script has done. `training`: what is drawn
-        now is trained on."""
+        """`group`: this role's, of `groups`. `micro_batches`: in a step. `position`: steps the script has
+        done. `training`: what is drawn now is trained on."""
         self._session, self._group, self._groups = session, group, groups
+        self._micro_batches = micro_batches
         self._position, self._training = position, training
         self._stream: Stream | None = None
         self._epochs: dict[int, int] = {}
@@ -49,16 +51,18 @@ class Dealing:
         self._batches: Counter[int] = Counter()
         """... the batches that they made."""
         self._under_way: tuple[int, Deal] | None = None
+        self._resumed: int | None = None
+        """The step of the checkpoint that the script goes on from, until it draws its first batch."""
         self._install()
 
     # -- the script's loader -------------------------------------------------------------------
 
     def _install(self) -> None:
-        plain: Any = BatchSampler.__iter__
+        self._plain: Any = BatchSampler.__iter__
         begin: Any = DataLoader.__iter__
 
         def drawn(batches: BatchSampler) -> Iterator[list[int]]:
-            yield from self._deal_to(batches) if self._deals(batches) else plain(batches)
+            yield from self._deal_to(batches) if self._deals(batches) else self._plain(batches)
 
         def checked(loader: Any) -> Any:
             self._check(loader)
@@ -91,6 +95,8 @@ class Dealing:
             self._bind(batches)
         stream = self._stream
         assert stream is not None
+        if self._resumed is not None:
+            yield from self._skipped(batches, self._resumed)
         end = 0
         while stream.length:
             step = self._position() + 1
@@ -116,6 +122,29 @@ class Dealing:
             )
         self._stream = Stream(batches, self._epochs)
 
+    def resume(self, version: int, saved: Any) -> None:
+        """The script goes on from its own checkpoint of step `version`, which says this of the samples."""
+        self._resumed = version
+        if saved is not None:
+            self.restore(version, saved)
+
+    def _skipped(self, batches: BatchSampler, version: int) -> Iterator[list[int]]:
+        """The batches that the script passes over in the epoch that it resumes in.
+
+        As many as if all groups had been there all the time: it knows no better.
+        """
+        sampler: Any = batches.sampler
+        many = version * self._micro_batches - sampler.epoch * len(batches)
+        many = many if 0 <= many < len(batches) else 0  # it begins an epoch
+        plain = self._plain(batches)
+        for _ in range(many):
+            yield next(plain)
+        self._resumed = None
+        if not self._states:  # the checkpoint is of a job whose groups were always there
+            assert self._stream is not None
+            first = sampler.epoch * self._stream.length + many * batches.batch_size * self._groups
+            self._states[version] = Deal(1, first).to_json()
+
     # -- the step ------------------------------------------------------------------------------
 
     def check_drawn(self, step: int, micro_batches: int) -> None:
@@ -125,13 +154,14 @@ class Dealing:
         """
         if self._batches[step] == micro_batches:
             return
-        if not self._batches[step]:
+        if self._stream is None:
             raise ConfigError(
                 f"{POLICY} needs a DataLoader over torch's DistributedSampler: step {step} drew from none"
             )
         raise ConfigError(
-            f"{POLICY} needs a script that draws each micro batch in the step that trains it: step {step} "
-            f"has trained {micro_batches} and drawn {self._batches[step]}"
+            f"{POLICY} needs a script that draws each micro batch in the step that trains it, and after "
+            "loading a checkpoint first draws those of the epoch that are done: "
+            f"step {step} has trained {micro_batches} and drawn {self._batches[step]}"
         )
 
     def finish(self, step: int) -> dict[str, Any] | None:
@@ -163,7 +193,10 @@ class Dealing:
         drawn for the next step are the right ones."""
         if saved is None:
             return True
-        right = not self._turns[version + 1] or self._states.get(version) == saved["deal"]
+        right = not self._turns[version + 1] or (
+            self._states.get(version) == saved["deal"]
+            and len(self._membership.dealt(version + 1)) == self._groups
+        )
         self._states[version] = saved["deal"]
         self._epochs.clear()
         self._epochs.update(saved["epochs"])

@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
+from deepspeed.runtime import utils
+from deepspeed.utils import groups
+
 from ft_core.session import Session
 from ft_deepspeed.zero import inner_optimizers
 
@@ -38,6 +41,8 @@ class Exchange:
         for name in _AVERAGING:
             if hasattr(engine, name):
                 setattr(engine, name, self._over_those_present(getattr(engine, name)))
+        if hasattr(engine, "clip_fp32_gradients"):
+            engine.clip_fp32_gradients = self._by_whole_norm(engine.clip_fp32_gradients)
         step = engine.optimizer.step
 
         @functools.wraps(step)
@@ -68,16 +73,47 @@ class Exchange:
 
         return averaged
 
+    def _by_whole_norm(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        """DeepSpeed averages the norm over the data-parallel ranks once more, all of which have the same."""
+
+        @functools.wraps(clip)
+        def clipped(*args: Any, **kwargs: Any) -> Any:
+            membership, comm = self._session.membership, utils.dist
+            there = membership.taking_part(self._session.version + 1)
+            utils.dist = _Comm(comm, membership.groups / len(there))
+            try:
+                return clip(*args, **kwargs)
+            finally:
+                utils.dist = comm
+
+        return clipped
+
+
+class _Comm:
+    """`deepspeed.comm`, where a sum over the data-parallel ranks is what all of them would have given."""
+
+    def __init__(self, comm: Any, factor: float) -> None:
+        self._comm, self._factor = comm, factor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def all_reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        work = self._comm.all_reduce(tensor, *args, **kwargs)
+        if kwargs.get("group") is groups._get_data_parallel_group():
+            tensor.mul_(self._factor)
+        return work
+
 
 @contextmanager
 def intervened(optimizers: list[Any], factor: float) -> Iterator[None]:
     """Step with the learning rate times `factor`; after it, every group's is what it was, to the bit."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups] if factor != 1.0 else []
-    rates = [group["lr"] for group in groups]
-    for group in groups:
+    changed = [group for optimizer in optimizers for group in optimizer.param_groups] if factor != 1.0 else []
+    rates = [group["lr"] for group in changed]
+    for group in changed:
         group["lr"] = group["lr"] * factor
     try:
         yield
     finally:
-        for group, rate in zip(groups, rates, strict=True):
+        for group, rate in zip(changed, rates, strict=True):
             group["lr"] = rate

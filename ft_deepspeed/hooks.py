@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -61,6 +61,21 @@ def _not_under_ftrun(build: Callable[..., Any]) -> Callable[..., Any]:
     return build_unless_protected
 
 
+@contextlib.contextmanager
+def _unannounced() -> Iterator[None]:
+    """A pipeline's stages send each other a zero when they are made, which does no more than connect them.
+
+    A newcomer's peers have done so; or they come back with it, and are connected when they take part.
+    """
+    p2p: Any = importlib.import_module("deepspeed.runtime.pipe.p2p")
+    functions = p2p.send, p2p.recv
+    p2p.send = p2p.recv = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        p2p.send, p2p.recv = functions
+
+
 def _protected(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
@@ -91,7 +106,8 @@ def _protected(original: Callable[..., Any]) -> Callable[..., Any]:
         from ft_deepspeed.protection import Protection
 
         current.configure(section.settings())
-        engine, *others = original(*args, **kwargs)
+        with _unannounced() if current.joining else contextlib.nullcontext():
+            engine, *others = original(*args, **kwargs)
         given_here = "policy" in section.model_fields_set
         Protection(engine, current, section.policy == "shrink" if given_here else current.elastic)
         return engine, *others

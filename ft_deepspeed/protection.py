@@ -21,7 +21,7 @@ import torch
 from ft_core.adapter import StateTensor
 from ft_core.errors import ConfigError, EpochChanged
 from ft_core.session import Session
-from ft_deepspeed import boundary
+from ft_deepspeed import boundary, checkpoints
 from ft_deepspeed.calls import Backward, Batch, Call, Forward, Save, Step
 from ft_deepspeed.context import Context
 from ft_deepspeed.dealing import POLICY, Dealing
@@ -85,7 +85,7 @@ class Protection:
         self.dealing: Dealing | None = None
         self._leads_group = 0 in state.ring
         if self._adapter.replicated:
-            self._elastic(*state.replica_group)
+            self._elastic(*state.replica_group, state.ring)
         elif shrink:
             log.warning("%s: data-parallel ranks share the state, so the job waits when one is lost", POLICY)
         self._guard("forward", Forward)
@@ -111,12 +111,16 @@ class Protection:
             # A newcomer may find a checkpoint that was not there when its peers began. Its script goes on
             # from that step and is answered from there; the state itself comes from memory.
             with session.comms.startup.section("load", muted=session.joining):
-                return load(*args, **kwargs)
+                path, client_state = load(*args, **kwargs)
+            deal = client_state.pop(checkpoints.KEY, None) if client_state else None
+            if self.dealing is not None and path is not None:
+                self.dealing.resume(engine.global_steps, deal)
+            return path, client_state
 
         engine.load_checkpoint = load_checkpoint
         session.point("startup")
 
-    def _elastic(self, group: int, groups: int) -> None:
+    def _elastic(self, group: int, groups: int, ring: tuple[int, ...]) -> None:
         engine = self._engine
         if any(getattr(module, "sparse", False) for module in engine.module.modules()):
             raise ConfigError(f"{POLICY} cannot average sparse gradients: give the embeddings sparse=False")
@@ -125,9 +129,11 @@ class Protection:
             self._session,
             group,
             groups,
+            engine.gradient_accumulation_steps(),
             position=lambda: self._position if self._begun else engine.global_steps,
             training=lambda: engine.module.training,
         )
+        checkpoints.complete(engine, self._session, ring, self.deal)
 
     # -- the script's calls --------------------------------------------------------------------
 

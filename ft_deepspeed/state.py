@@ -75,9 +75,8 @@ class DeepSpeedAdapter:
         self.replica_group = self.ring.index(dist.get_rank()), len(self.ring)
         parts = [*self._layout.parameters, *((m.name, m.tensor, m.holders) for m in self._layout.masters)]
         # Ranks of sequence parallelism are in the ring, too, and have parts of the same samples.
-        self.replicated = 1 < len(self.ring) == engine.dp_world_size and all(
-            set(self.ring) <= set(holders) for _, _, holders in parts
-        )
+        self.replicated = 1 < len(self.ring) == engine.dp_world_size and not engine.has_moe_layers
+        self.replicated &= all(set(self.ring) <= set(holders) for _, _, holders in parts)
         """Whether each of several data-parallel ranks has all the state."""
 
     # -- what there is -------------------------------------------------------------------------

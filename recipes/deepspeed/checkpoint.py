@@ -21,7 +21,9 @@ def save(engine: Any, directory: Path) -> None:
 def load(engine: Any, directory: Path) -> None:
     """Take over the newest checkpoint in `directory`, which must have one."""
     engine.load_checkpoint(directory)
-    states = torch.load(_rng_path(directory, f"step{engine.global_steps}"))
+    own = _rng_path(directory, f"step{engine.global_steps}")
+    # A rank that was away when the checkpoint was written takes another's.
+    states = torch.load(own if own.exists() else min(own.parent.glob("rng_*.pt")))
     torch.set_rng_state(states["cpu"])
     get_accelerator().set_rng_state(states["device"])
 

@@ -1,6 +1,6 @@
 """The DeepSpeed recipes, telling every role's loss and state after every step.
 
-Prints lines `state STEP RANK DIGEST`, where the loss is part of the state. Under `ftrun` it goes as far as the
+Prints lines `state STEP RANK DIGEST`, the loss being part of the state. Under `ftrun` it goes as far as the
 file `limit` of its job says. With FT_TOLD=LEDGER, without fault tolerance, it is told beforehand which
 replica groups train which samples in which step: those of the ledger of another run.
 """
@@ -39,7 +39,8 @@ def telling(recipe: Any) -> type:
             for name, tensor in sorted(state_tensors(self.engine), key=lambda item: item[0]):
                 content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
                 digest.update(name.encode() + content)
-            digest.update(repr(getattr(self, "own_loss", loss)).encode())
+            own = self.engine.dp_group_loss.item() if recipe is pretrain_pipeline else self.own_loss
+            digest.update(repr(own).encode())
             print(f"state {step} {dist.get_rank()} {digest.hexdigest()[:16]}", flush=True)
             super().log_step(step, loss, *rest)
             if (current := session.current()) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ class Role:
     """A script that trains epoch after epoch with DataLoader and DistributedSampler, as many do."""
 
     def __init__(self, group: int, samples: int, size: int, micro: int, **options: Any) -> None:
-        self.group, self.micro = group, micro
+        self.micro = micro
         self.session, self.position = Session(), 0
         self.training = True
         self.patched: Any = None
@@ -37,6 +38,7 @@ class Role:
             self.session,  # type: ignore[arg-type]
             group,
             GROUPS,
+            micro,
             position=lambda: self.position,
             training=lambda: self.training,
         )
@@ -48,10 +50,17 @@ class Role:
         self.trained: dict[int, Any] = {}
 
     def _batches(self) -> Iterator[list[int]]:
-        for epoch in range(1000):
+        begun, skip = divmod(self.position * self.micro, len(self.loader))
+        for epoch in itertools.count(begun):
             self.sampler.set_epoch(epoch)
-            for (batch,) in self.loader:
+            for (batch,) in itertools.islice(self.loader, skip, None):
                 yield batch.tolist()
+            skip = 0
+
+    def resume(self, version: int, saved: Any) -> None:
+        """Go on from a checkpoint, as the recipes do."""
+        self.position = version
+        self.dealing.resume(version, saved)
 
     def draw(self) -> None:
         """The batches of the step under way."""
@@ -212,3 +221,49 @@ def test_a_successor_deals_on():
         successor.step()
         assert successor.drawn[step] == role.drawn[step]
         assert successor.trained[step] == role.trained[step]
+
+
+@pytest.mark.parametrize("step", [3, 7, 13, 14])
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_script_goes_on_from_its_checkpoint(step: int, saved: bool):
+    """Where all groups were there, also from a checkpoint that says nothing of the samples."""
+    role = Role(1, 42, 2, micro=1)  # seven batches in an epoch
+    said = None
+    for _ in range(step + 9):
+        role.draw()
+        role.step()
+        if role.position == step and saved:
+            said = role.dealing.state(step)
+    later = Role(1, 42, 2, micro=1)
+    later.resume(step, said)
+    for _ in range(9):
+        later.draw()
+        later.step()
+        assert later.drawn[later.position] == role.drawn[later.position]
+        assert later.trained[later.position] == role.trained[later.position]
+
+
+def test_a_checkpoint_has_what_waits():
+    role, membership = Role(0, 42, 2, micro=1), Membership(GROUPS).changed(3, [0, 2])
+    for step in range(1, 7):
+        role.draw()
+        role.step()
+        if step == 3:
+            role.epoch(3, membership)
+    saved = role.dealing.state(6)
+    assert saved["deal"]["waiting"]
+    later = Role(0, 42, 2, micro=1)
+    later.resume(6, saved)
+    later.draw()
+    later.step()
+    first = saved["deal"]["waiting"][0][1]
+    assert [first, first + 1] in later.trained[7]["samples"]["0"]
+
+
+def test_a_script_that_passes_over_nothing_is_refused():
+    role = Role(0, 42, 2, micro=1)
+    role.resume(3, None)
+    role.batches = iter([batch.tolist() for (batch,) in itertools.islice(role.loader, 1)])
+    role.draw()
+    with pytest.raises(ConfigError, match="after loading a checkpoint"):
+        role.step()
