@@ -102,7 +102,7 @@ def interrupted(rank: int, world: int, address: str, parent: Connection, size: i
         epoch, store, lost = parent.recv()
         absent.extend(lost)
         comms.abort(epoch)
-        comms.swap(epoch, store, absent=lost)
+        comms.swap(epoch, store, absent=dict.fromkeys(lost, min(set(range(world)) - set(absent))))
 
     def ready() -> float:
         exchanged.copy_(gradient)

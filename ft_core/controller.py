@@ -610,7 +610,7 @@ class Controller:
         lead = self.nodes[roles[min(roles)]]
         self.rejoin.epoch_begins()
         before = {int(role) for role in self.plan.get("roles", {})}
-        away = set(self.plan.get("absent", []))
+        away = {int(role) for role in self.plan.get("absent", {})}
         self.groups.withdrawn = set()
         self.groups.changed(version, roles)
         self.plan = {
@@ -628,7 +628,7 @@ class Controller:
             "parts": self._parts,
             "resumes": self._resumes,
             "started_over": self._started_over,
-            "absent": sorted(set(range(self.settings.world_size)) - set(roles)),
+            "absent": self.groups.absent(roles),
             "groups": self.groups.to_json(),
             "catalogue": self.catalogue,
             "initial": self.initial,

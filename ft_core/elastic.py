@@ -13,7 +13,8 @@ group that is gone is dealt again, a few steps later, to those who remain.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,20 @@ def lr_factor(intervention: str, live: int, full: int) -> float:
     if live == full or intervention == "none":
         return 1.0
     return live / full if intervention == "linear" else math.sqrt(live / full)
+
+
+@contextmanager
+def intervened(param_groups: Sequence[dict[str, Any]], factor: float) -> Iterator[None]:
+    """Step with the learning rate times `factor`; after it, every group's is what it was, to the bit."""
+    changed = param_groups if factor != 1.0 else ()
+    rates = [group["lr"] for group in changed]
+    for group in changed:
+        group["lr"] = group["lr"] * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(changed, rates, strict=True):
+            group["lr"] = rate
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,11 @@ class Groups:
         group = next(g for i in range(1, groups) if (g := (self._of[role] + i) % groups) in self.of(present))
         return self.roles([group])[place]
 
+    def absent(self, present: Collection[int]) -> dict[str, int]:
+        """For the plan: the roles that are away, each with its counterpart among those who are there."""
+        away = sorted(set(range(self._world_size)) - set(present))
+        return {str(role): self.counterpart(role, present) for role in away}
+
     def to_combine(self, placed: Places, unplaced: Collection[int]) -> list[int]:
         """Where no group is whole: the roles whose nodes shall fill the holes of the one that lacks least.
 

@@ -1,14 +1,14 @@
 """Collectives of a group some of whose members are away: their replica groups have left (FT-HSDP, 4.1).
 
 Ranks in a group stay what they were, and so does its size; the communicator inside has the members that
-are there. A reduction counts those alone: whoever averages knows over how many. Where data move, the next
-member that is there stands in for one that is away (replica groups have the same state): it sends what that
-one would have sent, a root included.
+are there. A reduction counts those alone: whoever averages knows over how many. Where data move, the
+counterpart in another replica group, which has the same state, stands in for a member that is away: it sends
+what that one would have sent, a root included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ Fill = Callable[[], None]
 class Partial:
     """The members of a group as its communicator of this epoch sees them."""
 
-    def __init__(self, name: str, members: Sequence[int], absent: frozenset[int]) -> None:
-        self._name = name
+    def __init__(self, name: str, members: Sequence[int], absent: Mapping[int, int]) -> None:
+        """`absent`: roles that are away, each with its counterpart."""
+        self._name, self._members, self._absent = name, members, absent
         self._places = [i for i, role in enumerate(members) if role not in absent]
         """Ranks in the group, in the order of ranks in the communicator."""
         self._size = len(members)
@@ -69,7 +70,10 @@ class Partial:
         return works[-1], fill
 
     def stand_in(self, place: int) -> int:
-        """Of a rank in the group: itself, or the next one that is there."""
+        """Of a rank in the group: itself, else its counterpart, else the next that is there."""
+        role = self._absent.get(self._members[place])
+        if role in self._members:
+            return self._members.index(role)
         return next(p for i in range(self._size) if (p := (place + i) % self._size) in self._places)
 
     def _with_root(self, options: Any) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -69,7 +69,7 @@ class Communicators:
         self._condition = threading.Condition()
         self._groups: list[FtProcessGroup] = []
         self._created: Counter[tuple[int, ...]] = Counter()
-        self._absent: frozenset[int] = frozenset()
+        self._absent: Mapping[int, int] = {}
         self._opener = Opener(-1, ":0", role, lambda: False, lambda name: None)
         self._asked: set[str] = set()
         self._to_reopen: list[FtProcessGroup] = []
@@ -85,11 +85,11 @@ class Communicators:
         store_address: str,
         completed: Mapping[str, Any] | None = None,
         fetch: Fetch | None = None,
-        absent: Iterable[int] = (),
+        absent: Mapping[int, int] | None = None,
     ) -> None:
         """Begin `epoch`. Any thread; returns at once.
 
-        `absent` roles take no part: see `partial`.
+        `absent` roles take no part; each with its counterpart, see `partial`.
 
         `store_address` ("host:port") is a TCPStore that is empty of this epoch's keys. `completed` and
         `fetch` serve operations of the start-up phase, see `startup`. Ignored when a newer epoch was
@@ -101,7 +101,7 @@ class Communicators:
             old, _ = self._bury(epoch)
             self._opener.close()
             opener = Opener(epoch, store_address, self.role, lambda: epoch >= self.aborted, self._on_asked)
-            self.epoch, self._opener, self._absent = epoch, opener, frozenset(absent)
+            self.epoch, self._opener, self._absent = epoch, opener, dict(absent or {})
             self._asked.clear()
             self.startup.plan(completed or {}, fetch)
             self._to_reopen = [g for g in self._groups if g.used]

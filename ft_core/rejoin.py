@@ -66,7 +66,7 @@ class Rejoin:
         plan = {
             "origin": "memory",
             "completed": completed(self._c.nodes.values(), set(map(int, self._c.plan["roles"]))),
-            "absent": [role for role in self._c.plan["absent"] if role not in self._places],
+            "absent": {r: other for r, other in self._c.plan["absent"].items() if int(r) not in self._places},
         }
         for name in set(self._places.values()):
             mine = [role for role, where in self._places.items() if where == name]

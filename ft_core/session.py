@@ -199,7 +199,7 @@ class Session:
     @property
     def absent(self) -> frozenset[int]:
         """Roles whose replica groups are away."""
-        return frozenset(self._plan["absent"])
+        return frozenset(map(int, self._plan["absent"]))
 
     @property
     def lr_factor(self) -> float:
@@ -397,7 +397,8 @@ class Session:
 
     def _swap(self, plan: Message) -> None:
         fetch = self._fetch_startup
-        self.comms.swap(plan["epoch"], plan["store"], plan["completed"], fetch, plan["absent"])
+        absent = {int(role): int(counterpart) for role, counterpart in plan["absent"].items()}
+        self.comms.swap(plan["epoch"], plan["store"], plan["completed"], fetch, absent)
 
     def _send_quiesced(self, epoch: int, stage: Stage) -> None:
         counts = self.comms.startup_counts()

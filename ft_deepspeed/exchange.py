@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 from deepspeed.runtime import utils
 from deepspeed.utils import groups
 
+from ft_core.elastic import intervened
 from ft_core.session import Session
 from ft_deepspeed.zero import inner_optimizers
 
@@ -47,7 +47,8 @@ class Exchange:
 
         @functools.wraps(step)
         def slowed(_: Any, *args: Any, **kwargs: Any) -> Any:
-            with intervened(inner_optimizers(engine), session.lr_factor):
+            rated = [group for optimizer in inner_optimizers(engine) for group in optimizer.param_groups]
+            with intervened(rated, session.lr_factor):
                 return step(*args, **kwargs)
 
         engine.optimizer.step = MethodType(slowed, engine.optimizer)  # torch's schedulers expect a method
@@ -103,17 +104,3 @@ class _Comm:
         if kwargs.get("group") is groups._get_data_parallel_group():
             tensor.mul_(self._factor)
         return work
-
-
-@contextmanager
-def intervened(optimizers: list[Any], factor: float) -> Iterator[None]:
-    """Step with the learning rate times `factor`; after it, every group's is what it was, to the bit."""
-    changed = [group for optimizer in optimizers for group in optimizer.param_groups] if factor != 1.0 else []
-    rates = [group["lr"] for group in changed]
-    for group in changed:
-        group["lr"] = group["lr"] * factor
-    try:
-        yield
-    finally:
-        for group, rate in zip(changed, rates, strict=True):
-            group["lr"] = rate

@@ -6,8 +6,7 @@ has not been dealt any takes part with a zero gradient, which brings it to the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from ft_core.session import Session
@@ -56,17 +55,3 @@ class Exchange:
             return start(*args, **kwargs)
 
         return start_grad_sync
-
-
-@contextmanager
-def intervened(optimizer: Any, factor: float) -> Iterator[None]:
-    """Step with the learning rate times `factor`; after it, every group's is what it was, to the bit."""
-    groups = optimizer.param_groups if factor != 1.0 else []
-    rates = [group["lr"] for group in groups]
-    for group in groups:
-        group["lr"] = group["lr"] * factor
-    try:
-        yield
-    finally:
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate

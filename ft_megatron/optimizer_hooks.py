@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ft_core.elastic import intervened
 from ft_core.session import Session
-from ft_megatron.exchange import intervened
 
 log = logging.getLogger(__name__)
 Finalize = Callable[..., Any]
@@ -49,7 +49,7 @@ def hook_optimizer(
 
     def tagged_step_with_ready_grads(*args: Any, **kwargs: Any) -> Any:
         session.optimizer_begins()
-        with intervened(optimizer, session.lr_factor):
+        with intervened(optimizer.param_groups, session.lr_factor):
             return step_with_ready_grads(*args, **kwargs)
 
     optimizer.step = protected_step

@@ -436,7 +436,7 @@ def without_a_member(worker: Any, store: str, absent: int) -> dict[str, Any] | N
     if role == absent:
         return None
     worker.comms.abort(2)
-    worker.comms.swap(2, store, {}, None, [absent])
+    worker.comms.swap(2, store, {}, None, {absent: 3})
     worker.comms.reset()
     out: dict[str, Any] = {"rank": dist.get_rank(), "size": dist.get_world_size()}
 

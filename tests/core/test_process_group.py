@@ -59,22 +59,22 @@ def test_groups_are_made_locally_and_named_alike() -> None:
 
 
 def test_collectives_without_a_member_whose_replica_group_is_away() -> None:
-    """Sums count those who are there; where data move, the next one stands in for who is not."""
+    """Sums count those who are there; where data move, its counterpart stands in for who is not."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with Job(4, "without_a_member", f"127.0.0.1:{store.port}", 1) as job:
         results = job.results()
     assert results.pop(1) is None
     own = {role: [10.0 * role, 10.0 * role + 1] for role in range(4)}
-    gathered = [own[0], own[2], own[2], own[3]]
+    gathered = [own[0], own[3], own[2], own[3]]
     for role, found in zip((0, 2, 3), results, strict=True):
         assert (found["rank"], found["size"]) == (role, 4)
         assert found["all_reduce"] == found["future"] == [50.0, 53.0]
         assert [found[f"broadcast from {root}"] for root in range(4)] == gathered
         assert found["all_gather"] == gathered
         assert found["all_gather_single"] == [value for part in gathered for value in part]
-        assert found["objects"] == ["object 0", "object 2", "object 2", "object 3"]
+        assert found["objects"] == ["object 0", "object 3", "object 2", "object 3"]
         assert "member 1, which is away" in found["send"] and "1 are away" in found["all_to_all"]
-    assert results[1]["reduce"] == [50.0, 53.0], "the stand-in of the root has the sum"
+    assert results[2]["reduce"] == [50.0, 53.0], "the stand-in of the root has the sum"
     assert results[2]["received"] == own[0]
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from ft_deepspeed.exchange import intervened
+from ft_core.elastic import intervened
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.0, 0.5, math.sqrt(2 / 3)])
@@ -18,7 +18,7 @@ def test_only_the_step_sees_another_rate(factor: float):
     schedule = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.9)
     for weight in weights:
         weight.grad = torch.ones(3)
-    with intervened([optimizer], factor):
+    with intervened(optimizer.param_groups, factor):
         optimizer.step()
     assert weights[0].tolist() == pytest.approx([-0.1 * factor] * 3)
     assert weights[1].tolist() == pytest.approx([-0.3 * factor] * 3)
@@ -30,6 +30,6 @@ def test_only_the_step_sees_another_rate(factor: float):
 
 def test_a_step_that_fails_leaves_the_rate_alone():
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    with pytest.raises(RuntimeError), intervened([optimizer], 0.5):
+    with pytest.raises(RuntimeError), intervened(optimizer.param_groups, 0.5):
         raise RuntimeError
     assert optimizer.param_groups[0]["lr"] == 0.1
