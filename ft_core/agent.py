@@ -174,6 +174,8 @@ class Agent:
                 self._assign(role, message["changes"])
         elif kind == "withdraw":
             self._withdraw(message["roles"])
+        elif kind == "settle":
+            self._withdraw_others()  # of a group whose start the former controller had begun
         elif kind == "configured":
             self._configure(message["settings"])
         elif kind == "answer":
@@ -261,7 +263,7 @@ class Agent:
             for role in self.roles_here():
                 self._predecessors(role)
                 self._known(role).unlink(missing_ok=True)
-        self._withdraw({worker.role for worker in self.pool.playing()} - set(self.roles_here()))
+        self._withdraw_others()
         # A role that has moved away may still be fetched from here: its memory goes one epoch later.
         self.store.keep_only([*self.roles_here(), *before])
         for role in self.roles_here():
@@ -279,6 +281,10 @@ class Agent:
             if worker.role in roles:
                 worker.role, worker.withdrawn = None, True
                 self.pool.kill(worker)
+
+    def _withdraw_others(self) -> None:
+        """End the workers of roles that the plan has not placed here."""
+        self._withdraw({worker.role for worker in self.pool.playing()} - set(self.roles_here()))
 
     def _worker_plan(self) -> Message:
         keys = (

@@ -307,7 +307,7 @@ class Controller:
         return len(self._stepped) == len(self.plan["roles"])
 
     def _end_if_finished(self) -> bool:
-        if self.finished < {int(role) for role in self.plan["roles"]}:
+        if not {int(role) for role in self.plan["roles"]} <= self.finished:
             return False
         self._end(0, "every role has finished")
         return True
@@ -476,6 +476,8 @@ class Controller:
                     for role in holders:
                         self.catalogue.setdefault(str(role), {})[segment] = holders
         self.event("controller_restarted", f"plan of epoch {self.plan['epoch']} taken over")
+        for node in self.nodes.values():
+            node.post({"type": "settle"})
         if self._end_if_finished():
             return
         self._release_if_complete()

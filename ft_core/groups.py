@@ -63,8 +63,8 @@ class Groups:
 
     def changed(self, version: int | None, roles: Collection[int]) -> None:
         """An epoch starts from `version` with `roles`."""
-        if self.known and version is not None:
-            self.membership = self.membership.changed(version, self.of(roles))
+        if self.known:
+            self.membership = self.membership.changed(version or 0, self.of(roles))
 
     def without(self, placed: Places, unplaced: Collection[int]) -> tuple[Places, str]:
         """What is left when the groups of the `unplaced` roles leave: empty, with the reason, if they cannot.

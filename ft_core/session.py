@@ -243,6 +243,9 @@ class Session:
     def configure(self, settings: Message) -> None:
         """Settings that the script brings (names as in `Settings`). Raises FtError if they cannot be had."""
         self._ask({"type": "configure", "settings": settings})
+        with self._condition:  # the plan of this epoch was made before
+            changed = {key: settings[key] for key in ("policy", "lr_intervention") if key in settings}
+            self._plan = {**self._plan, **changed}
 
     def unprotected(self) -> None:
         """The script wants no fault tolerance: nothing is recorded, and a failure ends the job."""
@@ -284,7 +287,7 @@ class Session:
         self.version += 1
         self.control[Word.VERSION] = self.control[Word.TAG] = self.version
         self._snapshotter.stage(self.version)
-        if trained is not None:
+        if trained is not None and self.elastic:
             self._send({"type": "trained", "epoch": self.epoch, "step": self.version, **trained})
         if self._report_step:
             self._report_step = False
