@@ -244,8 +244,8 @@ class Session:
         """Settings that the script brings (names as in `Settings`). Raises FtError if they cannot be had."""
         self._ask({"type": "configure", "settings": settings})
         with self._condition:  # the plan of this epoch was made before
-            changed = {key: settings[key] for key in ("policy", "lr_intervention") if key in settings}
-            self._plan = {**self._plan, **changed}
+            known = ("policy", "lr_intervention")
+            self._plan = {**self._plan, **{str(k): settings[k] for k in known if k in settings}}
 
     def unprotected(self) -> None:
         """The script wants no fault tolerance: nothing is recorded, and a failure ends the job."""
