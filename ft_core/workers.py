@@ -154,8 +154,9 @@ class WorkerPool:
         return any(w.control[Word.TRAFFIC] > 0 for w in self.playing())
 
     def kill(self, worker: Worker) -> None:
-        """SIGKILL one worker."""
-        os.kill(worker.pid, signal.SIGKILL)
+        """SIGKILL one worker, unless it has just ended by itself."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """End what is left."""

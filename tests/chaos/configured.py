@@ -29,6 +29,7 @@ class Counter:
 
     def __init__(self, role: int, world: int) -> None:
         self.role, self.ring = role, tuple(range(world))
+        self.replica_group, self.replicated = (role, world), False
         self.count = torch.zeros(4, dtype=torch.int64)
 
     def tensors(self) -> Iterable[StateTensor]:
