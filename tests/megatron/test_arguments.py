@@ -58,7 +58,7 @@ def test_ftrun_starts_what_the_script_asks_for():
     [
         ("--ft-replicas 1", ["--ft-replicas does nothing without --ft"]),
         ("--ft --ft-replicas two", ["--ft-replicas", "two"]),
-        ("--ft --ft-policy panic", ["policy", "panic", "wait or stop"]),
+        ("--ft --ft-policy panic", ["policy", "panic", "wait or shrink or stop"]),
         ("--ft --ft-replicas 3", ["replicas", "3 needs 4 nodes"]),
         ("--ft --ft-replicas 1", ["--ft-replicas 2 of ftrun contradicts", "which says replicas 1"]),
         ("--ft --enable-ft-package", ["--enable-ft-package cannot go with --ft", "leave it out"]),
