@@ -295,7 +295,7 @@ class Hooks:
         loop, args = self._loop, self._training.get_args()
         args.iteration, args.num_floating_point_operations_so_far = loop.iteration, loop.operations
         assert self._log is not None
-        self._log.doubtful = True
+        self._log.doubtful = 2
         self._groups.restart()
         self._answer = loop.result
         self._again, self._entered = self._entered or loop.result is not None, True
@@ -317,7 +317,7 @@ class Hooks:
             self._training.get_rerun_state_machine().current_iteration += 1  # as the step itself has done
             return answer
         assert self._log is not None
-        self._log.doubtful, self._postponed = False, None
+        self._log.doubtful, self._postponed = self._log.doubtful - 1, None
         frame = inspect.currentframe()
         result = original(*args, **kwargs)
         should_exit = result[3]

@@ -29,8 +29,9 @@ class ProgressLog:
         """`predecessors`: log directories of the workers that have written it before. `is_last`: whether
         this role is the last, which writes it, or stands in for that."""
         self._predecessors, self._is_last = predecessors, is_last
-        self.doubtful = True
-        """Whether what comes now may have been written by another worker: until it has done a step itself."""
+        self.doubtful = 2
+        """For how many steps what comes now may have been written by another worker: those of the version
+        that it was restored to, and of the next, which is the newest that anyone can have finished."""
         self._printed: set[str] = set()
         self._written: set[tuple[str, int]] = set()
         self._key = self._last = ""
@@ -63,7 +64,7 @@ class ProgressLog:
         if key != self._last:
             self._written.clear()
         self._key = self._last = key
-        doubtful = self.doubtful and self._is_last()
+        doubtful = self.doubtful > 0 and self._is_last()
         self._muted = key in self._printed or (doubtful and self._printed_before(key))
         try:
             yield
