@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -111,9 +112,8 @@ class Groups:
         away = set(range(self._world_size)) - set(placed) - self.withdrawn
         for group in self.of(away):
             roles = [role for role in self.roles([group]) if role in away]
-            busy = {node: sum(1 for n in found.values() if n == node) for node in idle}
-            before = {node: sum(1 for n in placed.values() if n == node) for node in idle}
-            free = {node: count - (busy[node] - before[node]) for node, count in idle.items()}
+            taken = Counter(node for role, node in found.items() if role not in placed)
+            free = {node: count - taken[node] for node, count in idle.items()}
             assignment = decision.assign(found, free, roles, capacity)
             if not assignment.unplaced:
                 found = assignment.roles

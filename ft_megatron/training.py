@@ -50,7 +50,7 @@ class Job:
             raise ConfigError("--ft needs ftrun in place of torchrun (same flags): nothing protects this job")
         self._adapter = MegatronAdapter(model, optimizer, scheduler)
         self._group = self._adapter.replica_group[0]
-        self._exchange = Exchange(model, self._session, self._group)
+        Exchange(model, self._session, self._group)
         config = model[0].config
         protected = hook_optimizer(optimizer, model, self._session, self._adapter.sharded)
         config.finalize_model_grads_func = protected(config.finalize_model_grads_func)
