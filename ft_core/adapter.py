@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,18 +24,8 @@ class StateTensor:
     volatile: bool = False
 
 
-class Adapter(Protocol):
-    """Framework side of snapshot and restore."""
-
-    ring: tuple[int, ...]
-    """The DP peers of this role in order, itself included: where replicas go first."""
-
-    replica_group: tuple[int, int]
-    """Which replica group this role belongs to, and of how many."""
-
-    replicated: bool
-    """Whether every replica group has all the state, so that others can go on when one leaves. What comes
-    back later takes over the whole state of its counterpart in another group, random states included."""
+class State(Protocol):
+    """What is snapshotted and restored together: a role's state, or what a peer has adopted of it."""
 
     def tensors(self) -> Iterable[StateTensor]:
         """The state after the step just finished, in an order that depends on the layout alone."""
@@ -48,6 +38,32 @@ class Adapter(Protocol):
 
     def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
         """Put a snapshot back in place. `tensors` are views of host memory: copy, do not keep."""
+
+
+class Adapter(State, Protocol):
+    """Framework side of snapshot and restore."""
+
+    ring: tuple[int, ...]
+    """The DP peers of this role in order, itself included: where replicas go first."""
+
+    replica_group: tuple[int, int]
+    """Which replica group this role belongs to, and of how many."""
+
+    replicated: bool
+    """Whether every replica group has all the state, so that others can go on when one leaves. What comes
+    back later takes over the whole state of its counterpart in another group, random states included."""
+
+    adopts: bool
+    """Whether, where that is not so, this role can adopt what a role that is away had alone."""
+
+    def adopt(self, roles: Sequence[int]) -> Mapping[int, State]:
+        """Hold what these roles, which are away, had alone, beside this role's own state, and step it too.
+
+        Called when an epoch begins, before anything is restored, with all roles that this one is to hold
+        in it; others are let go. For each what has the holders that the role itself would have told, by the
+        names that it would have given: it comes from its snapshots, and goes back to it. Shards are restored
+        after this role's own state.
+        """
 
     def reset(self) -> None:
         """Drop whatever an abandoned step left behind: gradients, pending handles, flags."""

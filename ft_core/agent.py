@@ -224,6 +224,7 @@ class Agent:
         self.store.replicas.epoch = epoch
         self.replicator.cancel()
         for worker in self.pool.playing():
+            worker.replicated.clear()
             worker.control[Word.COMMITTED] = -1
             worker.post({"type": "abort", "epoch": epoch})
         self._spawn(self._kill_stuck(epoch))
@@ -250,7 +251,7 @@ class Agent:
         """Begin the epoch of `plan`: give roles to workers, bring their state here, let them go on."""
         if plan["epoch"] < self.epoch or plan["epoch"] == self.plan.get("epoch"):
             return
-        before = self.roles_here()
+        before = self._held_here()
         self.plan, self.epoch = plan, plan["epoch"]
         self._rendezvous, self._next_rendezvous = self._next_rendezvous, _open_store(self._host)
         self.store.replicas.epoch = self.epoch
@@ -265,7 +266,7 @@ class Agent:
                 self._known(role).unlink(missing_ok=True)
         self._withdraw_others()
         # A role that has moved away may still be fetched from here: its memory goes one epoch later.
-        self.store.keep_only([*self.roles_here(), *before])
+        self.store.keep_only([*self._held_here(), *before])
         for role in self.roles_here():
             worker = self.pool.of_role(role)
             if worker is not None:
@@ -296,6 +297,7 @@ class Agent:
             "origin",
             "started_over",
             "absent",
+            "adopted",
             "groups",
         )
         own = {"policy": self.settings.policy, "lr_intervention": self.settings.lr_intervention}
@@ -373,29 +375,37 @@ class Agent:
     # -- state ---------------------------------------------------------------------------------
 
     async def _restore(self, worker: Worker, role: int, plan: Message) -> None:
-        """Have version `plan["version"]` of `role` in memory here, then let its worker load it."""
+        """Have version `plan["version"]` of `role`, and of what it adopts, in memory here, then let its
+        worker load it."""
         epoch, version = plan["epoch"], plan["version"]
-        message: Message = {"type": "restore", "epoch": epoch, "version": version}
-        if version is not None:
-            memory = self.store.memory(role)
-            found = memory.find(version)
-            if found is None and plan["origin"] == "initial":
-                message["version"] = None  # its script makes the initial state by itself
-            elif found is None:
+        message: Message = {"type": "restore", "epoch": epoch, "version": version, "parts": []}
+        for held in [role, *self._adopted_by(role)] if version is not None else []:
+            found = self.store.memory(held).find(version)
+            if found is None and plan["origin"] == "initial" and not plan["sources"].get(str(held)):
+                continue  # its script makes the initial state by itself
+            if found is None:
                 try:
                     found = await asyncio.to_thread(
-                        bring, role, plan, self.store, self.transport, self.settings
+                        bring, held, plan, self.store, self.transport, self.settings
                     )
                 except FtError as error:
-                    log.error("node %s: role %d, version %d: %s", self.node, role, version, error)
+                    log.error("node %s: role %d, version %d: %s", self.node, held, version, error)
                     self._post({"type": "restore_failed", "epoch": epoch, "role": role, "reason": str(error)})
                     return
-            if found is not None:
-                slot, buffer = found
-                message |= {"slot": slot, "address": buffer.memory.address}
-                message["segments"] = [s.to_json() for s in buffer.segments]
+            slot, buffer = found
+            segments = [s.to_json() for s in buffer.segments]
+            part = {"role": held, "slot": slot, "address": buffer.memory.address, "segments": segments}
+            message["parts"].append(part)
         if self.epoch == epoch:
             worker.post(message)
+
+    def _adopted_by(self, role: int) -> list[int]:
+        return [int(r) for r, adopter in self.plan.get("adopted", {}).items() if adopter == role]
+
+    def _held_here(self) -> list[int]:
+        """Roles whose state workers here hold: their own, and what they have adopted."""
+        roles = self.roles_here()
+        return roles + [adopted for role in roles for adopted in self._adopted_by(role)]
 
     def _answer(self, question: Message) -> Message:
         """Another agent asks. Runs in a thread of the transport."""
@@ -428,13 +438,14 @@ class Agent:
         if role is None:
             return
         if kind == "staged":
-            self._commit(worker, message["version"])
+            self._commit(worker, message["role"], message["version"])
         elif kind == "allocate":
             segments = [Segment.from_json(s) for s in message["segments"]]
-            buffer = self.store.memory(role).allocate(message["slot"], segments)
-            layout = {s.id: list(s.holders) for s in segments}
-            about = {"initial": worker.initial, "resumes": worker.resumes, "group": worker.group}
-            self._post({"type": "layout", "role": role, "segments": layout, **about})
+            buffer = self.store.memory(message["role"]).allocate(message["slot"], segments)
+            if message["role"] == role:
+                layout = {s.id: list(s.holders) for s in segments}
+                about = {"initial": worker.initial, "resumes": worker.resumes, "group": worker.group}
+                self._post({"type": "layout", "role": role, "segments": layout, **about})
             worker.post({"type": "reply", "id": message["id"], "address": buffer.memory.address})
         elif kind == "registered":
             worker.stage, worker.initial, worker.ring = "training", message["version"], message["ring"]
@@ -448,15 +459,15 @@ class Agent:
             self._report_if_quiet()
         elif kind == "restored":
             self._post({**message, "role": role, "pid": worker.pid})
-            if message["loaded"]:
-                self._commit(worker, message["version"])
+            for held in [role, *self._adopted_by(role)] if message["loaded"] else []:
+                self._commit(worker, held, message["version"])
         elif kind in ("stepped", "reopened", "suspect", "unprotected", "counts"):
             self._post({**message, "role": role})
         elif kind == "trained":
             self._trained.append(message)
             self._post(message)
         elif kind == "corrupt":
-            self.store.memory(role).strike(message["slot"])
+            self.store.memory(message["role"]).strike(message["slot"])
             self._post({"type": "restore_failed", "epoch": self.epoch, "role": role, **_reason(message)})
         elif kind == "startup_fetch":
             self._spawn(self._inquiries.fetch_startup(worker, message, self.plan))
@@ -474,9 +485,8 @@ class Agent:
             worker.finished = True
             self._post({"type": "finished", "role": role})
 
-    def _commit(self, worker: Worker, version: int) -> None:
-        assert worker.role is not None
-        self._spawn(self._replicate(worker, worker.role, version, self.epoch))
+    def _commit(self, worker: Worker, role: int, version: int) -> None:
+        self._spawn(self._replicate(worker, role, version, self.epoch))
 
     async def _replicate(self, worker: Worker, role: int, version: int, epoch: int) -> None:
         gate = self.replicator.gate(self.pool.traffic, worker.control[Word.STEP_NS])
@@ -492,9 +502,12 @@ class Agent:
                 self._post({"type": "suspect", "epoch": epoch, "role": role, "reason": str(error)})
                 await asyncio.sleep(self.settings.heartbeat)
                 continue
-            if self.epoch == epoch:
-                worker.control[Word.COMMITTED] = max(worker.control[Word.COMMITTED], version)
-                await self._write_durable(role, version)
+            if self.epoch == epoch and worker.role is not None:
+                worker.replicated[role] = max(worker.replicated.get(role, -1), version)
+                held = [worker.role, *self._adopted_by(worker.role)]
+                worker.control[Word.COMMITTED] = min(worker.replicated.get(r, -1) for r in held)
+                if role == worker.role:
+                    await self._write_durable(role, version)
             return
 
     async def _write_durable(self, role: int, version: int) -> None:

@@ -517,6 +517,9 @@ class Controller:
             else:
                 self._end(1, str(error))
             return
+        if origin == "initial" and not all(sources[role] for role in self.groups.adopted(roles)):
+            self._wait(list(assignment.unplaced), "what they had alone has not been copied yet")
+            return
         self._waiting_for = ""
         lost = sorted(role for role in roles if role in lost or role not in places)
         self._start(roles, version, origin, sources, completed(self.nodes.values(), roles), lost)
@@ -551,19 +554,25 @@ class Controller:
             version, origin = self.plan["start"]
             return version, origin, {}
         known = {int(role): set(found) for role, found in self.catalogue.items()}
-        for role in set(roles) - set(places):  # of a group that comes back
+        for role in set(roles) - set(places) if self.groups.replicated else ():  # of a group that comes back
             known[role] = known[self.groups.counterpart(role, places)]
+        adopted = self.groups.adopted(roles)
+        for role in map(int, adopted):
+            known[role] = self.groups.held_alone(role, self.catalogue[str(role)], roles)
         choice = decision.choose_version(
             reports,
-            roles,
+            [*roles, *map(int, adopted)],
             self.initial,
             common_durable(self.nodes.values()),
-            placements=roles,
+            placements={**roles, **{int(role): roles[adopter] for role, adopter in adopted.items()}},
             previous=places,
             reached=self.reached,
             catalogue=known,
         )
-        return choice.version, choice.origin, {str(role): found for role, found in choice.sources.items()}
+        sources = {str(role): found for role, found in choice.sources.items()}
+        for name in adopted:  # without what its adopter has anyway
+            sources[name] = {s: nodes for s, nodes in sources[name].items() if s in known[int(name)]}
+        return choice.version, choice.origin, sources
 
     def _start_over(self, reason: str, roles: dict[int, str], lost: list[int]) -> None:
         """Memory does not suffice: end all workers; once they are replaced, let the scripts begin anew."""
@@ -631,6 +640,7 @@ class Controller:
             "resumes": self._resumes,
             "started_over": self._started_over,
             "absent": self.groups.absent(roles),
+            "adopted": self.groups.adopted(roles),
             "groups": self.groups.to_json(),
             "catalogue": self.catalogue,
             "initial": self.initial,

@@ -23,26 +23,30 @@ class Groups:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._of: dict[int, int] = {}
-        self._replicated = False
+        self.replicated = False
+        """Whether every group has all the state."""
+        self._adopts = False
         self.membership = Membership(0)
         self.withdrawn: set[int] = set()
         """Roles whose workers are being ended, so that they can fill the holes of another group."""
 
-    def told(self, role: int, group: int, groups: int, replicated: bool) -> None:
-        """A role says which of how many groups it belongs to, and whether each of them has all the state."""
-        self._of[role], self._replicated = group, replicated
+    def told(self, role: int, group: int, groups: int, replicated: bool, adopts: bool) -> None:
+        """A role says which of how many groups it belongs to, whether each of them has all the state, and if
+        not, whether its counterparts can adopt what it has alone."""
+        self._of[role], self.replicated, self._adopts = group, replicated, adopts
         if not self.membership.groups:
             self.membership = Membership(groups)
 
     def to_json(self) -> Message:
         """For the plan."""
         of = {str(role): group for role, group in self._of.items()}
-        return {"of": of, "replicated": self._replicated, "membership": self.membership.to_json()}
+        held = {"replicated": self.replicated, "adopts": self._adopts}
+        return {"of": of, **held, "membership": self.membership.to_json()}
 
     def take(self, found: Message) -> None:
         """From a plan that another controller has made."""
         self._of = {int(role): int(group) for role, group in found["of"].items()}
-        self._replicated = bool(found["replicated"])
+        self.replicated, self._adopts = bool(found["replicated"]), bool(found["adopts"])
         self.membership = Membership.from_json(found["membership"])
 
     def forget(self) -> None:
@@ -74,30 +78,49 @@ class Groups:
         """
         if not self.known:
             return {}, "training has not begun"
-        if not self._replicated:
+        if not self.replicated and not self._adopts:
             return {}, "the replica groups share one sharded state"
         gone = self.of(unplaced)
         left = {role: node for role, node in placed.items() if self._of[role] not in gone}
         return left, "" if left else "no replica group is whole"
 
     def counterpart(self, role: int, present: Collection[int]) -> int:
-        """The role in the same place of the next replica group that is there."""
-        place = self.roles([self._of[role]]).index(role)
-        groups = self.membership.groups
-        group = next(g for i in range(1, groups) if (g := (self._of[role] + i) % groups) in self.of(present))
-        return self.roles([group])[place]
+        """The role in the same place of the next replica group that is there.
+
+        Groups that are away have different counterparts as far as there are enough: they may adopt a shard.
+        """
+        group, groups, there = self._of[role], self.membership.groups, self.of(present)
+        load = dict.fromkeys(there, 0)
+        for away in sorted(set(range(groups)) - set(there)):
+            found = min(there, key=lambda g: (load[g], (g - away) % groups))
+            load[found] += 1
+            if away == group:
+                return self.roles([found])[self.roles([group]).index(role)]
+        raise ValueError(f"replica group {group} of role {role} is there")
 
     def absent(self, present: Collection[int]) -> dict[str, int]:
         """For the plan: the roles that are away, each with its counterpart among those who are there."""
         away = sorted(set(range(self._world_size)) - set(present))
         return {str(role): self.counterpart(role, present) for role in away}
 
+    def adopted(self, present: Collection[int]) -> dict[str, int]:
+        """For the plan: the roles that are away whose counterpart holds what they had alone."""
+        return {} if self.replicated else self.absent(present)
+
+    def held_alone(
+        self, role: int, segments: Mapping[str, Collection[int]], present: Collection[int]
+    ) -> set[str]:
+        """Of the segments (with their holders) of a role that is away, those that nobody who is there has."""
+        return {
+            s for s, holders in segments.items() if min(holders) == role and not set(holders) & set(present)
+        }
+
     def to_combine(self, placed: Places, unplaced: Collection[int]) -> list[int]:
         """Where no group is whole: the roles whose nodes shall fill the holes of the one that lacks least.
 
         Empty if that would not do.
         """
-        if not self.known or not self._replicated:
+        if not self.known or not (self.replicated or self._adopts):
             return []
         lacking = {group: [r for r in unplaced if self._of[r] == group] for group in self.of(unplaced)}
         keep = min(lacking, key=lambda group: (len(lacking[group]), group))

@@ -2,8 +2,13 @@
 
 Ranks in a group stay what they were, and so does its size; the communicator inside has the members that
 are there. A reduction counts those alone: whoever averages knows over how many. Where data move, the
-counterpart in another replica group, which has the same state, stands in for a member that is away: it sends
-what that one would have sent, a root included.
+counterpart in another replica group stands in for a member that is away, a root included: it sends what that
+one would have sent.
+
+Where every group has all the state, that is what the counterpart itself has. Where state is sharded, the
+counterpart has adopted the shard of the one that is away (see `adoption`). A buffer that holds all shards
+then has the adopted one in its place, and the exchange uses it there: a reduce-scatter leaves its sum in the
+input, and an all-gather whose input is part of its output takes it from the output.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
 from ft_core.errors import FtError
 
@@ -21,9 +27,13 @@ Fill = Callable[[], None]
 class Partial:
     """The members of a group as its communicator of this epoch sees them."""
 
-    def __init__(self, name: str, members: Sequence[int], absent: Mapping[int, int]) -> None:
-        """`absent`: roles that are away, each with its counterpart."""
+    def __init__(
+        self, name: str, members: Sequence[int], absent: Mapping[int, int], role: int, adopted: bool
+    ) -> None:
+        """`absent`: roles that are away, each with its counterpart. `role`: this one. `adopted`: counterparts
+        hold the state of those that are away, beside their own."""
         self._name, self._members, self._absent = name, members, absent
+        self._rank, self._adopted = members.index(role), adopted
         self._places = [i for i, role in enumerate(members) if role not in absent]
         """Ranks in the group, in the order of ranks in the communicator."""
         self._size = len(members)
@@ -52,20 +62,53 @@ class Partial:
         if method in ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"):
             outputs, inputs, *_ = args
             return self._gather(pg, [self._parts(o) for o in outputs], [i.reshape(-1) for i in inputs], [])
+        if kind == "reduce_scatter":
+            output, given, *rest = args
+            options = rest[0] if rest else dist.ReduceScatterOptions()
+            if method == "reduce_scatter":
+                return self._reduce_scatter(pg, output, given, options)
+            outputs, inputs = ([output], [given]) if isinstance(output, torch.Tensor) else (output, given)
+            return self._reduce_scatter(pg, outputs, [self._parts(i) for i in inputs], options)
         raise self._refusal(kind)
 
     def _gather(self, pg: Any, outputs: Any, inputs: Any, rest: list[Any]) -> tuple[Any, Fill]:
-        works = [
-            pg.allgather([[parts[i] for i in self._places]], [given], *rest)
-            for parts, given in zip(outputs, inputs, strict=True)
-        ]
+        works, copies = [], []
+        for parts, given in zip(outputs, inputs, strict=True):
+            works.append(pg.allgather([[parts[i] for i in self._places]], [given], *rest))
+            in_place = parts[self._rank].data_ptr() == given.data_ptr()
+            for place in sorted(set(range(self._size)) - set(self._places)):
+                if self._adopted and in_place:
+                    root = dist.BroadcastOptions()
+                    root.rootRank = place
+                    works.append(pg.broadcast([parts[place]], self._with_root(root)))
+                else:
+                    copies.append((parts[place], parts[self.stand_in(place)]))
 
         def fill() -> None:
             for work in works[:-1]:
                 work.wait()
-            for parts in outputs:
-                for place in set(range(self._size)) - set(self._places):
-                    parts[place].copy_(parts[self.stand_in(place)])
+            for part, stand_in in copies:
+                part.copy_(stand_in)
+
+        return works[-1], fill
+
+    def _reduce_scatter(self, pg: Any, outputs: Any, inputs: Any, options: Any) -> tuple[Any, Fill]:
+        """Reduce each part to the one that holds its place; for this role's own also to the output."""
+        works, copies = [], []
+        for output, parts in zip(outputs, inputs, strict=True):
+            for place, part in enumerate(parts):
+                reduce = dist.ReduceOptions()
+                reduce.reduceOp, reduce.rootRank = options.reduceOp, place
+                works.append(pg.reduce([part], self._with_root(reduce)))
+            own = parts[self._rank]
+            if own.data_ptr() != output.data_ptr():
+                copies.append((output.view(-1), own.view(-1)))
+
+        def fill() -> None:
+            for work in works[:-1]:
+                work.wait()
+            for output, own in copies:
+                output.copy_(own)
 
         return works[-1], fill
 

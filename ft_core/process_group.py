@@ -70,6 +70,7 @@ class Communicators:
         self._groups: list[FtProcessGroup] = []
         self._created: Counter[tuple[int, ...]] = Counter()
         self._absent: Mapping[int, int] = {}
+        self._adopted = False
         self._opener = Opener(-1, ":0", role, lambda: False, lambda name: None)
         self._asked: set[str] = set()
         self._to_reopen: list[FtProcessGroup] = []
@@ -86,10 +87,12 @@ class Communicators:
         completed: Mapping[str, Any] | None = None,
         fetch: Fetch | None = None,
         absent: Mapping[int, int] | None = None,
+        adopted: bool = False,
     ) -> None:
         """Begin `epoch`. Any thread; returns at once.
 
-        `absent` roles take no part; each with its counterpart, see `partial`.
+        `absent` roles take no part; each with its counterpart, which has `adopted` its state or has the same
+        anyway: see `partial`.
 
         `store_address` ("host:port") is a TCPStore that is empty of this epoch's keys. `completed` and
         `fetch` serve operations of the start-up phase, see `startup`. Ignored when a newer epoch was
@@ -101,7 +104,8 @@ class Communicators:
             old, _ = self._bury(epoch)
             self._opener.close()
             opener = Opener(epoch, store_address, self.role, lambda: epoch >= self.aborted, self._on_asked)
-            self.epoch, self._opener, self._absent = epoch, opener, dict(absent or {})
+            self.epoch, self._opener = epoch, opener
+            self._absent, self._adopted = dict(absent or {}), adopted
             self._asked.clear()
             self.startup.plan(completed or {}, fetch)
             self._to_reopen = [g for g in self._groups if g.used]
@@ -233,7 +237,7 @@ class Communicators:
         present = tuple(role for role in group.members if role not in self._absent)
         partial = None
         if present != group.members:
-            partial = Partial(group.ft_name, group.members, self._absent)
+            partial = Partial(group.ft_name, group.members, self._absent, self.role, self._adopted)
         group.inner = Inner(
             group.ft_name,
             present,

@@ -35,12 +35,14 @@ class Replicator:
         self._sent: dict[int, tuple[int, int]] = {}
         self._seconds = 0.0
         self._role_nodes: dict[int, str] = {}
+        self._adopters: dict[int, int] = {}
         self._domains: dict[str, str] = {}
         self._addresses: dict[str, str] = {}
 
     def begin(self, plan: dict[str, Any]) -> None:
         """A new epoch: learn where everybody is."""
         self._role_nodes = {int(role): node for role, node in plan["roles"].items()}
+        self._adopters = {int(role): int(adopter) for role, adopter in plan["adopted"].items()}
         self._domains = {node: about["domain"] for node, about in plan["nodes"].items()}
         self._addresses = {node: about["data"] for node, about in plan["nodes"].items()}
 
@@ -53,7 +55,7 @@ class Replicator:
         self._rings[role] = ring
 
     def replicate(self, role: int, version: int, epoch: int, gate: Callable[[], None]) -> None:
-        """Make every segment of the role's snapshot survive k failure domains.
+        """Make every segment of the snapshot of a role, played or adopted here, survive k failure domains.
 
         Returns when each copy is acknowledged as verified. Raises TransportError.
         """
@@ -62,11 +64,14 @@ class Replicator:
             raise TransportError(f"version {version} of role {role} is no longer in memory")
         _, buffer = found
         total, started = 0, time.monotonic()
+        role_nodes, ring = self._role_nodes, self._rings.get(role)
+        if (adopter := self._adopters.get(role)) is not None:
+            # What it had alone is where its adopter is.
+            role_nodes, ring = {**role_nodes, role: role_nodes[adopter]}, self._rings.get(adopter)
         for index, segment in enumerate(buffer.segments):
-            if sender(segment, self._role_nodes) != role:
+            if sender(segment, role_nodes) != role:
                 continue
-            ring = self._rings.get(role)
-            for node in replica_nodes(segment, self._role_nodes, self._domains, self.replicas, ring=ring):
+            for node in replica_nodes(segment, role_nodes, self._domains, self.replicas, ring=ring):
                 self._injector.point(role, "h2h", version)
                 sums = list(buffer.checksums(index))
                 total += self._transport.push(

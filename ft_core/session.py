@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ft_core.adapter import Adapter
+from ft_core.adoption import Snapshots
 from ft_core.elastic import AHEAD, Membership, lr_factor
 from ft_core.errors import CorruptSnapshot, EpochChanged, FtError
 from ft_core.inject import ENV as INJECT_ENV
@@ -29,7 +30,6 @@ from ft_core.inject import Injector
 from ft_core.manifest import Segment
 from ft_core.memory import IN_OPTIMIZER, ControlBlock, SharedMemory, Word
 from ft_core.process_group import Communicators
-from ft_core.snapshot import Snapshotter
 from ft_core.wire import Channel
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Session:
         self._injector = Injector(job_dir, "")
         self._adapter: Adapter | None = None
         self._redo: Callable[[], None] = lambda: None
-        self._snapshotter: Snapshotter | None = None
+        self._snapshots: Snapshots | None = None
         self._report_step = False
         self._step_began = 0
         self.job_dir = job_dir
@@ -163,7 +163,7 @@ class Session:
         `self.version`, which was loaded, to the place where it was interrupted. `resumes`: started again,
         the script goes on from its own newest checkpoint, so that is what the job falls back to.
         """
-        if self._snapshotter is not None:
+        if self._snapshots is not None:
             raise FtError("only one training function, or one engine, can be protected in a process")
         with self._condition:
             # An abort answered by the watcher on behalf of a worker in start-up is completed first.
@@ -173,11 +173,11 @@ class Session:
         self._redo, self._adapter = redo, adapter
         self.version = version
         self.control[Word.VERSION] = self.control[Word.TAG] = version
-        self._snapshotter = Snapshotter(
-            adapter, self._allocate, self._staged, on_copy=lambda: self.point("d2h")
+        self._snapshots = Snapshots(
+            self.role, adapter, self._allocate, self._staged, lambda: self.point("d2h")
         )
         about = {"version": version, "ring": list(adapter.ring), "resumes": resumes}
-        group = {"group": [*adapter.replica_group, adapter.replicated]}
+        group = {"group": [*adapter.replica_group, adapter.replicated, adapter.adopts]}
         self._send({"type": "registered", **group, **about})
         self._persist(self._catch_up, self._quiesce)
 
@@ -210,7 +210,7 @@ class Session:
     @property
     def protecting(self) -> bool:
         """Whether training is protected, or has begun to be."""
-        return self._snapshotter is not None
+        return self._snapshots is not None
 
     def recover(self) -> None:
         """The epoch is over: take up the next one, in place. Main thread, outside the framework's calls."""
@@ -262,7 +262,7 @@ class Session:
         pause = 20e-6
         while self.control[Word.COMMITTED] < self.version:
             self.raise_if_moved()
-            if self._snapshotter is not None and (failure := self._snapshotter.failed) is not None:
+            if self._snapshots is not None and (failure := self._snapshots.failed) is not None:
                 raise failure
             time.sleep(pause)
             pause = min(2e-3, pause * 1.5)
@@ -279,14 +279,14 @@ class Session:
         `trained`: for the ledger, the samples of the step as `elastic.Deal` has them. One role of each
         replica group gives them: all groups know the same, and the ledger must not lose a step with one.
         """
-        assert self._snapshotter is not None
+        assert self._snapshots is not None
         now = time.monotonic_ns()
         if self._step_began:
             self.control[Word.STEP_NS] = now - self._step_began
         self._step_began = now
         self.version += 1
         self.control[Word.VERSION] = self.control[Word.TAG] = self.version
-        self._snapshotter.stage(self.version)
+        self._snapshots.stage(self.version)
         if trained is not None and self.elastic:
             self._send({"type": "trained", "epoch": self.epoch, "step": self.version, **trained})
         if self._report_step:
@@ -324,8 +324,8 @@ class Session:
 
         Who leaves earlier could no longer take part when a peer fails in its last collective.
         """
-        assert self._snapshotter is not None
-        self._snapshotter.wait()
+        assert self._snapshots is not None
+        self._snapshots.wait()
         self._send({"type": "completed", "epoch": self.epoch, "part": self._part, "last": last})
         with self._condition:
             self._condition.wait_for(lambda: self._parts_done >= self._part or self._pending > self.epoch)
@@ -336,7 +336,7 @@ class Session:
         self.raise_if_moved()
 
     def _resume(self) -> None:
-        assert self._snapshotter is not None and self._adapter is not None
+        assert self._snapshots is not None and self._adapter is not None
         membership = Membership.from_json(self._plan["groups"]["membership"])
         # A plan that was made before all roles had told of their groups does not know how many there are.
         membership = dataclasses.replace(membership, groups=self._adapter.replica_group[1])
@@ -347,28 +347,29 @@ class Session:
             self.point("recovery")
         restore = self._await_restore()
         version = restore["version"]
-        if version is None:
-            self._snapshotter.stage(self.version)
-        else:
-            segments = [Segment.from_json(s) for s in restore["segments"]]
+        self._snapshots.adopt(int(r) for r, adopter in self._plan["adopted"].items() if adopter == self.role)
+        for part in restore["parts"]:
             try:
-                self._snapshotter.load(restore["slot"], restore["address"], segments, version)
+                self._snapshots.load(part, version)
             except CorruptSnapshot as error:
                 # The copy is struck off, and the controller decides again without it.
-                self._send({"type": "corrupt", "slot": restore["slot"], "reason": str(error)})
+                what = {"role": part["role"], "slot": part["slot"], "reason": str(error)}
+                self._send({"type": "corrupt", **what})
                 self._await_epoch()
-            self.version = version
-            self.control[Word.STAGED] = version
+        loaded = any(part["role"] == self.role for part in restore["parts"])
+        if loaded:
+            self.version = self.control[Word.STAGED] = version
+        else:
+            self._snapshots.stage(self.version)
         self.control[Word.VERSION] = self.control[Word.TAG] = self.version
         self._step_began = time.monotonic_ns()
         self._report_step = True
-        loaded = version is not None
         self._send({"type": "restored", "epoch": self.epoch, "version": self.version, "loaded": loaded})
 
     def _quiesce(self) -> None:
-        assert self._snapshotter is not None and self._adapter is not None
+        assert self._snapshots is not None and self._adapter is not None
         try:
-            self._snapshotter.wait()
+            self._snapshots.wait()
         except Exception:
             log.exception("role %d: staging version %d failed; the copy is not used", self.role, self.version)
         self._adapter.reset()
@@ -401,7 +402,7 @@ class Session:
     def _swap(self, plan: Message) -> None:
         fetch = self._fetch_startup
         absent = {int(role): int(counterpart) for role, counterpart in plan["absent"].items()}
-        self.comms.swap(plan["epoch"], plan["store"], plan["completed"], fetch, absent)
+        self.comms.swap(plan["epoch"], plan["store"], plan["completed"], fetch, absent, bool(plan["adopted"]))
 
     def _send_quiesced(self, epoch: int, stage: Stage) -> None:
         counts = self.comms.startup_counts()
@@ -440,13 +441,15 @@ class Session:
             raise FtError(reply["error"])
         return reply
 
-    def _allocate(self, slot: int, segments: list[Segment]) -> list[int]:
-        reply = self._ask({"type": "allocate", "slot": slot, "segments": [s.to_json() for s in segments]})
+    def _allocate(self, role: int, slot: int, segments: list[Segment]) -> list[int]:
+        layout = {"segments": [s.to_json() for s in segments]}
+        reply = self._ask({"type": "allocate", "role": role, "slot": slot, **layout})
         return list(reply["address"])
 
-    def _staged(self, version: int) -> None:
-        self.control[Word.STAGED] = version
-        self._send({"type": "staged", "version": version})
+    def _staged(self, role: int, version: int) -> None:
+        if role == self.role:
+            self.control[Word.STAGED] = version
+        self._send({"type": "staged", "role": role, "version": version})
 
     def _fetch_startup(self, holder: int, group: str, start: int) -> list[Any]:
         reply = self._ask({"type": "startup_fetch", "holder": holder, "group": group, "start": start})

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from ft_core import envelope
-from ft_core.adapter import Adapter, StateTensor
+from ft_core.adapter import State, StateTensor
 from ft_core.errors import CorruptSnapshot
 from ft_core.manifest import CHUNK, Segment, layout
 from ft_core.memory import TORN, SharedMemory, SnapshotBuffer
@@ -29,12 +29,12 @@ class Snapshotter:
 
     def __init__(
         self,
-        adapter: Adapter,
+        state: State,
         allocate: Allocate,
         on_staged: Callable[[int], None],
         on_copy: Callable[[], None] = lambda: None,
     ) -> None:
-        self._adapter = adapter
+        self._state = state
         self._allocate = allocate
         self._on_staged = on_staged
         self._on_copy = on_copy
@@ -49,9 +49,9 @@ class Snapshotter:
         Volatile tensors and the envelope are copied before this returns.
         """
         self.wait()
-        tensors = list(self._adapter.tensors())
-        small = torch.frombuffer(bytearray(envelope.encode(self._adapter.envelope())), dtype=torch.uint8)
-        tensors.insert(0, StateTensor(ENVELOPE, small, self._adapter.envelope_holders()))
+        tensors = list(self._state.tensors())
+        small = torch.frombuffer(bytearray(envelope.encode(self._state.envelope())), dtype=torch.uint8)
+        tensors.insert(0, StateTensor(ENVELOPE, small, self._state.envelope_holders()))
         tensors = [
             StateTensor(t.name, t.tensor.detach().clone(), t.holders) if t.volatile else t for t in tensors
         ]
@@ -94,7 +94,7 @@ class Snapshotter:
                 raw = flat[item.offset : item.offset + item.nbytes]
                 views[item.name] = raw.view(getattr(torch, item.dtype)).view(item.shape)
         data = views.pop(ENVELOPE).numpy().tobytes()
-        self._adapter.restore(views, envelope.decode(data))
+        self._state.restore(views, envelope.decode(data))
 
     def _buffer_for(self, segments: list[Segment]) -> MappedBuffer:
         held = [TORN - 1 if b is None else b.version for b in self._buffers]

@@ -46,7 +46,10 @@ class Worker:
     """Whether its script, started again, goes on from a checkpoint of its own."""
     ring: list[int] = field(default_factory=list)
     group: list[Any] | None = None
-    """Its replica group, of how many, and whether each of them has all the state; known once it trains."""
+    """Its replica group, of how many, whether each of them has all the state, and if not, whether others can
+    adopt it; known once it trains."""
+    replicated: dict[int, int] = field(default_factory=dict)
+    """By role that it holds, its own and adopted ones, the newest version that is safe in this epoch."""
     withdrawn: bool = False
     """It is ended, since its replica group has left, and another takes its place."""
     completed: dict[str, Any] = field(default_factory=lambda: {"epoch": 0, "part": 0, "last": False})

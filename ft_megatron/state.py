@@ -11,7 +11,7 @@ where they are views of the parameters, and the parameters follow from them: `ga
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -22,11 +22,14 @@ from megatron.core.distributed.finalize_model_grads import reset_model_temporary
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
 from ft_core import rng
-from ft_core.adapter import StateTensor
+from ft_core.adapter import State, StateTensor
 from ft_core.errors import ConfigError, EpochChanged
+from ft_megatron.adoption import Shards, can_adopt, remember_parameters
 from ft_megatron.deal import Dealer
 
 Holders = tuple[int, ...]
+
+remember_parameters()
 
 
 class MegatronAdapter:
@@ -51,6 +54,9 @@ class MegatronAdapter:
         self.sharded = bool(model[0].ddp_config.use_distributed_optimizer)
         self.replicated = not self.sharded or len(self._shard_holders) > 1
         self._gathers_late = bool(model[0].ddp_config.overlap_param_gather)
+        experts = parallel_state.get_expert_model_parallel_world_size() > 1
+        self.adopts = not self.replicated and not experts and can_adopt(self._optimizers)
+        self._shards = Shards(self, self._optimizers) if self.adopts else None
         self.result: Any = None
         """What the training loop has to log for the newest step; restored with the state."""
         self.ring: tuple[int, ...] = self._data_parallel
@@ -77,13 +83,24 @@ class MegatronAdapter:
             yield StateTensor(name, parameter.data, holders)
         for name, buffer in self._buffers():
             yield StateTensor(name, buffer, self._data_parallel, volatile=True)
+        yield from self.optimizer_tensors(self._optimizers)
+
+    def optimizer_tensors(
+        self, optimizers: list[Any], shard_holders: Holders | None = None
+    ) -> Iterator[StateTensor]:
+        """Of these optimizers, of which `shard_holders` have the same: by default, as this rank's."""
         in_model = {p.untyped_storage().data_ptr() for _, p in self._parameters()}
-        for name, main, state, holders in self._main_parameters():
+        for name, main, state, holders in self._main_parameters(optimizers):
+            holders = shard_holders or holders
             if main.untyped_storage().data_ptr() not in in_model:
                 yield StateTensor(f"{name}.main", main.data, holders)
             for key in sorted(state):
                 if isinstance(state[key], torch.Tensor):
                     yield StateTensor(f"{name}.{key}", state[key], holders)
+
+    def adopt(self, roles: Sequence[int]) -> Mapping[int, State]:
+        """See `adoption.Shards`."""
+        return self._shards.adopt(roles) if self._shards is not None else {}
 
     def deal(self, dealer: Dealer) -> None:
         """One more dealer, which goes on from where a predecessor's was."""
@@ -116,10 +133,14 @@ class MegatronAdapter:
                 [{k: v for k, v in group.items() if k != "params"} for group in o.optimizer.param_groups]
                 for o in self._optimizers
             ],
-            "scalars": {
-                name: {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
-                for name, _, state, _ in self._main_parameters()
-            },
+            "scalars": self.scalars(self._optimizers),
+        }
+
+    def scalars(self, optimizers: list[Any]) -> dict[str, Any]:
+        """What these optimizers keep for each main parameter that is no tensor."""
+        return {
+            name: {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
+            for name, _, state, _ in self._main_parameters(optimizers)
         }
 
     # -- putting it back -----------------------------------------------------------------------
@@ -134,7 +155,28 @@ class MegatronAdapter:
                 # Megatron's routers turn theirs into fp32 in the first forward pass, with what they hold.
                 buffer.data = torch.empty_like(tensors[name], device=buffer.device)
             buffer.copy_(tensors[name])
-        for name, main, state, _ in self._main_parameters():
+        self.restore_optimizers(self._optimizers, tensors, envelope)
+        for optimizer, groups, scaler in zip(
+            self._optimizers, envelope["groups"], envelope["scalers"], strict=True
+        ):
+            for group, saved_group in zip(optimizer.optimizer.param_groups, groups, strict=True):
+                group.update(saved_group)
+            if scaler is not None:
+                optimizer.grad_scaler.load_state_dict(scaler)
+        if self._scheduler is not None:
+            _load_scheduler(self._scheduler, envelope["scheduler"])
+        self.result = envelope["result"]
+        self._deals = envelope["deals"]
+        for dealer, saved_deal in zip(self.dealers, self._deals, strict=False):
+            dealer.restore(saved_deal)
+        rng.restore(envelope["rng"])
+        tensor_parallel.get_cuda_rng_tracker().set_states(envelope["tracker"])
+
+    def restore_optimizers(
+        self, optimizers: list[Any], tensors: Mapping[str, torch.Tensor], envelope: Any
+    ) -> None:
+        """Main parameters and state of these optimizers."""
+        for name, main, state, _ in self._main_parameters(optimizers):
             if (saved := tensors.get(f"{name}.main")) is not None:
                 main.data.copy_(saved)
             prefix = f"{name}."
@@ -151,23 +193,8 @@ class MegatronAdapter:
                 state[key].copy_(saved)
             state.update(envelope["scalars"][name])
         if self._gathers_late:
-            for optimizer in self._optimizers:
-                optimizer._copy_main_params_to_model_params()  # into this rank's part of the buffers
-        for optimizer, groups, scaler in zip(
-            self._optimizers, envelope["groups"], envelope["scalers"], strict=True
-        ):
-            for group, saved_group in zip(optimizer.optimizer.param_groups, groups, strict=True):
-                group.update(saved_group)
-            if scaler is not None:
-                optimizer.grad_scaler.load_state_dict(scaler)
-        if self._scheduler is not None:
-            _load_scheduler(self._scheduler, envelope["scheduler"])
-        self.result = envelope["result"]
-        self._deals = envelope["deals"]
-        for dealer, saved_deal in zip(self.dealers, self._deals, strict=False):
-            dealer.restore(saved_deal)
-        rng.restore(envelope["rng"])
-        tensor_parallel.get_cuda_rng_tracker().set_states(envelope["tracker"])
+            for optimizer in optimizers:
+                optimizer._copy_main_params_to_model_params()  # into their part of the buffers
 
     @torch.no_grad()
     def gather_parameters(self) -> None:
@@ -223,9 +250,11 @@ class MegatronAdapter:
                     if name not in module._non_persistent_buffers_set:
                         yield f"buffer.{index}.{prefix}.{name}", buffer
 
-    def _main_parameters(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any], Holders]]:
+    def _main_parameters(
+        self, optimizers: list[Any]
+    ) -> Iterator[tuple[str, torch.Tensor, dict[str, Any], Holders]]:
         """(name, tensor that the inner optimizer steps, its state, who has the same) for each of them."""
-        for o, optimizer in enumerate(self._optimizers):
+        for o, optimizer in enumerate(optimizers):
             inner = optimizer.optimizer
             for g, group in enumerate(inner.param_groups):
                 expert = group.get("is_expert_parallel", False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ft_core import session
-from ft_core.adapter import StateTensor
+from ft_core.adapter import State, StateTensor
 from ft_core.errors import FtError
 
 REST = 0.02
@@ -29,7 +29,7 @@ class Counter:
 
     def __init__(self, role: int, world: int) -> None:
         self.role, self.ring = role, tuple(range(world))
-        self.replica_group, self.replicated = (role, world), False
+        self.replica_group, self.replicated, self.adopts = (role, world), False, False
         self.count = torch.zeros(4, dtype=torch.int64)
 
     def tensors(self) -> Iterable[StateTensor]:
@@ -43,6 +43,9 @@ class Counter:
 
     def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
         self.count.copy_(tensors["count"])
+
+    def adopt(self, roles: Sequence[int]) -> Mapping[int, State]:
+        return {}
 
     def reset(self) -> None:
         pass

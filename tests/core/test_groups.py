@@ -7,12 +7,12 @@ from ft_core.groups import Groups
 PLACES = {0: "a", 1: "b", 2: "c", 3: "d", 4: "e", 5: "f"}
 
 
-def groups(replicated: bool = True) -> Groups:
+def groups(replicated: bool = True, adopts: bool = False) -> Groups:
     """Two stages of three groups, in Megatron's order: roles 0 to 2 are the first stage."""
     found = Groups(6)
     for role in range(6):
         assert not found.known
-        found.told(role, role % 3, 3, replicated)
+        found.told(role, role % 3, 3, replicated, adopts)
     assert found.known
     return found
 
@@ -58,6 +58,27 @@ def test_a_returning_role_takes_over_from_its_counterpart() -> None:
     assert groups().counterpart(4, placed(1, 4)) == 5
     assert groups().counterpart(5, placed(2, 5)) == 3
     assert groups().counterpart(1, placed(1, 2, 4, 5)) == 0
+
+
+def test_groups_that_are_away_have_different_counterparts_while_there_are_enough() -> None:
+    many = Groups(8)
+    for role in range(8):
+        many.told(role, role, 8, False, True)
+    assert many.adopted([0, 3, 4, 6, 7]) == {"1": 3, "2": 4, "5": 6}
+    assert many.adopted([0, 7]) == {"1": 7, "2": 0, "3": 7, "4": 0, "5": 7, "6": 0}
+    assert many.adopted([5]) == {str(role): 5 for role in range(8) if role != 5}
+    assert many.adopted(range(8)) == {}
+    assert groups().adopted([0, 2, 3, 5]) == {}, "every group has everything"
+
+
+def test_what_is_adopted_is_what_nobody_else_has() -> None:
+    """Weights are a stage's, one shard is a role's, another belongs to two of them."""
+    sharded = groups(replicated=False, adopts=True)
+    assert sharded.without(placed(1), [1])[0] == placed(1, 4)
+    segments = {"weights": [0, 1, 2], "shard": [1], "common": [1, 2]}
+    assert sharded.held_alone(1, segments, [0, 2, 3, 5]) == {"shard"}
+    assert sharded.held_alone(1, segments, [0, 3]) == {"shard", "common"}
+    assert sharded.held_alone(2, segments, [0, 3]) == set(), "the first of those who have it"
 
 
 def test_the_plan_carries_it_to_another_controller() -> None:

@@ -1,0 +1,195 @@
+"""Shards of Megatron's distributed optimizer that this role has adopted (see `ft_core.adoption`).
+
+Megatron's buckets hold gradients and parameters of all shards; what is a rank's own are main parameters and
+optimizer state. For each shard adopted there is a second `DistributedOptimizer` over the same buckets, made
+as the rank that is away would have made it, and those of this rank take it along in what they do in a step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from ft_core.adapter import StateTensor
+
+if TYPE_CHECKING:
+    from ft_megatron.state import MegatronAdapter
+
+_DONE_FOR_ALL = ("_copy_model_grads_to_main_grads", "_copy_main_params_to_model_params", "zero_grad")
+_LISTED_FOR_ALL = ("get_parameters", "_collect_main_grad_data_for_unscaling")
+"""What gradients are unscaled and clipped by: norm, overflow and clipping see all shards that are here."""
+
+_PARAMETERS = "_ft_parameters"
+
+
+def remember_parameters() -> None:
+    """Have optimizers that are made from now on keep which parameter is in which of their groups.
+
+    They forget those that have no part in their own shard.
+    """
+    made = DistributedOptimizer.__init__
+    if hasattr(made, "__wrapped__"):
+        return
+
+    @functools.wraps(made)
+    def init(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        groups = [list(group["params"]) for group in optimizer.param_groups] if optimizer is not None else []
+        made(self, optimizer, *args, **kwargs)
+        setattr(self, _PARAMETERS, groups)
+
+    DistributedOptimizer.__init__ = init
+
+
+def can_adopt(optimizers: Sequence[Any]) -> bool:
+    """Whether shards of these can be adopted: not where Megatron keeps weights in 8 bits, main parameters
+    inside a fused optimizer, or optimizer state on the host."""
+    return all(
+        type(o) is DistributedOptimizer
+        and getattr(o, _PARAMETERS, None) is not None
+        and isinstance(o.optimizer, torch.optim.Optimizer)
+        and not o.config.use_precision_aware_optimizer
+        and not getattr(o.config, "optimizer_cpu_offload", False)
+        and not any(o._get_fp8_params_and_shard_fp32_from_fp8()[0])
+        for o in optimizers
+    )
+
+
+class Shard:
+    """One role's shard of the optimizers, held by another (see `ft_core.adapter.State`)."""
+
+    def __init__(self, adapter: MegatronAdapter, role: int, optimizers: Sequence[Any]) -> None:
+        """`optimizers`: those of this rank."""
+        self._adapter, self._role = adapter, role
+        with _as_rank_of(role, optimizers):
+            self.optimizers = [_sibling(optimizer) for optimizer in optimizers]
+
+    def tensors(self) -> Iterator[StateTensor]:
+        """Main parameters and optimizer state."""
+        return self._adapter.optimizer_tensors(self.optimizers, (self._role,))
+
+    def envelope(self) -> Any:
+        """This rank's, whose random states the other takes over, but with the shard's own step counts."""
+        return {**self._adapter.envelope(), "scalars": self._adapter.scalars(self.optimizers)}
+
+    def envelope_holders(self) -> tuple[int, ...]:
+        """The shard's."""
+        return (self._role,)
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
+        """Optimizer state that is not there yet is made."""
+        self._adapter.restore_optimizers(self.optimizers, tensors, envelope)
+
+
+class Shards:
+    """The shards that this rank holds beside its own."""
+
+    def __init__(self, adapter: MegatronAdapter, optimizers: Sequence[Any]) -> None:
+        self._adapter, self._optimizers = adapter, optimizers
+        self._of: dict[int, Shard] = {}
+        for index, optimizer in enumerate(optimizers):
+            self._take_along(index, optimizer)
+
+    def adopt(self, roles: Iterable[int]) -> dict[int, Shard]:
+        """Hold the shards of these roles, and no others."""
+        self._of = {
+            role: self._of.get(role) or Shard(self._adapter, role, self._optimizers) for role in roles
+        }
+        return self._of
+
+    def _of_optimizer(self, index: int) -> list[Any]:
+        return [shard.optimizers[index] for shard in self._of.values()]
+
+    def _take_along(self, index: int, optimizer: Any) -> None:
+        def for_all(name: str) -> Any:
+            own = getattr(optimizer, name)
+
+            @functools.wraps(own)
+            def done(*args: Any, **kwargs: Any) -> Any:
+                result = own(*args, **kwargs)
+                for sibling in self._of_optimizer(index):
+                    getattr(sibling, name)(*args, **kwargs)
+                return result
+
+            return done
+
+        def of_all(name: str) -> Any:
+            own = getattr(optimizer, name)
+
+            @functools.wraps(own)
+            def listed() -> list[Any]:
+                return sum((getattr(s, name)() for s in self._of_optimizer(index)), start=own())
+
+            return listed
+
+        for name in _DONE_FOR_ALL:
+            setattr(optimizer, name, for_all(name))
+        for name in _LISTED_FOR_ALL:
+            setattr(optimizer, name, of_all(name))
+        inner = optimizer.optimizer
+        step = inner.step
+
+        @functools.wraps(step)
+        def stepped(*args: Any, **kwargs: Any) -> Any:
+            siblings = [sibling.optimizer for sibling in self._of_optimizer(index)]
+            for sibling in siblings:
+                for group, own in zip(sibling.param_groups, inner.param_groups, strict=True):
+                    group.update({key: value for key, value in own.items() if key != "params"})
+            result = step(*args, **kwargs)
+            for sibling in siblings:
+                sibling.step(*args, **kwargs)
+            return result
+
+        inner.step = stepped
+
+
+def _sibling(optimizer: Any) -> Any:
+    """One over the same buckets, for the rank that their groups say this is."""
+    inner = object.__new__(type(optimizer.optimizer))
+    vars(inner).update(vars(optimizer.optimizer))
+    vars(inner).pop("step", None)
+    inner.state = defaultdict(dict)
+    everything = getattr(optimizer, _PARAMETERS)
+    inner.param_groups = [
+        {**group, "params": list(parameters)}
+        for group, parameters in zip(optimizer.optimizer.param_groups, everything, strict=True)
+    ]
+    parameters = [parameter for group in everything for parameter in group]
+    # Megatron notes at each parameter its main parameter: that of this rank, for the norm that it logs.
+    noted = [{k: v for k, v in vars(p).items() if k.startswith("main_param")} for p in parameters]
+    try:
+        return DistributedOptimizer(
+            inner,
+            optimizer.config,
+            optimizer.grad_scaler,
+            optimizer.init_state_fn,
+            model_chunks=optimizer.model_chunks,
+            per_model_buffers=optimizer.per_model_buffers,
+            data_parallel_group=optimizer.data_parallel_group,
+            data_parallel_group_gloo=optimizer.data_parallel_group_gloo,
+            data_parallel_group_idx=optimizer.data_parallel_group_idx,
+            distributed_optimizer_instance_id=optimizer.distributed_optimizer_instance_id,
+        )
+    finally:
+        for parameter, attributes in zip(parameters, noted, strict=True):
+            vars(parameter).update(attributes)
+
+
+@contextmanager
+def _as_rank_of(role: int, optimizers: Sequence[Any]) -> Iterator[None]:
+    """Groups over which buckets are sharded say that this is `role`."""
+    groups = {id(g): g for o in optimizers for b in o.buffers for g in [b.data_parallel_group]}
+    ranks = [(group, group._rank) for group in groups.values()]
+    try:
+        for group, _ in ranks:
+            group._rank = group.members.index(role)
+        yield
+    finally:
+        for group, rank in ranks:
+            group._rank = rank
