@@ -13,6 +13,7 @@ from types import MethodType
 from typing import Any
 
 from deepspeed.runtime import utils
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 
 from ft_core.elastic import intervened
@@ -27,17 +28,12 @@ class Exchange:
     """Sets what one engine's gradients are multiplied by before DeepSpeed averages them over all groups."""
 
     def __init__(self, engine: Any, session: Session, group: int) -> None:
-        """`engine`: one that keeps all state on every data-parallel rank; `group`: this role's."""
+        """`engine`: one whose data-parallel ranks are replica groups; `group`: this role's."""
         self._engine, self._session, self._group = engine, session, group
-        gradients = engine._get_gradients_for_reduction
-
-        def weighted() -> Any:
-            found = dense, experts = gradients()
-            for gradient in itertools.chain(dense, *experts.values()):
-                self._weigh(gradient)
-            return found
-
-        engine._get_gradients_for_reduction = weighted
+        if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+            self._weigh_partitioned(engine.optimizer)
+        else:
+            self._weigh_whole(engine)
         for name in _AVERAGING:
             if hasattr(engine, name):
                 setattr(engine, name, self._over_those_present(getattr(engine, name)))
@@ -52,6 +48,31 @@ class Exchange:
                 return step(*args, **kwargs)
 
         engine.optimizer.step = MethodType(slowed, engine.optimizer)  # torch's schedulers expect a method
+
+    def _weigh_whole(self, engine: Any) -> None:
+        """Where ranks exchange whole gradients after the last backward pass."""
+        gradients = engine._get_gradients_for_reduction
+
+        def weighted() -> Any:
+            found = dense, experts = gradients()
+            for gradient in itertools.chain(dense, *experts.values()):
+                self._weigh(gradient)
+            return found
+
+        engine._get_gradients_for_reduction = weighted
+
+    def _weigh_partitioned(self, optimizer: Any) -> None:
+        """In stages 1 and 2: as a gradient goes into the bucket that is reduced."""
+        enter = optimizer.reduce_independent_p_g_buckets_and_remove_grads
+
+        @functools.wraps(enter)
+        def entered(parameter: Any, group: int) -> None:
+            gradient = optimizer.get_param_gradient_attribute(parameter)
+            if gradient is not None and getattr(parameter, "ds_grad_is_ready", True):
+                self._weigh(gradient)
+            enter(parameter, group)
+
+        optimizer.reduce_independent_p_g_buckets_and_remove_grads = entered
 
     def _weigh(self, gradient: Any) -> None:
         membership = self._session.membership

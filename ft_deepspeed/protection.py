@@ -13,12 +13,12 @@ import functools
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ft_core.adapter import StateTensor
+from ft_core.adapter import State, StateTensor
 from ft_core.errors import ConfigError, EpochChanged
 from ft_core.session import Session
 from ft_deepspeed import boundary, checkpoints
@@ -63,7 +63,7 @@ class Protection:
             raise ConfigError(reason)
         self._engine, self._session = engine, session
         state = DeepSpeedAdapter(engine)
-        self._adapter = _Adapter(state, self, shrink and state.replicated)
+        self._adapter = _Adapter(state, self, shrink)
         self.results = Results()
         self.loaders = Loaders()
         self._tape: list[Call] = []
@@ -84,10 +84,11 @@ class Protection:
         boundary.install(engine, session)
         self.dealing: Dealing | None = None
         self._leads_group = 0 in state.ring
-        if self._adapter.replicated:
+        if self._adapter.replicated or self._adapter.adopts:
             self._elastic(*state.replica_group, state.ring)
         elif shrink:
-            log.warning("%s: data-parallel ranks share the state, so the job waits when one is lost", POLICY)
+            reason = state.unable or "data-parallel ranks are not independent of each other"
+            log.warning("%s: %s, so the job waits when one is lost", POLICY, reason)
         self._guard("forward", Forward)
         self._guard("backward", self._backward)
         self._guard("step", Step)
@@ -359,12 +360,13 @@ class Protection:
 class _Adapter:
     """DeepSpeed's state and the results that the script was given (see `ft_core.adapter.Adapter`)."""
 
-    def __init__(self, engine: DeepSpeedAdapter, protection: Protection, replicated: bool) -> None:
+    def __init__(self, engine: DeepSpeedAdapter, protection: Protection, shrink: bool) -> None:
         self._engine, self._protection = engine, protection
         self.ring = engine.ring
         self.replica_group = engine.replica_group
-        self.replicated = replicated
+        self.replicated, self.adopts = shrink and engine.replicated, shrink and engine.adopts
         self.loaded: Any = None
+        self._adopted: dict[int, _Adopted] = {}
 
     def tensors(self) -> Iterable[StateTensor]:
         return self._engine.tensors()
@@ -385,6 +387,14 @@ class _Adapter:
             self._engine.restore(tensors, envelope["engine"])
         self.loaded = envelope
 
+    def adopt(self, roles: Sequence[int]) -> Mapping[int, State]:
+        before = self._adopted
+        self._adopted = {}
+        for role, state in self._engine.adopt(roles).items():
+            held = before.get(role)
+            self._adopted[role] = held if held and held.state is state else _Adopted(state, self)
+        return self._adopted
+
     def settle(self, envelope: Any) -> None:
         """Put back what is no tensor: counters, random states, schedules."""
         self._engine.settle(envelope["engine"])
@@ -392,6 +402,26 @@ class _Adapter:
     def reset(self) -> None:
         self._protection.interrupted()
         self._engine.reset()
+
+
+class _Adopted:
+    """What a role that is away had alone, and the results that its counterpart's script was given."""
+
+    def __init__(self, state: State, adapter: _Adapter) -> None:
+        self.state, self._adapter = state, adapter
+
+    def tensors(self) -> Iterable[StateTensor]:
+        return self.state.tensors()
+
+    def envelope(self) -> Any:
+        return {**self._adapter.envelope(), "engine": self.state.envelope()}
+
+    def envelope_holders(self) -> tuple[int, ...]:
+        return self.state.envelope_holders()
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
+        with torch.inference_mode(False):
+            self.state.restore(tensors, envelope["engine"])
 
 
 @contextlib.contextmanager

@@ -5,19 +5,21 @@ an abandoned step. Covers plain optimizers, the 16-bit wrappers, ZeRO 1 to 3 and
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ft_core import rng
-from ft_core.adapter import StateTensor
-from ft_deepspeed import zero
+from ft_core.adapter import State, StateTensor
+from ft_deepspeed import adoption, zero
 from ft_deepspeed.abandon import Baseline, abandon
 from ft_deepspeed.cpu_adam import Powers
+from ft_deepspeed.shard import Shard
 
 _COUNTERS = (
     "global_steps",
@@ -66,18 +68,24 @@ class DeepSpeedAdapter:
         its configuration has something that is not covered (see `ft_deepspeed.zero.unsupported`)."""
         if (reason := zero.unsupported(engine)) is not None:
             raise ValueError(f"this DeepSpeed configuration cannot be protected: {reason}")
-        self._engine = engine
+        self.engine = engine
         self._layout = zero.layout(engine)
         self._baseline = Baseline(engine)
         self._powers = Powers(engine)
+        self._shard = Shard(self._layout.masters, lambda: zero.inner_optimizers(engine))
         self._me = (dist.get_rank(),)
         self.ring: tuple[int, ...] = tuple(dist.get_process_group_ranks(engine.seq_data_parallel_group))
         self.replica_group = self.ring.index(dist.get_rank()), len(self.ring)
         parts = [*self._layout.parameters, *((m.name, m.tensor, m.holders) for m in self._layout.masters)]
         # Ranks of sequence parallelism are in the ring, too, and have parts of the same samples.
-        self.replicated = 1 < len(self.ring) == engine.dp_world_size and not engine.has_moe_layers
-        self.replicated &= all(set(self.ring) <= set(holders) for _, _, holders in parts)
+        groups = 1 < len(self.ring) == engine.dp_world_size and not engine.has_moe_layers
+        self.replicated = groups and all(set(self.ring) <= set(holders) for _, _, holders in parts)
         """Whether each of several data-parallel ranks has all the state."""
+        self._holds, self.unable = _holder(engine) if groups and not self.replicated else (None, None)
+        """`unable`: why ranks cannot adopt what others have alone, where that keeps them from leaving."""
+        self.adopts = self._holds is not None
+        """Whether, where that is not so, one can hold what another has alone."""
+        self._adopted: Any = None
 
     # -- what there is -------------------------------------------------------------------------
 
@@ -85,15 +93,13 @@ class DeepSpeedAdapter:
         """Weights and buffers, then the optimizer's masters and what it keeps for each."""
         for name, tensor, holders in self._layout.parameters:
             yield StateTensor(name, tensor.data, holders)
+        yield from self.buffers(self._me)
+        yield from self._shard.tensors()
+
+    def buffers(self, holders: tuple[int, ...]) -> Iterator[StateTensor]:
+        """Each peer's own: a running statistic is never averaged."""
         for name, module, key in self._layout.buffers:
-            # Each peer's own: a running statistic is never averaged.
-            yield StateTensor(name, getattr(module, key), self._me, volatile=True)
-        for master in self._layout.masters:
-            if master.listed:
-                yield StateTensor(f"master.{master.name}", master.tensor.data, master.holders)
-            state = self._optimizer_state(master)
-            for key in sorted(k for k, v in state.items() if isinstance(v, torch.Tensor)):
-                yield StateTensor(f"optimizer.{master.name}.{key}", state[key], master.holders)
+            yield StateTensor(name, getattr(module, key), holders, volatile=True)
 
     def envelope_holders(self) -> tuple[int, ...]:
         """RNG states are each role's own."""
@@ -101,7 +107,7 @@ class DeepSpeedAdapter:
 
     def envelope(self) -> Any:
         """RNG states, counters, scheduler, loss scalers, hyper-parameters and what else is no tensor."""
-        engine = self._engine
+        engine = self.engine
         scheduler = engine.lr_scheduler
         state = {
             "rng": rng.capture(),
@@ -117,11 +123,19 @@ class DeepSpeedAdapter:
             "groups": [
                 [_hyper_parameters(group) for group in o.param_groups] for o in zero.inner_optimizers(engine)
             ],
-            "scalars": self._optimizer_scalars(),
-            "on_host": self._scalars_on_host(),
+            **self._shard.envelope(),
             "powers": self._powers.state(),
         }
         return copy.deepcopy(state)  # much of it goes on changing in place
+
+    # -- what peers have that are away ---------------------------------------------------------
+
+    def adopt(self, roles: Sequence[int]) -> Mapping[int, State]:
+        """See `ft_core.adapter.Adapter.adopt`."""
+        if self._adopted is None and roles:
+            assert self._holds is not None
+            self._adopted = self._holds(self)
+        return self._adopted.adopt(roles) if self._adopted is not None else {}
 
     # -- putting it back -----------------------------------------------------------------------
 
@@ -132,18 +146,7 @@ class DeepSpeedAdapter:
             tensor.data.copy_(tensors[name])
         for name, module, key in self._layout.buffers:
             getattr(module, key).copy_(tensors[name])
-        kept: dict[str, dict[str, torch.Tensor]] = {}
-        for name, tensor in tensors.items():
-            if name.startswith("optimizer."):
-                _, group, index, key = name.split(".", 3)
-                kept.setdefault(f"{group}.{index}", {})[key] = tensor
-        host = set(envelope["on_host"])
-        remade = False
-        for master in self._layout.masters:
-            if master.listed:
-                master.tensor.data.copy_(tensors[f"master.{master.name}"])
-            scalars = envelope["scalars"].get(master.name, {})
-            remade |= self._restore_optimizer_state(master, kept.get(master.name, {}), scalars, host)
+        remade = self._shard.restore(tensors, envelope)
         for tensor, source in self._layout.derived:
             tensor.data.copy_(source.data)
         if remade:
@@ -151,35 +154,9 @@ class DeepSpeedAdapter:
         self.settle(envelope)
         self._powers.restore(envelope["powers"])
 
-    def _restore_optimizer_state(
-        self, master: zero.Master, kept: dict[str, torch.Tensor], scalars: dict[str, Any], host: set[str]
-    ) -> bool:
-        """Returns whether tensors were made or dropped, not only written."""
-        state = self._optimizer_state(master)
-        if not kept and not scalars:  # the snapshot is older than the optimizer's first step
-            dropped = bool(state)
-            for optimizer in zero.inner_optimizers(self._engine):
-                optimizer.state.pop(master.tensor, None)
-            return dropped
-        if not state:
-            state = zero.inner_optimizer(self._engine).state.setdefault(master.tensor, {})
-        remade = False
-        for key in set(state) - set(kept) - set(scalars):
-            del state[key]
-            remade = True
-        for key, saved in kept.items():
-            live = state.get(key)
-            if not isinstance(live, torch.Tensor) or live.shape != saved.shape or live.dtype != saved.dtype:
-                device = "cpu" if f"{master.name}.{key}" in host else master.tensor.device
-                state[key] = live = torch.empty(saved.shape, dtype=saved.dtype, device=device)
-                remade = True
-            live.copy_(saved)
-        state.update(copy.deepcopy(scalars))
-        return remade
-
     def settle(self, envelope: Any) -> None:
         """Put back what is not on a device: counters, RNG, scheduler, scalers, hyper-parameters."""
-        engine = self._engine
+        engine = self.engine
         device = engine.device
         envelope = copy.deepcopy(envelope)  # schedulers and groups keep what they are given
         for target, names in ((engine, _COUNTERS), (engine.optimizer, _WRAPPER)):
@@ -211,49 +188,36 @@ class DeepSpeedAdapter:
 
     def reset(self) -> None:
         """Forget an abandoned call of the engine, wherever it was interrupted."""
-        abandon(self._engine, self._baseline)
+        abandon(self.engine, self._baseline)
+        if self._adopted is not None:
+            self._adopted.reset()
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _optimizer_state(self, master: zero.Master) -> dict[str, Any]:
-        for optimizer in zero.inner_optimizers(self._engine):
-            if state := optimizer.state.get(master.tensor):
-                return state
-        return {}
-
-    def _optimizer_scalars(self) -> dict[str, dict[str, Any]]:
-        scalars = {}
-        for master in self._layout.masters:
-            state = self._optimizer_state(master)
-            if values := {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}:
-                scalars[master.name] = values
-        return scalars
-
-    def _scalars_on_host(self) -> list[str]:
-        """Names of state that is on the host although its parameter is not, as a step count may be."""
-        names = []
-        for master in self._layout.masters:
-            if master.tensor.device.type != "cpu":
-                for key, value in self._optimizer_state(master).items():
-                    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-                        names.append(f"{master.name}.{key}")
-        return names
-
     def _link_again(self) -> None:
         """DeepSpeed's access to optimizer state by parameter holds slices of the tensors that were there."""
-        wrapper = self._engine.optimizer
+        wrapper = self.engine.optimizer
         if not hasattr(wrapper, "_hp_optimizer_states_linked"):
             return
         wrapper._hp_optimizer_states_linked = False
-        if all(self._optimizer_state(master) for master in self._layout.masters):
+        if self._shard.complete():
             wrapper._lazy_init_hp_params_optimizer_state()
 
     def _parts(self, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         """Parts of the engine or of its optimizer wrapper, where they exist."""
         for name in names:
-            part = vars(self._engine.optimizer).get(name) or vars(self._engine).get(name)
+            part = vars(self.engine.optimizer).get(name) or vars(self.engine).get(name)
             if part is not None:
                 yield name, part
+
+
+def _holder(engine: Any) -> tuple[Callable[[Any], Any] | None, str | None]:
+    """What holds shards of this engine's peers beside its own: made of the adapter, it has `adopt(roles)` and
+    `reset()`. Or why there is no such thing."""
+    if type(engine.optimizer) is DeepSpeedZeroOptimizer:
+        reason = adoption.unable(engine)
+        return (adoption.Partitions, None) if reason is None else (None, reason)
+    return None, "data-parallel ranks share the state"
 
 
 def _attributes(part: Any, names: tuple[str, ...]) -> dict[str, Any]:

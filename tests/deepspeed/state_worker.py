@@ -406,7 +406,7 @@ def check_holders(job: Job, snapshot: Any) -> None:
             assert torch.equal(everybody[peer][1][name], snapshot[0][name]), f"{name}: {peer} has another"
 
 
-def main() -> None:
+def main(run: Callable[[str], int]) -> None:
     out, cases = Path(sys.argv[1]), sys.argv[2:]
     deepspeed.logger.setLevel("ERROR")
     torch.set_num_threads(1)
@@ -429,4 +429,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(run)

@@ -1,0 +1,349 @@
+"""ZeRO 1 and 2 with partitions of roles that are away (see docs/elastic.md).
+
+The counterpart of a role that is away holds its partition of the optimizer, an `Adopted`: DeepSpeed's own
+optimizer once more, of which everything is this role's but what a rank has for itself. While there is one,
+this role's optimizer is an `Adopter`. Wherever DeepSpeed does something for the partition of the rank it runs
+on, that does it for those that it has adopted as well, with DeepSpeed's own code:
+
+- gradients that were reduced for an adopted partition are kept like those for the own one;
+- norm and overflow are reduced over the partitions of this rank, then over the ranks;
+- each partition is stepped, with the same hyper-parameters, and put in its place in the flat weights, from
+  where the all-gather takes it (`ft_core.partial`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from deepspeed import comm
+from deepspeed.runtime.zero import stage_1_and_2
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.timer import NoopTimer
+
+from ft_core.adapter import StateTensor
+from ft_deepspeed.shard import Shard
+from ft_deepspeed.zero import Master, inner_optimizer
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def unable(engine: Any) -> str | None:
+    """Why partitions of this engine's optimizer, which has stage 1 or 2, cannot be adopted, if so."""
+    optimizer = engine.optimizer
+    if optimizer.cpu_offload:
+        return "with offload, gradients go to buffers on the host that one rank has"
+    if vars(optimizer).get("torch_autocast_gradscaler") is not None:
+        return '"torch_autocast" with fp16 counts the steps of one rank\'s partition'
+    if "muon" in type(inner_optimizer(engine)).__name__.lower():
+        return "Muon has part of its step in the backward pass"
+    if not optimizer.contiguous_gradients and optimizer.dtype != optimizer.gradient_accumulation_dtype:
+        return '"zero_optimization.contiguous_gradients" is false, and gradients are accumulated in fp32'
+    return None
+
+
+class Partitions:
+    """The partitions that one role holds beside its own."""
+
+    def __init__(self, adapter: Any) -> None:
+        """`adapter`: the role's `state.DeepSpeedAdapter`."""
+        self._adapter, self._optimizer = adapter, adapter.engine.optimizer
+        self._held: dict[int, Partition] = {}
+
+    def adopt(self, roles: Sequence[int]) -> Mapping[int, Partition]:
+        """Hold those of these roles, and no others; see `ft_core.adapter.Adapter.adopt`."""
+        self._held = {role: self._held.get(role) or Partition(role, self._adapter) for role in roles}
+        adopted = [partition.optimizer for partition in self._held.values()]
+        own = self._optimizer
+        own.__class__ = Adopter if adopted else DeepSpeedZeroOptimizer
+        own.adopted, own.groups_before = adopted, None
+        here = {id(p) for part in (own, *adopted) for group in part.params_in_partition for p in group}
+        for group in own.bit16_groups:
+            for parameter in group:
+                own.is_param_in_current_partition[own.get_param_id(parameter)] = id(parameter) in here
+        return self._held
+
+    def reset(self) -> None:
+        """Forget an abandoned step."""
+        self._optimizer.groups_before = None
+        for partition in self._held.values():
+            partition.optimizer.forget_gradients()
+
+
+class Partition:
+    """The state that one role which is away had alone (see `ft_core.adapter.State`)."""
+
+    def __init__(self, role: int, adapter: Any) -> None:
+        self._adapter, self._holders = adapter, (role,)
+        own = adapter.engine.optimizer
+        rank = adapter.ring.index(role)
+        self.optimizer = Adopted(own, rank)
+        masters, self._derived = [], []
+        for i, master in enumerate(self.optimizer.single_partition_of_fp32_groups):
+            weights = own.parallel_partitioned_bit16_groups[i][rank]
+            same = weights.dtype == master.dtype
+            masters.append(Master(f"{i}.00000", master, self._holders, listed=not same))
+            if same:
+                self._derived.append((master, weights))
+        self._shard = Shard(masters, lambda: [self.optimizer.kept])
+
+    def tensors(self) -> Iterator[StateTensor]:
+        """Buffers, as this role has them, masters and what the optimizer keeps for them."""
+        yield from self._adapter.buffers(self._holders)
+        yield from self._shard.tensors()
+
+    def envelope(self) -> Any:
+        """As the role that is away would have it, which does the same as its counterpart."""
+        return self._adapter.envelope() | self._shard.envelope()
+
+    def envelope_holders(self) -> tuple[int, ...]:
+        """Nobody has another like it."""
+        return self._holders
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
+        """Put the partition back. Flat weights, of which fp32 masters are a part, are there by then."""
+        self._shard.restore(tensors, envelope)
+        for master, weights in self._derived:
+            master.data.copy_(weights)
+
+
+class Adopted(DeepSpeedZeroOptimizer):
+    """The optimizer as a role that is away has it. What is not set here is that of the role it is held by."""
+
+    def __init__(self, own: Any, rank: int) -> None:
+        """`own`: the optimizer of this role. `rank`: of the other, among their data-parallel peers."""
+        self.own, self.rank = own, rank
+        self.kept = _Kept()
+        self.averaged_gradients: dict[int, Any] = {}
+        self.all_grad_tensors: dict[int, Any] = {}
+        self.timers = NoopTimer()
+        self.params_in_partition, self.params_not_in_partition, self.first_offset = [], [], []
+        self.single_partition_of_fp32_groups = []
+        paddings = vars(own).get("round_robin_bit16_padding") or [None] * len(own.bit16_groups)  # since 0.19
+        for i, parameters in enumerate(own.round_robin_bit16_groups):
+            padding = [] if paddings[i] is None else [paddings[i]]
+            found = own.get_partition_info(parameters, own.partition_size[i], rank, *padding)
+            self.params_in_partition.append(found[0])
+            self.params_not_in_partition.append(found[1])
+            self.first_offset.append(found[2])
+            weights = own.parallel_partitioned_bit16_groups[i][rank].detach().clone()
+            master = weights.to(own.device, own.single_partition_of_fp32_groups[i].dtype)
+            self.single_partition_of_fp32_groups.append(master.requires_grad_())
+
+    def __getattr__(self, name: str) -> Any:
+        """Only for what is found neither here nor in the class."""
+        return getattr(vars(self)["own"], name)
+
+    @contextmanager
+    def playing(self) -> Iterator[_Alone]:
+        """For DeepSpeed's code to run as on the rank that is away, which communicates with nobody."""
+        before, own = dict(self.__dict__), self.own
+        inner, alone = own.optimizer, _Alone(own.dp_process_group, self.rank)
+        groups = [
+            {**group, "params": [master]}
+            for group, master in zip(self._groups(), self.single_partition_of_fp32_groups, strict=True)
+        ]
+        try:
+            with (
+                replaced(inner, param_groups=groups, state=self.kept.state),
+                replaced(stage_1_and_2, dist=alone, all_gather_dp_groups=_nothing),
+            ):
+                yield alone
+        finally:
+            self.__dict__ = before  # what was set beside are counters and flags, which are the role's own
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """As they were before this role's own partition was stepped: some optimizers count there."""
+        own = self.own
+        return list(own.groups_before or own.optimizer.param_groups)
+
+    def forget_gradients(self) -> None:
+        """As if there had been no backward pass."""
+        for gradients in (self.averaged_gradients, self.all_grad_tensors):
+            gradients.clear()
+        for master in self.single_partition_of_fp32_groups:
+            master.grad = None
+
+    # What this role does, or has done, once for all its partitions.
+
+    reduce_ipg_grads = _release_ipg_buffers = zero_grad = _clear_param_grad_only = _nothing
+    _model_parallel_all_reduce = _update_scale = _update_model_bit16_weights = _nothing
+    _lazy_init_hp_params_optimizer_state = _nothing
+
+    def get_all_grad_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """A parameter may be in the own partition as well, where its gradient is added to."""
+        return [gradient.clone() for gradient in super().get_all_grad_tensors(*args, **kwargs)]
+
+    def has_overflow(self, *_: Any, **__: Any) -> bool:
+        """There was none, or nothing would be stepped."""
+        return False
+
+    def scaled_global_norm(self, *_: Any, **__: Any) -> Any:
+        """Over all partitions."""
+        return self.own.total_norm
+
+
+class Adopter(DeepSpeedZeroOptimizer):
+    """The optimizer of a role that has adopted partitions."""
+
+    adopted: list[Adopted]
+    groups_before: list[dict[str, Any]] | None
+    """The inner optimizer's, while a step is under way."""
+
+    def allreduce_and_copy_with_multiple_ranks(
+        self, *args: Any, bucket_ranks: Iterable[Any], **kwargs: Any
+    ) -> None:
+        """Reduced over all, and kept by the rank that a slice belongs to."""
+        ranks = [self._host(rank) for rank in bucket_ranks]
+        super().allreduce_and_copy_with_multiple_ranks(*args, bucket_ranks=ranks, **kwargs)
+
+    def allreduce_no_retain(self, *args: Any, rank: int | None = None, **kwargs: Any) -> None:
+        """Reduced to the rank that a slice belongs to; others name the one that is away, see `Partial`."""
+        super().allreduce_no_retain(*args, rank=self._host(rank), **kwargs)
+
+    def _host(self, rank: Any) -> Any:
+        if isinstance(rank, frozenset):
+            return frozenset(map(self._host, rank))
+        away = any(adopted.rank == rank for adopted in self.adopted)
+        return comm.get_rank(group=self.dp_process_group) if away else rank
+
+    def copy_grads_in_partition(self, *args: Any) -> None:
+        """Out of the bucket, into a buffer that has room for all parameters in the partitions held here."""
+        parts = zip(self.params_in_partition, *(a.params_in_partition for a in self.adopted), strict=True)
+        together = [list(dict.fromkeys(p for part in group for p in part)) for group in parts]
+        with replaced(self, params_in_partition=together):
+            super().copy_grads_in_partition(*args)
+
+    def _get_compact_grad_partition_slice(
+        self, group_idx: int, partition_id: int, param_id: int, num_elements: int
+    ) -> Any:
+        """Where gradients are accumulated in fp32, if it is in a partition held here (since 0.19)."""
+        what = group_idx, partition_id, param_id, num_elements
+        for adopted in self.adopted:
+            if adopted.rank == partition_id:
+                with adopted.playing():
+                    return adopted._get_compact_grad_partition_slice(*what)
+        return super()._get_compact_grad_partition_slice(*what)
+
+    def _add_full_reduction_to_compact_grad_partition(self, *args: Any) -> None:
+        add = DeepSpeedZeroOptimizer._add_full_reduction_to_compact_grad_partition
+        self._all(lambda part: add(part, *args))
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """At the end of a backward pass: what is in buckets is reduced, then sorted into partitions."""
+        self.reduce_ipg_grads()
+        with replaced(self, reduce_ipg_grads=_nothing):
+            self._all(DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue)
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """Where scripts manage the accumulation (since 0.19)."""
+        self._all(DeepSpeedZeroOptimizer.finalize_gradient_accumulation_boundary)
+
+    def has_overflow(self, *args: Any, **kwargs: Any) -> bool:
+        """Anywhere."""
+        return bool(self._over_all(DeepSpeedZeroOptimizer.has_overflow, *args, **kwargs))
+
+    def scaled_global_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """Of all partitions."""
+        self.total_norm = self._over_all(DeepSpeedZeroOptimizer.scaled_global_norm, *args, **kwargs)
+        return self.total_norm
+
+    def _update_scale(self, has_overflow: bool = False) -> None:
+        super()._update_scale(has_overflow)
+        if has_overflow:
+            for adopted in self.adopted:
+                adopted.forget_gradients()
+
+    def _optimizer_step(self, group_no: int) -> None:
+        """Behind the own partition's last group comes the all-gather, so the others are stepped here."""
+        if group_no == 0:
+            self.groups_before = [dict(group) for group in self.optimizer.param_groups]
+        super()._optimizer_step(group_no)
+        if group_no == len(self.bit16_groups) - 1:
+            for adopted in self.adopted:
+                with adopted.playing():
+                    DeepSpeedZeroOptimizer.step(adopted)
+            self.groups_before = None
+
+    def _all(self, method: Callable[[Any], None]) -> None:
+        """For each partition, the own one last: it gives up the buffers."""
+        for adopted in self.adopted:
+            with adopted.playing():
+                method(adopted)
+        method(self)
+
+    def _over_all(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The result of a method that reduces something over the ranks: here over all partitions."""
+        parts = []
+        for adopted in self.adopted:
+            with adopted.playing() as alone:
+                method(adopted, *args, **kwargs)
+            parts.append(alone.given)
+        with replaced(stage_1_and_2, dist=_Together(self.dp_process_group, parts)):
+            return method(self, *args, **kwargs)
+
+
+class _Kept:
+    """Has, like an optimizer, state by master."""
+
+    def __init__(self) -> None:
+        self.state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+
+
+class _Alone:
+    """`deepspeed.comm` for a rank that is away: what it would give to reductions is kept."""
+
+    def __init__(self, group: Any, rank: int) -> None:
+        self._group, self._rank = group, rank
+        self.given: list[torch.Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(comm, name)
+
+    def get_rank(self, group: Any = None) -> int:
+        """In the data-parallel group that of the role, else this one's."""
+        return self._rank if group is self._group else int(comm.get_rank(group))
+
+    def all_reduce(self, tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        """Keep its part."""
+        self.given.append(tensor.clone())
+
+
+class _Together:
+    """`deepspeed.comm`, where reductions count what ranks that are away gave as well, in the same order."""
+
+    def __init__(self, group: Any, parts: list[list[torch.Tensor]]) -> None:
+        self._group, self._parts = group, zip(*parts, strict=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(comm, name)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = comm.ReduceOp.SUM, group: Any = None) -> Any:
+        """Over the parts of this role, then over the roles."""
+        if group is self._group:
+            for part in next(self._parts):
+                if op == comm.ReduceOp.MAX:
+                    torch.maximum(tensor, part, out=tensor)
+                else:
+                    tensor.add_(part)
+        return comm.all_reduce(tensor, op=op, group=group)
+
+
+@contextmanager
+def replaced(target: Any, **values: Any) -> Iterator[None]:
+    """`target` with other attributes."""
+    before = {name: vars(target)[name] for name in values if name in vars(target)}
+    with ExitStack() as undo:
+        for name, value in values.items():
+            if name in before:
+                undo.callback(setattr, target, name, before[name])
+            else:
+                undo.callback(delattr, target, name)
+            setattr(target, name, value)
+        yield

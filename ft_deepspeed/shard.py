@@ -1,0 +1,93 @@
+"""The part of a role's state that an optimizer steps: its masters, and what the optimizer keeps for each."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ft_core.adapter import StateTensor
+from ft_deepspeed.zero import Master
+
+
+class Shard:
+    """Masters of one role, and the state that optimizers keep for them."""
+
+    def __init__(self, masters: Sequence[Master], optimizers: Callable[[], Sequence[Any]]) -> None:
+        """`optimizers`: what has state by master, as its attribute `state`; new state goes to the first."""
+        self._masters, self._optimizers = masters, optimizers
+
+    def tensors(self) -> Iterator[StateTensor]:
+        """Masters, unless other state determines them, each followed by what is kept for it."""
+        for master in self._masters:
+            if master.listed:
+                yield StateTensor(f"master.{master.name}", master.tensor.data, master.holders)
+            state = self._of(master)
+            for key in sorted(k for k, v in state.items() if isinstance(v, torch.Tensor)):
+                yield StateTensor(f"optimizer.{master.name}.{key}", state[key], master.holders)
+
+    def envelope(self) -> dict[str, Any]:
+        """What the optimizers keep that is no tensor, and which tensors are on the host though their master
+        is not, as a step count may be."""
+        scalars, on_host = {}, []
+        for master in self._masters:
+            state = self._of(master)
+            if values := {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}:
+                scalars[master.name] = values
+            if master.tensor.device.type != "cpu":
+                tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+                on_host += [f"{master.name}.{k}" for k, v in tensors.items() if v.device.type == "cpu"]
+        return {"scalars": scalars, "on_host": on_host}
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Mapping[str, Any]) -> bool:
+        """Put both back. Returns whether tensors were made or dropped, not only written."""
+        kept: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            if name.startswith("optimizer."):
+                _, group, index, key = name.split(".", 3)
+                kept.setdefault(f"{group}.{index}", {})[key] = tensor
+        remade = False
+        for master in self._masters:
+            if master.listed:
+                master.tensor.data.copy_(tensors[f"master.{master.name}"])
+            scalars = envelope["scalars"].get(master.name, {})
+            remade |= self._restore(master, kept.get(master.name, {}), scalars, set(envelope["on_host"]))
+        return remade
+
+    def complete(self) -> bool:
+        """Whether there is state for every master, as after the optimizer's first step."""
+        return all(self._of(master) for master in self._masters)
+
+    def _of(self, master: Master) -> dict[str, Any]:
+        for optimizer in self._optimizers():
+            if state := optimizer.state.get(master.tensor):
+                return state
+        return {}
+
+    def _restore(
+        self, master: Master, kept: dict[str, torch.Tensor], scalars: dict[str, Any], host: set[str]
+    ) -> bool:
+        state = self._of(master)
+        if not kept and not scalars:  # the snapshot is older than the optimizer's first step
+            dropped = bool(state)
+            for optimizer in self._optimizers():
+                optimizer.state.pop(master.tensor, None)
+            return dropped
+        if not state:
+            state = self._optimizers()[0].state.setdefault(master.tensor, {})
+        remade = False
+        for key in set(state) - set(kept) - set(scalars):
+            del state[key]
+            remade = True
+        for key, saved in kept.items():
+            live = state.get(key)
+            if not isinstance(live, torch.Tensor) or live.shape != saved.shape or live.dtype != saved.dtype:
+                device = "cpu" if f"{master.name}.{key}" in host else master.tensor.device
+                state[key] = live = torch.empty(saved.shape, dtype=saved.dtype, device=device)
+                remade = True
+            live.copy_(saved)
+        state.update(copy.deepcopy(scalars))
+        return remade

@@ -1,0 +1,56 @@
+"""Ranks of DeepSpeed's ZeRO that hold, beside their own, the state that another rank has alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("deepspeed") is None:
+    pytest.skip("DeepSpeed is not installed", allow_module_level=True)
+
+HERE = Path(__file__).parent
+
+LAUNCHES = {
+    "zero12": (
+        3,
+        "stage1-fp32 stage1-bf16 stage1-fp32-accumulated stage1-fp16-fp32-gradients-accumulated stage2-fp32 "
+        "stage2-bf16-accumulated stage2-fp16-dynamic stage2-overlap stage2-gathered-buckets "
+        "stage2-reduced-whole stage2-bf16-fp32-gradients-accumulated "
+        "stage2-bf16-fp32-gradients-reduced-whole stage2-timers stage2-round-robin",
+    ),
+    "pipeline": (4, "pipeline-stage1-bf16"),
+}
+"""One launch each, since importing DeepSpeed takes long: how many ranks, and the cases."""
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_adopted_like_own(name: str, tmp_path: Path) -> None:
+    """After every step, what a rank has adopted is bit by bit what the other one has."""
+    ranks, cases = LAUNCHES[name]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "RES_OPTIONS": "timeout:1 attempts:1",
+    }
+    done = subprocess.run(
+        [*command, str(HERE / "adoption_worker.py"), str(tmp_path / name), *cases.split()],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=110,
+    )
+    for rank in range(ranks):
+        found = json.loads((tmp_path / f"{name}.{rank}").read_text())
+        failures = [f"rank {rank}: {result}" for result in found.values() if isinstance(result, str)]
+        assert not failures, "\n".join(failures)
+        assert list(found) == cases.split(), done.stdout[-3000:]
+        assert all(found.values()), "nothing was compared"
