@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ft_core import session
-from ft_core.elastic import Deal
+from ft_core.elastic import Deal, Membership
 from ft_core.errors import ConfigError
 from ft_core.session import Session
 from ft_megatron.deal import Dealer
@@ -39,6 +39,7 @@ class Job:
         self._adapter: MegatronAdapter | None = None
         self._group = 0
         self._lead = 0
+        self._membership = Membership(1)
         self.inherited: Any = None
         """The result of step `step`, if another worker did that step in this role, else None."""
         if not enabled:
@@ -63,7 +64,8 @@ class Job:
 
     @property
     def replaying(self) -> bool:
-        """Whether this process has been further than `step` already: what it logs now, it logged before."""
+        """Whether this process has been further than `step` already, in the same way: what it logs now, it
+        logged before."""
         return self.step < self._newest or self._repeated
 
     @property
@@ -143,7 +145,7 @@ class Job:
         """Run `train` to its end, through any number of recoveries, and return what it returns."""
         if self._session is None:
             return train()
-        adapter = self._adapter
+        session, adapter = self._session, self._adapter
         assert adapter is not None
 
         def entered() -> Result:
@@ -154,10 +156,13 @@ class Job:
             elif self._lead != self.lead == self._group * adapter.member[1]:
                 self.inherited = adapter.result  # who logged until now has left, and may not have come to it
             self._lead = self.lead
+            if self._membership != session.membership:
+                # Steps that are done again are not what they were: other groups take part in them.
+                self._membership, self._newest = session.membership, self.step
             self._repeated = self.step < self._newest
             for dealer in adapter.dealers:
                 dealer.restart()
             adapter.gather_parameters()
             return train()
 
-        return self._session.protect(adapter, entered, self._step)
+        return session.protect(adapter, entered, self._step)

@@ -1,6 +1,6 @@
 """The Megatron-Core recipe, telling every role's state after every step.
 
-Prints lines `state STEP RANK DIGEST`. Under `ftrun` it goes as far as the file `limit` of its job says.
+Prints lines `state STEP RANK DIGEST EPOCH`. Under `ftrun` it goes as far as the file `limit` of its job says.
 With FT_TOLD=LEDGER, without fault tolerance, it is told beforehand which replica groups train which samples
 in which step: those of the ledger of another run.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import pretrain_gpt_core as recipe
 import torch
 import torch.distributed as dist
-from elastic_told import told
+from elastic_told import taking_part, told
 from megatron.core import parallel_state
 
 from ft_core import session
@@ -34,7 +34,8 @@ class Telling(recipe.Trainer):
             digest.update(
                 name.encode() + tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
             )
-        print(f"state {self.job.step} {dist.get_rank()} {digest.hexdigest()[:16]}", flush=True)
+        about = (self.job.step, dist.get_rank(), digest.hexdigest()[:16], self.job.epoch)
+        print("state", *about, flush=True)
         super().log_step(*result)
         if (current := session.current()) is not None:
             while self.job.step >= int((current.job_dir / "limit").read_text() or 0):
@@ -52,6 +53,22 @@ class Told(Telling):
         self.model[0].config.finalize_model_grads_func = self.finalize
         steps, self.optimizer.step_with_ready_grads = self.optimizer.step_with_ready_grads, self.slowed
         self.steps = steps
+        if args.use_distributed_optimizer and args.num_distributed_optimizer_instances == 1:
+            self.grads = self.optimizer.chained_optimizers[0].get_main_grads_for_grad_norm
+            self.optimizer.chained_optimizers[0].get_main_grads_for_grad_norm = self.grads_for_norm
+
+    def grads_for_norm(self) -> list[torch.Tensor]:
+        """Sums are added up as in the other run, where others have the shards of groups that left."""
+        there = taking_part(Path(os.environ["FT_TOLD"]), self.job.step + 1)
+        group = parallel_state.get_data_parallel_group()
+        grads: list[Any] = [None] * group.size()
+        dist.all_gather_object(grads, self.grads(), group=group)
+        held = dict.fromkeys(there, ())
+        mine = list(grads[group.rank()]) if group.rank() in there else []
+        for away in sorted(set(range(group.size())) - set(there)):
+            if next(g for i in range(3) if (g := (away + i) % group.size()) in held) == group.rank():
+                mine += grads[away]
+        return mine
 
     @property
     def contributing(self) -> list[int]:

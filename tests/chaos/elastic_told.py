@@ -5,6 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from ft_core.elastic import Membership
+
+
+def taking_part(path: Path, step: int) -> tuple[int, ...]:
+    """The replica groups that exchange gradients in `step`."""
+    epochs = [line for line in map(json.loads, path.read_text().splitlines()) if "step" not in line]
+    return Membership.from_json(epochs[-1]["membership"]).taking_part(step)
+
 
 def told(path: Path) -> dict[int, dict[int, list[int]]]:
     """step -> replica group -> the samples that it trained, in order: what counts of a ledger's lines."""
