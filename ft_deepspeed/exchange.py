@@ -13,6 +13,7 @@ from types import MethodType
 from typing import Any
 
 from deepspeed.runtime import utils
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 
@@ -30,7 +31,7 @@ class Exchange:
     def __init__(self, engine: Any, session: Session, group: int) -> None:
         """`engine`: one whose data-parallel ranks are replica groups; `group`: this role's."""
         self._engine, self._session, self._group = engine, session, group
-        if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+        if isinstance(engine.optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):
             self._weigh_partitioned(engine.optimizer)
         else:
             self._weigh_whole(engine)
@@ -62,15 +63,16 @@ class Exchange:
         engine._get_gradients_for_reduction = weighted
 
     def _weigh_partitioned(self, optimizer: Any) -> None:
-        """In stages 1 and 2: as a gradient goes into the bucket that is reduced."""
+        """With ZeRO: as a gradient goes into the bucket that is reduced."""
         enter = optimizer.reduce_independent_p_g_buckets_and_remove_grads
+        stage3 = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
 
         @functools.wraps(enter)
-        def entered(parameter: Any, group: int) -> None:
-            gradient = optimizer.get_param_gradient_attribute(parameter)
+        def entered(parameter: Any, *args: Any) -> None:
+            gradient = parameter.grad if stage3 else optimizer.get_param_gradient_attribute(parameter)
             if gradient is not None and getattr(parameter, "ds_grad_is_ready", True):
                 self._weigh(gradient)
-            enter(parameter, group)
+            enter(parameter, *args)
 
         optimizer.reduce_independent_p_g_buckets_and_remove_grads = entered
 

@@ -390,7 +390,7 @@ class _Adapter:
     def adopt(self, roles: Sequence[int]) -> Mapping[int, State]:
         before = self._adopted
         self._adopted = {}
-        for role, state in self._engine.adopt(roles).items():
+        for role, state in (self._engine.adopt(roles) if self.adopts else {}).items():
             held = before.get(role)
             self._adopted[role] = held if held and held.state is state else _Adopted(state, self)
         return self._adopted

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ft_core import rng
 from ft_core.adapter import State, StateTensor
-from ft_deepspeed import adoption, zero
+from ft_deepspeed import adoption, adoption3, zero
 from ft_deepspeed.abandon import Baseline, abandon
 from ft_deepspeed.cpu_adam import Powers
 from ft_deepspeed.shard import Shard
@@ -132,8 +133,7 @@ class DeepSpeedAdapter:
 
     def adopt(self, roles: Sequence[int]) -> Mapping[int, State]:
         """See `ft_core.adapter.Adapter.adopt`."""
-        if self._adopted is None and roles:
-            assert self._holds is not None
+        if self._adopted is None and self._holds is not None:
             self._adopted = self._holds(self)
         return self._adopted.adopt(roles) if self._adopted is not None else {}
 
@@ -217,6 +217,9 @@ def _holder(engine: Any) -> tuple[Callable[[Any], Any] | None, str | None]:
     if type(engine.optimizer) is DeepSpeedZeroOptimizer:
         reason = adoption.unable(engine)
         return (adoption.Partitions, None) if reason is None else (None, reason)
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
+        reason = adoption3.unable(engine)
+        return (adoption3.Slices, None) if reason is None else (None, reason)
     return None, "data-parallel ranks share the state"
 
 

@@ -1,0 +1,380 @@
+"""Adoption in ZeRO stage 3: a role holds, beside its own slices, those of roles that are away.
+
+A slice is a rank's part of one parameter, with its gradient, main parameter and optimizer state. What
+DeepSpeed does for a rank's slices is done once more for each adopted role, by the same methods:
+`Slices.as_role` swaps the attributes of the optimizer that hold a rank's slices for those of that role. Only
+where data move there is more to do, since members of a group that are away take no part (`ft_core.partial`):
+
+- gradients: what a reduce-scatter has left in its buffer at the place of an adopted role is kept for it;
+- weights: an adopted slice is put into the buffer that they are gathered in, at the place of its role;
+- norm and overflow: what each role would have given is added before the reduction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from deepspeed import comm
+from deepspeed.runtime.zero import partition_parameters, stage3, utils
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import distributed as dist
+
+from ft_core.adapter import StateTensor
+from ft_deepspeed import zero
+from ft_deepspeed.shard import Shard
+
+_GRADIENTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+
+_FOR_EACH_ROLE = (
+    "independent_gradient_partition_epilogue",
+    "_prepare_sub_group",
+    "unscale_and_clip_grads",
+    "_optimizer_step",
+    "_reassign_or_swap_out_partitioned_parameters",
+    "_release_sub_group",
+)
+"""Methods of the optimizer that see a rank's slices alone, and no others."""
+
+_OVER_ALL_ROLES = ("_get_norm_groups", "has_overflow")
+"""Methods that reduce something over the data-parallel ranks."""
+
+_COMPARING = ("assert_lst_len_same_as_other_ranks", "get_lst_from_rank0")
+"""Functions of DeepSpeed by which ranks compare the order of modules, in the first step, with rank 0's."""
+
+
+def unable(engine: Any) -> str | None:
+    """Why slices of this engine, which has stage 3, cannot be adopted, if so."""
+    optimizer = engine.optimizer
+    if optimizer.offload_optimizer or optimizer.offload_param:
+        return "with offload, what a rank keeps is partly in buffers on the host"
+    if any(hasattr(inner, "ds_opt_adam") for inner in zero.inner_optimizers(engine)):
+        return "DeepSpeed's CPU Adam counts the steps of one rank's slices"
+    if not optimizer.reduce_scatter:
+        return '"zero_optimization.reduce_scatter" is false'
+    if engine._config.zero_config.use_all_reduce_for_fetch_params:
+        return '"zero_optimization.use_all_reduce_for_fetch_params" is true'
+    if optimizer.torch_autocast_gradscaler is not None:
+        return '"torch_autocast" with fp16 counts the steps of one rank\'s slices'
+    if getattr(optimizer, "use_muon", False):
+        return "Muon gathers gradients"
+    ring = list(dist.get_process_group_ranks(engine.seq_data_parallel_group))
+    for parameter in engine.module.parameters():
+        if dist.get_process_group_ranks(parameter.ds_process_group) != ring:
+            return "not all parameters are partitioned over all data-parallel ranks"
+    return None
+
+
+class Slices:
+    """The adopted slices of one engine, and what lets DeepSpeed use them."""
+
+    def __init__(self, adapter: Any) -> None:
+        """`adapter`: the `DeepSpeedAdapter` of an engine with stage 3 that `unable` has nothing against."""
+        self.adapter = adapter
+        self.engine, self.layout = adapter.engine, adapter._layout
+        self.optimizer = self.engine.optimizer
+        self.ring: tuple[int, ...] = adapter.ring
+        self._place = self.ring.index(dist.get_rank())
+        self._held: dict[int, Adopted] = {}
+        self._reduced: dict[int, list[torch.Tensor]] = {}
+        """By role, its slices of the gradients that have just been reduced."""
+        for name in _FOR_EACH_ROLE:
+            self._wrap(name, self._for_each_role)
+        for name in _OVER_ALL_ROLES:
+            self._wrap(name, self._over_all_roles)
+        self._wrap("partition_grads", self._partitioning)
+        stage3.reduce_scatter_coalesced = self._reducing(stage3.reduce_scatter_coalesced)
+        for parameter in self.engine.module.parameters():
+            parameter.all_gather = self._gathering(parameter.all_gather, parameter)
+            parameter.all_gather_coalesced = self._gathering(parameter.all_gather_coalesced)
+        for name in _COMPARING:
+            if hasattr(utils, name):
+                setattr(utils, name, _with_who_is_there(getattr(utils, name)))
+
+    def adopt(self, roles: Sequence[int]) -> Mapping[int, Adopted]:
+        """Hold the slices of these roles, whose content is to be restored, and of no others."""
+        self._held = {role: self._held.get(role) or Adopted(self, role) for role in roles}
+        return self._held
+
+    def reset(self) -> None:
+        """Forget an abandoned step."""
+        self._reduced = {}
+        for adopted in self._held.values():
+            adopted.forget_gradients()
+
+    @contextlib.contextmanager
+    def as_role(self, role: int, given: list[torch.Tensor] | None = None) -> Iterator[None]:
+        """DeepSpeed's optimizer has the slices of that role. It communicates with nobody: what it would have
+        given to reductions over the data-parallel ranks is appended to `given`."""
+        place = self.ring.index(role)
+
+        def get_rank(group: Any = None) -> int:
+            return place if self._is_ring(group) else comm.get_rank(group)
+
+        def all_reduce(tensor: torch.Tensor, *_: Any, group: Any = None, **__: Any) -> None:
+            if given is not None and self._is_ring(group):
+                given.append(tensor.clone())
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_swapped(stage3, {"dist": _Comm(get_rank=get_rank, all_reduce=all_reduce)}))
+            for part, values in self._held[role].attributes:
+                stack.enter_context(_swapped(part, values))
+            yield
+
+    # -- what DeepSpeed does, for adopted slices as well ---------------------------------------------
+
+    def _wrap(self, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        method = getattr(self.optimizer, name)
+        setattr(self.optimizer, name, functools.wraps(method)(wrapper(method)))
+
+    def _for_each_role(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            for role in self._held:
+                with self.as_role(role):
+                    method(*args, **kwargs)
+            return result
+
+        return wrapped
+
+    def _over_all_roles(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            given: list[list[torch.Tensor]] = []
+            for role in self._held:
+                given.append([])
+                with self.as_role(role, given[-1]):
+                    method(*args, **kwargs)
+            if not given:
+                return method(*args, **kwargs)
+            reductions = zip(*given, strict=True)
+
+            def all_reduce(tensor: torch.Tensor, op: Any = comm.ReduceOp.SUM, group: Any = None) -> Any:
+                for other in next(reductions) if self._is_ring(group) else ():
+                    tensor.copy_(torch.maximum(tensor, other) if op == comm.ReduceOp.MAX else tensor + other)
+                return comm.all_reduce(tensor, op=op, group=group)
+
+            with _swapped(stage3, {"dist": _Comm(all_reduce=all_reduce)}):
+                return method(*args, **kwargs)
+
+        return wrapped
+
+    def _is_ring(self, group: Any) -> bool:
+        return group is not None and tuple(dist.get_process_group_ranks(group)) == self.ring
+
+    # -- gradients -----------------------------------------------------------------------------------
+
+    def _reducing(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(reduce)
+        def wrapped(tensors: list[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
+            outputs = reduce(tensors, group)
+            self._reduced = {role: self._slices(tensors, outputs, role) for role in self._held}
+            return outputs
+
+        return wrapped
+
+    def _slices(
+        self, tensors: list[torch.Tensor], outputs: list[torch.Tensor], role: int
+    ) -> list[torch.Tensor]:
+        """DeepSpeed reduces one buffer: for each rank in turn a part of every tensor, padded to equal size.
+
+        The outputs are this rank's parts, in place."""
+        many, place = len(self.ring), self.ring.index(role)
+        sizes = [-(-tensor.numel() // many) for tensor in tensors]
+        at = outputs[0].storage_offset() + (place - self._place) * sum(sizes)
+        found = []
+        for tensor, size in zip(tensors, sizes, strict=True):
+            real = min(max(tensor.numel() - place * size, 0), size)
+            found.append(outputs[0].as_strided((real,), (1,), at))
+            at += size
+        return found
+
+    def _partitioning(self, partition: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(params: list[Any], partitions: list[torch.Tensor]) -> Any:
+            result = partition(params, partitions)
+            for role, slices in self._reduced.items():
+                with self.as_role(role):
+                    partition(params, slices)
+            self._reduced = {}
+            return result
+
+        return wrapped
+
+    # -- weights -------------------------------------------------------------------------------------
+
+    def _gathering(self, gather: Callable[..., Any], alone: Any = None) -> Callable[..., Any]:
+        """`alone`: what is gathered where it is not said."""
+
+        @functools.wraps(gather)
+        def wrapped(params: Iterable[Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+            if "param_list" in kwargs:
+                params = kwargs.pop("param_list")
+            params = list([alone] if params is None else params)
+            wanted = [p for p in params if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+            if alone is None:
+                wanted.sort(key=lambda p: p.ds_id)  # as `all_gather_coalesced` does
+            with _swapped(partition_parameters, {"dist": self._in_place(wanted)}):
+                return gather(params, *args, **kwargs)
+
+        return wrapped
+
+    def _in_place(self, params: list[Any]) -> _Comm:
+        """All-gathers of these parameters, each by itself or those of one type in one buffer. All ranks make
+        them in place, as an exchange with adopted slices has to be (`ft_core.partial`)."""
+
+        def gather_from(place: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapped(output: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                parts = output.view(-1).chunk(len(self.ring))
+                own = parts[self._place]
+                if own.data_ptr() == given.data_ptr():
+                    inside = [p for p in params if _gathered_as(p) == output.dtype]
+                else:
+                    inside = [params.pop(0)]
+                    own.copy_(given.view(-1))
+                for role, adopted in self._held.items():
+                    slices = [adopted.weights[p.ds_id].to(output) for p in inside]
+                    torch.cat(slices, out=parts[self.ring.index(role)])
+                return place(output, own, *args, **kwargs)
+
+            return wrapped
+
+        return _Comm(
+            allgather_fn=gather_from(comm.allgather_fn),
+            all_gather_into_tensor=gather_from(comm.all_gather_into_tensor),
+        )
+
+
+class Adopted:
+    """The slices of one role that is away (see `ft_core.adapter.State`)."""
+
+    def __init__(self, slices: Slices, role: int) -> None:
+        self._adapter, self._holders = slices.adapter, (role,)
+        engine, optimizer, own = slices.engine, slices.optimizer, slices.layout
+        self.weights: dict[int, torch.Tensor] = {}
+        """By id of the parameter, its slice."""
+        self._derived: list[tuple[torch.Tensor, torch.Tensor]] = []
+        flats, masters, parts = [], [], []
+        for flat, master, parameters in zip(
+            optimizer.fp16_partitioned_groups_flat,
+            optimizer.fp32_partitioned_groups_flat,
+            optimizer.fp16_groups,
+            strict=True,
+        ):
+            flats.append(torch.zeros_like(flat.detach()))
+            parts.append(list(flats[-1].split([p.partition_numel() for p in parameters])))
+            self.weights.update(zip((p.ds_id for p in parameters), parts[-1], strict=True))
+            if master.data_ptr() == flat.data_ptr():
+                masters.append(flats[-1])
+            else:
+                masters.append(torch.zeros_like(master.detach()))
+                self._derived.append((flats[-1], masters[-1]))
+        self._masters = [master.requires_grad_() for master in masters]
+        self._frozen: list[tuple[str, torch.Tensor]] = []
+        by_slice = {id(p.ds_tensor): p for p in engine.module.parameters()}
+        for name, tensor, _ in own.parameters:
+            self._frozen.append((name, torch.zeros_like(tensor)))
+            self.weights[by_slice[id(tensor)].ds_id] = self._frozen[-1][1]
+        self._gradients = torch.zeros_like(optimizer.grad_partitions_flat_buffer)
+        by_id = {
+            key: self._gradients.narrow(0, part.storage_offset(), part.numel())
+            for key, part in getattr(optimizer, _GRADIENTS).items()
+        }
+        self._kept = SimpleNamespace(state=defaultdict(dict))
+        self._shard = Shard(
+            [
+                zero.Master(described.name, master, self._holders, described.listed)
+                for described, master in zip(own.masters, self._masters, strict=True)
+            ],
+            lambda: [self._kept],
+        )
+        self._of_optimizer = {
+            "fp16_partitioned_groups": parts,
+            "fp16_partitioned_groups_flat": flats,
+            "fp32_partitioned_groups_flat": self._masters,
+            "grad_partitions_flat_buffer": self._gradients,
+            _GRADIENTS: by_id,
+            "averaged_gradients": {},
+        }
+        self.attributes = [
+            (optimizer, self._of_optimizer),
+            (zero.inner_optimizer(engine), {"state": self._kept.state}),
+        ]
+        """What is that role's: of whom, and by attribute."""
+
+    def forget_gradients(self) -> None:
+        """As if there had been no backward pass."""
+        self._gradients.zero_()
+        self._of_optimizer["averaged_gradients"] = {}
+        for master in self._masters:
+            master.grad = None
+
+    def tensors(self) -> Iterator[StateTensor]:
+        """As that role would have them; buffers as this role has them."""
+        for name, tensor in self._frozen:
+            yield StateTensor(name, tensor, self._holders)
+        yield from self._adapter.buffers(self._holders)
+        yield from self._shard.tensors()
+
+    def envelope(self) -> Any:
+        """As that role would have it, which does the same as this one."""
+        return self._adapter.envelope() | self._shard.envelope()
+
+    def envelope_holders(self) -> tuple[int, ...]:
+        """Nobody has another like it."""
+        return self._holders
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
+        """Copy a snapshot of that role into the slices."""
+        for name, tensor in self._frozen:
+            tensor.copy_(tensors[name])
+        self._shard.restore(tensors, envelope)
+        for tensor, source in self._derived:
+            tensor.copy_(source)
+
+
+class _Comm:
+    """`deepspeed.comm` with some other functions."""
+
+    def __init__(self, **functions: Callable[..., Any]) -> None:
+        self.__dict__.update(functions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(comm, name)
+
+
+@contextlib.contextmanager
+def _swapped(part: Any, values: dict[str, Any]) -> Iterator[None]:
+    """`part` has these attributes. What they have become is kept in `values`."""
+    own = {name: getattr(part, name) for name in values}
+    for name, value in values.items():
+        setattr(part, name, value)
+    try:
+        yield
+    finally:
+        for name, value in own.items():
+            values[name] = getattr(part, name)
+            setattr(part, name, value)
+
+
+def _with_who_is_there(compare: Callable[..., Any]) -> Callable[..., Any]:
+    """Who stands in for rank 0 says what it has itself, as rank 0 would: all do."""
+
+    @functools.wraps(compare)
+    def wrapped(numbers: list[int]) -> Any:
+        with _swapped(utils, {"dist": _Comm(get_rank=lambda *_: 0)}):
+            return compare(numbers)
+
+    return wrapped
+
+
+def _gathered_as(parameter: Any) -> torch.dtype:
+    """The type that DeepSpeed sends a parameter in: with autocast, not its own."""
+    if hasattr(partition_parameters, "get_allgather_dtype"):  # since 0.18
+        dtype: torch.dtype = partition_parameters.get_allgather_dtype(parameter, parameter.ds_tensor)
+        return dtype
+    return parameter.ds_tensor.dtype
