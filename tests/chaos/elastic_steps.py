@@ -31,9 +31,9 @@ class Telling(recipe.Trainer):
     def log_step(self, *result: Any) -> None:
         digest = hashlib.sha256()
         for name, tensor in sorted(recipe.state_tensors(self.model, self.optimizer)):
-            digest.update(
-                name.encode() + tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            )
+            if not (self.gathers_in_forward and name.startswith("model.")):  # those follow from the rest
+                data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                digest.update(name.encode() + data)
         about = (self.job.step, dist.get_rank(), digest.hexdigest()[:16], self.job.epoch)
         print("state", *about, flush=True)
         super().log_step(*result)
@@ -50,7 +50,8 @@ class Told(Telling):
         super().__init__(args)
         self.told = told(Path(os.environ["FT_TOLD"]))
         self.samples.global_batch = self.global_batch  # type: ignore[method-assign]
-        self.model[0].config.finalize_model_grads_func = self.finalize
+        for group in self.model[0].bucket_groups:
+            group.start_grad_sync = self.weighted(group, group.start_grad_sync)
         steps, self.optimizer.step_with_ready_grads = self.optimizer.step_with_ready_grads, self.slowed
         self.steps = steps
         if args.use_distributed_optimizer and args.num_distributed_optimizer_instances == 1:
@@ -96,13 +97,15 @@ class Told(Telling):
             samples = [dataset[i] for i in positions[first : first + size]]
             yield {key: torch.stack([s[key] for s in samples]) for key in samples[0]}
 
-    def finalize(self, *args: Any, **kwargs: Any) -> Any:
-        for group in self.model[0].bucket_groups:
+    def weighted(self, group: Any, start: Any) -> Any:
+        def start_grad_sync(*args: Any, **kwargs: Any) -> Any:
             for bucket in group.buckets:
                 bucket.gradient_scaling_factor = 1 / (len(self.contributing) * self.members)
                 if self.group not in self.contributing:
                     bucket.grad_data.zero_()
-        return recipe.finalize_model_grads(*args, **kwargs)
+            return start(*args, **kwargs)
+
+        return start_grad_sync
 
     def slowed(self, *args: Any, **kwargs: Any) -> Any:
         share = len(self.contributing) * self.members / self.args.data_parallel_size
