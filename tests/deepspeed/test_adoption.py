@@ -25,14 +25,20 @@ LAUNCHES = {
         "stage2-bf16-fp32-gradients-reduced-whole stage2-timers stage2-round-robin",
     ),
     "pipeline": (4, "pipeline-stage1-bf16"),
+    "zero3": (
+        3,
+        "stage3-fp32 stage3-bf16-accumulated stage3-fp16-dynamic stage3-recomputed stage3-autocast "
+        "stage3-bf16-whole",
+    ),
 }
 """One launch each, since importing DeepSpeed takes long: how many ranks, and the cases."""
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_adopted_like_own(name: str, tmp_path: Path) -> None:
-    """After every step, what a rank has adopted is bit by bit what the other one has."""
+    """After every step, what a rank has adopted is bit by bit what the other one has, or would have."""
     ranks, cases = LAUNCHES[name]
+    worker = HERE / ("adoption3_worker.py" if name == "zero3" else "adoption_worker.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
@@ -41,7 +47,7 @@ def test_adopted_like_own(name: str, tmp_path: Path) -> None:
         "RES_OPTIONS": "timeout:1 attempts:1",
     }
     done = subprocess.run(
-        [*command, str(HERE / "adoption_worker.py"), str(tmp_path / name), *cases.split()],
+        [*command, str(worker), str(tmp_path / name), *cases.split()],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,0 +1,116 @@
+"""Run by torchrun for test_adoption.py: in stage 3 each rank in turn is away, and the next steps its slices.
+
+Then all are as if that rank had been there and given zero gradients. Arguments: as of state_worker.py.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from adoption_worker import alone, compare
+from deepspeed import comm
+from deepspeed.runtime.zero import stage3
+from state_worker import BF16, CASES, Job, main, stage
+
+from ft_core.process_group import Communicators
+
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+CASES |= {"stage3-autocast": AUTOCAST | stage(3), "stage3-bf16-whole": BF16 | stage(3, sub_group_size=10**9)}
+FIRST, STEPS = 2, 3
+
+comms = Communicators(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), on_failure=print)
+
+
+def begin_epoch(absent: dict[int, int]) -> None:
+    epoch = comms.epoch + 1
+    comms.abort(epoch)
+    comms.swap(epoch, f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", {}, None, absent, True)
+    comms.reset()
+
+
+class InOrder:
+    """`deepspeed.comm`, adding norms up as when `adopter` gives that of the slices of `lost`."""
+
+    def __init__(self, lost: int, adopter: int) -> None:
+        self.lost, self.adopter = lost, adopter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(comm, name)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = comm.ReduceOp.SUM, group: Any = None) -> Any:
+        if op != comm.ReduceOp.SUM:
+            return comm.all_reduce(tensor, op=op, group=group)
+        parts = [torch.zeros_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, tensor)
+        parts[self.adopter] += parts[self.lost]
+        del parts[self.lost]
+        return tensor.copy_(sum(parts))
+
+
+def bits(found: Any) -> Any:
+    """For comparison: what pads slices to equal size may be no number."""
+    about, tensors, envelope = found
+    return about, {name: t.reshape(-1).view(torch.uint8) for name, t in tensors.items()}, envelope
+
+
+def check(case: str) -> int:
+    """Returns how many tensors were compared."""
+    comms.end_startup()
+    job = Job(case, seed=1)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    assert job.adapter.adopts, job.adapter.unable
+    job.adapter.adopt([])
+    weighed: list[int] = []
+    enter = job.engine.optimizer.reduce_independent_p_g_buckets_and_remove_grads
+
+    def entered(parameter: Any) -> None:
+        if weighed:
+            parameter.grad.mul_(world / len(weighed)) if rank in weighed else parameter.grad.zero_()
+        enter(parameter)
+
+    job.engine.optimizer.reduce_independent_p_g_buckets_and_remove_grads = entered
+    job.train(1, FIRST)
+    before, compared = job.snapshot(), 0
+    steps = range(FIRST + 1, FIRST + 1 + STEPS)
+    for lost in range(world):
+        adopter = (lost + 1) % world
+        weighed[:] = [r for r in range(world) if r != lost]
+        everybody: list[Any] = [None] * world
+        dist.all_gather_object(everybody, alone(job.adapter, rank))
+        of_lost, told = everybody[lost], []
+        stage3.dist, plain = InOrder(lost, adopter), stage3.dist
+        for step in steps:
+            losses = job.train(step, step)
+            dist.all_gather_object(everybody, alone(job.adapter, rank))
+            told.append((losses, everybody[rank], everybody[lost]))
+        stage3.dist = plain
+        job.restore(before)
+        dist.barrier()
+        begin_epoch({lost: adopter})
+        if rank != lost:
+            adopted = job.adapter.adopt([lost] if rank == adopter else [])
+            for state in adopted.values():
+                state.restore(of_lost[1], of_lost[2])
+            for step, (losses, own, other) in zip(steps, told, strict=True):
+                where = f"{case}, without {lost}, step {step}"
+                assert job.train(step, step) == losses, f"{where}: losses differ"
+                compare(bits(alone(job.adapter, rank)), bits(own), where)
+                for role, state in adopted.items():
+                    compare(bits(alone(state, role)), bits(other), where)
+                    compared += len(other[1])
+            assert not job.adapter.adopt([])
+        begin_epoch({})
+        job.restore(before)
+        weighed.clear()
+    return compared
+
+
+if __name__ == "__main__":
+    comms.install()
+    begin_epoch({})
+    main(check)
+    dist.barrier()
+    os._exit(0)  # without the threads that open communicators
