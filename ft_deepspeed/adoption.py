@@ -8,11 +8,13 @@ on, that does it for those that it has adopted as well, with DeepSpeed's own cod
 - gradients that were reduced for an adopted partition are kept like those for the own one;
 - norm and overflow are reduced over the partitions of this rank, then over the ranks;
 - each partition is stepped, with the same hyper-parameters, and put in its place in the flat weights, from
-  where the all-gather takes it (`ft_core.partial`).
+  where the all-gather takes it (`ft_core.partial`);
+- checkpoints get its file, too.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 from deepspeed import comm
+from deepspeed.runtime import engine as runtime_engine
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.timer import NoopTimer
@@ -52,8 +55,25 @@ class Partitions:
 
     def __init__(self, adapter: Any) -> None:
         """`adapter`: the role's `state.DeepSpeedAdapter`."""
-        self._adapter, self._optimizer = adapter, adapter.engine.optimizer
+        engine = adapter.engine
+        self._adapter, self._optimizer = adapter, engine.optimizer
+        self._optimizer.groups_before = None
         self._held: dict[int, Partition] = {}
+        save = engine._save_zero_checkpoint
+
+        @functools.wraps(save)
+        def save_all(*args: Any, **kwargs: Any) -> None:
+            save(*args, **kwargs)
+            for partition in self._held.values():
+                adopted = partition.optimizer
+                with (
+                    adopted.playing() as alone,
+                    replaced(runtime_engine, dist=alone),
+                    replaced(engine, optimizer=adopted),
+                ):
+                    save(*args, **kwargs)
+
+        engine._save_zero_checkpoint = save_all
 
     def adopt(self, roles: Sequence[int]) -> Mapping[int, Partition]:
         """Hold those of these roles, and no others; see `ft_core.adapter.Adapter.adopt`."""
@@ -61,7 +81,7 @@ class Partitions:
         adopted = [partition.optimizer for partition in self._held.values()]
         own = self._optimizer
         own.__class__ = Adopter if adopted else DeepSpeedZeroOptimizer
-        own.adopted, own.groups_before = adopted, None
+        own.adopted = adopted
         here = {id(p) for part in (own, *adopted) for group in part.params_in_partition for p in group}
         for group in own.bit16_groups:
             for parameter in group:
@@ -83,6 +103,7 @@ class Partition:
         own = adapter.engine.optimizer
         rank = adapter.ring.index(role)
         self.optimizer = Adopted(own, rank)
+        adapter.link_again()
         masters, self._derived = [], []
         for i, master in enumerate(self.optimizer.single_partition_of_fp32_groups):
             weights = own.parallel_partitioned_bit16_groups[i][rank]
@@ -124,17 +145,24 @@ class Adopted(DeepSpeedZeroOptimizer):
         self.all_grad_tensors: dict[int, Any] = {}
         self.timers = NoopTimer()
         self.params_in_partition, self.params_not_in_partition, self.first_offset = [], [], []
-        self.single_partition_of_fp32_groups = []
+        self.single_partition_of_fp32_groups, self.groups_padding = [], []
         paddings = vars(own).get("round_robin_bit16_padding") or [None] * len(own.bit16_groups)  # since 0.19
         for i, parameters in enumerate(own.round_robin_bit16_groups):
-            padding = [] if paddings[i] is None else [paddings[i]]
-            found = own.get_partition_info(parameters, own.partition_size[i], rank, *padding)
+            padding, size = [] if paddings[i] is None else [paddings[i]], own.partition_size[i]
+            found = own.get_partition_info(parameters, size, rank, *padding)
             self.params_in_partition.append(found[0])
             self.params_not_in_partition.append(found[1])
             self.first_offset.append(found[2])
             weights = own.parallel_partitioned_bit16_groups[i][rank].detach().clone()
             master = weights.to(own.device, own.single_partition_of_fp32_groups[i].dtype)
             self.single_partition_of_fp32_groups.append(master.requires_grad_())
+            filled = sum(p.numel() for p in parameters) + sum(paddings[i] or ())
+            self.groups_padding.append(min(max(0, (rank + 1) * size - filled), size))
+        with self.playing():
+            self._link_all_hp_params()
+            mappings = self._create_param_mapping()
+        self._param_slice_mappings = mappings
+        own._link_all_hp_params()
 
     def __getattr__(self, name: str) -> Any:
         """Only for what is found neither here nor in the class."""

@@ -150,7 +150,7 @@ class DeepSpeedAdapter:
         for tensor, source in self._layout.derived:
             tensor.data.copy_(source.data)
         if remade:
-            self._link_again()
+            self.link_again()
         self.settle(envelope)
         self._powers.restore(envelope["powers"])
 
@@ -194,7 +194,7 @@ class DeepSpeedAdapter:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _link_again(self) -> None:
+    def link_again(self) -> None:
         """DeepSpeed's access to optimizer state by parameter holds slices of the tensors that were there."""
         wrapper = self.engine.optimizer
         if not hasattr(wrapper, "_hp_optimizer_states_linked"):

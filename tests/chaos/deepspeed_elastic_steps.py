@@ -1,6 +1,6 @@
 """The DeepSpeed recipes, telling every role's loss and state after every step.
 
-Prints lines `state STEP RANK DIGEST`, the loss being part of the state. Under `ftrun` it goes as far as the
+Prints lines `state STEP RANK DIGEST EPOCH` and `own STEP RANK LOSS`. Under `ftrun` it goes as far as the
 file `limit` of its job says. With FT_TOLD=LEDGER, without fault tolerance, it is told beforehand which
 replica groups train which samples in which step: those of the ledger of another run.
 """
@@ -22,8 +22,10 @@ import pretrain_clm
 import pretrain_pipeline
 import torch
 import torch.distributed as dist
+from deepspeed import comm
+from deepspeed.runtime.zero import stage_1_and_2
 from digest import state_tensors
-from elastic_told import told
+from elastic_told import taking_part, told
 from torch.utils.data import default_collate
 
 from ft_core import session
@@ -40,20 +42,50 @@ def telling(recipe: Any) -> type:
                 content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
                 digest.update(name.encode() + content)
             own = self.engine.dp_group_loss.item() if recipe is pretrain_pipeline else self.own_loss
-            digest.update(repr(own).encode())
-            print(f"state {step} {dist.get_rank()} {digest.hexdigest()[:16]}", flush=True)
+            current = session.current()
+            epoch = current.epoch if current is not None else 0
+            print(f"state {step} {dist.get_rank()} {digest.hexdigest()[:16]} {epoch}")
+            if self.trained(step):
+                print(f"own {step} {dist.get_rank()} {own!r}", flush=True)
             super().log_step(step, loss, *rest)
-            if (current := session.current()) is not None:
+            if current is not None:
                 with contextlib.suppress(EpochChanged):  # what ends an epoch needs this role in the engine
                     while step >= int((current.job_dir / "limit").read_text()):
                         current.raise_if_moved()
                         time.sleep(0.01)
+
+        def trained(self, step: int) -> bool:
+            """Whether this rank's samples count in that step."""
+            return True
 
         def mean(self, losses: list[torch.Tensor]) -> float:
             self.own_loss = torch.stack(losses).mean().item()
             return super().mean(losses)
 
     return Telling
+
+
+class InOrder:
+    """`deepspeed.comm`, adding norms up as in the other run, where groups have adopted parts of others."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(comm, name)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = comm.ReduceOp.SUM, group: Any = None) -> Any:
+        there = self.trainer.taking_part
+        groups = range(self.trainer.engine.dp_world_size)
+        if tensor.dim() or len(there) == len(groups):
+            return comm.all_reduce(tensor, op=op, group=group)
+        parts = [torch.zeros_like(tensor) for _ in groups]
+        dist.all_gather(parts, tensor, group=group)
+        sums = {g: parts[g] for g in there}
+        for away in sorted(set(groups) - set(there)):
+            adopter = next(g for i in groups if (g := (away + i) % len(groups)) in there)
+            sums[adopter] = sums[adopter] + parts[away]
+        return tensor.copy_(sum(sums.values()))
 
 
 def knowing(recipe: Any, path: Path) -> type:
@@ -64,14 +96,7 @@ def knowing(recipe: Any, path: Path) -> type:
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self.group = self.engine.mpu.get_data_parallel_rank() if self.engine.mpu else dist.get_rank()
-            gradients, steps = self.engine._get_gradients_for_reduction, self.engine.optimizer.step
-
-            def weighted() -> Any:
-                found = gradients()
-                for gradient in found[0]:
-                    factor = self.engine.dp_world_size / len(self.contributing)
-                    gradient.copy_(gradient * factor if self.group in self.contributing else gradient * 0)
-                return found
+            steps = self.engine.optimizer.step
 
             def slowed(_: Any, *args: Any, **kwargs: Any) -> Any:
                 share = len(self.contributing) / self.engine.dp_world_size
@@ -84,12 +109,44 @@ def knowing(recipe: Any, path: Path) -> type:
                     group["lr"] = rate
                 return done
 
-            self.engine._get_gradients_for_reduction = weighted
             self.engine.optimizer.step = type(steps)(slowed, self.engine.optimizer)
+            self.weigh_gradients(self.engine.zero_optimization_stage())
+
+        def weigh_gradients(self, stage: int) -> None:
+            if stage == 0:
+                gradients = self.engine._get_gradients_for_reduction
+
+                def weighted() -> Any:
+                    found = gradients()
+                    for gradient in found[0]:
+                        self.weigh(gradient)
+                    return found
+
+                self.engine._get_gradients_for_reduction = weighted
+            else:
+                enter = self.engine.optimizer.reduce_independent_p_g_buckets_and_remove_grads
+
+                def entered(parameter: Any, group: int) -> None:
+                    self.weigh(parameter.grad)
+                    enter(parameter, group)
+
+                self.engine.optimizer.reduce_independent_p_g_buckets_and_remove_grads = entered
+                stage_1_and_2.dist = InOrder(self)
+
+        def weigh(self, gradient: torch.Tensor) -> None:
+            factor = self.engine.dp_world_size / len(self.contributing)
+            gradient.copy_(gradient * factor if self.group in self.contributing else gradient * 0)
+
+        def trained(self, step: int) -> bool:
+            return self.group in samples_of[step]
 
         @property
         def contributing(self) -> dict[int, list[int]]:
             return samples_of[self.engine.global_steps + 1]
+
+        @property
+        def taking_part(self) -> tuple[int, ...]:
+            return taking_part(path, self.engine.global_steps + 1)
 
     def batches(loader: Any, position: int) -> Iterator[Any]:
         """In place of the recipe's: what the ledger says. An epoch has its own order."""
