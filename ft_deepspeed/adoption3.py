@@ -7,7 +7,8 @@ where data move there is more to do, since members of a group that are away take
 
 - gradients: what a reduce-scatter has left in its buffer at the place of an adopted role is kept for it;
 - weights: an adopted slice is put into the buffer that they are gathered in, at the place of its role;
-- norm and overflow: what each role would have given is added before the reduction.
+- norm and overflow: what each role would have given is added before the reduction;
+- checkpoints get the files of adopted roles as well.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from deepspeed import comm
+from deepspeed.runtime import engine as runtime_engine
 from deepspeed.runtime.zero import partition_parameters, stage3, utils
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import distributed as dist
@@ -38,11 +40,16 @@ _FOR_EACH_ROLE = (
     "_optimizer_step",
     "_reassign_or_swap_out_partitioned_parameters",
     "_release_sub_group",
+    "set_fp32_grad_for_param",
+    "set_full_hp_param",
 )
-"""Methods of the optimizer that see a rank's slices alone, and no others."""
+"""Methods of the optimizer that have to do with a rank's slices alone."""
 
-_OVER_ALL_ROLES = ("_get_norm_groups", "has_overflow")
-"""Methods that reduce something over the data-parallel ranks."""
+_OVER_ALL_ROLES = ("_get_norm_groups", "has_overflow", "get_fp32_grad_for_param", "get_full_hp_param")
+"""Methods of the optimizer that reduce or gather something of all data-parallel ranks."""
+
+_FILES_OF_EACH_ROLE = ("_save_checkpoint", "_save_zero_checkpoint")
+"""Methods of the engine that write a rank's own files."""
 
 _COMPARING = ("assert_lst_len_same_as_other_ranks", "get_lst_from_rank0")
 """Functions of DeepSpeed by which ranks compare the order of modules, in the first step, with rank 0's."""
@@ -84,10 +91,12 @@ class Slices:
         self._reduced: dict[int, list[torch.Tensor]] = {}
         """By role, its slices of the gradients that have just been reduced."""
         for name in _FOR_EACH_ROLE:
-            self._wrap(name, self._for_each_role)
+            _wrap(self.optimizer, name, self._for_each_role)
         for name in _OVER_ALL_ROLES:
-            self._wrap(name, self._over_all_roles)
-        self._wrap("partition_grads", self._partitioning)
+            _wrap(self.optimizer, name, self._over_all_roles)
+        for name in _FILES_OF_EACH_ROLE:
+            _wrap(self.engine, name, self._for_each_role)
+        _wrap(self.optimizer, "partition_grads", self._partitioning)
         stage3.reduce_scatter_coalesced = self._reducing(stage3.reduce_scatter_coalesced)
         for parameter in self.engine.module.parameters():
             parameter.all_gather = self._gathering(parameter.all_gather, parameter)
@@ -110,27 +119,28 @@ class Slices:
     @contextlib.contextmanager
     def as_role(self, role: int, given: list[torch.Tensor] | None = None) -> Iterator[None]:
         """DeepSpeed's optimizer has the slices of that role. It communicates with nobody: what it would have
-        given to reductions over the data-parallel ranks is appended to `given`."""
-        place = self.ring.index(role)
+        given to exchanges between the data-parallel ranks is appended to `given`."""
+        place, held = self.ring.index(role), self._held[role]
 
         def get_rank(group: Any = None) -> int:
-            return place if self._is_ring(group) else comm.get_rank(group)
+            return place if self._is_ring(group) else role if group is None else comm.get_rank(group)
 
         def all_reduce(tensor: torch.Tensor, *_: Any, group: Any = None, **__: Any) -> None:
             if given is not None and self._is_ring(group):
                 given.append(tensor.clone())
 
+        def all_gather(_: torch.Tensor, part: torch.Tensor, *__: Any, group: Any = None) -> None:
+            all_reduce(part, group=group)
+
+        alone = _Comm(get_rank=get_rank, all_reduce=all_reduce, all_gather_into_tensor=all_gather)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_swapped(stage3, {"dist": _Comm(get_rank=get_rank, all_reduce=all_reduce)}))
-            for part, values in self._held[role].attributes:
+            for module in (stage3, runtime_engine):
+                stack.enter_context(_swapped(module, {"dist": alone}))
+            for part, values in held.attributes:
                 stack.enter_context(_swapped(part, values))
             yield
 
     # -- what DeepSpeed does, for adopted slices as well ---------------------------------------------
-
-    def _wrap(self, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        method = getattr(self.optimizer, name)
-        setattr(self.optimizer, name, functools.wraps(method)(wrapper(method)))
 
     def _for_each_role(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -151,14 +161,21 @@ class Slices:
                     method(*args, **kwargs)
             if not given:
                 return method(*args, **kwargs)
-            reductions = zip(*given, strict=True)
+            exchanges = zip(*given, strict=True)
 
             def all_reduce(tensor: torch.Tensor, op: Any = comm.ReduceOp.SUM, group: Any = None) -> Any:
-                for other in next(reductions) if self._is_ring(group) else ():
+                for other in next(exchanges) if self._is_ring(group) else ():
                     tensor.copy_(torch.maximum(tensor, other) if op == comm.ReduceOp.MAX else tensor + other)
                 return comm.all_reduce(tensor, op=op, group=group)
 
-            with _swapped(stage3, {"dist": _Comm(all_reduce=all_reduce)}):
+            def all_gather(output: torch.Tensor, part: torch.Tensor, group: Any = None) -> Any:
+                parts = output.view(-1).chunk(len(self.ring))
+                for role, other in zip(self._held, next(exchanges), strict=True):
+                    parts[self.ring.index(role)].copy_(other)
+                return comm.all_gather_into_tensor(output, part, group=group)
+
+            together = _Comm(all_reduce=all_reduce, all_gather_into_tensor=all_gather)
+            with _swapped(stage3, {"dist": together}):
                 return method(*args, **kwargs)
 
         return wrapped
@@ -302,6 +319,7 @@ class Adopted:
         self.attributes = [
             (optimizer, self._of_optimizer),
             (zero.inner_optimizer(engine), {"state": self._kept.state}),
+            (engine, {"_get_param_fragment_func": lambda p: self.weights[p.ds_id].cpu()}),
         ]
         """What is that role's: of whom, and by attribute."""
 
@@ -347,18 +365,26 @@ class _Comm:
         return getattr(comm, name)
 
 
+def _wrap(part: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    method = getattr(part, name)
+    setattr(part, name, functools.wraps(method)(wrapper(method)))
+
+
 @contextlib.contextmanager
 def _swapped(part: Any, values: dict[str, Any]) -> Iterator[None]:
     """`part` has these attributes. What they have become is kept in `values`."""
-    own = {name: getattr(part, name) for name in values}
+    own = {name: vars(part)[name] for name in values if name in vars(part)}
     for name, value in values.items():
         setattr(part, name, value)
     try:
         yield
     finally:
-        for name, value in own.items():
+        for name in values:
             values[name] = getattr(part, name)
-            setattr(part, name, value)
+            if name in own:
+                setattr(part, name, own[name])
+            else:
+                delattr(part, name)
 
 
 def _with_who_is_there(compare: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from adoption_worker import alone, compare
 from deepspeed import comm
 from deepspeed.runtime.zero import stage3
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from state_worker import BF16, CASES, Job, main, stage
 
 from ft_core.process_group import Communicators
@@ -50,6 +51,12 @@ class InOrder:
         return tensor.copy_(sum(parts))
 
 
+def whole(job: Job) -> list[torch.Tensor]:
+    """What a script can ask for: of each parameter the main parameter, and the gradient."""
+    parameters = [p for p in job.engine.module.parameters() if p.requires_grad]
+    return [get(p) for p in parameters for get in (safe_get_full_fp32_param, safe_get_full_grad)]
+
+
 def bits(found: Any) -> Any:
     """For comparison: what pads slices to equal size may be no number."""
     about, tensors, envelope = found
@@ -85,7 +92,7 @@ def check(case: str) -> int:
         for step in steps:
             losses = job.train(step, step)
             dist.all_gather_object(everybody, alone(job.adapter, rank))
-            told.append((losses, everybody[rank], everybody[lost]))
+            told.append((losses, whole(job), everybody[rank], everybody[lost]))
         stage3.dist = plain
         job.restore(before)
         dist.barrier()
@@ -94,9 +101,11 @@ def check(case: str) -> int:
             adopted = job.adapter.adopt([lost] if rank == adopter else [])
             for state in adopted.values():
                 state.restore(of_lost[1], of_lost[2])
-            for step, (losses, own, other) in zip(steps, told, strict=True):
+            for step, (losses, gathered, own, other) in zip(steps, told, strict=True):
                 where = f"{case}, without {lost}, step {step}"
                 assert job.train(step, step) == losses, f"{where}: losses differ"
+                for found, expected in zip(whole(job), gathered, strict=True):
+                    assert torch.equal(found, expected), f"{where}: a main parameter or gradient differs"
                 compare(bits(alone(job.adapter, rank)), bits(own), where)
                 for role, state in adopted.items():
                     compare(bits(alone(state, role)), bits(other), where)
