@@ -300,7 +300,11 @@ class Agent:
             "adopted",
             "groups",
         )
-        own = {"policy": self.settings.policy, "lr_intervention": self.settings.lr_intervention}
+        own = {
+            "policy": self.settings.policy,
+            "lr_intervention": self.settings.lr_intervention,
+            "begins_with": dataclasses.asdict(self.settings.start),
+        }
         return {**{key: self.plan[key] for key in keys}, **own}
 
     def _assign(self, role: int, changes: Message | None = None) -> Worker | None:
@@ -400,6 +404,9 @@ class Agent:
             worker.post(message)
 
     def _adopted_by(self, role: int) -> list[int]:
+        worker = self.pool.of_role(role)
+        if worker is not None and worker.group is not None and worker.group[2]:
+            return []  # a plan that was made before it was known that every group has all the state
         return [int(r) for r, adopter in self.plan.get("adopted", {}).items() if adopter == role]
 
     def _held_here(self) -> list[int]:
@@ -442,10 +449,10 @@ class Agent:
         elif kind == "allocate":
             segments = [Segment.from_json(s) for s in message["segments"]]
             buffer = self.store.memory(message["role"]).allocate(message["slot"], segments)
-            if message["role"] == role:
-                layout = {s.id: list(s.holders) for s in segments}
-                about = {"initial": worker.initial, "resumes": worker.resumes, "group": worker.group}
-                self._post({"type": "layout", "role": role, "segments": layout, **about})
+            layout = {s.id: list(s.holders) for s in segments}
+            about = {"initial": worker.initial, "resumes": worker.resumes, "group": worker.group}
+            whose = {"role": message["role"], "adopted": message["role"] != role}
+            self._post({"type": "layout", "segments": layout, **whose, **about})
             worker.post({"type": "reply", "id": message["id"], "address": buffer.memory.address})
         elif kind == "registered":
             worker.stage, worker.initial, worker.ring = "training", message["version"], message["ring"]

@@ -70,7 +70,7 @@ class Controller:
         self.fenced: set[str] = set()
         self.catalogue: dict[str, dict[str, list[int]]] = {}
         """Role -> its segments and their holders: what is lost without a trace must still be missed."""
-        self.groups = Groups(settings.world_size)
+        self.groups = Groups(settings.start)
         self.rejoin = Rejoin(self)
         self._trained: list[Message] = []
         """What is still to be entered into the ledger."""
@@ -255,9 +255,7 @@ class Controller:
         elif kind == "state":
             self.console.answered(message)
         elif kind == "layout":
-            self.catalogue[str(message["role"])] = message["segments"]
-            self.initial, self._resumes = message["initial"], message["resumes"]
-            self.groups.told(int(message["role"]), *message["group"])
+            self._layout(message)
         elif kind == "trained":
             self._enter(message)
         elif kind == "counts":
@@ -283,6 +281,16 @@ class Controller:
                 node.post({"type": "shutdown", "code": ENDED})
         elif kind == "left":
             self._node_left(node)
+
+    def _layout(self, message: Message) -> None:
+        """What a role's state consists of; or the part that another has adopted."""
+        role = str(message["role"])
+        if message["adopted"]:
+            self.catalogue[role] = {**self.catalogue.get(role, {}), **message["segments"]}
+            return
+        self.catalogue[role] = message["segments"]
+        self.initial, self._resumes = message["initial"], message["resumes"]
+        self.groups.told(int(role), *message["group"])
 
     def _open_ledger(self) -> None:
         """Enter that an epoch has begun; later for the first, in which roles tell of their groups."""
@@ -452,12 +460,13 @@ class Controller:
 
     def _form_if_ready(self) -> None:
         """The first epoch: node rank i plays roles i*n .. i*n+n-1."""
-        wanted, n = self.settings.nnodes, self.settings.nproc_per_node
+        wanted, n = self.settings.min_nodes or self.settings.nnodes, self.settings.nproc_per_node
         ranked = {node.about["node_rank"]: node for node in self.nodes.values()}
         first = [ranked.get(rank) for rank in range(wanted)]
         if any(node is None or node.heartbeat["idle"] < n for node in first):
             return
-        roles = {rank * n + i: node.name for rank, node in enumerate(first) if node for i in range(n)}
+        places = (node.name for node in first if node for _ in range(n))
+        roles = dict(zip(self.settings.start.present, places, strict=True))
         durable = common_durable(node for node in first if node)
         self.epoch += 1
         origin = "durable" if durable else "initial"
@@ -554,11 +563,16 @@ class Controller:
             version, origin = self.plan["start"]
             return version, origin, {}
         known = {int(role): set(found) for role, found in self.catalogue.items()}
-        for role in set(roles) - set(places) if self.groups.replicated else ():  # of a group that comes back
-            known[role] = known[self.groups.counterpart(role, places)]
+        for role in set(roles) - set(places):  # of a group that comes back, or takes part for the first time
+            counterpart = self.groups.counterpart(role, places)
+            if self.groups.replicated:
+                known[role] = known[counterpart]
+            else:
+                common = self.catalogue[str(counterpart)].items()
+                known[role] = known.get(role, set()) | {name for name, held in common if role in held}
         adopted = self.groups.adopted(roles)
         for role in map(int, adopted):
-            known[role] = self.groups.held_alone(role, self.catalogue[str(role)], roles)
+            known[role] = self.groups.held_alone(role, self.catalogue.get(str(role), {}), roles)
         choice = decision.choose_version(
             reports,
             [*roles, *map(int, adopted)],

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from ft_core.adapter import Adapter
+
 AHEAD = 2
 """Steps after the first version of an epoch whose samples are dealt as the epoch before would have."""
 
@@ -113,6 +115,65 @@ class Membership:
             if since <= version:
                 return members
         return tuple(range(self.groups))
+
+
+@dataclass(frozen=True)
+class Start:
+    """Which roles a job has that starts with some of its replica groups; the others join when nodes do.
+
+    Before scripts run nobody knows what the replica groups are. Ranks are taken to be numbered by Megatron's
+    and DeepSpeed's default: pipeline stages outermost, then replica groups. `there` counts the roles of each
+    of the `stages` that start.
+    """
+
+    roles: int
+    stages: int
+    there: int
+
+    @property
+    def present(self) -> list[int]:
+        """The roles that start."""
+        return [role for role in range(self.roles) if self._place(role) < self.there]
+
+    def counterpart(self, role: int) -> int:
+        """Of a role that is missing, one that starts, in the same place of another group."""
+        return role - self._place(role) + self._place(role) % self.there
+
+    def group(self, role: int, groups: int) -> int:
+        """The replica group of a role, of so many."""
+        return self._place(role) * groups * self.stages // self.roles
+
+    def membership(self, groups: int) -> Membership:
+        """Who takes part from the first step on."""
+        here = tuple(sorted({self.group(role, groups) for role in self.present}))
+        return Membership(groups, ((-AHEAD, here),) if len(here) < groups else ())
+
+    def objection(self, adapter: Adapter, role: int, version: int) -> str:
+        """Why the job cannot begin with `version` without the replica groups that are missing, if so."""
+        group, groups = adapter.replica_group
+        missing = self.roles - len(self.present)
+        if not missing:
+            return ""
+        if self.group(role, groups) != group or missing * groups % self.roles:
+            return (
+                f"role {role} is in replica group {group} of {groups}, unlike --nnodes MIN:MAX expects: "
+                "MIN nodes must hold whole groups, in Megatron's default order of ranks. Give "
+                f"--ft-pipeline-stages if there are other than {self.stages}, or start with all nodes"
+            )
+        if not (adapter.replicated or adapter.adopts):
+            return (
+                "this job shares one sharded state that others cannot adopt, so it cannot start without some "
+                "replica groups: give --nnodes one number"
+            )
+        if not adapter.replicated and version:
+            return (
+                "the optimizer is sharded over all replica groups, and what missing ones have of step "
+                f"{version} is in a checkpoint that only they read: start with all nodes"
+            )
+        return ""
+
+    def _place(self, role: int) -> int:
+        return role % (self.roles // self.stages)
 
 
 @dataclass

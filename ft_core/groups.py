@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ft_core import decision
-from ft_core.elastic import Membership
+from ft_core.elastic import AHEAD, Membership, Start
 
 Message = dict[str, Any]
 Places = dict[int, str]
@@ -20,8 +20,8 @@ class Groups:
     Soft state like all of the controller's: it travels in the plan.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    def __init__(self, start: Start) -> None:
+        self._start = start
         self._of: dict[int, int] = {}
         self.replicated = False
         """Whether every group has all the state."""
@@ -35,7 +35,9 @@ class Groups:
         not, whether its counterparts can adopt what it has alone."""
         self._of[role], self.replicated, self._adopts = group, replicated, adopts
         if not self.membership.groups:
-            self.membership = Membership(groups)
+            self.membership = self._start.membership(groups)
+            for missing in set(range(self._start.roles)) - set(self._start.present):
+                self._of.setdefault(missing, self._start.group(missing, groups))
 
     def to_json(self) -> Message:
         """For the plan."""
@@ -51,12 +53,13 @@ class Groups:
 
     def forget(self) -> None:
         """The job starts over."""
-        self.membership = Membership(self.membership.groups)
+        there = self.membership.taking_part(1 << 62)
+        self.membership = Membership(self.membership.groups).changed(-AHEAD, there)
 
     @property
     def known(self) -> bool:
         """Whether all roles have told."""
-        return len(self._of) == self._world_size
+        return len(self._of) == self._start.roles
 
     def of(self, roles: Collection[int]) -> list[int]:
         """The groups that `roles` belong to."""
@@ -100,8 +103,9 @@ class Groups:
 
     def absent(self, present: Collection[int]) -> dict[str, int]:
         """For the plan: the roles that are away, each with its counterpart among those who are there."""
-        away = sorted(set(range(self._world_size)) - set(present))
-        return {str(role): self.counterpart(role, present) for role in away}
+        away = sorted(set(range(self._start.roles)) - set(present))
+        find = self.counterpart if self.known else lambda role, _: self._start.counterpart(role)
+        return {str(role): find(role, present) for role in away}
 
     def adopted(self, present: Collection[int]) -> dict[str, int]:
         """For the plan: the roles that are away whose counterpart holds what they had alone."""
@@ -132,7 +136,7 @@ class Groups:
         found = dict(placed)
         if not self.known:
             return found
-        away = set(range(self._world_size)) - set(placed) - self.withdrawn
+        away = set(range(self._start.roles)) - set(placed) - self.withdrawn
         for group in self.of(away):
             roles = [role for role in self.roles([group]) if role in away]
             taken = Counter(node for role, node in found.items() if role not in placed)

@@ -49,7 +49,13 @@ def parser() -> argparse.ArgumentParser:
     t.add_argument(
         "--standalone", action="store_true", help="all nodes on this machine, one process tree each"
     )
-    t.add_argument("--nnodes", default="1", help="nodes that train (spares come on top)")
+    t.add_argument(
+        "--nnodes",
+        default="1",
+        metavar="N|MIN:MAX",
+        help="nodes that train (spares come on top); with --ft-policy shrink those that the job starts with, "
+        "and those that it grows to as nodes join",
+    )
     t.add_argument("--nproc-per-node", "--nproc_per_node", default="1", help="workers per node, or `gpu`")
     t.add_argument(
         "--node-rank", "--node_rank", type=int, default=None, help="this node's number; spares: >= nnodes"
@@ -150,6 +156,12 @@ def parser() -> argparse.ArgumentParser:
         "--ft-quiesce-timeout", type=float, default=60.0, help="seconds a worker may take to leave its step"
     )
     f.add_argument(
+        "--ft-pipeline-stages",
+        type=int,
+        default=None,
+        help="with --nnodes MIN:MAX, pipeline stages of the model, if the script's arguments do not say",
+    )
+    f.add_argument(
         "--ft-inject", default="", help="failures on purpose: ROLE@POINT:STEP[:worker],... (for drills)"
     )
     p.add_argument(
@@ -163,7 +175,10 @@ def parser() -> argparse.ArgumentParser:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """Check the flags against each other. Raises ConfigError before anything is started."""
-    nnodes = _count("--nnodes", args.nnodes)
+    first, _, most = str(args.nnodes).rpartition(":")
+    nnodes, min_nodes = _count("--nnodes", most), _count("--nnodes", first) if first else 0
+    if min_nodes > nnodes:
+        raise ConfigError(f"--nnodes {args.nnodes}: give MIN:MAX")
     nproc = (
         _gpus() if args.nproc_per_node in ("gpu", "auto") else _count("--nproc-per-node", args.nproc_per_node)
     )
@@ -192,6 +207,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     given = _given(args)
     settings = Settings(
         nnodes=nnodes,
+        min_nodes=min_nodes if min_nodes < nnodes else 0,
         nproc_per_node=nproc,
         command=Command(script, arguments, args.module, args.no_python),
         controller=_controller_address(args),
@@ -205,9 +221,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
         **given,
         given=sorted(given),
     )
-    settings.check()
     for read in plugins.load(_SETTINGS) if not args.no_python else ():
         settings = settings.configured(read(arguments), "the configuration in the script's arguments")
+    settings.check()
     # Elsewhere each spare is started by itself: the script's wish for some starts none.
     return settings if args.standalone else dataclasses.replace(settings, spares=0)
 
@@ -222,6 +238,7 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
         "lr_intervention": args.ft_lr_intervention,
         "durable_dir": str(Path(durable).resolve()) if durable else durable,
         "durable_interval": args.ft_durable_interval,
+        "stages": args.ft_pipeline_stages,
     }
     return {name: value for name, value in found.items() if value is not None}
 
@@ -358,7 +375,7 @@ def _launch(args: argparse.Namespace) -> Launcher:
         domains = [d.strip() for d in args.ft_domain.split(",")] if args.ft_domain else []
         launcher.standalone, launcher.respawn = True, args.respawn
         launcher.controller()
-        for rank in range(settings.nnodes + settings.spares):
+        for rank in range((settings.min_nodes or settings.nnodes) + settings.spares):
             domain = domains[rank] if rank < len(domains) else ""
             launcher.agent(f"node{next(launcher.numbers)}", rank, domain)
         return launcher
@@ -424,7 +441,7 @@ def _left(code: int) -> bool:
 
 def _count(flag: str, text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"{flag} {text!r}: give a number of 1 or more (elastic ranges are not supported)")
+        raise ConfigError(f"{flag} {text!r}: give a number of 1 or more")
     return int(text)
 
 

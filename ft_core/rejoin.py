@@ -57,7 +57,10 @@ class Rejoin:
         role = int(message["role"])
         if role not in self._uncounted:
             return
-        node.holdings["roles"][str(role)]["counts"] = message["counts"]
+        known = node.holdings["roles"].setdefault(
+            str(role), {"alive": True}
+        )  # in the first epoch there is none
+        known["counts"] = message["counts"]
         self._uncounted.discard(role)
         if self._uncounted:
             return

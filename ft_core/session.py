@@ -7,7 +7,6 @@ place (`begin`, `recover`). Everything else happens in the main thread.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import os
@@ -23,8 +22,8 @@ from typing import Any, NoReturn, TypeVar
 
 from ft_core.adapter import Adapter
 from ft_core.adoption import Snapshots
-from ft_core.elastic import AHEAD, Membership, lr_factor
-from ft_core.errors import CorruptSnapshot, EpochChanged, FtError
+from ft_core.elastic import AHEAD, Membership, Start, lr_factor
+from ft_core.errors import ConfigError, CorruptSnapshot, EpochChanged, FtError
 from ft_core.inject import ENV as INJECT_ENV
 from ft_core.inject import Injector
 from ft_core.manifest import Segment
@@ -170,6 +169,9 @@ class Session:
             self._condition.wait_for(lambda: self._pending <= self.epoch)
             self.comms.startup.go_on(self.recover)
             self._stage = Stage.TRAINING
+        objection = Start(**self._plan["begins_with"]).objection(adapter, self.role, version)
+        if objection and not self.joining:
+            raise ConfigError(objection)
         self._redo, self._adapter = redo, adapter
         self.version = version
         self.control[Word.VERSION] = self.control[Word.TAG] = version
@@ -338,8 +340,8 @@ class Session:
     def _resume(self) -> None:
         assert self._snapshots is not None and self._adapter is not None
         membership = Membership.from_json(self._plan["groups"]["membership"])
-        # A plan that was made before all roles had told of their groups does not know how many there are.
-        membership = dataclasses.replace(membership, groups=self._adapter.replica_group[1])
+        if not membership.groups:  # the plan was made before the roles had told of their groups
+            membership = Start(**self._plan["begins_with"]).membership(self._adapter.replica_group[1])
         if membership != self.membership and self.role == min(set(range(self.world_size)) - self.absent):
             self._tell(membership, self._plan["version"] or 0)
         self.membership = membership

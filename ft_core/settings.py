@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ft_core.elastic import INTERVENTIONS
+from ft_core.elastic import INTERVENTIONS, Start
 from ft_core.errors import ConfigError
 
 SECRET_ENV = "FT_JOB_SECRET"
@@ -24,6 +24,7 @@ FLAGS = {
     "lr_intervention": "--ft-lr-intervention",
     "durable_dir": "--ft-durable-dir",
     "durable_interval": "--ft-durable-interval",
+    "stages": "--ft-pipeline-stages",
 }
 """Settings that a script's own configuration may bring, and the flags of `ftrun` that say the same."""
 
@@ -45,6 +46,10 @@ class Settings:
     nnodes: int
     nproc_per_node: int
     command: Command
+    min_nodes: int = 0
+    """With how many nodes the job starts, if not with all: the other replica groups join when nodes do."""
+    stages: int = 1
+    """Pipeline stages; they matter where a job starts with some of its replica groups."""
     controller: str = ""
     """The controller's address, host:port."""
     spares: int = 0
@@ -76,6 +81,12 @@ class Settings:
     def world_size(self) -> int:
         """Number of roles."""
         return self.nnodes * self.nproc_per_node
+
+    @property
+    def start(self) -> Start:
+        """The roles that the job starts with."""
+        first = (self.min_nodes or self.nnodes) * self.nproc_per_node
+        return Start(self.world_size, self.stages, first // self.stages)
 
     def configured(self, values: Mapping[str, Any], source: str) -> Settings:
         """These settings with `values` (keys as in `FLAGS`) in their place, which come from `source`.
@@ -113,6 +124,17 @@ class Settings:
             raise ConfigError(f"{name['durable_interval']} {self.durable_interval} must be positive")
         if bool(self.durable_dir) != bool(self.durable_interval):
             raise ConfigError(f"{name['durable_dir']} and {name['durable_interval']} go together")
+        if self.min_nodes and self.policy != "shrink":
+            raise ConfigError(
+                f"--nnodes {self.min_nodes}:{self.nnodes} starts without some replica groups: that takes "
+                f"{name['policy']} shrink, not {self.policy}"
+            )
+        first = (self.min_nodes or self.nnodes) * self.nproc_per_node
+        if self.stages < 1 or self.world_size % self.stages or first % self.stages:
+            raise ConfigError(
+                f"{name['stages']} {self.stages} must divide the number of workers, {self.world_size}, and "
+                f"of those that the job starts with, {first}"
+            )
         if self.replicas >= self.nnodes > 1:
             raise ConfigError(
                 f"{name['replicas']} {self.replicas} needs {self.replicas + 1} nodes or more; "

@@ -55,7 +55,8 @@ def settings(arguments: list[str]) -> dict[str, Any]:
     if found is None:
         return {}
     check(flags)  # of Megatron's flags, the switches; the others when Megatron has read them
-    return found
+    stages = flags.pipeline_model_parallel_size
+    return {**found, "stages": stages} if stages > 1 else found
 
 
 def of(args: Any) -> dict[str, Any] | None:
@@ -71,6 +72,7 @@ def _given(arguments: list[str]) -> argparse.Namespace:
     """The flags of `add_to`, and those of Megatron's that matter before it has read them itself."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_to(parser).add_argument("--yaml-cfg", default=None)
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     for refusal in _REFUSED:
         if refusal.refuses is None:
             parser.add_argument(refusal.flag, action="store_true")

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ft_core import session
+from ft_core.elastic import Membership
 from ft_core.session import Session
 from ft_megatron import moe_metrics, replica_groups
 from ft_megatron.data import Loaders
@@ -194,6 +195,7 @@ class Hooks:
         self._answer: Any = None
         self._totals: dict[str, Any] | None = None
         self._entered = self._again = self._inside = False
+        self._membership = Membership(1)
         self._postponed: Callable[[], None] | None = None
         """The checkpoint that was due last, if it was not written since groups were away."""
         self._parts = 0
@@ -296,6 +298,9 @@ class Hooks:
         args.iteration, args.num_floating_point_operations_so_far = loop.iteration, loop.operations
         assert self._log is not None
         self._log.doubtful = 2
+        if self._membership != self._session.membership:
+            self._membership = self._session.membership
+            self._log.undo(loop.iteration + (loop.result is not None))  # other groups take part from here on
         self._groups.restart()
         self._answer = loop.result
         self._again, self._entered = self._entered or loop.result is not None, True

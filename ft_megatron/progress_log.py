@@ -8,6 +8,7 @@ log files of its predecessors.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,6 +58,13 @@ class ProgressLog:
         training.print_rank_last = print_rank_last  # type: ignore[attr-defined]
         training.get_tensorboard_writer = muted(get_tensorboard_writer)  # type: ignore[attr-defined]
         training.get_wandb_writer = muted(training.get_wandb_writer)  # type: ignore[attr-defined]
+
+    def undo(self, iteration: int) -> None:
+        """What comes after `iteration` is not done again as it was: lines that it has do not count."""
+        found = {key: re.search(r"iteration +(\d+)", key) for key in self._printed}
+        self._printed = {key for key, match in found.items() if not match or int(match[1]) <= iteration}
+        self._written.clear()
+        self._last, self.doubtful = "", 1
 
     @contextmanager
     def once(self, key: str) -> Iterator[None]:

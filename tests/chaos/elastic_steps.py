@@ -18,7 +18,8 @@ from typing import Any
 import pretrain_gpt_core as recipe
 import torch
 import torch.distributed as dist
-from elastic_told import taking_part, told
+from elastic_norm import sum_as_held
+from elastic_told import told
 from megatron.core import parallel_state
 
 from ft_core import session
@@ -54,22 +55,7 @@ class Told(Telling):
             group.start_grad_sync = self.weighted(group, group.start_grad_sync)
         steps, self.optimizer.step_with_ready_grads = self.optimizer.step_with_ready_grads, self.slowed
         self.steps = steps
-        if args.use_distributed_optimizer and args.num_distributed_optimizer_instances == 1:
-            self.grads = self.optimizer.chained_optimizers[0].get_main_grads_for_grad_norm
-            self.optimizer.chained_optimizers[0].get_main_grads_for_grad_norm = self.grads_for_norm
-
-    def grads_for_norm(self) -> list[torch.Tensor]:
-        """Sums are added up as in the other run, where others have the shards of groups that left."""
-        there = taking_part(Path(os.environ["FT_TOLD"]), self.job.step + 1)
-        group = parallel_state.get_data_parallel_group()
-        grads: list[Any] = [None] * group.size()
-        dist.all_gather_object(grads, self.grads(), group=group)
-        held = dict.fromkeys(there, ())
-        mine = list(grads[group.rank()]) if group.rank() in there else []
-        for away in sorted(set(range(group.size())) - set(there)):
-            if next(g for i in range(3) if (g := (away + i) % group.size()) in held) == group.rank():
-                mine += grads[away]
-        return mine
+        sum_as_held(Path(os.environ["FT_TOLD"]), lambda: self.job.step + 1)
 
     @property
     def contributing(self) -> list[int]:

@@ -1,7 +1,7 @@
 """`recipes/megatron/pretrain_gpt.py`, telling every role's parameters after every step; as elastic_steps.py.
 
-Prints lines `state STEP RANK DIGEST`. Under `ftrun` it goes as far as the file `limit` of its job says. With
-FT_TOLD=LEDGER, without fault tolerance, it is told beforehand which replica groups train which samples.
+Prints lines `state STEP RANK DIGEST EPOCH`. Under `ftrun` it goes as far as the file `limit` of its job says.
+With FT_TOLD=LEDGER, without fault tolerance, it is told beforehand which replica groups train which samples.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import pretrain_gpt as recipe
 import torch
 import torch.distributed as dist
+from elastic_norm import sum_as_held
 from elastic_told import told
 from megatron.core import mpu
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
@@ -41,8 +42,10 @@ def telling(train_step: Any) -> Any:
         for chunk in model:
             for parameter in chunk.parameters():
                 digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-        print(f"\nstate {step} {dist.get_rank()} {digest.hexdigest()[:16]}", flush=True)
-        if (current := session.current()) is not None:
+        current = session.current()
+        epoch = current.epoch if current is not None else 0
+        print(f"\nstate {step} {dist.get_rank()} {digest.hexdigest()[:16]} {epoch}", flush=True)
+        if current is not None:
             while step >= int((current.job_dir / "limit").read_text() or 0):
                 current.raise_if_moved()
                 time.sleep(0.01)
@@ -55,7 +58,7 @@ class Told:
     """Who trains what."""
 
     def __init__(self, ledger: Path) -> None:
-        self.steps = told(ledger)
+        self.ledger, self.steps = ledger, told(ledger)
 
     @property
     def dealt(self) -> dict[int, list[int]]:
@@ -94,6 +97,7 @@ class Told:
                 group["lr"] = rate
             return done
 
+        sum_as_held(self.ledger, lambda: get_args().curr_iteration + 1)
         training.build_pretraining_data_loader, training.train_step = loader, counted
         _ParamAndGradBucketGroup.start_grad_sync = synchronise
         ChainedOptimizer.step_with_ready_grads = slowed

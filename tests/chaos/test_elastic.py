@@ -115,9 +115,43 @@ def test_two_groups_that_lost_a_node_each_make_a_whole_one(tmp_path: Path) -> No
     check_told(result, layout)
 
 
-def test_a_sharded_state_is_waited_for(tmp_path: Path) -> None:
-    """One optimizer over all groups: none of them can leave, and the reason is given."""
-    layout = Groups(1, 1, 2, distributed=True)
+@pytest.mark.parametrize(
+    ("layout", "nodes"),
+    [
+        pytest.param(Groups(1, 1, 3, more=("--global-batch-size=12",)), 2, marks=pytest.mark.exhaustive),
+        (Groups(1, 1, 3, True, bf16=True, more=("--global-batch-size=12",)), 2),
+        pytest.param(
+            Groups(1, 2, 3, bf16=True, more=("--global-batch-size=12",)), 4, marks=pytest.mark.exhaustive
+        ),
+    ],
+    ids=str,
+)
+def test_a_job_grows_beyond_the_groups_that_it_started_with(
+    layout: Groups, nodes: int, tmp_path: Path
+) -> None:
+    """Two groups of three start; the third joins when there are nodes for it."""
+    job_dir = tmp_path / "job"
+    job_dir.mkdir()
+    ftrun = (f"--nnodes={nodes}:{layout.world}", "--ft-policy=shrink")
+    with Job(job_dir, layout, STEPS, spares=0, ftrun=ftrun) as job:
+        go_on(job, STRIDE)
+        job.wait_for_step(3, timeout=90)
+        for _ in range(layout.world - nodes):
+            job.join()
+        go_on(job, 2 * STRIDE)
+        returned = job.wait_for_epoch("returned", 2)
+        job.wait_for_epoch("state_restored", returned["epoch"])
+        go_on(job, STEPS + 1)
+        result = job.finish()
+        job.ctl("data", "verify")
+    check_clean(result)
+    assert result.code == 0, result.output[-3000:]
+    check_told(result, layout)
+
+
+def test_a_sharded_state_that_nobody_can_adopt_is_waited_for(tmp_path: Path) -> None:
+    """Its group cannot leave, and the reason is given."""
+    layout = Groups(1, 1, 2, distributed=True, more=("--optimizer-cpu-offload",))
     job_dir = tmp_path / "job"
     job_dir.mkdir()
     with Job(job_dir, layout, STEPS, spares=0, ftrun=("--ft-policy=shrink", "--respawn")) as job:

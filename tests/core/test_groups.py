@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ft_core.elastic import Start
 from ft_core.groups import Groups
 
 PLACES = {0: "a", 1: "b", 2: "c", 3: "d", 4: "e", 5: "f"}
@@ -9,7 +10,7 @@ PLACES = {0: "a", 1: "b", 2: "c", 3: "d", 4: "e", 5: "f"}
 
 def groups(replicated: bool = True, adopts: bool = False) -> Groups:
     """Two stages of three groups, in Megatron's order: roles 0 to 2 are the first stage."""
-    found = Groups(6)
+    found = Groups(Start(6, 1, 6))
     for role in range(6):
         assert not found.known
         found.told(role, role % 3, 3, replicated, adopts)
@@ -32,7 +33,7 @@ def test_groups_that_cannot_leave() -> None:
     assert groups(replicated=False).without(placed(1), [1])[0] == {}
     assert "sharded" in groups(replicated=False).without(placed(1), [1])[1]
     assert "whole" in groups().without(placed(0, 1, 5), [0, 1, 5])[1]
-    assert Groups(6).without(placed(1), [1]) == ({}, "training has not begun")
+    assert Groups(Start(6, 1, 6)).without(placed(1), [1]) == ({}, "training has not begun")
 
 
 def test_nodes_of_broken_groups_fill_the_holes_of_the_one_that_lacks_least() -> None:
@@ -61,7 +62,7 @@ def test_a_returning_role_takes_over_from_its_counterpart() -> None:
 
 
 def test_groups_that_are_away_have_different_counterparts_while_there_are_enough() -> None:
-    many = Groups(8)
+    many = Groups(Start(8, 1, 8))
     for role in range(8):
         many.told(role, role, 8, False, True)
     assert many.adopted([0, 3, 4, 6, 7]) == {"1": 3, "2": 4, "5": 6}
@@ -82,7 +83,7 @@ def test_what_is_adopted_is_what_nobody_else_has() -> None:
 
 
 def test_the_plan_carries_it_to_another_controller() -> None:
-    before, after = groups(), Groups(6)
+    before, after = groups(), Groups(Start(6, 1, 6))
     before.changed(7, placed(1, 4))
     after.take(before.to_json())
     assert after.known
