@@ -23,7 +23,7 @@ import pretrain_pipeline
 import torch
 import torch.distributed as dist
 from deepspeed import comm
-from deepspeed.runtime.zero import stage_1_and_2
+from deepspeed.runtime.zero import stage3, stage_1_and_2
 from digest import state_tensors
 from elastic_told import taking_part, told
 from torch.utils.data import default_collate
@@ -126,12 +126,12 @@ def knowing(recipe: Any, path: Path) -> type:
             else:
                 enter = self.engine.optimizer.reduce_independent_p_g_buckets_and_remove_grads
 
-                def entered(parameter: Any, group: int) -> None:
+                def entered(parameter: Any, *args: Any) -> None:
                     self.weigh(parameter.grad)
-                    enter(parameter, group)
+                    enter(parameter, *args)
 
                 self.engine.optimizer.reduce_independent_p_g_buckets_and_remove_grads = entered
-                stage_1_and_2.dist = InOrder(self)
+                stage_1_and_2.dist = stage3.dist = InOrder(self)
 
         def weigh(self, gradient: torch.Tensor) -> None:
             factor = self.engine.dp_world_size / len(self.contributing)

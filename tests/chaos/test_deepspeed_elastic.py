@@ -84,6 +84,8 @@ Groups = Plain | Pipelines
         (Plain(1), 1, 3),
         (Plain(2, gas=2, bf16=True), 1, 4),
         (Plain(2, owners=True), 1, 5),
+        (Plain(3), 1, 6),
+        (Plain(3, gas=2, bf16=True), 1, 7),
     ],
     ids=lambda value: str(value) if not isinstance(value, int) else None,
 )
@@ -120,7 +122,7 @@ def test_groups_leave_and_return(groups: Groups, nproc: int, seed: int, tmp_path
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("groups", [Plain(0), Plain(2)], ids=str)
+@pytest.mark.parametrize("groups", [Plain(0), Plain(2), Plain(3)], ids=str)
 def test_checkpoints_are_whole_while_groups_are_away(groups: Plain, tmp_path: Path) -> None:
     """Also without the group that writes them; and a job that goes on from one trains what waited in it."""
     checkpoints = tmp_path / "checkpoints"
