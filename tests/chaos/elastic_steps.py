@@ -2,7 +2,7 @@
 
 Prints lines `state STEP RANK DIGEST EPOCH`. Under `ftrun` it goes as far as the file `limit` of its job says.
 With FT_TOLD=LEDGER, without fault tolerance, it is told beforehand which replica groups train which samples
-in which step: those of the ledger of another run.
+in which step: those of the ledger of another run. With FT_KEEPS shards of the optimizer cannot be adopted.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from elastic_told import told
 from megatron.core import parallel_state
 
 from ft_core import session
+from ft_megatron import state
 from ft_megatron.state import MegatronAdapter
 
 
@@ -126,6 +127,8 @@ def slowed_down(restore: Any) -> Any:
 def main() -> None:
     """As the recipe's own."""
     MegatronAdapter.restore = slowed_down(MegatronAdapter.restore)  # type: ignore[method-assign]
+    if "FT_KEEPS" in os.environ:  # as with a fused optimizer that has the main parameters inside
+        state.can_adopt = lambda optimizers: False
     args = recipe.parse_args()
     recipe.initialize(args)
     trainer = (Told if "FT_TOLD" in os.environ else Telling)(args)

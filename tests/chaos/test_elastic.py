@@ -18,16 +18,18 @@ STEPS = 60
 
 @dataclass(frozen=True)
 class Groups(Layout):
-    """The recipe that tells its state; `told` by a ledger, if it is not given fault tolerance."""
+    """The recipe that tells its state; `told` by a ledger, if it is not given fault tolerance. What an
+    optimizer `keeps`, nobody can adopt."""
 
     told: str = ""
+    keeps: bool = False
 
     @property
     def script(self) -> Path:
         return Path(__file__).with_name("elastic_steps.py")
 
     def environment(self) -> dict[str, str]:
-        return {"FT_TOLD": self.told} if self.told else {}
+        return {"FT_TOLD": self.told} if self.told else {"FT_KEEPS": "1"} if self.keeps else {}
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ def test_a_job_grows_beyond_the_groups_that_it_started_with(
 
 def test_a_sharded_state_that_nobody_can_adopt_is_waited_for(tmp_path: Path) -> None:
     """Its group cannot leave, and the reason is given."""
-    layout = Groups(1, 1, 2, distributed=True, more=("--optimizer-cpu-offload",))
+    layout = Groups(1, 1, 2, distributed=True, keeps=True)
     job_dir = tmp_path / "job"
     job_dir.mkdir()
     with Job(job_dir, layout, STEPS, spares=0, ftrun=("--ft-policy=shrink", "--respawn")) as job:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DistributedSampler
 
-from ft_core.elastic import AHEAD, Deal, Membership, Range, lr_factor, positions
+from ft_core.elastic import AHEAD, Deal, Membership, Range, Start, lr_factor, positions
 
 Hands = list[dict[int, list[Range]]]
 """What a step's turns have dealt."""
@@ -242,3 +242,26 @@ def test_lr_is_untouched_with_all_groups(intervention: str):
 def test_lr_factor_of_no_known_kind():
     with pytest.raises(ValueError, match="sqrt, linear, none"):
         lr_factor("square", 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("start", "present", "counterparts", "groups"),
+    [
+        (Start(4, 1, 2), [0, 1], {2: 0, 3: 1}, {4: [0, 1, 2, 3], 2: [0, 0, 1, 1]}),
+        # Two stages of three groups, of which two start.
+        (Start(6, 2, 2), [0, 1, 3, 4], {2: 0, 5: 3}, {3: [0, 1, 2, 0, 1, 2]}),
+        # Groups of two tensor-parallel peers in two stages: one of three starts.
+        (Start(12, 2, 2), [0, 1, 6, 7], {2: 0, 3: 1, 4: 0, 11: 7}, {3: [0, 0, 1, 1, 2, 2] * 2}),
+    ],
+)
+def test_a_start_without_some_groups(
+    start: Start, present: list[int], counterparts: dict[int, int], groups: dict[int, list[int]]
+) -> None:
+    assert start.present == present
+    assert {role: start.counterpart(role) for role in counterparts} == counterparts
+    for many, of in groups.items():
+        assert [start.group(role, many) for role in range(start.roles)] == of
+        membership = start.membership(many)
+        here = tuple(sorted({of[role] for role in present}))
+        assert membership.taking_part(1) == membership.dealt(1) == membership.contributing(1) == here
+    assert Start(4, 1, 4).membership(4) == Membership(4)
