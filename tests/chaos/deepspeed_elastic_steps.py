@@ -77,7 +77,8 @@ class InOrder:
     def all_reduce(self, tensor: torch.Tensor, op: Any = comm.ReduceOp.SUM, group: Any = None) -> Any:
         there = self.trainer.taking_part
         groups = range(self.trainer.engine.dp_world_size)
-        if tensor.dim() or len(there) == len(groups):
+        norm = not tensor.dim() and group is self.trainer.engine.optimizer.dp_process_group
+        if not norm or len(there) == len(groups):
             return comm.all_reduce(tensor, op=op, group=group)
         parts = [torch.zeros_like(tensor) for _ in groups]
         dist.all_gather(parts, tensor, group=group)

@@ -81,6 +81,7 @@ Groups = Plain | Pipelines
     [
         (Plain(0, gas=2), 1, 1),
         (Pipelines(dp=3, gas=2), 2, 2),
+        (Pipelines(dp=3, zero=1, gas=2, bf16=True), 2, 6),
         (Plain(1), 1, 3),
         (Plain(2, gas=2, bf16=True), 1, 4),
         (Plain(2, owners=True), 1, 5),
