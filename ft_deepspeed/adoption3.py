@@ -66,9 +66,9 @@ def unable(engine: Any) -> str | None:
         return '"zero_optimization.reduce_scatter" is false'
     if engine._config.zero_config.use_all_reduce_for_fetch_params:
         return '"zero_optimization.use_all_reduce_for_fetch_params" is true'
-    if optimizer.torch_autocast_gradscaler is not None:
+    if vars(optimizer).get("torch_autocast_gradscaler") is not None:
         return '"torch_autocast" with fp16 counts the steps of one rank\'s slices'
-    if getattr(optimizer, "use_muon", False):
+    if vars(optimizer).get("use_muon"):
         return "Muon gathers gradients"
     ring = list(dist.get_process_group_ranks(engine.seq_data_parallel_group))
     for parameter in engine.module.parameters():
