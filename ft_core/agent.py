@@ -298,6 +298,7 @@ class Agent:
             "started_over",
             "absent",
             "adopted",
+            "newcomers",
             "groups",
         )
         own = {

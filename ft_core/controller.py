@@ -655,6 +655,7 @@ class Controller:
             "started_over": self._started_over,
             "absent": self.groups.absent(roles),
             "adopted": self.groups.adopted(roles),
+            "newcomers": sorted(lost or []),
             "groups": self.groups.to_json(),
             "catalogue": self.catalogue,
             "initial": self.initial,

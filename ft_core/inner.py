@@ -6,7 +6,8 @@ can hold up another, and an epoch change wakes the waiter although the helper st
 
 Opening is lazy, but connecting needs every member. A member that would not come by itself, because it
 has no business with the group yet, is *asked* through the store and opens in the background: at once
-for point-to-point operations, which concern two members only, and after `PATIENCE` for collectives.
+for point-to-point operations, which concern two members only, and after `PATIENCE` for collectives. Workers
+that are new in their roles have not used any group: peers who connect theirs again ask those at once.
 Without this, two processes that first use two groups in a different order would wait for each other.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -140,9 +141,17 @@ class Opener:
     """Opens an epoch's communicators over the epoch's store at `address` ("host:port")."""
 
     def __init__(
-        self, epoch: int, address: str, role: int, alive: Callable[[], bool], asked: Callable[[str], None]
+        self,
+        epoch: int,
+        address: str,
+        role: int,
+        alive: Callable[[], bool],
+        asked: Callable[[str], None],
+        newcomers: Collection[int] = (),
     ) -> None:
-        self.epoch = epoch
+        """`alive`: whether the epoch is under way. `asked` is given the names of groups that others open.
+        `newcomers`: roles that have other workers than in the epoch before."""
+        self.epoch, self._newcomers = epoch, frozenset(newcomers)
         host, _, port = address.rpartition(":")
         self._host, self._port, self._role = host.strip("[]"), int(port or 0), role
         self._alive, self._asked = alive, asked
@@ -172,28 +181,29 @@ class Opener:
         if client.add(f"{prefix}/arrived", 1) == inner.size:
             client.set(f"{prefix}/ready", "1")
             return
+        self._ask(client, inner, "newcomers", self._newcomers)
         began, asked = time.monotonic(), False
         while self._alive():
             if client.check([f"{prefix}/ready"]):
                 return
             waited = time.monotonic() - began
             if not asked and (urgent or waited > PATIENCE):
-                self._ask(client, inner)
+                self._ask(client, inner, "all", inner.members)
                 asked = True
             time.sleep(min(max(POLL_MIN, waited * POLL_SHARE), POLL_MAX))
         raise EpochChanged(f"epoch {self.epoch} ended while group {inner.name} was being opened")
 
-    def _ask(self, client: dist.Store, inner: Inner) -> None:
-        if client.add(f"{self.epoch}/{inner.name}/asked", 1) > 1:
+    def _ask(self, client: dist.Store, inner: Inner, whom: str, roles: Collection[int]) -> None:
+        wanted = [member for member in inner.members if member in roles and member != self._role]
+        if not wanted or client.add(f"{self.epoch}/{inner.name}/asked/{whom}", 1) > 1:
             return
-        for member in inner.members:
-            if member != self._role:
-                number = client.add(f"{self.epoch}/asks/{member}", 1)
-                client.set(f"{self.epoch}/ask/{member}/{number}", inner.name)
+        for member in wanted:
+            number = client.add(f"{self.epoch}/asks/{member}", 1)
+            client.set(f"{self.epoch}/ask/{member}/{number}", inner.name)
 
     def listen(self) -> None:
         """Report the groups that this role is asked to open, until the epoch is over."""
-        number = 1
+        number, began = 1, time.monotonic()
         try:
             with self._client() as client:
                 while self._alive():
@@ -202,7 +212,9 @@ class Opener:
                         self._asked(client.get(key).decode())
                         number += 1
                     else:
-                        time.sleep(POLL_MAX)
+                        waited = time.monotonic() - began
+                        eager = self._role in self._newcomers
+                        time.sleep(min(max(POLL_MIN, waited * POLL_SHARE), POLL_MAX) if eager else POLL_MAX)
         except RuntimeError as error:
             if self._alive():
                 log.warning("role %d: the store of epoch %d is gone: %s", self._role, self.epoch, error)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -88,11 +88,12 @@ class Communicators:
         fetch: Fetch | None = None,
         absent: Mapping[int, int] | None = None,
         adopted: bool = False,
+        newcomers: Collection[int] = (),
     ) -> None:
         """Begin `epoch`. Any thread; returns at once.
 
         `absent` roles take no part; each with its counterpart, which has `adopted` its state or has the same
-        anyway: see `partial`.
+        anyway: see `partial`. `newcomers`: roles that have other workers than before.
 
         `store_address` ("host:port") is a TCPStore that is empty of this epoch's keys. `completed` and
         `fetch` serve operations of the start-up phase, see `startup`. Ignored when a newer epoch was
@@ -103,7 +104,8 @@ class Communicators:
                 return
             old, _ = self._bury(epoch)
             self._opener.close()
-            opener = Opener(epoch, store_address, self.role, lambda: epoch >= self.aborted, self._on_asked)
+            alive = lambda: epoch >= self.aborted  # noqa: E731
+            opener = Opener(epoch, store_address, self.role, alive, self._on_asked, newcomers)
             self.epoch, self._opener = epoch, opener
             self._absent, self._adopted = dict(absent or {}), adopted
             self._asked.clear()

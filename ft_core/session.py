@@ -404,7 +404,8 @@ class Session:
     def _swap(self, plan: Message) -> None:
         fetch = self._fetch_startup
         absent = {int(role): int(counterpart) for role, counterpart in plan["absent"].items()}
-        self.comms.swap(plan["epoch"], plan["store"], plan["completed"], fetch, absent, bool(plan["adopted"]))
+        about = (plan["completed"], fetch, absent, bool(plan["adopted"]), plan["newcomers"])
+        self.comms.swap(plan["epoch"], plan["store"], *about)
 
     def _send_quiesced(self, epoch: int, stage: Stage) -> None:
         counts = self.comms.startup_counts()
