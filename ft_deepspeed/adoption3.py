@@ -28,6 +28,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import distributed as dist
 
 from ft_core.adapter import StateTensor
+from ft_core.errors import FtError
 from ft_deepspeed import zero
 from ft_deepspeed.shard import Shard
 
@@ -97,6 +98,7 @@ class Slices:
         for name in _FILES_OF_EACH_ROLE:
             _wrap(self.engine, name, self._for_each_role)
         _wrap(self.optimizer, "partition_grads", self._partitioning)
+        _wrap(self.optimizer, "update_fp32_grad_for_param_vectorized", self._without_adopted)
         stage3.reduce_scatter_coalesced = self._reducing(stage3.reduce_scatter_coalesced)
         for parameter in self.engine.module.parameters():
             parameter.all_gather = self._gathering(parameter.all_gather, parameter)
@@ -177,6 +179,14 @@ class Slices:
             together = _Comm(all_reduce=all_reduce, all_gather_into_tensor=all_gather)
             with _swapped(stage3, {"dist": together}):
                 return method(*args, **kwargs)
+
+        return wrapped
+
+    def _without_adopted(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self._held:
+                raise FtError(f"{method.__name__} while replica groups are away: it would not see all gradients")
+            return method(*args, **kwargs)
 
         return wrapped
 

@@ -1,6 +1,6 @@
-"""Run by torchrun for test_adoption.py: in stage 3 each rank in turn is away, and the next steps its slices.
+"""Run by torchrun for test_adoption.py: in stage 3 some ranks are away, and the next one steps their slices.
 
-Then all are as if that rank had been there and given zero gradients. Arguments: as of state_worker.py.
+Then all are as if those ranks had been there and given zero gradients. Arguments: as of state_worker.py.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ft_core.process_group import Communicators
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 CASES |= {"stage3-autocast": AUTOCAST | stage(3), "stage3-bf16-whole": BF16 | stage(3, sub_group_size=10**9)}
 FIRST, STEPS = 2, 3
+AWAY = ((0,), (1,), (2,), (0, 1))
 
 comms = Communicators(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), on_failure=print)
 
@@ -33,10 +34,10 @@ def begin_epoch(absent: dict[int, int]) -> None:
 
 
 class InOrder:
-    """`deepspeed.comm`, adding norms up as when `adopter` gives that of the slices of `lost`."""
+    """`deepspeed.comm`, adding norms up as when `adopters` give those of ranks that are away."""
 
-    def __init__(self, lost: int, adopter: int) -> None:
-        self.lost, self.adopter = lost, adopter
+    def __init__(self, adopters: dict[int, int]) -> None:
+        self.adopters = adopters
 
     def __getattr__(self, name: str) -> Any:
         return getattr(comm, name)
@@ -46,9 +47,9 @@ class InOrder:
             return comm.all_reduce(tensor, op=op, group=group)
         parts = [torch.zeros_like(tensor) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, tensor)
-        parts[self.adopter] += parts[self.lost]
-        del parts[self.lost]
-        return tensor.copy_(sum(parts))
+        for lost, adopter in sorted(self.adopters.items()):
+            parts[adopter] += parts[lost]
+        return tensor.copy_(sum(part for rank, part in enumerate(parts) if rank not in self.adopters))
 
 
 def whole(job: Job) -> list[torch.Tensor]:
@@ -82,34 +83,33 @@ def check(case: str) -> int:
     job.train(1, FIRST)
     before, compared = job.snapshot(), 0
     steps = range(FIRST + 1, FIRST + 1 + STEPS)
-    for lost in range(world):
-        adopter = (lost + 1) % world
-        weighed[:] = [r for r in range(world) if r != lost]
+    for away in AWAY:
+        weighed[:] = [r for r in range(world) if r not in away]
+        adopters = {r: next(a for i in range(world) if (a := (r + i) % world) in weighed) for r in away}
         everybody: list[Any] = [None] * world
         dist.all_gather_object(everybody, alone(job.adapter, rank))
-        of_lost, told = everybody[lost], []
-        stage3.dist, plain = InOrder(lost, adopter), stage3.dist
+        of_lost, told = {r: everybody[r] for r in away}, []
+        stage3.dist, plain = InOrder(adopters), stage3.dist
         for step in steps:
-            losses = job.train(step, step)
+            losses, gathered = job.train(step, step), whole(job)
             dist.all_gather_object(everybody, alone(job.adapter, rank))
-            told.append((losses, whole(job), everybody[rank], everybody[lost]))
+            told.append((losses, gathered, list(everybody)))
         stage3.dist = plain
         job.restore(before)
         dist.barrier()
-        begin_epoch({lost: adopter})
-        if rank != lost:
-            adopted = job.adapter.adopt([lost] if rank == adopter else [])
-            for state in adopted.values():
-                state.restore(of_lost[1], of_lost[2])
-            for step, (losses, gathered, own, other) in zip(steps, told, strict=True):
-                where = f"{case}, without {lost}, step {step}"
+        begin_epoch(adopters)
+        if rank in weighed:
+            adopted = job.adapter.adopt([r for r in away if adopters[r] == rank])
+            for role, state in adopted.items():
+                state.restore(of_lost[role][1], of_lost[role][2])
+            for step, (losses, gathered, then) in zip(steps, told, strict=True):
+                where = f"{case}, without {away}, step {step}"
                 assert job.train(step, step) == losses, f"{where}: losses differ"
                 for found, expected in zip(whole(job), gathered, strict=True):
                     assert torch.equal(found, expected), f"{where}: a main parameter or gradient differs"
-                compare(bits(alone(job.adapter, rank)), bits(own), where)
-                for role, state in adopted.items():
-                    compare(bits(alone(state, role)), bits(other), where)
-                    compared += len(other[1])
+                for role, state in {rank: job.adapter, **adopted}.items():
+                    compare(bits(alone(state, role)), bits(then[role]), f"{where}, rank {role}")
+                    compared += len(then[role][1])
             assert not job.adapter.adopt([])
         begin_epoch({})
         job.restore(before)
