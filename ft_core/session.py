@@ -204,10 +204,19 @@ class Session:
         return frozenset(map(int, self._plan["absent"]))
 
     @property
+    def taking_part(self) -> tuple[int, ...]:
+        """The replica groups that exchange gradients in the step under way."""
+        return self.membership.taking_part(self.version + 1)
+
+    @property
+    def contributing(self) -> tuple[int, ...]:
+        """The replica groups whose gradients count in the step under way."""
+        return self.membership.contributing(self.version + 1)
+
+    @property
     def lr_factor(self) -> float:
         """What the learning rate is multiplied by in the step under way."""
-        live = len(self.membership.contributing(self.version + 1))
-        return lr_factor(self._plan["lr_intervention"], live, self.membership.groups)
+        return lr_factor(self._plan["lr_intervention"], len(self.contributing), self.membership.groups)
 
     @property
     def protecting(self) -> bool:

@@ -32,7 +32,7 @@ class Dealer:
     @property
     def contributes(self) -> bool:
         """Whether this group has samples of its own in the step under way."""
-        return self._group in self._session.membership.contributing(self._session.version + 1)
+        return self._group in self._session.contributing
 
     def take(self) -> list[int]:
         """Positions of the samples of this role's next micro batch in the step under way.

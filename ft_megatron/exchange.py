@@ -26,30 +26,16 @@ class Exchange:
                 sync = self._scaled(bucket_group, bucket_group.start_grad_sync, factors)
                 bucket_group.start_grad_sync = sync
 
-    @property
-    def contributes(self) -> bool:
-        """Whether this role's gradient counts in the step under way."""
-        return self._group in self._members(self._session.membership.contributing)
-
-    @property
-    def contributors(self) -> int:
-        """Over how many groups the gradients of the step under way are averaged."""
-        return len(self._members(self._session.membership.contributing))
-
-    def _members(self, of: Callable[[int], tuple[int, ...]]) -> tuple[int, ...]:
-        return of(self._session.version + 1)
-
     def _scaled(self, bucket_group: Any, start: Callable[..., Any], factors: list[float]) -> Any:
         def start_grad_sync(*args: Any, **kwargs: Any) -> Any:
-            membership = self._session.membership
-            counted = membership.groups
-            if self._averaged:
-                counted = len(self._members(membership.taking_part))
+            session = self._session
+            contributors = session.contributing
+            counted = len(session.taking_part) if self._averaged else session.membership.groups
             for bucket, factor in zip(bucket_group.buckets, factors, strict=True):
-                if not self.contributes:
+                if self._group not in contributors:
                     bucket.grad_data.zero_()
-                elif not self._per_token and counted != self.contributors:
-                    bucket.gradient_scaling_factor = factor * counted / self.contributors
+                elif not self._per_token and counted != len(contributors):
+                    bucket.gradient_scaling_factor = factor * counted / len(contributors)
                 else:
                     bucket.gradient_scaling_factor = factor
             return start(*args, **kwargs)

@@ -48,8 +48,7 @@ class ReplicaGroups:
     @property
     def all_are_there(self) -> bool:
         """Whether all groups take part in the step under way."""
-        membership = self._session.membership
-        return len(membership.taking_part(self._session.version + 1)) == membership.groups
+        return len(self._session.taking_part) == self._session.membership.groups
 
     @property
     def settled(self) -> bool:
@@ -105,7 +104,7 @@ class ReplicaGroups:
         return [logs / name for name in dict.fromkeys(names)]
 
     def _contributing(self) -> int:
-        return len(self._session.membership.contributing(self._session.version + 1))
+        return len(self._session.contributing)
 
     def _by_samples(self, step: Any) -> Any:
         """A schedule that goes by samples goes by those that are trained; one by iterations as always."""

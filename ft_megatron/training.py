@@ -85,7 +85,7 @@ class Job:
         """The first data-parallel rank that is there: it writes the log."""
         if self._session is None or self._adapter is None:
             return 0
-        return self._session.membership.taking_part(self.step + 1)[0] * self._adapter.member[1]
+        return self._session.taking_part[0] * self._adapter.member[1]
 
     def samples(self, count: int) -> list[int] | None:
         """Positions in the training data of this rank's next micro batch of `count` samples.
@@ -108,12 +108,13 @@ class Job:
         if self._session is None:
             dist.all_reduce(value, group=group)
             return value.div_(dist.get_world_size(group))
-        step, membership = self.step + 1, self._session.membership
-        counted = membership.contributing(step) if of_training else membership.taking_part(step)
+        counted = self._session.contributing if of_training else self._session.taking_part
         if self._group not in counted:
             value.zero_()
         dist.all_reduce(value, group=group)
-        return value.div_(max(1, dist.get_world_size(group) * len(counted) // membership.groups))
+        return value.div_(
+            max(1, dist.get_world_size(group) * len(counted) // self._session.membership.groups)
+        )
 
     # -- the step ------------------------------------------------------------------------------
 
