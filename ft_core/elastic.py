@@ -16,9 +16,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ft_core.adapter import Adapter
+if TYPE_CHECKING:
+    from ft_core.adapter import Adapter
 
 AHEAD = 2
 """Steps after the first version of an epoch whose samples are dealt as the epoch before would have."""

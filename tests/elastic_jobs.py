@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from harness import Job, Result
+from harness import Job
 
 STRIDE = 12
 """Steps in which a failure, or what comes after it, finds its place."""
@@ -24,14 +24,29 @@ def states(text: str, events: Iterable[dict] = ()) -> dict[int, dict[int, set[st
     With the `events` of a job whose lines end with their epoch, those of steps that a later epoch has undone
     are left out: where a shard is lost with a group, the others do its newest step again without it.
     """
-    began = {e["epoch"]: e["version"] or 0 for e in events if e["event"] == "decided"}
     found: dict[int, dict[int, set[str]]] = {}
-    for step, rank, digest, epoch in re.findall(r"^state (\d+) (\d+) (\w+)(?: (\d+))?$", text, re.MULTILINE):
-        if not any(int(epoch or 0) < later and version < int(step) for later, version in began.items()):
-            found.setdefault(int(step), {}).setdefault(int(rank), set()).add(digest)
+    for step, rank, digest, _ in _told(text, events):
+        found.setdefault(step, {}).setdefault(rank, set()).add(digest)
     return found
 
 
-def lasting_losses(result: Result) -> dict[int, str]:
-    """step -> the loss that was logged last."""
-    return dict(re.findall(r"iteration (\d+)/\d+ \| loss (\S+)", result.output))
+def lasting_losses(text: str, events: Iterable[dict], logged: str) -> dict[int, set[str]]:
+    """step -> what was logged of it, without steps that were undone. `logged` matches a step and the rest.
+
+    Workers tell of their state after a step before they log it.
+    """
+    found: dict[int, set[str]] = {}
+    for step, _, _, after in _told(text, events):
+        for number, loss in re.findall(logged, after):
+            if int(number) == step:
+                found.setdefault(step, set()).add(loss)
+    return found
+
+
+def _told(text: str, events: Iterable[dict]) -> Iterator[tuple[int, int, str, str]]:
+    """(step, rank, digest, what is printed after it) of each state that was not undone."""
+    began = {e["epoch"]: e["version"] or 0 for e in events if e["event"] == "decided"}
+    _, *parts = re.split(r"^state (\d+) (\d+) (\w+)(?: (\d+))?$", text, flags=re.MULTILINE)
+    for step, rank, digest, epoch, after in zip(*[iter(parts)] * 5, strict=True):
+        if not any(int(epoch or 0) < later and version < int(step) for later, version in began.items()):
+            yield int(step), int(rank), digest, after
