@@ -40,22 +40,30 @@ def main() -> None:
     p = parser(__doc__)
     p.add_argument("--rounds", type=int, default=5, help="how often a group leaves and comes back")
     p.add_argument("--seed", type=int, default=1)
+    p.add_argument("--sharded", action="store_true", help="one optimizer over all groups: shards are adopted")
     args = p.parse_args()
     rng = random.Random(args.seed)
-    with scratch() as place, Elastic(Path(place)) as job:
+    more = ["--use-distributed-optimizer"] if args.sharded else []
+    with scratch() as place, Elastic(Path(place), more) as job:
         found = [job.round(rng) for _ in range(1 if args.quick else args.rounds)]
     result = {name: spread([row[name] for row in found]) for name in ROWS}
-    finish("elastic", args, {"seconds": result, "rounds": found}, report(result))
+    finish(
+        "elastic_sharded" if args.sharded else "elastic",
+        args,
+        {"seconds": result, "rounds": found},
+        report(result),
+    )
 
 
 class Elastic(Processes):
     """The recipe under ftrun; a node that dies is replaced by a new one."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, more: list[str]) -> None:
+        """`more` flags of the recipe."""
         super().__init__(directory)
         self._job = directory / "job"
         flags = (f"--nnodes={GROUPS}", "--nproc-per-node=1", "--ft-policy=shrink", "--respawn")
-        self.start([*ftrun(self._job, *flags), str(RECIPE), *MODEL, "--ft"])
+        self.start([*ftrun(self._job, *flags), str(RECIPE), *MODEL, *more, "--ft"])
         self._epoch = 1
 
     def round(self, rng: random.Random) -> dict[str, float]:
