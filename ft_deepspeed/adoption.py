@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.timer import NoopTimer
 
 from ft_core.adapter import StateTensor
+from ft_deepspeed import fragments
+from ft_deepspeed.alone import Alone, Together, replaced
 from ft_deepspeed.shard import Shard
 from ft_deepspeed.zero import Master, inner_optimizer
 
@@ -82,11 +84,20 @@ class Partitions:
         own = self._optimizer
         own.__class__ = Adopter if adopted else DeepSpeedZeroOptimizer
         own.adopted = adopted
+        self._share_fragments()
         here = {id(p) for part in (own, *adopted) for group in part.params_in_partition for p in group}
         for group in own.bit16_groups:
             for parameter in group:
                 own.is_param_in_current_partition[own.get_param_id(parameter)] = id(parameter) in here
         return self._held
+
+    def _share_fragments(self) -> None:
+        own, adopted = self._optimizer, [partition.optimizer for partition in self._held.values()]
+        own._link_all_hp_params()
+        self._adapter.link_again()
+        for parameter in (p for group in own.bit16_groups for p in group) if adopted else ():
+            found = [functools.partial(other.links, parameter) for other in adopted]
+            fragments.share(parameter, own.dp_process_group, found)
 
     def reset(self) -> None:
         """Forget an abandoned step."""
@@ -103,7 +114,6 @@ class Partition:
         own = adapter.engine.optimizer
         rank = adapter.ring.index(role)
         self.optimizer = Adopted(own, rank)
-        adapter.link_again()
         masters, self._derived = [], []
         for i, master in enumerate(self.optimizer.single_partition_of_fp32_groups):
             weights = own.parallel_partitioned_bit16_groups[i][rank]
@@ -138,7 +148,8 @@ class Adopted(DeepSpeedZeroOptimizer):
     """The optimizer as a role that is away has it. What is not set here is that of the role it is held by."""
 
     def __init__(self, own: Any, rank: int) -> None:
-        """`own`: the optimizer of this role. `rank`: of the other, among their data-parallel peers."""
+        """`own`: the optimizer of this role, whose parameters have to be linked again. `rank`: of the other,
+        among their data-parallel peers."""
         self.own, self.rank = own, rank
         self.kept = _Kept()
         self.averaged_gradients: dict[int, Any] = {}
@@ -160,19 +171,19 @@ class Adopted(DeepSpeedZeroOptimizer):
             self.groups_padding.append(min(max(0, (rank + 1) * size - filled), size))
         with self.playing():
             self._link_all_hp_params()
-            mappings = self._create_param_mapping()
-        self._param_slice_mappings = mappings
-        own._link_all_hp_params()
+            slices = self._create_param_mapping()
+            linked = {p: fragments.links(p) for group in own.bit16_groups for p in group}
+        self._param_slice_mappings, self._links = slices, linked
 
     def __getattr__(self, name: str) -> Any:
         """Only for what is found neither here nor in the class."""
         return getattr(vars(self)["own"], name)
 
     @contextmanager
-    def playing(self) -> Iterator[_Alone]:
+    def playing(self) -> Iterator[Alone]:
         """For DeepSpeed's code to run as on the rank that is away, which communicates with nobody."""
         before, own = dict(self.__dict__), self.own
-        inner, alone = own.optimizer, _Alone(own.dp_process_group, self.rank)
+        inner, alone = own.optimizer, Alone(own.dp_process_group, self.rank)
         groups = [
             {**group, "params": [master]}
             for group, master in zip(self._groups(), self.single_partition_of_fp32_groups, strict=True)
@@ -190,6 +201,14 @@ class Adopted(DeepSpeedZeroOptimizer):
         """As they were before this role's own partition was stepped: some optimizers count there."""
         own = self.own
         return list(own.groups_before or own.optimizer.param_groups)
+
+    def links(self, parameter: Any) -> tuple[int, fragments.Links]:
+        """This rank, and what links a parameter to its fragment here."""
+        found = self._links[parameter]
+        if (mapping := found["_hp_mapping"]) is not None:
+            master = self.single_partition_of_fp32_groups[mapping.param_group_index]
+            mapping.set_optim_state_fragment(master, self.kept.state.get(master, {}))
+        return self.rank, found
 
     def forget_gradients(self) -> None:
         """As if there had been no backward pass."""
@@ -313,7 +332,7 @@ class Adopter(DeepSpeedZeroOptimizer):
             with adopted.playing() as alone:
                 method(adopted, *args, **kwargs)
             parts.append(alone.given)
-        with replaced(stage_1_and_2, dist=_Together(self.dp_process_group, parts)):
+        with replaced(stage_1_and_2, dist=Together(self.dp_process_group, parts)):
             return method(self, *args, **kwargs)
 
 
@@ -322,56 +341,3 @@ class _Kept:
 
     def __init__(self) -> None:
         self.state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
-
-
-class _Alone:
-    """`deepspeed.comm` for a rank that is away: what it would give to reductions is kept."""
-
-    def __init__(self, group: Any, rank: int) -> None:
-        self._group, self._rank = group, rank
-        self.given: list[torch.Tensor] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(comm, name)
-
-    def get_rank(self, group: Any = None) -> int:
-        """In the data-parallel group that of the role, else this one's."""
-        return self._rank if group is self._group else int(comm.get_rank(group))
-
-    def all_reduce(self, tensor: torch.Tensor, *_: Any, **__: Any) -> None:
-        """Keep its part."""
-        self.given.append(tensor.clone())
-
-
-class _Together:
-    """`deepspeed.comm`, where reductions count what ranks that are away gave as well, in the same order."""
-
-    def __init__(self, group: Any, parts: list[list[torch.Tensor]]) -> None:
-        self._group, self._parts = group, zip(*parts, strict=True)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(comm, name)
-
-    def all_reduce(self, tensor: torch.Tensor, op: Any = comm.ReduceOp.SUM, group: Any = None) -> Any:
-        """Over the parts of this role, then over the roles."""
-        if group is self._group:
-            for part in next(self._parts):
-                if op == comm.ReduceOp.MAX:
-                    torch.maximum(tensor, part, out=tensor)
-                else:
-                    tensor.add_(part)
-        return comm.all_reduce(tensor, op=op, group=group)
-
-
-@contextmanager
-def replaced(target: Any, **values: Any) -> Iterator[None]:
-    """`target` with other attributes."""
-    before = {name: vars(target)[name] for name in values if name in vars(target)}
-    with ExitStack() as undo:
-        for name, value in values.items():
-            if name in before:
-                undo.callback(setattr, target, name, before[name])
-            else:
-                undo.callback(delattr, target, name)
-            setattr(target, name, value)
-        yield

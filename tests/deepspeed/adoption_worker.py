@@ -10,6 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+)
 from state_worker import ACCUMULATED, BF16, CASES, DYNAMIC, Job, main, stage
 
 from ft_core import envelope
@@ -22,6 +27,7 @@ CASES |= {
     "stage2-reduced-whole": stage(2, reduce_scatter=False) | ACCUMULATED,
 }
 FIRST, STEPS = 2, 4
+KEYS = (None, "exp_avg")
 
 
 def alone(state: Any, role: int) -> tuple[list[tuple[str, Any, bool]], dict[str, torch.Tensor], Any]:
@@ -38,6 +44,28 @@ def compare(found: Any, expected: Any, where: str) -> None:
         assert torch.equal(tensor, expected[1][name]), f"{where}: {name} differs"
     for key in ("scalars", "on_host", "groups"):
         assert repr(found[2][key]) == repr(expected[2][key]), f"{where}: {key} differs"
+
+
+def linked(job: Job) -> list[Any]:
+    """Parameters that the optimizer trains."""
+    return [p for p in job.engine.module.parameters() if getattr(p, "_hp_mapping", 0) != 0]
+
+
+def gathered(job: Job) -> list[dict[str | None, torch.Tensor]]:
+    """By parameter what scripts are given of the main parameter and of Adam's momentum."""
+    return [
+        {None: safe_get_full_fp32_param(p), "exp_avg": safe_get_full_optimizer_state(p, "exp_avg")}
+        for p in linked(job)
+    ]
+
+
+def fragment(parameter: Any, key: str | None) -> torch.Tensor:
+    """This rank's part of the same, and zeros."""
+    whole = torch.zeros(parameter.numel())
+    if (mapping := parameter._hp_mapping) is not None:
+        at = mapping.lp_fragment_address
+        whole.narrow(0, at.start, at.numel).copy_(mapping.get_hp_fragment(key).detach())
+    return whole
 
 
 def check(case: str) -> int:
@@ -63,9 +91,20 @@ def check(case: str) -> int:
         if adopted is not None:
             compare(alone(adopted, role), there, f"{case}, step {step}")
             compared += len(there[1])
+    for parameter in linked(job):
+        safe_set_full_fp32_param(parameter, safe_get_full_fp32_param(parameter) + 1)
+    there = of_role()
+    if adopted is not None:
+        compare(alone(adopted, role), there, f"{case}, set by parameter")
+    twice = gathered(job)
     if adopted is not None:
         assert adopted is job.adapter.adopt([role])[role]
         assert not job.adapter.adopt([])
+    for parameter, both, one in zip(linked(job), twice, gathered(job), strict=True):
+        for key in KEYS:
+            part = fragment(parameter, key)
+            dist.broadcast(part, role, group=parameter._dp_group)
+            assert torch.equal(both[key], one[key] + part.view_as(one[key])), f"{case}: {key} by parameter"
     job.train(FIRST + STEPS, FIRST + STEPS)
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, [p.detach() for p in job.engine.module.parameters()])

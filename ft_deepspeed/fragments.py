@@ -1,0 +1,69 @@
+"""What scripts ask of an optimizer in stages 1 and 2 by parameter, while partitions are adopted.
+
+`deepspeed.utils.safe_get_full_fp32_param` and its like gather a parameter's fragments from the ranks that
+have them: an adopter gives, and sets, those of the partitions it holds as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ft_deepspeed.alone import Alone, Together, replaced
+
+# `deepspeed.utils` has a class of the same name.
+tensor_fragment = importlib.import_module("deepspeed.utils.tensor_fragment")
+
+_GETTING = ("get_full_hp_param", "get_full_hp_grad")
+_SETTING = ("set_full_hp_param", "set_full_hp_grad")
+_LINKS = ("_hp_mapping", "_index_in_param_group")
+"""What DeepSpeed keeps with a parameter of the fragment that is in the rank's partition."""
+
+Links = Mapping[str, Any]
+
+
+def links(parameter: Any) -> Links:
+    """Those of `parameter` as they are."""
+    return {name: getattr(parameter, name, None) for name in _LINKS}
+
+
+def share(parameter: Any, group: Any, others: Sequence[Callable[[], tuple[int, Links]]]) -> None:
+    """Have the parameter's methods go by its fragments in other partitions too.
+
+    `group`: the data-parallel peers. `others`: for each partition its rank among those and, anew each time,
+    the parameter's links in it. DeepSpeed's own methods are back when it links its parameters again.
+    """
+    for name in _GETTING:
+        setattr(parameter, name, _gathering(parameter, getattr(parameter, name), group, others))
+    for name in _SETTING:
+        setattr(parameter, name, _setting(parameter, getattr(parameter, name), others))
+
+
+def _gathering(parameter: Any, get: Callable[..., Any], group: Any, others: Any) -> Callable[..., Any]:
+    @functools.wraps(get)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        parts = []
+        for other in others:
+            rank, found = other()
+            alone = Alone(group, rank)
+            with replaced(parameter, **found), replaced(tensor_fragment, dist=alone):
+                get(*args, **kwargs)
+            parts.append(alone.given)
+        with replaced(tensor_fragment, dist=Together(group, parts)):
+            return get(*args, **kwargs)
+
+    return gathered
+
+
+def _setting(parameter: Any, put: Callable[..., None], others: Any) -> Callable[..., None]:
+    @functools.wraps(put)
+    def set_everywhere(*args: Any, **kwargs: Any) -> None:
+        for other in others:
+            _, found = other()
+            with replaced(parameter, **found):
+                put(*args, **kwargs)
+        put(*args, **kwargs)
+
+    return set_everywhere
