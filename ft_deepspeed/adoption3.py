@@ -185,7 +185,9 @@ class Slices:
     def _without_adopted(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if self._held:
-                raise FtError(f"{method.__name__} while replica groups are away: it would not see all gradients")
+                raise FtError(
+                    f"{method.__name__} while replica groups are away: it would not see all gradients"
+                )
             return method(*args, **kwargs)
 
         return wrapped
