@@ -302,6 +302,7 @@ class Protection:
         """State `version` is loaded, and the script has yet to get there."""
         if version < self._position or (version == self._position and self._counted):
             self._session.restart(f"it has been answered as if beyond step {version}")
+        self._outside = None  # of a failure while this worker began; where the script is, `_script` says
         if self._ghost is None:
             self._ghost = Ghost()
         self._ghost.until = version
