@@ -37,13 +37,31 @@ class Groups(Layout):
     ("layout", "seed"),
     [
         (Groups(1, 1, 3, more=("--global-batch-size=12",)), 1),
-        (Groups(1, 2, 3, bf16=True, more=("--global-batch-size=12",)), 2),
+        pytest.param(
+            Groups(1, 2, 3, bf16=True, more=("--global-batch-size=12",)), 2, marks=pytest.mark.exhaustive
+        ),
         # One optimizer over all groups: others adopt the shards of the one that is lost.
         (Groups(1, 1, 3, True, bf16=True, more=("--global-batch-size=12",)), 4),
         # Three instances of two: of a lost instance, the ranks that are left go to another.
-        (
+        pytest.param(
             Groups(1, 1, 6, True, more=("--num-distributed-optimizer-instances=3", "--global-batch-size=24")),
             3,
+            marks=pytest.mark.exhaustive,
+        ),
+        *(
+            pytest.param(
+                Groups(tp, pp, 3, True, bf16, ("--global-batch-size=12", *more)),
+                seed,
+                marks=pytest.mark.exhaustive,
+            )
+            for tp, pp, bf16, more, seed in (
+                (1, 2, True, (), 5),
+                (2, 1, True, (), 10),
+                (1, 1, False, (), 6),
+                (1, 1, False, ("--fp16",), 9),
+                (1, 1, True, ("--overlap-grad-reduce", "--overlap-param-gather"), 7),
+                (1, 1, False, ("--overlap-grad-reduce", "--overlap-param-gather"), 8),
+            )
         ),
     ],
     ids=str,

@@ -35,7 +35,13 @@ class Groups(Pretrain):
         return {**super().environment(), **({"FT_TOLD": self.told} if self.told else {})}
 
 
-@pytest.mark.parametrize("more", [(), ("--use-distributed-optimizer",)], ids=["plain", "sharded"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((), marks=pytest.mark.exhaustive, id="plain"),
+        pytest.param(("--use-distributed-optimizer",), id="sharded"),
+    ],
+)
 def test_groups_leave_and_return(more: tuple[str, ...], tmp_path: Path) -> None:
     """The last group first, whose role writes the log; saved at the end, when all are there."""
     layout = {"world": 3, "more": ("--global-batch-size=12", "--bf16", "--save-interval=1000", *more)}
