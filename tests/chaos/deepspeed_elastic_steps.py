@@ -53,6 +53,7 @@ def telling(recipe: Any) -> type:
                     while step >= int((current.job_dir / "limit").read_text()):
                         current.raise_if_moved()
                         time.sleep(0.01)
+                dist.barrier()  # a failure at the limit finds the script outside of the engine's calls
 
         def trained(self, step: int) -> bool:
             """Whether this rank's samples count in that step."""

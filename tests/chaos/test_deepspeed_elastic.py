@@ -73,19 +73,20 @@ class Pipelines(Pipeline):
 Groups = Plain | Pipelines
 
 
+ON_DEMAND = pytest.mark.exhaustive
+
+
 @pytest.mark.timeout(300)
-# On demand: the first failed once in nine runs, for a reason that is still to be found (2026-11-21).
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("groups", "nproc", "seed"),
     [
         (Plain(0, gas=2), 1, 1),
-        (Pipelines(dp=3, gas=2), 2, 2),
-        (Pipelines(dp=3, zero=1, gas=2, bf16=True), 2, 6),
-        (Plain(1), 1, 3),
+        pytest.param(Pipelines(dp=3, gas=2), 2, 2, marks=ON_DEMAND),
+        pytest.param(Pipelines(dp=3, zero=1, gas=2, bf16=True), 2, 6, marks=ON_DEMAND),
+        pytest.param(Plain(1), 1, 3, marks=ON_DEMAND),
         (Plain(2, gas=2, bf16=True), 1, 4),
-        (Plain(2, owners=True), 1, 5),
-        (Plain(3), 1, 6),
+        pytest.param(Plain(2, owners=True), 1, 5, marks=ON_DEMAND),
+        pytest.param(Plain(3), 1, 6, marks=ON_DEMAND),
         (Plain(3, gas=2, bf16=True), 1, 7),
     ],
     ids=lambda value: str(value) if not isinstance(value, int) else None,
