@@ -169,7 +169,7 @@ class Session:
             self._condition.wait_for(lambda: self._pending <= self.epoch)
             self.comms.startup.go_on(self.recover)
             self._stage = Stage.TRAINING
-        objection = Start(**self._plan["begins_with"]).objection(adapter, self.role, version)
+        objection = self.start.objection(adapter, self.role, version)
         if objection and not self.joining:
             raise ConfigError(objection)
         self._redo, self._adapter = redo, adapter
@@ -202,6 +202,11 @@ class Session:
     def absent(self) -> frozenset[int]:
         """Roles whose replica groups are away."""
         return frozenset(map(int, self._plan["absent"]))
+
+    @property
+    def start(self) -> Start:
+        """The roles that the job began with."""
+        return Start(**self._plan["begins_with"])
 
     @property
     def taking_part(self) -> tuple[int, ...]:
@@ -350,7 +355,7 @@ class Session:
         assert self._snapshots is not None and self._adapter is not None
         membership = Membership.from_json(self._plan["groups"]["membership"])
         if not membership.groups:  # the plan was made before the roles had told of their groups
-            membership = Start(**self._plan["begins_with"]).membership(self._adapter.replica_group[1])
+            membership = self.start.membership(self._adapter.replica_group[1])
         if membership != self.membership and self.role == min(set(range(self.world_size)) - self.absent):
             self._tell(membership, self._plan["version"] or 0)
         self.membership = membership

@@ -216,4 +216,4 @@ class Dealing:
     @property
     def _membership(self) -> Membership:
         known = self._session.membership
-        return known if known.groups == self._groups else Membership(self._groups)  # before training begins
+        return known if known.groups == self._groups else self._session.start.membership(self._groups)

@@ -64,6 +64,11 @@ class Protection:
         self._engine, self._session = engine, session
         state = DeepSpeedAdapter(engine)
         self._adapter = _Adapter(state, self, shrink)
+        if engine.zero_optimization_stage() == 3 and session.absent and not session.joining:
+            raise ConfigError(
+                "ZeRO stage 3 shards the weights from the start on, so a job cannot start without some "
+                "replica groups: give --nnodes one number"
+            )
         self.results = Results()
         self.loaders = Loaders()
         self._tape: list[Call] = []
