@@ -251,7 +251,7 @@ class Agent:
         """Begin the epoch of `plan`: give roles to workers, bring their state here, let them go on."""
         if plan["epoch"] < self.epoch or plan["epoch"] == self.plan.get("epoch"):
             return
-        before = self._held_here()
+        roles, adopted = self.roles_here(), self._adopted_here()
         self.plan, self.epoch = plan, plan["epoch"]
         self._rendezvous, self._next_rendezvous = self._next_rendezvous, _open_store(self._host)
         self.store.replicas.epoch = self.epoch
@@ -266,7 +266,7 @@ class Agent:
                 self._known(role).unlink(missing_ok=True)
         self._withdraw_others()
         # A role that has moved away may still be fetched from here: its memory goes one epoch later.
-        self.store.keep_only([*self._held_here(), *before])
+        self.store.keep_only([*self.roles_here(), *roles], [*self._adopted_here(), *adopted])
         for role in self.roles_here():
             worker = self.pool.of_role(role)
             if worker is not None:
@@ -385,14 +385,13 @@ class Agent:
         epoch, version = plan["epoch"], plan["version"]
         message: Message = {"type": "restore", "epoch": epoch, "version": version, "parts": []}
         for held in [role, *self._adopted_by(role)] if version is not None else []:
-            found = self.store.memory(held).find(version)
+            memory = self.store.memory(held, adopted=held != role)
+            found = memory.find(version)
             if found is None and plan["origin"] == "initial" and not plan["sources"].get(str(held)):
                 continue  # its script makes the initial state by itself
             if found is None:
                 try:
-                    found = await asyncio.to_thread(
-                        bring, held, plan, self.store, self.transport, self.settings
-                    )
+                    found = await asyncio.to_thread(bring, held, plan, memory, self.transport, self.settings)
                 except FtError as error:
                     log.error("node %s: role %d, version %d: %s", self.node, held, version, error)
                     self._post({"type": "restore_failed", "epoch": epoch, "role": role, "reason": str(error)})
@@ -410,10 +409,8 @@ class Agent:
             return []  # a plan that was made before it was known that every group has all the state
         return [int(r) for r, adopter in self.plan.get("adopted", {}).items() if adopter == role]
 
-    def _held_here(self) -> list[int]:
-        """Roles whose state workers here hold: their own, and what they have adopted."""
-        roles = self.roles_here()
-        return roles + [adopted for role in roles for adopted in self._adopted_by(role)]
+    def _adopted_here(self) -> list[int]:
+        return [adopted for role in self.roles_here() for adopted in self._adopted_by(role)]
 
     def _answer(self, question: Message) -> Message:
         """Another agent asks. Runs in a thread of the transport."""
@@ -449,10 +446,11 @@ class Agent:
             self._commit(worker, message["role"], message["version"])
         elif kind == "allocate":
             segments = [Segment.from_json(s) for s in message["segments"]]
-            buffer = self.store.memory(message["role"]).allocate(message["slot"], segments)
+            adopted = message["role"] != role
+            buffer = self.store.memory(message["role"], adopted).allocate(message["slot"], segments)
             layout = {s.id: list(s.holders) for s in segments}
             about = {"initial": worker.initial, "resumes": worker.resumes, "group": worker.group}
-            whose = {"role": message["role"], "adopted": message["role"] != role}
+            whose = {"role": message["role"], "adopted": adopted}
             self._post({"type": "layout", "segments": layout, **whose, **about})
             worker.post({"type": "reply", "id": message["id"], "address": buffer.memory.address})
         elif kind == "registered":
@@ -475,7 +473,7 @@ class Agent:
             self._trained.append(message)
             self._post(message)
         elif kind == "corrupt":
-            self.store.memory(message["role"]).strike(message["slot"])
+            self.store.memory(message["role"], message["role"] != role).strike(message["slot"])
             self._post({"type": "restore_failed", "epoch": self.epoch, "role": role, **_reason(message)})
         elif kind == "startup_fetch":
             self._spawn(self._inquiries.fetch_startup(worker, message, self.plan))

@@ -9,7 +9,7 @@ from ft_core.errors import CorruptSnapshot, TransportError
 from ft_core.manifest import Segment
 from ft_core.memory import SnapshotBuffer
 from ft_core.settings import Settings
-from ft_core.store import NodeStore
+from ft_core.store import RoleMemory
 from ft_core.transport import TcpTransport
 
 Plan = dict[str, Any]
@@ -19,14 +19,13 @@ _FETCH_DEADLINE = 600.0
 
 
 def bring(
-    role: int, plan: Plan, store: NodeStore, transport: TcpTransport, settings: Settings
+    role: int, plan: Plan, memory: RoleMemory, transport: TcpTransport, settings: Settings
 ) -> tuple[int, SnapshotBuffer]:
-    """Have version `plan["version"]` of `role` in a buffer here, every chunk verified.
+    """Have version `plan["version"]` of `role` in a buffer of `memory`, every chunk verified.
 
     Runs in a thread. Raises FtError when no holder could give a good copy.
     """
-    version, memory = plan["version"], store.memory(role)
-    slot = memory.free_slot()
+    version, slot = plan["version"], memory.free_slot()
     if plan["origin"] == "durable":
         segments, fill = durable.open_role(settings.durable_dir, version, role)
         buffer = memory.allocate(slot, segments)

@@ -59,13 +59,14 @@ class Replicator:
 
         Returns when each copy is acknowledged as verified. Raises TransportError.
         """
-        found = self._store.memory(role).find(version)
+        adopter = self._adopters.get(role)
+        found = self._store.memory(role, adopted=adopter is not None).find(version)
         if found is None:
             raise TransportError(f"version {version} of role {role} is no longer in memory")
         _, buffer = found
         total, started = 0, time.monotonic()
         role_nodes, ring = self._role_nodes, self._rings.get(role)
-        if (adopter := self._adopters.get(role)) is not None:
+        if adopter is not None:
             # What it had alone is where its adopter is.
             role_nodes, ring = {**role_nodes, role: role_nodes[adopter]}, self._rings.get(adopter)
         for index, segment in enumerate(buffer.segments):

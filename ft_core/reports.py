@@ -55,8 +55,8 @@ class Reports:
         for name in replicas:
             if (segment := store.replicas.segment(name)) is not None:
                 segments[name] = list(segment.holders)
-        for role in set(store.roles) - set(self._a.roles_here()):  # adopted, or about to be given up
-            memory = store.memory(role)
+        elsewhere = [store.memory(role) for role in set(store.roles) - set(self._a.roles_here())]
+        for memory in [*elsewhere, *store.adopted.values()]:
             for segment in memory.segments():
                 held = {*replicas.get(segment.id, []), *memory.versions()}
                 replicas[segment.id] = sorted(held)

@@ -67,23 +67,29 @@ class NodeStore:
     def __init__(self) -> None:
         self.replicas = ReplicaStore()
         self.roles: dict[int, RoleMemory] = {}
+        self.adopted: dict[int, RoleMemory] = {}
+        """Of roles that are away: what they alone had, which is not all that one needs who plays them."""
         self._lock = threading.Lock()
 
-    def memory(self, role: int) -> RoleMemory:
-        """The role's buffers here; made at first use."""
+    def memory(self, role: int, adopted: bool = False) -> RoleMemory:
+        """The role's buffers here; made at first use. `adopted`: those of what another role holds for it."""
         with self._lock:
-            return self.roles.setdefault(role, RoleMemory())
+            return (self.adopted if adopted else self.roles).setdefault(role, RoleMemory())
 
-    def keep_only(self, roles: Iterable[int]) -> None:
+    def keep_only(self, roles: Iterable[int], adopted: Iterable[int]) -> None:
         """Give up the memory of roles that live elsewhere now."""
-        keep = set(roles)
         with self._lock:
-            for role in set(self.roles) - keep:
-                del self.roles[role]
+            for held, keep in ((self.roles, set(roles)), (self.adopted, set(adopted))):
+                for role in set(held) - keep:
+                    del held[role]
+
+    def _memories(self) -> list[RoleMemory]:
+        with self._lock:
+            return [*self.roles.values(), *self.adopted.values()]
 
     def drop_after(self, version: int) -> None:
         """Strike off everything newer than the version the job resumes from."""
-        for memory in list(self.roles.values()):
+        for memory in self._memories():
             memory.drop_after(version)
         self.replicas.drop_after(version)
 
@@ -105,7 +111,7 @@ class NodeStore:
 
     def strike(self, segment_id: str, version: int) -> None:
         """Give up a copy that a reader found corrupt, after making sure that it is."""
-        for memory in list(self.roles.values()):
+        for memory in self._memories():
             found = memory.find(version)
             if found is not None and any(s.id == segment_id for s in found[1].segments):
                 try:
@@ -116,7 +122,7 @@ class NodeStore:
 
     def find(self, segment_id: str, version: int) -> Found | None:
         """The segment at that version: from an own role's snapshot if one has it, else a replica."""
-        for memory in list(self.roles.values()):
+        for memory in self._memories():
             found = memory.find(version)
             if found is None:
                 continue
