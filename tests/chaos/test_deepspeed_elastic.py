@@ -80,7 +80,7 @@ ON_DEMAND = pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("groups", "nproc", "seed"),
     [
-        (Plain(0, gas=2), 1, 1),
+        pytest.param(Plain(0, gas=2), 1, 1, marks=ON_DEMAND),
         pytest.param(Pipelines(dp=3, gas=2), 2, 2, marks=ON_DEMAND),
         pytest.param(Pipelines(dp=3, zero=1, gas=2, bf16=True), 2, 6, marks=ON_DEMAND),
         pytest.param(Plain(1), 1, 3, marks=ON_DEMAND),
@@ -124,7 +124,34 @@ def test_groups_leave_and_return(groups: Groups, nproc: int, seed: int, tmp_path
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("groups", [Plain(0), Plain(2), Plain(3)], ids=str)
+@pytest.mark.parametrize(
+    "groups", [pytest.param(Plain(stage), marks=ON_DEMAND) for stage in (0, 1, 2)], ids=str
+)
+def test_a_job_grows_beyond_the_groups_that_it_started_with(groups: Plain, tmp_path: Path) -> None:
+    """Two groups of three start; the third joins when there is a node for it."""
+    job_dir = tmp_path / "job"
+    job_dir.mkdir()
+    ftrun = ("--nnodes=2:3", "--ft-policy=shrink")
+    with Job(job_dir, groups, STEPS, spares=0, ftrun=ftrun) as job:
+        go_on(job, STRIDE)
+        job.wait_for_step(3, timeout=90)
+        job.join()
+        go_on(job, 2 * STRIDE)
+        returned = job.wait_for_epoch("returned", 2)
+        job.wait_for_epoch("state_restored", returned["epoch"])
+        go_on(job, STEPS + 1)
+        result = job.finish()
+    check_clean(result)
+    assert result.code == 0, result.output[-3000:]
+    check_told(result, groups)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "groups",
+    [pytest.param(Plain(0), marks=ON_DEMAND), Plain(2), pytest.param(Plain(3), marks=ON_DEMAND)],
+    ids=str,
+)
 def test_checkpoints_are_whole_while_groups_are_away(groups: Plain, tmp_path: Path) -> None:
     """Also without the group that writes them; and a job that goes on from one trains what waited in it."""
     checkpoints = tmp_path / "checkpoints"
