@@ -3,8 +3,8 @@
 Three replica groups of one role each under policy `shrink`, no spare: a node gets SIGKILL, the other two
 train on, a new node joins and brings the group back. The stall of a leave is the time from SIGKILL until
 every role that is left has finished its next step; of a return, from the epoch change until every role has.
-Both hold one step, which would have been done anyway: a median step's time is taken off. While the group
-starts, the others train. All times are from `events.jsonl`.
+Both hold one step, which would have been done anyway: the time of a median step with the same groups is taken
+off. While the group starts, the others train. All times are from `events.jsonl`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ ROWS = {
     "leave": "a group leaves: SIGKILL to the others' next step",
     "return": "it comes back: epoch change to everybody's next step",
     "start": "before that it starts, while the others train",
-    "step": "a step",
+    "step": "a step with all groups",
+    "step_without": "a step without one of them",
 }
 
 
@@ -70,6 +71,7 @@ class Elastic(Processes):
         """One group leaves and comes back: seconds."""
         self._event("resumed", self._epoch)
         time.sleep(rng.uniform(2.0, 3.0))
+        step = self._step()
         role = rng.randrange(GROUPS)
         agent = next(r["agent_pid"] for r in ask({"type": "status"}, self._job)["roles"] if r["role"] == role)
         killed = time.monotonic()
@@ -77,14 +79,17 @@ class Elastic(Processes):
         left = self._event("resumed", self._epoch + 1)
         preparing = self._event("preparing", self._epoch + 1)
         returning = self._event("returning", self._epoch + 2)
+        step_without = self._step()
         self._epoch = returning["epoch"]
         back = self._event("resumed", self._epoch)
+        time.sleep(12 * step)  # beyond those that are done with a newcomer's first ones
         step = self._step()
         return {
-            "leave": left["monotonic"] - killed - step,
+            "leave": left["monotonic"] - killed - step_without,
             "return": back["monotonic"] - returning["monotonic"] - step,
             "start": returning["monotonic"] - preparing["monotonic"],
             "step": step,
+            "step_without": step_without,
         }
 
     def _event(self, name: str, epoch: int) -> dict[str, Any]:
@@ -97,9 +102,11 @@ class Elastic(Processes):
 
     def _step(self) -> float:
         """Seconds of a median step, of those that have been logged last."""
-        texts = [path.read_text() for path in self._job.glob("logs/*/worker-*/**/stdout.log")]
-        times = re.findall(r"\| ([\d.]+) ms$", max(texts, key=len), re.MULTILINE)
-        return statistics.median(map(float, times[-100:])) / 1e3
+        found = []
+        for path in self._job.glob("logs/*/worker-*/**/stdout.log"):
+            if times := re.findall(r"\| ([\d.]+) ms$", path.read_text(), re.MULTILINE):
+                found.append((path.stat().st_mtime, times[-8:]))
+        return statistics.median(map(float, max(found)[1])) / 1e3
 
 
 def report(result: dict[str, Any]) -> str:
