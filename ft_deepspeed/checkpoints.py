@@ -6,9 +6,13 @@ wait to be dealt again is known to no framework: it goes into the checkpoint as 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from deepspeed import comm
+from deepspeed.runtime import engine as runtime_engine
 
 from ft_core.session import Session
 
@@ -17,7 +21,7 @@ KEY = "fault_tolerance"
 
 
 def complete(engine: Any, session: Session, ring: tuple[int, ...], deal: Callable[[], Any]) -> None:
-    """Make this engine's `save_checkpoint` write whole checkpoints, whoever is there.
+    """Make this engine's `save_checkpoint` and `save_16bit_model` write whole ones, whoever is there.
 
     `ring`: this role's data-parallel peers. `deal`: what the checkpoint is to say of the samples.
     """
@@ -32,6 +36,28 @@ def complete(engine: Any, session: Session, ring: tuple[int, ...], deal: Callabl
 
     save_checkpoint.__doc__ = save.__doc__
     engine.save_checkpoint = save_checkpoint
+    save_16bit_model = engine.save_16bit_model
+
+    @functools.wraps(save_16bit_model)
+    def saved(*args: Any, **kwargs: Any) -> Any:
+        with _standing_in(engine, session, ring):
+            return save_16bit_model(*args, **kwargs)
+
+    engine.save_16bit_model = saved
+
+
+class _As:
+    """`deepspeed.comm`, where this is another rank of all."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(comm, name)
+
+    def get_rank(self, group: Any = None) -> int:
+        """That one; in any group but the whole, this one's."""
+        return self._rank if group is None else int(comm.get_rank(group))
 
 
 @contextmanager
@@ -44,6 +70,7 @@ def _standing_in(engine: Any, session: Session, ring: tuple[int, ...]) -> Iterat
         changes.append((engine.module, "checkpoint_parallel_write_pipeline", False))
     if ring[0] in session.absent and session.role == next(r for r in ring if r not in session.absent):
         changes += [(engine, "save_non_zero_checkpoint", True), (engine, "global_rank", ring[0])]
+        changes.append((runtime_engine, "dist", _As(ring[0])))  # it asks that one, too
         if grid is not None:
             changes.append((grid, "data_parallel_id", 0))
     before = [(part, name, getattr(part, name)) for part, name, _ in changes]

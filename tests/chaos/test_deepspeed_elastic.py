@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 from deepspeed_jobs import Pipeline, Zero, variables
 from elastic_jobs import STRIDE, go_on, states
 from harness import Job, Result, check_clean, read_logs, torchrun
@@ -170,6 +171,9 @@ def test_checkpoints_are_whole_while_groups_are_away(groups: Plain, tmp_path: Pa
             time.sleep(0.05)
     saved = int((checkpoints / "latest").read_text().removeprefix("step"))
     assert saved == last - 1  # a step waits for its limit before it is saved
+    if groups.stage:  # what the first rank alone knows, for zero_to_fp32
+        whole = min((checkpoints / f"step{saved}").glob("*mp_rank_00_model_states.pt"))
+        assert torch.load(whole, weights_only=False)["shared_params"], "tied weights"
     with Job(jobs[1], groups, 2 * STRIDE, spares=0, flags=(f"--load={checkpoints}",)) as job:
         go_on(job, 2 * STRIDE + 1)
         result = job.finish()
