@@ -39,8 +39,9 @@ class Snapshots:
         own = Snapshotter(adapter, partial(allocate, role), partial(on_staged, role), on_copy)
         self._of: dict[int, tuple[Any, Snapshotter]] = {role: (adapter, own)}
 
-    def adopt(self, roles: Iterable[int]) -> None:
-        """From now on hold what these roles had alone, and no others."""
+    def adopt(self, roles: Iterable[int]) -> frozenset[int]:
+        """From now on hold what these roles had alone, and no others. Returns all roles of which this has
+        something: where every group has all the state, nothing is adopted."""
         states = self._adapter.adopt(sorted(roles))
         kept = {self._role: self._of[self._role]}
         for role, state in states.items():
@@ -51,6 +52,7 @@ class Snapshots:
                 staged = partial(self._on_staged, role)
                 kept[role] = state, Snapshotter(state, partial(self._allocate, role), staged)
         self._of = kept
+        return frozenset(kept)
 
     def stage(self, version: int) -> None:
         """Begin to copy everything as `version`; see `Snapshotter.stage`."""

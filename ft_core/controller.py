@@ -521,17 +521,28 @@ class Controller:
         try:
             version, origin, sources = self._choose(roles, places)
         except Unrecoverable as error:
-            if self._resumes:
+            if self._resumes and not self.groups.adopted(roles):
                 self._start_over(str(error), roles, lost)
             else:
                 self._end(1, str(error))
             return
-        if origin == "initial" and not all(sources[role] for role in self.groups.adopted(roles)):
-            self._wait(list(assignment.unplaced), "what they had alone has not been copied yet")
+        if origin == "initial" and (bare := self._never_copied(roles, sources)):
+            if bare <= set(assignment.unplaced):
+                self._wait(sorted(bare), "what they have alone has not been copied yet")
+            else:
+                self._end(1, f"what roles {sorted(bare)} had alone is lost; start the job again")
             return
         self._waiting_for = ""
         lost = sorted(role for role in roles if role in lost or role not in places)
         self._start(roles, version, origin, sources, completed(self.nodes.values(), roles), lost)
+
+    def _never_copied(self, roles: Collection[int], sources: Message) -> set[int]:
+        """Roles that are away, and began with the job, of whose state nobody has a copy.
+
+        Those that were missing from the start have theirs made by the roles that adopt it.
+        """
+        began = set(self.settings.start.present)
+        return {int(r) for r in self.groups.adopted(roles) if int(r) in began and not sources[r]}
 
     def _shrink(self, placed: dict[int, str], unplaced: Collection[int]) -> dict[int, str]:
         """Policy `shrink`: the roles that go on without the groups of those that have no place, or none."""

@@ -363,8 +363,13 @@ class Session:
             self.point("recovery")
         restore = self._await_restore()
         version = restore["version"]
-        self._snapshots.adopt(int(r) for r, adopter in self._plan["adopted"].items() if adopter == self.role)
-        for part in restore["parts"]:
+        adopted = (int(r) for r, adopter in self._plan["adopted"].items() if adopter == self.role)
+        held = self._snapshots.adopt(adopted)
+        parts = [part for part in restore["parts"] if part["role"] in held]
+        without = held - {self.role, *(part["role"] for part in parts)}
+        if without and (self.version or without & set(self.start.present)):
+            raise FtError(f"role {self.role} has no copy of what roles {sorted(without)} had alone")
+        for part in parts:
             try:
                 self._snapshots.load(part, version)
             except CorruptSnapshot as error:
@@ -372,7 +377,7 @@ class Session:
                 what = {"role": part["role"], "slot": part["slot"], "reason": str(error)}
                 self._send({"type": "corrupt", **what})
                 self._await_epoch()
-        loaded = any(part["role"] == self.role for part in restore["parts"])
+        loaded = any(part["role"] == self.role for part in parts)
         if loaded:
             self.version = self.control[Word.STAGED] = version
         else:

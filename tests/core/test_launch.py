@@ -39,7 +39,10 @@ def script(tmp_path: Path) -> str:
     ("flags", "named"),
     [
         ("--nnodes=0", "--nnodes '0'"),
-        ("--nnodes=1:4", "--nnodes '1:4'"),
+        ("--nnodes=1:", "--nnodes ''"),
+        ("--nnodes=4:1", "--nnodes 4:1"),
+        ("--standalone --nnodes=1:4", "--ft-policy shrink"),
+        ("--standalone --nnodes=2:4 --ft-policy=shrink --ft-pipeline-stages=3", "--ft-pipeline-stages 3"),
         ("--nproc-per-node=two", "--nproc-per-node 'two'"),
         ("--standalone --spares=-1", "--spares"),
         ("--spares=1", "--spares"),
@@ -323,3 +326,12 @@ def _status(job_dir: Path, job: subprocess.Popen[bytes]) -> dict:
             return ctl.ask({"type": "status"}, job_dir)
         time.sleep(0.05)
     raise AssertionError("the job ended")
+
+
+def test_a_range_of_nodes_starts_with_the_smallest_number(script: str) -> None:
+    flags = "--standalone --nnodes=2:4 --nproc-per-node=2 --ft-policy=shrink --ft-pipeline-stages=2".split()
+    settings = settings_of(*flags, script)
+    assert (settings.min_nodes, settings.nnodes, settings.world_size) == (2, 4, 8)
+    assert settings.start.present == [0, 1, 4, 5]
+    whole = settings_of("--standalone", "--nnodes=2:2", script)
+    assert whole.min_nodes == 0 and whole.start.present == [0, 1]
