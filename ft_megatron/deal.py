@@ -21,6 +21,7 @@ class Dealer:
         self._session, self._group = session, group
         self._member = member
         self._done = self._deal = deal
+        self._first = deal.to_json()
         self._step = -1
 
     @property
@@ -62,9 +63,9 @@ class Dealer:
         """At the end of a step."""
         return self._done.to_json()
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Inverse of `to_json`, here or in a successor."""
-        self._done, self._step = Deal.from_json(saved), -1
+    def restore(self, saved: Mapping[str, Any] | None) -> None:
+        """Inverse of `to_json`, here or in a successor. None: the snapshot is older than this dealer."""
+        self._done, self._step = Deal.from_json(self._first if saved is None else saved), -1
 
     def _begin(self) -> None:
         step = self._session.version + 1

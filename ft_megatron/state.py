@@ -167,8 +167,8 @@ class MegatronAdapter:
             _load_scheduler(self._scheduler, envelope["scheduler"])
         self.result = envelope["result"]
         self._deals = envelope["deals"]
-        for dealer, saved_deal in zip(self.dealers, self._deals, strict=False):
-            dealer.restore(saved_deal)
+        for index, dealer in enumerate(self.dealers):
+            dealer.restore(self._deals[index] if index < len(self._deals) else None)
         rng.restore(envelope["rng"])
         tensor_parallel.get_cuda_rng_tracker().set_states(envelope["tracker"])
 

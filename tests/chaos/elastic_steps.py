@@ -3,6 +3,7 @@
 Prints lines `state STEP RANK DIGEST EPOCH`. Under `ftrun` it goes as far as the file `limit` of its job says.
 With FT_TOLD=LEDGER, without fault tolerance, it is told beforehand which replica groups train which samples
 in which step: those of the ledger of another run. With FT_KEEPS shards of the optimizer cannot be adopted.
+With FT_PARAMETERS the state told of is the parameters alone, which all groups have.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Telling(recipe.Trainer):
     def log_step(self, *result: Any) -> None:
         digest = hashlib.sha256()
         for name, tensor in sorted(recipe.state_tensors(self.model, self.optimizer)):
-            if not (self.gathers_in_forward and name.startswith("model.")):  # those follow from the rest
+            if self.tells_of(name):
                 data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
                 digest.update(name.encode() + data)
         about = (self.job.step, dist.get_rank(), digest.hexdigest()[:16], self.job.epoch)
@@ -43,6 +44,12 @@ class Telling(recipe.Trainer):
             while self.job.step >= int((current.job_dir / "limit").read_text() or 0):
                 current.raise_if_moved()
                 time.sleep(0.01)
+
+    def tells_of(self, name: str) -> bool:
+        """Parameters that the next step gathers follow from the rest."""
+        if self.gathers_in_forward:
+            return not name.startswith("model.")
+        return name.startswith("model.") or "FT_PARAMETERS" not in os.environ
 
 
 class Told(Telling):

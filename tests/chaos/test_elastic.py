@@ -19,18 +19,20 @@ LOSS = r"iteration (\d+)/\d+ \| loss (\S+)"
 
 @dataclass(frozen=True)
 class Groups(Layout):
-    """The recipe that tells its state; `told` by a ledger, if it is not given fault tolerance. What an
-    optimizer `keeps`, nobody can adopt."""
+    """The recipe that tells its state, or of that the `parameters` alone; `told` by a ledger, if it is not
+    given fault tolerance. What an optimizer `keeps`, nobody can adopt."""
 
     told: str = ""
     keeps: bool = False
+    parameters: bool = False
 
     @property
     def script(self) -> Path:
         return Path(__file__).with_name("elastic_steps.py")
 
     def environment(self) -> dict[str, str]:
-        return {"FT_TOLD": self.told} if self.told else {"FT_KEEPS": "1"} if self.keeps else {}
+        flags = {"FT_TOLD": self.told, "FT_KEEPS": self.keeps, "FT_PARAMETERS": self.parameters}
+        return {name: str(value) for name, value in flags.items() if value}
 
 
 @pytest.mark.parametrize(
@@ -215,10 +217,12 @@ def test_a_group_that_keeps_the_others_waiting_comes_back_later(tmp_path: Path) 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-def test_fifty_leave_and_return(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_fifty_leave_and_return(sharded: bool, tmp_path: Path) -> None:
     """Eight groups: no hang, no divergence, and nothing is left behind, neither descriptors nor processes."""
     groups, rounds = 8, 50
-    layout = Groups(1, 1, groups, more=(f"--global-batch-size={2 * groups}", "--num-layers=1"))
+    more = (f"--global-batch-size={2 * groups}", "--num-layers=1")
+    layout = Groups(1, 1, groups, sharded, more=more, parameters=sharded)
     dice = random.Random(50)
     job_dir = tmp_path / "job"
     job_dir.mkdir()
@@ -241,7 +245,8 @@ def test_fifty_leave_and_return(tmp_path: Path) -> None:
             job.wait_for_epoch("resumed", epoch)
             held.append(job_holds(job))
         job.ctl("data", "verify")
-    found = states(read_logs(job_dir))
+        events = job.events()
+    found = states(read_logs(job_dir), events)
     assert all(len(set.union(*ranks.values())) == 1 for ranks in found.values()), "groups differ"
     assert max(held[-10:]) <= max(held[5:15]) + groups, held
 
