@@ -195,7 +195,7 @@ class Hooks:
         self._answer: Any = None
         self._totals: dict[str, Any] | None = None
         self._entered = self._again = self._inside = False
-        self._membership = Membership(1)
+        self._membership: Membership | None = None
         self._postponed: Callable[[], None] | None = None
         """The checkpoint that was due last, if it was not written since groups were away."""
         self._parts = 0
@@ -298,8 +298,12 @@ class Hooks:
         args.iteration, args.num_floating_point_operations_so_far = loop.iteration, loop.operations
         assert self._log is not None
         self._log.doubtful = 2
-        if self._membership != self._session.membership:
-            self._membership = self._session.membership
+        membership, before = self._session.membership, self._membership
+        self._membership = membership
+        changed = before != membership
+        if before is None:  # a newcomer
+            changed = bool(membership.changes) and membership.changes[-1][0] == self._session.version
+        if changed:
             self._log.undo(loop.iteration + (loop.result is not None))  # other groups take part from here on
         self._groups.restart()
         self._answer = loop.result
