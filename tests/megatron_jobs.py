@@ -254,12 +254,15 @@ def forks(megatron: Path | None = None) -> Forked:
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """All that tensorboard shows of it, but for what is time: per name, the steps with their values."""
+    """All that tensorboard shows of it, but for what is time: per name, the steps with their values.
+
+    By step: writers that begin in the same second have files that are read in the order of their pids as text.
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
     names = [name for name in events.Tags()["scalars"] if "time" not in name]
-    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}
+    return {name: sorted((event.step, event.value) for event in events.Scalars(name)) for name in names}
 
 
 # -- what it saves ---------------------------------------------------------------------------------
