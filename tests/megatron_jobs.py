@@ -256,7 +256,7 @@ def forks(megatron: Path | None = None) -> Forked:
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
     """All that tensorboard shows of it, but for what is time: per name, the steps with their values.
 
-    By step: writers that begin in the same second have files that are read in the order of their pids as text.
+    By step: files of writers that begin in the same second are read in the order of their pids as text.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
