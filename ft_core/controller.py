@@ -460,7 +460,7 @@ class Controller:
 
     def _form_if_ready(self) -> None:
         """The first epoch: node rank i plays roles i*n .. i*n+n-1."""
-        wanted, n = self.settings.min_nodes or self.settings.nnodes, self.settings.nproc_per_node
+        wanted, n = self.settings.first_nodes, self.settings.nproc_per_node
         ranked = {node.about["node_rank"]: node for node in self.nodes.values()}
         first = [ranked.get(rank) for rank in range(wanted)]
         if any(node is None or node.heartbeat["idle"] < n for node in first):

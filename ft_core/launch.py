@@ -375,7 +375,7 @@ def _launch(args: argparse.Namespace) -> Launcher:
         domains = [d.strip() for d in args.ft_domain.split(",")] if args.ft_domain else []
         launcher.standalone, launcher.respawn = True, args.respawn
         launcher.controller()
-        for rank in range((settings.min_nodes or settings.nnodes) + settings.spares):
+        for rank in range(settings.first_nodes + settings.spares):
             domain = domains[rank] if rank < len(domains) else ""
             launcher.agent(f"node{next(launcher.numbers)}", rank, domain)
         return launcher

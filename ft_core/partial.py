@@ -84,13 +84,7 @@ class Partial:
                 else:
                     copies.append((parts[place], parts[self.stand_in(place)]))
 
-        def fill() -> None:
-            for work in works[:-1]:
-                work.wait()
-            for part, stand_in in copies:
-                part.copy_(stand_in)
-
-        return works[-1], fill
+        return _together(works, copies)
 
     def _reduce_scatter(self, pg: Any, outputs: Any, inputs: Any, options: Any) -> tuple[Any, Fill]:
         """Reduce each part to the one that holds its place; for this role's own also to the output."""
@@ -104,13 +98,7 @@ class Partial:
             if own.data_ptr() != output.data_ptr():
                 copies.append((output.view(-1), own.view(-1)))
 
-        def fill() -> None:
-            for work in works[:-1]:
-                work.wait()
-            for output, own in copies:
-                output.copy_(own)
-
-        return works[-1], fill
+        return _together(works, copies)
 
     def stand_in(self, place: int) -> int:
         """Of a rank in the group: itself, else its counterpart, else the next that is there."""
@@ -131,6 +119,18 @@ class Partial:
             f"{what} in group {self._name}, of whose {self._size} members {self._size - len(self._places)} "
             "are away with their replica groups: it cannot go on without them; use --ft-policy wait"
         )
+
+
+def _together(works: list[Any], copies: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[Any, Fill]:
+    """The last of `works`, and what is left to do after it: wait for the others, make `copies` (to, from)."""
+
+    def fill() -> None:
+        for work in works[:-1]:
+            work.wait()
+        for target, source in copies:
+            target.copy_(source)
+
+    return works[-1], fill
 
 
 def _nothing() -> None:

@@ -83,10 +83,14 @@ class Settings:
         return self.nnodes * self.nproc_per_node
 
     @property
+    def first_nodes(self) -> int:
+        """How many nodes the job starts with."""
+        return self.min_nodes or self.nnodes
+
+    @property
     def start(self) -> Start:
         """The roles that the job starts with."""
-        first = (self.min_nodes or self.nnodes) * self.nproc_per_node
-        return Start(self.world_size, self.stages, first // self.stages)
+        return Start(self.world_size, self.stages, self.first_nodes * self.nproc_per_node // self.stages)
 
     def configured(self, values: Mapping[str, Any], source: str) -> Settings:
         """These settings with `values` (keys as in `FLAGS`) in their place, which come from `source`.
@@ -129,7 +133,7 @@ class Settings:
                 f"--nnodes {self.min_nodes}:{self.nnodes} starts without some replica groups: that takes "
                 f"{name['policy']} shrink, not {self.policy}"
             )
-        first = (self.min_nodes or self.nnodes) * self.nproc_per_node
+        first = self.first_nodes * self.nproc_per_node
         if self.stages < 1 or self.world_size % self.stages or first % self.stages:
             raise ConfigError(
                 f"{name['stages']} {self.stages} must divide the number of workers, {self.world_size}, and "
