@@ -139,6 +139,7 @@ class Agent:
                 self._controller = channel
                 about = {**self._reports.identity(), **self._reports.holdings()}
                 self._post({"type": "hello", "kind": "agent", **about})
+                self._departure.announce()
                 # A controller that died may not have answered those, and not have written down these.
                 for unheard in (*self._asking.values(), *self._trained):
                     self._post(unheard)
@@ -520,6 +521,8 @@ class Agent:
         interval = self.settings.durable_interval
         if not interval or version % interval:
             return
+        if (self.plan["origin"], self.plan["version"]) == ("durable", version):
+            return  # it is there, and others may still be reading it
         found = self.store.memory(role).find(version)
         if found is None:
             return

@@ -572,6 +572,16 @@ class Controller:
         if self.initial is None:
             # Nobody has ever reached training: start-up goes on towards what it was begun with.
             version, origin = self.plan["start"]
+            if origin == "durable":
+                # Unless the newest has turned out to be damaged, the same again.
+                durable = common_durable(self.nodes.values())
+                if not durable:
+                    raise Unrecoverable(
+                        f"Every durable checkpoint in {self.settings.durable_dir} is damaged (see the errors "
+                        "above). Nothing has been trained since. To start without one, give another one."
+                    )
+                version = max(durable)
+                self.plan["start"] = [version, origin]
             return version, origin, {}
         known = {int(role): set(found) for role, found in self.catalogue.items()}
         for role in set(roles) - set(places):  # of a group that comes back, or takes part for the first time

@@ -38,8 +38,13 @@ class Departure:
         """SIGTERM has come; more than once, as Slurm sends it to all processes and `ftrun` repeats it."""
         if self._first is None:
             self._first = {worker.number for worker in self._pool.playing()}
-            self._post({"type": "leaving"})
+            self.announce()
             self.tell()
+
+    def announce(self) -> None:
+        """Let the controller know, also one that was not there when the signal came."""
+        if self._first is not None:
+            self._post({"type": "leaving"})
 
     def tell(self) -> None:
         """Pass the signal on. Called again and again, for those who were not ready for it.

@@ -16,11 +16,11 @@ import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from ft_core.errors import CorruptSnapshot
+from ft_core.errors import CorruptSnapshot, TransportError
 from ft_core.manifest import Segment
 from ft_core.memory import SnapshotBuffer
 from ft_core.snapshot import verify
@@ -52,8 +52,10 @@ def copy_of(buffer: SnapshotBuffer, version: int) -> Copy | None:
 
 
 def write_role(directory: str, version: int, role: int, copy: Copy) -> None:
-    """Write a role's part of the checkpoint of `version`. Raises OSError."""
+    """Write a role's part of the checkpoint of `version`. Raises OSError, whatever has gone wrong."""
     base = _path(directory, version)
+    # One of an earlier run that is written over is not complete meanwhile.
+    (base / f"role-{role}.json").unlink(missing_ok=True)
     for segment, data, _ in copy:
         if segment.holders[0] == role and segment.items:
             _dcp("save", _tensors(segment, memoryview(data)), base / "segments" / segment.id)
@@ -74,23 +76,34 @@ def open_role(
 ) -> tuple[list[Segment], Callable[[SnapshotBuffer], None]]:
     """The layout of a role's part, and a function that reads it into a buffer of that layout.
 
-    The function raises CorruptSnapshot when what was read does not match the checksums of the save.
+    Both raise TransportError when the storage does not answer, and CorruptSnapshot when what was read is not
+    what was saved: the checkpoint does not count as complete from then on.
     """
     base = _path(directory, version)
-    rows = json.loads((base / f"role-{role}.json").read_text())
+    rows = _read(base, role, lambda: json.loads((base / f"role-{role}.json").read_text()))
     segments = [Segment.from_json(row["segment"]) for row in rows]
 
-    def fill(buffer: SnapshotBuffer) -> None:
+    def load(buffer: SnapshotBuffer) -> None:
         for index, segment in enumerate(segments):
             if segment.items:
                 _dcp("load", _tensors(segment, buffer.data(index)), base / "segments" / segment.id)
             _store(buffer.checksums(index), rows[index]["checksums"])
-        try:
-            verify(buffer)
-        except CorruptSnapshot as error:
-            raise CorruptSnapshot(f"durable checkpoint {base}: {error}") from None
+        verify(buffer)
 
-    return segments, fill
+    return segments, lambda buffer: _read(base, role, lambda: load(buffer))
+
+
+def _read(base: Path, role: int, action: Callable[[], Any]) -> Any:
+    try:
+        return action()
+    except OSError as error:
+        raise TransportError(f"durable checkpoint {base}, role {role}: {error}") from None
+    except (ValueError, CorruptSnapshot) as error:
+        part = base / f"role-{role}.json"
+        part.rename(part.with_suffix(".corrupt"))
+        raise CorruptSnapshot(
+            f"durable checkpoint {base}, role {role}: {error}; not used any more (see {part.stem}.corrupt)"
+        ) from None
 
 
 def _path(directory: str, version: int) -> Path:
@@ -115,10 +128,17 @@ def _tensors(segment: Segment, data: memoryview) -> dict[str, torch.Tensor]:
 def _dcp(action: Literal["save", "load"], tensors: dict[str, torch.Tensor], path: Path) -> None:
     # Imported here, since it is a third of what an agent would import, and few jobs use it.
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "no process group": that is the intention here
-        getattr(dcp, action)(tensors, checkpoint_id=path, no_dist=True)
+        try:
+            getattr(dcp, action)(tensors, checkpoint_id=path, no_dist=True)
+        except CheckpointException as error:  # derives from BaseException, and hides what happened
+            cause, _ = next(iter(error.failures.values()))
+            if action == "save" or isinstance(cause, OSError):
+                raise OSError(str(cause)) from error
+            raise CorruptSnapshot(str(cause)) from error
 
 
 def _prune(directory: str, newest: int) -> None:

@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,8 @@ class WorkerPool:
         os.environ[preload.ENV] = "" if command.no_python else command.target
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["ft_core.preload"])
+        # Now, while this process ignores SIGTERM: what is started from one that handles it dies of it.
+        forkserver.ensure_running()
 
     def start(self, device: int) -> Worker:
         """Fork a worker, which reports to the agent's socket and waits for a role there."""

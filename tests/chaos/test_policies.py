@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from harness import (
     RECIPE,
     ROOT,
@@ -20,6 +21,8 @@ from harness import (
     environment,
     reference,
 )
+
+from ft_core.durable import complete_versions
 
 HERE = Path(__file__).parent
 PACED = HERE / "paced.py"
@@ -120,18 +123,26 @@ def test_more_than_replicas_cover_without_a_durable_checkpoint_is_a_clear_error(
     check_clean(result)
 
 
-def test_a_new_job_goes_on_from_the_durable_checkpoint_of_an_old_one(tmp_path):
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_new_job_goes_on_from_the_durable_checkpoint_of_an_old_one(damaged, tmp_path):
+    """If the newest one turns out to be damaged, from the one before."""
     durable = (f"--ft-durable-dir={tmp_path / 'durable'}", "--ft-durable-interval=5")
     with Job(tmp_path / "first", LAYOUT, STEPS, spares=0, script=PACED, ftrun=durable) as first:
         first.wait_for("durable", 6)
+    if damaged:
+        newest = max(complete_versions(str(tmp_path / "durable"), LAYOUT.world))
+        part = next((tmp_path / "durable" / f"step-{newest:08d}").glob("segments/1x1-*/*.distcp"))
+        part.write_bytes(part.read_bytes()[:100])
     with Job(tmp_path / "second", LAYOUT, STEPS, spares=0, script=PACED, ftrun=durable) as job:
         result = job.finish()
     expected = reference(LAYOUT, STEPS)
-    began = result.of("decided")[0]
+    *_, began = decided = result.of("decided")
+    assert [e["version"] for e in decided] == ([newest, newest - 5] if damaged else [began["version"]])
     assert began["origin"] == "durable" and began["version"] >= 5
     assert result.code == 0 and result.digest == expected.digest
-    steps = range(began["version"] + 1, STEPS + 1)
-    # The step that the checkpoint was made after may be logged again: its line travels with the state.
+    steps = range(decided[0]["version"] + 1, STEPS + 1)
+    # The step that the checkpoint was made after may be logged again: its line travels with the state (and
+    # where that checkpoint is given up for an older one, the steps between the two count as logged).
     assert {s: v for s, v in result.losses.items() if s in steps} == {s: expected.losses[s] for s in steps}
     assert min(result.losses) >= began["version"]
 
