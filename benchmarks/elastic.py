@@ -2,7 +2,8 @@
 
 Three replica groups of one role each under policy `shrink`, no spare: a node gets SIGKILL, the other two
 train on, a new node joins and brings the group back. The stall of a leave is the time from SIGKILL until
-every role that is left has finished its next step; of a return, from the epoch change until every role has.
+every role that is left has finished its next step; of a return, from the end of the step at which the first
+of the others stops for it until every role has.
 Both hold one step, which would have been done anyway: the time of a median step with the same groups is taken
 off. While the group starts, the others train. All times are from `events.jsonl`.
 """
@@ -29,7 +30,7 @@ MODEL = (
 ).split()
 ROWS = {
     "leave": "a group leaves: SIGKILL to the others' next step",
-    "return": "it comes back: epoch change to everybody's next step",
+    "return": "it comes back: end of a step to that of everybody's next",
     "start": "before that it starts, while the others train",
     "step": "a step with all groups",
     "step_without": "a step without one of them",
@@ -80,13 +81,15 @@ class Elastic(Processes):
         preparing = self._event("preparing", self._epoch + 1)
         returning = self._event("returning", self._epoch + 2)
         step_without = self._step()
+        held = [e for e in self.events(self._job) if e["event"] == "held" and e["epoch"] == self._epoch + 1]
+        since = held[-1] if held else returning
         self._epoch = returning["epoch"]
         back = self._event("resumed", self._epoch)
         time.sleep(12 * step)  # beyond those that are done with a newcomer's first ones
         step = self._step()
         return {
             "leave": left["monotonic"] - killed - step_without,
-            "return": back["monotonic"] - returning["monotonic"] - step,
+            "return": back["monotonic"] - since["monotonic"] - step,
             "start": returning["monotonic"] - preparing["monotonic"],
             "step": step,
             "step_without": step_without,

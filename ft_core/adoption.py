@@ -59,6 +59,11 @@ class Snapshots:
         for _, snapshotter in self._of.values():
             snapshotter.stage(version)
 
+    def step_begins(self) -> None:
+        """The optimizer is about to change everything."""
+        for _, snapshotter in self._of.values():
+            snapshotter.step_begins()
+
     def load(self, part: Part, version: int) -> None:
         """Put `version` of one role back into the framework; see `Snapshotter.load`."""
         segments = [Segment.from_json(segment) for segment in part["segments"]]

@@ -166,7 +166,7 @@ class Agent:
             self._kill(message.get("role"))
         elif kind == "state":
             self._post({"type": "state", **self._reports.state_of(message["role"])})
-        elif kind in ("release", "counts"):
+        elif kind in ("release", "counts", "hold"):
             for worker in self.pool.playing():
                 worker.post(message)
         elif kind == "prepare":
@@ -468,7 +468,7 @@ class Agent:
             self._post({**message, "role": role, "pid": worker.pid})
             for held in [role, *self._adopted_by(role)] if message["loaded"] else []:
                 self._commit(worker, held, message["version"])
-        elif kind in ("stepped", "reopened", "suspect", "unprotected", "counts"):
+        elif kind in ("stepped", "reopened", "suspect", "unprotected", "counts", "held"):
             self._post({**message, "role": role})
         elif kind == "trained":
             self._trained.append(message)

@@ -262,6 +262,8 @@ class Controller:
             self.rejoin.counted(node, message)
         elif kind == "prepared":
             self.rejoin.prepared(int(message["role"]))
+        elif kind == "held" and epoch == self.epoch:
+            self.rejoin.held(int(message["role"]))
         elif kind == "unprotected":
             self._unprotected = True
         elif kind == "suspect":

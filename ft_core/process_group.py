@@ -76,7 +76,7 @@ class Communicators:
         self._to_reopen: list[FtProcessGroup] = []
         self._reported = self._announced = -1
         self._flying, self._generation = 0, 0
-        self._traffic_lock = threading.Lock()
+        self._traffic_lock = threading.RLock()  # the garbage collector may end an operation inside
 
     # -- epochs -----------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 What takes long for a newcomer is to start: the script, the model, the record of start-up to replay. It does
 all that ahead of the epoch in which it takes part, without anybody waiting for it. That epoch begins once
-every role of the group is ready for its state.
+every role of the group is ready for its state, between two steps of the others.
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ _ATTEMPTS = 3
 """Of a group's start in a row that may fail before the job goes on without it until a node joins."""
 
 
+_STEPS = 3
+"""Steps after which those who train are interrupted: they do something else (evaluation, a checkpoint)."""
+_SKEW = 0.25
+"""Seconds between the first and the last role's end of a step; who takes longer has missed the request."""
+
+
 class Rejoin:
     """One attempt at a time."""
 
@@ -33,6 +39,9 @@ class Rejoin:
         self._uncounted: set[int] = set()
         """Roles that have yet to say how far their start-up's record goes."""
         self._ready: set[int] = set()
+        self._held: set[int] = set()
+        """Roles that take part, and have stopped at the end of a step for those who come back."""
+        self._no_later_than = 0.0
         self._failed = 0
         self._returned: set[int] = set()
         """Roles that came back with the epoch under way."""
@@ -40,6 +49,8 @@ class Rejoin:
 
     def tick(self) -> None:
         """An epoch is under way: if there are workers for all roles of a group that is away, begin."""
+        if self.complete and time.monotonic() > self._no_later_than:
+            self._return()
         if self._places or self._failed >= _ATTEMPTS or self._c.released:
             return
         here = {int(role): node for role, node in self._c.plan["roles"].items()}
@@ -87,8 +98,33 @@ class Rejoin:
         if role in self._places:
             self._ready.add(role)
             if self.complete and self._c.running:
-                roles = sorted(self._places)
-                self._c.end_epoch("returning", f"replica groups {self._c.groups.of(roles)} come back", roles)
+                # A step that is cut off is done again: the others are asked to stop where theirs ends.
+                steps = [row["step_s"] for node in self._others() for row in node.heartbeat["roles"].values()]
+                self._no_later_than = time.monotonic() + _STEPS * max(steps, default=0) + 1
+                self._have_others_hold(self._c.epoch)
+
+    def held(self, role: int) -> None:
+        """A role that takes part has stopped at the end of its step. So do all, or hardly later."""
+        if not self.complete:
+            return
+        if not self._held:
+            self._c.event("held", "the others stop at the end of a step", [role])
+            self._no_later_than = time.monotonic() + _SKEW
+        self._held.add(role)
+        if self._held == {int(role) for role in self._c.plan["roles"]}:
+            self._return()
+
+    def _return(self) -> None:
+        roles = sorted(self._places)
+        self._c.end_epoch("returning", f"replica groups {self._c.groups.of(roles)} come back", roles)
+
+    def _have_others_hold(self, epoch: int) -> None:
+        for node in self._others():
+            node.post({"type": "hold", "epoch": epoch})
+
+    def _others(self) -> list[Node]:
+        names = set(self._c.plan["roles"].values())
+        return [node for name, node in self._c.nodes.items() if name in names]
 
     @property
     def complete(self) -> bool:
@@ -107,6 +143,7 @@ class Rejoin:
     def failed(self, reason: str) -> None:
         """A worker or node of the group is lost while it starts: nobody else notices."""
         self._c.event("not_returning", reason, sorted(self._places))
+        self._have_others_hold(0)
         self.give_up(self._places)
         self._clear()
 
@@ -148,4 +185,4 @@ class Rejoin:
         self._failed = 0
 
     def _clear(self) -> None:
-        self._places, self._ready, self._uncounted = {}, set(), set()
+        self._places, self._ready, self._uncounted, self._held = {}, set(), set(), set()

@@ -103,6 +103,7 @@ class Reports:
                 "tag": worker.control[Word.TAG],
                 "held": self._a.store.memory(role).versions(),
                 "committed": worker.control[Word.COMMITTED],
+                "step_s": worker.control[Word.STEP_NS] / 1e9,
                 "waited_s": worker.control[Word.WAITED_NS] / 1e9,
                 "h2h_bytes": sent,
                 "h2h_snapshots": snapshots,

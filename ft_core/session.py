@@ -32,6 +32,9 @@ from ft_core.process_group import Communicators
 from ft_core.wire import Channel
 
 log = logging.getLogger(__name__)
+
+_HOLD_LIMIT = 2.0
+"""Seconds that a role waits at the end of a step for those who come back, should the controller be gone."""
 T = TypeVar("T")
 Message = dict[str, Any]
 
@@ -72,6 +75,8 @@ class Session:
         self._redo: Callable[[], None] = lambda: None
         self._snapshots: Snapshots | None = None
         self._report_step = False
+        self._hold_in = 0
+        """The epoch in which this role is to stop at the end of its step."""
         self._step_began = 0
         self.job_dir = job_dir
         self.epoch = 0
@@ -287,6 +292,8 @@ class Session:
     def optimizer_begins(self) -> None:
         """The barrier is passed: from here on the state changes."""
         self.control[Word.TAG] = IN_OPTIMIZER
+        if self._snapshots is not None:
+            self._snapshots.step_begins()
         self.point("optimizer")
 
     def step_done(self, trained: Message | None = None) -> None:
@@ -308,6 +315,18 @@ class Session:
         if self._report_step:
             self._report_step = False
             self._send({"type": "stepped", "epoch": self.epoch, "version": self.version})
+        self._hold()
+
+    def _hold(self) -> None:
+        """A replica group comes back: wait for that here, where nothing is under way that would be lost."""
+        if self._hold_in != self.epoch:
+            return
+        self._send({"type": "held", "epoch": self.epoch})
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self._pending > self.epoch or self._hold_in != self.epoch, _HOLD_LIMIT
+            )
+            self._hold_in = 0
 
     def point(self, name: str) -> None:
         """A place where a failure may be injected."""
@@ -515,6 +534,10 @@ class Session:
             self._send({"type": "reply", "id": message["id"], "entries": entries})
         elif kind == "counts":
             self._send({"type": "counts", "counts": self.comms.startup_counts()})
+        elif kind == "hold":
+            with self._condition:
+                self._hold_in = message["epoch"]
+                self._condition.notify_all()
         elif kind == "release":
             with self._condition:
                 self._parts_done = message["parts"]

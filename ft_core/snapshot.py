@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import torch
 import xxhash
@@ -22,6 +23,15 @@ from ft_core.memory import TORN, SharedMemory, SnapshotBuffer
 ENVELOPE = "ft/envelope"
 Allocate = Callable[[int, list[Segment]], Sequence[int]]
 """(slot, segments) -> address of fresh memory for that slot, owned by the agent."""
+
+
+@dataclass(frozen=True)
+class _Live:
+    """The version that the framework's state is, and of it what may change before the next optimizer step."""
+
+    version: int
+    envelope: bytes
+    volatile: dict[str, torch.Tensor]
 
 
 class Snapshotter:
@@ -41,6 +51,7 @@ class Snapshotter:
         self._buffers: list[MappedBuffer | None] = [None, None]
         self._thread = ThreadPoolExecutor(1, "ft-d2h")
         self._staging: Future[None] | None = None
+        self._live: _Live | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def stage(self, version: int) -> None:
@@ -49,12 +60,11 @@ class Snapshotter:
         Volatile tensors and the envelope are copied before this returns.
         """
         self.wait()
-        tensors = list(self._state.tensors())
-        small = torch.frombuffer(bytearray(envelope.encode(self._state.envelope())), dtype=torch.uint8)
-        tensors.insert(0, StateTensor(ENVELOPE, small, self._state.envelope_holders()))
-        tensors = [
-            StateTensor(t.name, t.tensor.detach().clone(), t.holders) if t.volatile else t for t in tensors
-        ]
+        data = envelope.encode(self._state.envelope())
+        small = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        tensors = [StateTensor(ENVELOPE, small, self._state.envelope_holders()), *self._state.tensors()]
+        tensors = [replace(t, tensor=t.tensor.detach().clone()) if t.volatile else t for t in tensors]
+        self._live = _Live(version, data, {t.name: t.tensor for t in tensors if t.volatile})
         segments = _segments(tensors)
         buffer = self._buffer_for(segments)
         buffer.version = TORN
@@ -79,8 +89,13 @@ class Snapshotter:
     def load(self, slot: int, address: Sequence[int], segments: Sequence[Segment], version: int) -> None:
         """Put version `version`, held in the agent's buffer `slot`, back into the framework.
 
-        Every chunk is verified first; raises CorruptSnapshot without having touched anything.
+        Every chunk is verified first; raises CorruptSnapshot without having touched anything. Where the
+        framework still has that version, only what an abandoned step may have changed is put back.
         """
+        if self._live is not None and self._live.version == version:
+            live = {t.name: t.tensor.detach() for t in self._state.tensors()}
+            self._state.restore(live | self._live.volatile, envelope.decode(self._live.envelope))
+            return
         buffer = self._buffers[slot]
         if buffer is None or buffer.memory_address != list(address):
             buffer = self._map(slot, address, segments)
@@ -94,7 +109,14 @@ class Snapshotter:
                 raw = flat[item.offset : item.offset + item.nbytes]
                 views[item.name] = raw.view(getattr(torch, item.dtype)).view(item.shape)
         data = views.pop(ENVELOPE).numpy().tobytes()
+        self._live = None
         self._state.restore(views, envelope.decode(data))
+        volatile = {t.name: t.tensor.detach().clone() for t in self._state.tensors() if t.volatile}
+        self._live = _Live(version, data, volatile)
+
+    def step_begins(self) -> None:
+        """From here on the framework's state is no version's, until the next is staged or one is loaded."""
+        self._live = None
 
     def _buffer_for(self, segments: list[Segment]) -> MappedBuffer:
         held = [TORN - 1 if b is None else b.version for b in self._buffers]

@@ -327,6 +327,7 @@ class Hooks:
             return answer
         assert self._log is not None
         self._log.doubtful, self._postponed = self._log.doubtful - 1, None
+        current.raise_if_moved()
         frame = inspect.currentframe()
         result = original(*args, **kwargs)
         should_exit = result[3]

@@ -95,6 +95,7 @@ class Job:
         """
         if self._session is None or self._adapter is None:
             return None
+        self._session.raise_if_moved()  # before the step, rather than in its first collective
         if not self._adapter.dealers:
             member = self._adapter.member
             self._adapter.deal(Dealer(self._session, self._group, Deal(count * member[1]), member))

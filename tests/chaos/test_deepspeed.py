@@ -37,7 +37,7 @@ def moments(training: Training, nodes: int) -> dict[str, str]:
     [
         pytest.param(Zero(0), 1, 0, marks=pytest.mark.exhaustive),
         pytest.param(Zero(1, gas=2), 1, 1, marks=pytest.mark.exhaustive),
-        (Zero(2, bf16=True), 1, 0),
+        pytest.param(Zero(2, bf16=True), 1, 0, marks=pytest.mark.exhaustive),
         (Zero(3, gas=2, bf16=True), 1, 1),
         (Pipeline(), 2, 1),
     ],

@@ -48,7 +48,9 @@ class Model:
     def reset(self):
         pass
 
-    def step(self):
+    def step(self, snapshotter=None):
+        if snapshotter is not None:
+            snapshotter.step_begins()
         self.shard.mul_(1.5)
         self.weight.add_(1)
         self.count.add_(1)
@@ -85,11 +87,30 @@ def test_any_of_the_last_two_versions_comes_back(parts):
         snapshotter.wait()
         contents.append(model.content())
         assert memory.versions() == ([version - 1, version] if version else [0])
-        model.step()
+        model.step(snapshotter)
     assert staged == [0, 1, 2, 3, 4]
     for version in (3, 4, 3):
         load(snapshotter, memory, version)
         assert same(model.content(), contents[version])
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_what_is_still_there_is_not_copied_again(parts, loaded):
+    """An abandoned step has changed only what may change before the optimizer steps. Nor is the copy read."""
+    model, memory, snapshotter, _ = parts
+    model.step(snapshotter)
+    snapshotter.stage(1)
+    snapshotter.wait()
+    before = model.content()
+    if loaded:
+        model.step(snapshotter)
+        load(snapshotter, memory, 1)
+    model.statistic.add_(1)
+    model.lr = 7.0
+    _, buffer = memory.find(1)
+    buffer.data(0)[17] ^= 4
+    load(snapshotter, memory, 1)
+    assert same(model.content(), before)
 
 
 def test_a_version_from_before_the_optimizer_had_state_takes_that_state_away(parts):
@@ -97,7 +118,7 @@ def test_a_version_from_before_the_optimizer_had_state_takes_that_state_away(par
     snapshotter.stage(0)
     snapshotter.wait()
     before = model.content()
-    model.step()
+    model.step(snapshotter)
     load(snapshotter, memory, 0)
     assert same(model.content(), before) and model.late is None
 
@@ -124,7 +145,7 @@ def test_a_flipped_bit_is_found_before_anything_is_touched(parts):
     _, buffer = memory.find(3)
     index = next(i for i, s in enumerate(buffer.segments) if s.nbytes > CHUNK)
     buffer.data(index)[CHUNK + 17] ^= 4
-    model.step()
+    model.step(snapshotter)
     content = model.content()
     with pytest.raises(CorruptSnapshot, match="chunk 1 of segment 0x1"):
         load(snapshotter, memory, 3)
