@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 _TICK = 0.05
 _RETURN_GRACE = 0.3
 """Seconds that an agent whose connection broke has to come back before its node counts as lost."""
+_SIGNAL_LAG = 0.02
+"""Seconds in which this process notices a signal that it was sent before a message."""
 _REBUILD_GRACE = 2.0
 """Seconds that a restarted controller waits for the nodes of the plan it was told of."""
 _STANDBY_GRACE = 20.0
@@ -282,7 +284,8 @@ class Controller:
             if not self._leaving and node.name not in self.plan.get("roles", {}).values():
                 node.post({"type": "shutdown", "code": ENDED})
         elif kind == "left":
-            self._node_left(node)
+            # Where `ftrun` has told all, this process was first, but may read the signal after the message.
+            asyncio.get_running_loop().call_later(_SIGNAL_LAG, self._node_left, node)
 
     def _layout(self, message: Message) -> None:
         """What a role's state consists of; or the part that another has adopted."""
@@ -383,6 +386,8 @@ class Controller:
 
     def _node_left(self, node: Node) -> None:
         """All workers of a node have died of SIGTERM, which it had from outside."""
+        if node.name not in self.nodes:
+            return  # its connection has broken since, and that was enough
         if not self._leaving:
             self._node_lost(node, "it was told to end (SIGTERM)")
             return
