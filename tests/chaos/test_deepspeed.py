@@ -63,7 +63,7 @@ def test_every_moment(training: Training, nproc: int, nodes: int, tmp_path):
         pytest.param(Zero(0), 1, 1, marks=pytest.mark.exhaustive),
         pytest.param(Zero(1), 1, 2, marks=pytest.mark.exhaustive),
         pytest.param(Zero(2, gas=2), 1, 3, marks=pytest.mark.exhaustive),
-        (Zero(3), 1, 4),
+        pytest.param(Zero(3), 1, 4, marks=pytest.mark.exhaustive),
         pytest.param(Pipeline(), 2, 5, marks=pytest.mark.exhaustive),
     ],
     ids=lambda value: str(value) if not isinstance(value, int) else None,

@@ -20,7 +20,9 @@ ITERATIONS = 14
         pytest.param(
             *(OwnLoop(0), "0@forward:3,1@between:6:worker,2@backward:10:worker"), marks=pytest.mark.exhaustive
         ),
-        (OwnLoop(2), "2@gradients:3,0@between:6:worker,0@d2h:10:worker"),
+        pytest.param(
+            *(OwnLoop(2), "2@gradients:3,0@between:6:worker,0@d2h:10:worker"), marks=pytest.mark.exhaustive
+        ),
         pytest.param(
             *(OwnLoop(3), "1@backward:3,2@between:6:worker,0@forward:10:worker"), marks=pytest.mark.exhaustive
         ),

@@ -41,8 +41,8 @@ def moments(layout: Layout, nproc: int) -> dict[str, str]:
     }
 
 
-QUICK = {"tp1pp1dp2-distopt-fp32", "tp1pp2dp2-distopt-bf16", "tp2pp2dp1-plain-bf16"}
-"""Each way to keep state, and each way to split a model, with either precision."""
+QUICK = {"tp1pp2dp2-distopt-bf16", "tp2pp2dp1-plain-bf16"}
+"""Each way to keep state, and each way to split a model."""
 
 
 @pytest.mark.parametrize(
