@@ -9,6 +9,7 @@ The training process takes no part: what is written is the agent's copy in host 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -100,7 +101,8 @@ def _read(base: Path, role: int, action: Callable[[], Any]) -> Any:
         raise TransportError(f"durable checkpoint {base}, role {role}: {error}") from None
     except (ValueError, CorruptSnapshot) as error:
         part = base / f"role-{role}.json"
-        part.rename(part.with_suffix(".corrupt"))
+        with contextlib.suppress(OSError):  # storage that cannot be written; or another was quicker
+            part.rename(part.with_suffix(".corrupt"))
         raise CorruptSnapshot(
             f"durable checkpoint {base}, role {role}: {error}; not used any more (see {part.stem}.corrupt)"
         ) from None
