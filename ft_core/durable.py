@@ -15,9 +15,9 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -81,22 +81,26 @@ def open_role(
     what was saved: the checkpoint does not count as complete from then on.
     """
     base = _path(directory, version)
-    rows = _read(base, role, lambda: json.loads((base / f"role-{role}.json").read_text()))
+    with _reading(base, role):
+        rows = json.loads((base / f"role-{role}.json").read_text())
     segments = [Segment.from_json(row["segment"]) for row in rows]
 
-    def load(buffer: SnapshotBuffer) -> None:
-        for index, segment in enumerate(segments):
-            if segment.items:
-                _dcp("load", _tensors(segment, buffer.data(index)), base / "segments" / segment.id)
-            _store(buffer.checksums(index), rows[index]["checksums"])
-        verify(buffer)
+    def fill(buffer: SnapshotBuffer) -> None:
+        with _reading(base, role):
+            for index, segment in enumerate(segments):
+                if segment.items:
+                    _dcp("load", _tensors(segment, buffer.data(index)), base / "segments" / segment.id)
+                _store(buffer.checksums(index), rows[index]["checksums"])
+            verify(buffer)
 
-    return segments, lambda buffer: _read(base, role, lambda: load(buffer))
+    return segments, fill
 
 
-def _read(base: Path, role: int, action: Callable[[], Any]) -> Any:
+@contextlib.contextmanager
+def _reading(base: Path, role: int) -> Iterator[None]:
+    """Says what went wrong with a role's part, and sets it aside if it is damaged."""
     try:
-        return action()
+        yield
     except OSError as error:
         raise TransportError(f"durable checkpoint {base}, role {role}: {error}") from None
     except (ValueError, CorruptSnapshot) as error:

@@ -32,11 +32,11 @@ from ft_core.process_group import Communicators
 from ft_core.wire import Channel
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+Message = dict[str, Any]
 
 _HOLD_LIMIT = 2.0
 """Seconds that a role waits at the end of a step for those who come back, should the controller be gone."""
-T = TypeVar("T")
-Message = dict[str, Any]
 
 _current: Session | None = None
 
