@@ -166,6 +166,8 @@ class Agent:
             self._kill(message.get("role"))
         elif kind == "state":
             self._post({"type": "state", **self._reports.state_of(message["role"])})
+        elif kind == "beat":
+            self._post(self._reports.heartbeat())
         elif kind in ("release", "counts", "hold"):
             for worker in self.pool.playing():
                 worker.post(message)

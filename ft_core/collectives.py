@@ -323,10 +323,14 @@ class FtProcessGroup(dist.ProcessGroup):
         return self._store
 
     def _start_coalescing(self, device: torch.device) -> None:
+        if self._comms.startup.rehearsing:
+            return
         self.coalescing = True
         self._comms.communicator(self, "send").pg._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> Any:
+        if self._comms.startup.rehearsing:
+            return self._comms.startup.run(self, "barrier", "barrier", (), {})
         self.coalescing = False
         return self._comms.launch(self._comms.communicator(self, "send"), "_end_coalescing", (device,), {})
 

@@ -217,6 +217,7 @@ class Controller:
         kind, epoch = message["type"], message.get("epoch")
         if kind == "heartbeat":
             node.heartbeat = message
+            self.rejoin.beat(node)
             node.holdings["idle"] = message["idle"]
             # Kept here, because a node that is lost takes what it said with it.
             self.reached = max([self.reached, *(int(b["step"]) for b in message["roles"].values())])

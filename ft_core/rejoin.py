@@ -24,7 +24,9 @@ _ATTEMPTS = 3
 """Of a group's start in a row that may fail before the job goes on without it until a node joins."""
 
 
-_STEPS = 3
+_NOTICE = 2
+"""Steps between the newest that anybody has done and the one after which all stop: enough for all to hear."""
+_STEPS = 5
 """Steps after which those who train are interrupted: they do something else (evaluation, a checkpoint)."""
 _SKEW = 0.25
 """Seconds between the first and the last role's end of a step; who takes longer has missed the request."""
@@ -39,6 +41,8 @@ class Rejoin:
         self._uncounted: set[int] = set()
         """Roles that have yet to say how far their start-up's record goes."""
         self._ready: set[int] = set()
+        self._unheard: set[str] = set()
+        """Nodes that have yet to say how far those who train have come."""
         self._held: set[int] = set()
         """Roles that take part, and have stopped at the end of a step for those who come back."""
         self._no_later_than = 0.0
@@ -79,6 +83,7 @@ class Rejoin:
         self._c.event("preparing", f"replica groups {self._c.groups.of(roles)} start", roles)
         plan = {
             "origin": "memory",
+            "ahead": True,
             "completed": completed(self._c.nodes.values(), set(map(int, self._c.plan["roles"]))),
             "absent": {r: other for r, other in self._c.plan["absent"].items() if int(r) not in self._places},
         }
@@ -98,10 +103,19 @@ class Rejoin:
         if role in self._places:
             self._ready.add(role)
             if self.complete and self._c.running:
-                # A step that is cut off is done again: the others are asked to stop where theirs ends.
-                steps = [row["step_s"] for node in self._others() for row in node.heartbeat["roles"].values()]
-                self._no_later_than = time.monotonic() + _STEPS * max(steps, default=0) + 1
-                self._have_others_hold(self._c.epoch)
+                # A step that is cut off is done again: the others are asked to stop where one of theirs ends,
+                # and all after the same one, which has to lie ahead of everybody.
+                self._no_later_than = time.monotonic() + _STEPS * max(self._each("step_s"), default=0) + 1
+                self._unheard = {node.name for node in self._others()}
+                for node in self._others():
+                    node.post({"type": "beat"})
+
+    def beat(self, node: Node) -> None:
+        """A node's heartbeat says how far its roles have come."""
+        if node.name in self._unheard:
+            self._unheard.discard(node.name)
+            if not self._unheard:
+                self._have_others_hold(self._c.epoch, int(max(self._each("step"), default=0)) + _NOTICE)
 
     def held(self, role: int) -> None:
         """A role that takes part has stopped at the end of its step. So do all, or hardly later."""
@@ -118,9 +132,13 @@ class Rejoin:
         roles = sorted(self._places)
         self._c.end_epoch("returning", f"replica groups {self._c.groups.of(roles)} come back", roles)
 
-    def _have_others_hold(self, epoch: int) -> None:
+    def _have_others_hold(self, epoch: int, step: int = 0) -> None:
         for node in self._others():
-            node.post({"type": "hold", "epoch": epoch})
+            node.post({"type": "hold", "epoch": epoch, "step": step})
+
+    def _each(self, name: str) -> list[float]:
+        """What the heartbeats say of those who train."""
+        return [row[name] for node in self._others() for row in node.heartbeat["roles"].values()]
 
     def _others(self) -> list[Node]:
         names = set(self._c.plan["roles"].values())
@@ -185,4 +203,6 @@ class Rejoin:
         self._failed = 0
 
     def _clear(self) -> None:
-        self._places, self._ready, self._uncounted, self._held = {}, set(), set(), set()
+        self._places = {}
+        for known in (self._uncounted, self._ready, self._unheard, self._held):
+            known.clear()

@@ -75,8 +75,8 @@ class Session:
         self._redo: Callable[[], None] = lambda: None
         self._snapshots: Snapshots | None = None
         self._report_step = False
-        self._hold_in = 0
-        """The epoch in which this role is to stop at the end of its step."""
+        self._hold_in = self._hold_at = 0
+        """The epoch in which this role is to stop at the end of a step, and the step."""
         self._step_began = 0
         self.job_dir = job_dir
         self.epoch = 0
@@ -188,6 +188,23 @@ class Session:
         self._send({"type": "registered", **group, **about})
         self._persist(self._catch_up, self._quiesce)
 
+    def rehearse(self, adapter: Adapter, step: Callable[[], object]) -> None:
+        """Before `begin`, where others train meanwhile: do a step without them.
+
+        What is slow the first time (kernels, caches, the optimizer's state) is behind this role when they
+        wait for it. A rehearsal that fails does no harm: all that a step changes is loaded afterwards.
+        """
+        if not self._plan.get("ahead"):
+            return
+        try:
+            with self.comms.startup.rehearsal():
+                step()
+        except Exception:
+            log.warning(
+                "role %d could not rehearse a step; its first one will be slower", self.role, exc_info=True
+            )
+        adapter.reset()
+
     @property
     def joining(self) -> bool:
         """Whether the state this role goes on from is held elsewhere: its own start-up does not make it."""
@@ -279,11 +296,13 @@ class Session:
 
         Called before the rank contributes to the barrier; see docs/design.md for why not after it.
         """
+        if self._snapshots is None:  # a rehearsal
+            return
         started = time.monotonic_ns()
         pause = 20e-6
         while self.control[Word.COMMITTED] < self.version:
             self.raise_if_moved()
-            if self._snapshots is not None and (failure := self._snapshots.failed) is not None:
+            if (failure := self._snapshots.failed) is not None:
                 raise failure
             time.sleep(pause)
             pause = min(2e-3, pause * 1.5)
@@ -291,9 +310,10 @@ class Session:
 
     def optimizer_begins(self) -> None:
         """The barrier is passed: from here on the state changes."""
+        if self._snapshots is None:  # a rehearsal
+            return
         self.control[Word.TAG] = IN_OPTIMIZER
-        if self._snapshots is not None:
-            self._snapshots.step_begins()
+        self._snapshots.step_begins()
         self.point("optimizer")
 
     def step_done(self, trained: Message | None = None) -> None:
@@ -309,17 +329,17 @@ class Session:
         self._step_began = now
         self.version += 1
         self.control[Word.VERSION] = self.control[Word.TAG] = self.version
-        self._snapshots.stage(self.version)
-        if trained is not None and self.elastic:
-            self._send({"type": "trained", "epoch": self.epoch, "step": self.version, **trained})
         if self._report_step:
             self._report_step = False
             self._send({"type": "stepped", "epoch": self.epoch, "version": self.version})
+        self._snapshots.stage(self.version)
+        if trained is not None and self.elastic:
+            self._send({"type": "trained", "epoch": self.epoch, "step": self.version, **trained})
         self._hold()
 
     def _hold(self) -> None:
         """A replica group comes back: wait for that here, where nothing is under way that would be lost."""
-        if self._hold_in != self.epoch:
+        if self._hold_in != self.epoch or self.version < self._hold_at:
             return
         self._send({"type": "held", "epoch": self.epoch})
         with self._condition:
@@ -536,7 +556,7 @@ class Session:
             self._send({"type": "counts", "counts": self.comms.startup_counts()})
         elif kind == "hold":
             with self._condition:
-                self._hold_in = message["epoch"]
+                self._hold_in, self._hold_at = message["epoch"], message["step"]
                 self._condition.notify_all()
         elif kind == "release":
             with self._condition:

@@ -113,6 +113,13 @@ class Call:
         touched = (t for t in self.inputs if t.untyped_storage().data_ptr() in places)
         return [(t, t.detach().clone()) for t in touched] if self.kind != "broadcast" else []
 
+    def without_peers(self) -> list[torch.Tensor]:
+        """The results, which are zero where others would have sent them."""
+        own = self.kind in ("send", "allreduce", "reduce") or (self.kind == "broadcast" and self.is_root)
+        for tensor in () if own else self.results:
+            tensor.detach().zero_()
+        return self.results
+
     def entry(self) -> Entry:
         """What to record of it, with the bytes of the results that are the same on all members."""
         if self.kind in _OWN_RESULT + _AT_ROOT:

@@ -18,6 +18,8 @@ from ft_megatron.optimizer_hooks import hook_optimizer
 from ft_megatron.state import MegatronAdapter
 
 Result = TypeVar("Result")
+_TRACES = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps", "moe_router_enable_expert_bias")
+"""Settings with which a micro batch changes more than the gradient."""
 
 
 class Job:
@@ -40,6 +42,8 @@ class Job:
         self._group = 0
         self._lead = 0
         self._membership = Membership(1)
+        self._turns = 0
+        self._leaves_traces = any(getattr(model[0].config, name, None) for name in _TRACES)
         self.inherited: Any = None
         """The result of step `step`, if another worker did that step in this role, else None."""
         if not enabled:
@@ -101,6 +105,20 @@ class Job:
             self._adapter.deal(Dealer(self._session, self._group, Deal(count * member[1]), member))
         return self._adapter.dealers[0].take()
 
+    def micro_batches(self, count: int) -> int:
+        """How many micro batches of a training step this rank computes, where a step has `count`.
+
+        One is enough for a replica group that has come back and has no samples yet: its gradient is zero
+        whatever it computes, and while the others do theirs it catches up with them (FT-HSDP, section 4.3).
+        Unless they leave something else behind: random states, or loads of experts. Do not ask where micro
+        batches have collectives with other groups, draw random numbers otherwise than the model's
+        configuration says, or the schedule needs more than one.
+        """
+        self._turns = count
+        if self._session is None or self._leaves_traces or self._group in self._session.contributing:
+            return count
+        return 1
+
     def mean(self, value: torch.Tensor, group: Any, of_training: bool = True) -> torch.Tensor:
         """The mean over the data-parallel ranks in `group` that took part, in place.
 
@@ -133,7 +151,7 @@ class Job:
                     "--ft-policy shrink deals the samples of groups that left to the others: a training "
                     "loop must take its samples from `job.samples`, on every rank; or give another policy"
                 )
-            trained = [dealer.step_done() for dealer in self._adapter.dealers]
+            trained = [dealer.step_done(self._turns) for dealer in self._adapter.dealers]
             self._session.step_done(trained[0] if trained and self._adapter.leads_group else None)
         self._repeated = self.step <= self._newest
         self._newest = max(self._newest, self.step)
@@ -143,12 +161,16 @@ class Job:
         if self._session is not None:
             self._session.point(name)
 
-    def run(self, train: Callable[[], Result]) -> Result:
-        """Run `train` to its end, through any number of recoveries, and return what it returns."""
+    def run(self, train: Callable[[], Result], step: Callable[[], object] = lambda: None) -> Result:
+        """Run `train` to its end, through any number of recoveries, and return what it returns.
+
+        `step`: a training step. A replica group that comes back rehearses it, before others wait for it.
+        """
         if self._session is None:
             return train()
         session, adapter = self._session, self._adapter
         assert adapter is not None
+        session.rehearse(adapter, step)
 
         def entered() -> Result:
             if self.step > self._newest:

@@ -516,7 +516,9 @@ class Trainer:
             forward_step_func=self.forward_step,
             data_iterator=self.samples.global_batch(dataset, index, None if forward_only else self.job),
             model=self.model,
-            num_microbatches=args.num_microbatches,
+            num_microbatches=args.num_microbatches
+            if forward_only
+            else self.job.micro_batches(args.num_microbatches),
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
             forward_only=forward_only,
@@ -629,7 +631,7 @@ def main() -> None:
     args = parse_args()
     initialize(args)
     trainer = Trainer(args)
-    digest = trainer.job.run(trainer.train)
+    digest = trainer.job.run(trainer.train, lambda: trainer.train_step(0))
     if trainer.is_logger:
         print(f"digest sha256:{digest}", flush=True)
     torch.distributed.destroy_process_group()
