@@ -199,10 +199,8 @@ class Session:
         try:
             with self.comms.startup.rehearsal():
                 step()
-        except Exception:
-            log.warning(
-                "role %d could not rehearse a step; its first one will be slower", self.role, exc_info=True
-            )
+        except Exception as error:
+            log.warning("role %d could not rehearse a step, and its first is slower: %r", self.role, error)
         adapter.reset()
 
     @property

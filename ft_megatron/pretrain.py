@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 import sys
 from collections.abc import Callable
@@ -240,6 +241,7 @@ class Hooks:
             config.finalize_model_grads_func = self.finalize(config.finalize_model_grads_func)
         syncs = {name: getattr(config, name) for name in _SYNC_FUNCTIONS}
         current.point("startup")
+        current.rehearse(adapter, lambda: self._rehearse(forward_step_func, model, optimizer))
         arguments = self._training.get_args()
         current.begin(self._adapter, arguments.iteration, lambda: None, resumes=bool(arguments.save))
 
@@ -268,6 +270,24 @@ class Hooks:
             return loop.returned
 
         return self._part(entered, passed)
+
+    def _rehearse(self, forward_step_func: Any, model: Any, optimizer: Any) -> None:
+        """A micro batch, and the optimizer's step; an interleaved schedule needs as many as it has stages."""
+        args, several = self._training.get_args(), len(model) > 1
+        rerun = self._training.get_rerun_state_machine()
+        rerun.set_mode(type(rerun.get_mode()).DISABLED)  # until the adapter's reset
+        batch = next((itertools.repeat(loader.first_batch()) for loader in self.loaders.dealt), None)
+        self._training.get_forward_backward_func()(
+            forward_step_func=forward_step_func,
+            data_iterator=[batch] * len(model) if several else batch,
+            model=model,
+            num_microbatches=args.pipeline_model_parallel_size if several else 1,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            decoder_seq_length=args.decoder_seq_length,
+            forward_only=False,
+        )
+        optimizer.step()
 
     def _part(self, call: Callable[[], Any], passed: Callable[[], Any]) -> Any:
         """A part (see `Session.part`) that ends in a version of its own: with what it has counted and drawn.

@@ -71,6 +71,7 @@ def test_groups_leave_and_return(more: tuple[str, ...], tmp_path: Path) -> None:
     assert result.code == 0, result.output[-3000:]
     reference = torchrun(Groups(**layout, told=str(job_dir / "ledger.jsonl")), STEPS, "--save", str(expected))
     text = read_logs(job_dir)
+    assert "could not rehearse" not in result.output
     if more:
         # A step that was done before a shard was lost with its group is done again, and logged again.
         found = lasting_losses(text, result.events, LOSS)
