@@ -22,7 +22,7 @@ class Dealer:
         self._member = member
         self._done = self._deal = deal
         self._first = deal.to_json()
-        self._step, self._taken = -1, 0
+        self._step = -1
 
     @property
     def all_are_there(self) -> bool:
@@ -41,21 +41,15 @@ class Dealer:
         A group that has not been dealt any takes part with a zero gradient: it reads what the first one does.
         """
         self._begin()
-        self._taken += 1
         hand = self._deal.take(self._session.version + 1, self._session.membership)
         dealt = positions(hand.get(self._group) or next(iter(hand.values())))
         index, members = self._member
         size = len(dealt) // members
         return dealt[index * size : (index + 1) * size]
 
-    def step_done(self, turns: int = 0) -> dict[str, Any]:
-        """The step is complete: what the ledger is to know of it. Before the engine hears of it.
-
-        `turns`: micro batches of the step on those who train; this role may have taken fewer.
-        """
+    def step_done(self) -> dict[str, Any]:
+        """The step is complete: what the ledger is to know of it. Before the engine hears of it."""
         self._begin()
-        while self._taken < turns:
-            self.take()
         trained = self._deal.step_done(self._session.version + 1, self._session.membership)
         self._done, self._step = self._deal, -1
         samples = {str(group): [list(r) for r in ranges] for group, ranges in trained.items()}
@@ -76,4 +70,4 @@ class Dealer:
     def _begin(self) -> None:
         step = self._session.version + 1
         if self._step != step:
-            self._step, self._deal, self._taken = step, Deal.from_json(self._done.to_json()), 0
+            self._step, self._deal = step, Deal.from_json(self._done.to_json())

@@ -18,6 +18,7 @@ class Exchange:
     def __init__(self, model: list[Any], session: Session, group: int) -> None:
         """`model`: the DDP-wrapped chunks; `group`: this role's replica group."""
         self._session, self._group = session, group
+        self._interleaved = len(model) > 1
         self._averaged = model[0].ddp_config.average_in_collective
         self._per_token = bool(getattr(model[0].config, "calculate_per_token_loss", False))
         for chunk in model:
@@ -41,3 +42,23 @@ class Exchange:
             return start(*args, **kwargs)
 
         return start_grad_sync
+
+    def schedule(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+        """`forward_backward_func` of a training step, in which a group without samples does what it must.
+
+        Its gradient is zero whatever it computes, so one backward pass is enough, which issues the same
+        collectives as the others' last. It does all forward passes: they may draw random numbers, count what
+        experts get, or have collectives of their own. So a group that has come back is at the exchange
+        before the others, and the time it took to load its state is hidden (FT-HSDP, section 4.3).
+        Interleaved schedules want whole rounds of micro batches, and are left as they are.
+        """
+        if self._interleaved:
+            return forward_backward
+
+        def forward_backward_func(*, num_microbatches: int, **arguments: Any) -> Any:
+            if num_microbatches > 1 and self._group not in self._session.contributing:
+                forward_backward(**{**arguments, "forward_only": True}, num_microbatches=num_microbatches - 1)
+                num_microbatches = 1
+            return forward_backward(num_microbatches=num_microbatches, **arguments)
+
+        return forward_backward_func

@@ -201,6 +201,7 @@ class Hooks:
         """The checkpoint that was due last, if it was not written since groups were away."""
         self._parts = 0
         self._training_log = inspect.signature(training.training_log)
+        self._train_step = inspect.signature(training.train_step)
 
     def enabled(self) -> bool:
         """Whether the arguments say `--ft`."""
@@ -349,7 +350,10 @@ class Hooks:
         self._log.doubtful, self._postponed = self._log.doubtful - 1, None
         current.raise_if_moved()
         frame = inspect.currentframe()
-        result = original(*args, **kwargs)
+        found = self._train_step.bind(*args, **kwargs)
+        schedule = self._groups.exchange.schedule(found.arguments["forward_backward_func"])
+        found.arguments["forward_backward_func"] = schedule
+        result = original(*found.args, **found.kwargs)
         should_exit = result[3]
         if should_exit:
             return result  # the rerun state machine wants to leave before the optimizer steps

@@ -31,13 +31,15 @@ def dealt(dataset: Any) -> bool:
 class ReplicaGroups:
     """The loop's samples, schedule and log, by who takes part."""
 
+    exchange: Exchange
+
     def __init__(self, training: ModuleType, current: Session, adapter: MegatronAdapter) -> None:
         self._training, self._session, self._adapter = training, current, adapter
 
     def join(self, model: list[Any], scheduler: Any, loaders: Loaders) -> None:
         """Hook the gradient exchange, the loaders and the schedule."""
         group = self._adapter.replica_group[0]
-        Exchange(model, self._session, group)
+        self.exchange = Exchange(model, self._session, group)
         for loader in loaders.dealt:
             deal = Deal(loader.turn * self._adapter.member[1], loader.first)
             loader.dealer = Dealer(self._session, group, deal, self._adapter.member)

@@ -18,8 +18,6 @@ from ft_megatron.optimizer_hooks import hook_optimizer
 from ft_megatron.state import MegatronAdapter
 
 Result = TypeVar("Result")
-_TRACES = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps", "moe_router_enable_expert_bias")
-"""Settings with which a micro batch changes more than the gradient."""
 
 
 class Job:
@@ -42,8 +40,7 @@ class Job:
         self._group = 0
         self._lead = 0
         self._membership = Membership(1)
-        self._turns = 0
-        self._leaves_traces = any(getattr(model[0].config, name, None) for name in _TRACES)
+        self._exchange: Exchange | None = None
         self.inherited: Any = None
         """The result of step `step`, if another worker did that step in this role, else None."""
         if not enabled:
@@ -55,7 +52,7 @@ class Job:
             raise ConfigError("--ft needs ftrun in place of torchrun (same flags): nothing protects this job")
         self._adapter = MegatronAdapter(model, optimizer, scheduler)
         self._group = self._adapter.replica_group[0]
-        Exchange(model, self._session, self._group)
+        self._exchange = Exchange(model, self._session, self._group)
         config = model[0].config
         protected = hook_optimizer(optimizer, model, self._session, self._adapter.sharded)
         config.finalize_model_grads_func = protected(config.finalize_model_grads_func)
@@ -105,19 +102,9 @@ class Job:
             self._adapter.deal(Dealer(self._session, self._group, Deal(count * member[1]), member))
         return self._adapter.dealers[0].take()
 
-    def micro_batches(self, count: int) -> int:
-        """How many micro batches of a training step this rank computes, where a step has `count`.
-
-        One is enough for a replica group that has come back and has no samples yet: its gradient is zero
-        whatever it computes, and while the others do theirs it catches up with them (FT-HSDP, section 4.3).
-        Unless they leave something else behind: random states, or loads of experts. Do not ask where micro
-        batches have collectives with other groups, draw random numbers otherwise than the model's
-        configuration says, or the schedule needs more than one.
-        """
-        self._turns = count
-        if self._session is None or self._leaves_traces or self._group in self._session.contributing:
-            return count
-        return 1
+    def schedule(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's `forward_backward_func` for training: see `Exchange.schedule`."""
+        return forward_backward if self._exchange is None else self._exchange.schedule(forward_backward)
 
     def mean(self, value: torch.Tensor, group: Any, of_training: bool = True) -> torch.Tensor:
         """The mean over the data-parallel ranks in `group` that took part, in place.
@@ -151,7 +138,7 @@ class Job:
                     "--ft-policy shrink deals the samples of groups that left to the others: a training "
                     "loop must take its samples from `job.samples`, on every rank; or give another policy"
                 )
-            trained = [dealer.step_done(self._turns) for dealer in self._adapter.dealers]
+            trained = [dealer.step_done() for dealer in self._adapter.dealers]
             self._session.step_done(trained[0] if trained and self._adapter.leads_group else None)
         self._repeated = self.step <= self._newest
         self._newest = max(self._newest, self.step)

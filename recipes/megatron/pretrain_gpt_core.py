@@ -512,13 +512,12 @@ class Trainer:
     def forward_backward(self, dataset: Any, index: int, forward_only: bool = False) -> list[torch.Tensor]:
         """Run the pipeline schedule over global batch `index`; returns the losses, on the last stage."""
         args = self.args
-        return get_forward_backward_func()(
+        schedule = get_forward_backward_func()
+        return (schedule if forward_only else self.job.schedule(schedule))(
             forward_step_func=self.forward_step,
             data_iterator=self.samples.global_batch(dataset, index, None if forward_only else self.job),
             model=self.model,
-            num_microbatches=args.num_microbatches
-            if forward_only
-            else self.job.micro_batches(args.num_microbatches),
+            num_microbatches=args.num_microbatches,
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
             forward_only=forward_only,

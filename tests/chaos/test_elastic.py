@@ -14,7 +14,6 @@ from elastic_jobs import STRIDE, go_on, lasting_losses, states
 from harness import Job, Layout, Result, check_clean, read_logs, torchrun
 
 STEPS = 60
-NO_DROPOUT = ("--hidden-dropout=0", "--attention-dropout=0")
 LOSS = r"iteration (\d+)/\d+ \| loss (\S+)"
 
 
@@ -43,9 +42,8 @@ class Groups(Layout):
         pytest.param(
             Groups(1, 2, 3, bf16=True, more=("--global-batch-size=12",)), 2, marks=pytest.mark.exhaustive
         ),
-        # One optimizer over all groups: others adopt the shards of the one that is lost. Without dropout
-        # a group that has come back computes one micro batch of two at first.
-        (Groups(1, 1, 3, True, bf16=True, more=("--global-batch-size=12", *NO_DROPOUT)), 4),
+        # One optimizer over all groups: others adopt the shards of the one that is lost.
+        (Groups(1, 1, 3, True, bf16=True, more=("--global-batch-size=12",)), 4),
         # Three instances of two: of a lost instance, the ranks that are left go to another.
         pytest.param(
             Groups(1, 1, 6, True, more=("--num-distributed-optimizer-instances=3", "--global-batch-size=24")),

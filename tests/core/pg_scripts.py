@@ -397,6 +397,28 @@ def start_up(worker: Any, stop: Any, then: Any) -> dict[str, Any]:
     return plain({**out, "epoch": worker.epoch})
 
 
+def rehearse(worker: Any) -> dict[str, Any]:
+    """Role 1 issues operations in a rehearsal, which nobody else does; then all issue one."""
+    dist.init_process_group("gloo")
+    out: dict[str, Any] = {}
+    if worker.role == 1:
+        with worker.comms.startup.rehearsal():
+            out["sum"], out["mine"], out["theirs"], out["received"] = (torch.ones(2) for _ in range(4))
+            dist.all_reduce(out["sum"], async_op=True).wait()
+            dist.broadcast(out["mine"], 1)
+            dist.broadcast(out["theirs"], 0)
+            out["gathered"], out["scattered"] = torch.ones(2 * worker.world), torch.ones(2)
+            dist.all_gather_single(out["gathered"], torch.ones(2))
+            dist.reduce_scatter_single(out["scattered"], torch.ones(2 * worker.world))
+            ops = [dist.P2POp(dist.isend, torch.ones(2), 0), dist.P2POp(dist.irecv, out["received"], 0)]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            dist.barrier()
+    out["real"] = torch.tensor([float(worker.role)])
+    dist.all_reduce(out["real"])
+    return {**plain(out), "counts": worker.comms.startup_counts()}
+
+
 def divergent(worker: Any, how: str) -> None:
     """A newcomer whose start-up differs from its peers'."""
     dist.init_process_group("gloo")

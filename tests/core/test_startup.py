@@ -55,6 +55,17 @@ def test_two_kills_during_start_up() -> None:
         check(job.results(), 3)
 
 
+def test_a_rehearsal_needs_no_peers_and_leaves_no_trace() -> None:
+    """What peers would have sent is zero."""
+    with Job(2, "rehearse") as job:
+        other, alone = job.results()
+    assert alone["real"] == other["real"] == [1.0]
+    assert alone["counts"] == other["counts"]
+    assert alone["sum"] == alone["mine"] == [1.0] * 2
+    assert alone["theirs"] == alone["received"] == alone["scattered"] == [0.0] * 2
+    assert alone["gathered"] == [0.0] * 4
+
+
 @pytest.mark.parametrize(
     "how,said",
     [
