@@ -478,8 +478,8 @@ class Agent:
         elif kind == "corrupt":
             self.store.memory(message["role"], message["role"] != role).strike(message["slot"])
             self._post({"type": "restore_failed", "epoch": self.epoch, "role": role, **_reason(message)})
-        elif kind == "startup_fetch":
-            self._spawn(self._inquiries.fetch_startup(worker, message, self.plan))
+        elif kind == "ask":
+            self._spawn(self._inquiries.relay(worker, message, self.plan))
         elif kind == "configure":
             self._asking[worker.number] = {**message, "worker": worker.number}
             self._post(self._asking[worker.number])

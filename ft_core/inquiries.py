@@ -42,9 +42,14 @@ class Inquiries:
             )
             self._store.strike(str(question["segment"]), int(question["version"]))
             return {}
+        holder = int(question.get("holder", -1))
         if kind == "startup":
-            entries = asyncio.run_coroutine_threadsafe(self._record_of(question), self._loop)
-            return entries.result(_DEADLINE)
+            asked = {"group": str(question["group"]), "start": int(question["start"])}
+            return {"entries": self._from_worker(holder, {"type": "startup_entries", **asked})["entries"]}
+        if kind == "progress":
+            said = self._from_worker(holder, {"type": "progress"})
+            envelope = self._store.envelope(holder).decode()
+            return {"version": said["version"], "counts": said["counts"], "envelope": envelope}
         return {"error": "unknown question"}
 
     def answered(self, message: Message) -> None:
@@ -52,24 +57,26 @@ class Inquiries:
         if (waiting := self._waiting.pop(message["id"], None)) is not None and not waiting.done():
             waiting.set_result(message)
 
-    async def fetch_startup(self, worker: Worker, message: Message, plan: Message) -> None:
-        """A newcomer here needs a peer's record of start-up collectives: ask the peer's agent."""
+    async def relay(self, worker: Worker, message: Message, plan: Message) -> None:
+        """A newcomer here asks something of a role elsewhere, `holder`: ask that one's agent."""
         reply: Message = {"type": "reply", "id": message["id"]}
         try:
             node = plan["roles"][str(message["holder"])]
-            question = {"ask": "startup", **{k: message[k] for k in ("holder", "group", "start")}}
+            question = {key: value for key, value in message.items() if key not in ("type", "id")}
             address = plan["nodes"][node]["data"]
             reply |= await asyncio.to_thread(self._transport.request, address, question, _DEADLINE)
         except (FtError, KeyError) as error:
-            reply["error"] = f"start-up record of role {message['holder']}: {error}"
+            reply["error"] = f"asking role {message['holder']} for its {message['ask']}: {error}"
         worker.post(reply)
 
-    async def _record_of(self, question: Message) -> Message:
-        worker = self._pool.of_role(int(question["holder"]))
+    def _from_worker(self, role: int, message: Message) -> Message:
+        return asyncio.run_coroutine_threadsafe(self._ask_worker(role, message), self._loop).result(_DEADLINE)
+
+    async def _ask_worker(self, role: int, message: Message) -> Message:
+        worker = self._pool.of_role(role)
         if worker is None or worker.channel is None:
-            return {"error": f"role {question['holder']} has no worker on node {self._node}"}
+            raise FtError(f"role {role} has no worker on node {self._node}")
         number = next(self._numbers)
         self._waiting[number] = asyncio.get_running_loop().create_future()
-        asked = {"group": str(question["group"]), "start": int(question["start"])}
-        worker.post({"type": "startup_entries", "id": number, **asked})
-        return {"entries": (await asyncio.wait_for(self._waiting[number], _DEADLINE))["entries"]}
+        worker.post({**message, "id": number})
+        return await asyncio.wait_for(self._waiting[number], _DEADLINE)

@@ -367,6 +367,11 @@ class Communicators:
         with self._condition:
             return self.startup.counts()
 
+    def learn(self, completed: Mapping[str, Any]) -> None:
+        """Start-up operations that others have completed since this epoch's plan was made, as in `swap`."""
+        with self._condition:
+            self.startup.learn(completed)
+
     def startup_entries(self, group_name: str, start_at: int) -> list[dict[str, Any]]:
         """What a peer needs to replay operations `start_at` and later of a group. Any thread."""
         with self._condition:

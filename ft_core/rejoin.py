@@ -83,7 +83,7 @@ class Rejoin:
         self._c.event("preparing", f"replica groups {self._c.groups.of(roles)} start", roles)
         plan = {
             "origin": "memory",
-            "ahead": True,
+            "ahead": {role: self._c.plan["absent"].get(str(role)) for role in roles},
             "completed": completed(self._c.nodes.values(), set(map(int, self._c.plan["roles"]))),
             "absent": {r: other for r, other in self._c.plan["absent"].items() if int(r) not in self._places},
         }

@@ -23,6 +23,7 @@ from typing import Any, NoReturn, TypeVar
 from ft_core.adapter import Adapter
 from ft_core.adoption import Snapshots
 from ft_core.elastic import AHEAD, Membership, Start, lr_factor
+from ft_core.envelope import decode
 from ft_core.errors import ConfigError, CorruptSnapshot, EpochChanged, FtError
 from ft_core.inject import ENV as INJECT_ENV
 from ft_core.inject import Injector
@@ -194,7 +195,7 @@ class Session:
         What is slow the first time (kernels, caches, the optimizer's state) is behind this role when they
         wait for it. A rehearsal that fails does no harm: all that a step changes is loaded afterwards.
         """
-        if not self._plan.get("ahead"):
+        if not self._ahead:
             return
         try:
             with self.comms.startup.rehearsal():
@@ -202,6 +203,29 @@ class Session:
         except Exception as error:
             log.warning("role %d could not rehearse a step, and its first is slower: %r", self.role, error)
         adapter.reset()
+
+    def foresee(self) -> tuple[int, Any] | None:
+        """Before `begin`, where others train meanwhile: (version, envelope) of who stands for this role.
+
+        The script can be brought to `version` without them: of what it does outside of the framework's calls
+        until there, the results are on record. None where nobody trains without this role.
+        """
+        if not self._ahead:
+            return None
+        holder = self._plan["ahead"][str(self.role)]
+        try:
+            found = self._ask({"type": "ask", "ask": "progress", "holder": holder})
+            envelope = decode(found["envelope"].encode())
+        except (FtError, ValueError) as error:
+            log.info("role %d: %s; its script gets to the others with the epoch to come", self.role, error)
+            return None
+        self.membership = Membership.from_json(self._plan["groups"]["membership"])
+        self.comms.learn({name: [count, holder] for name, count in found["counts"].items()})
+        return int(found["version"]) - 1, envelope  # which all roles have done
+
+    @property
+    def _ahead(self) -> bool:
+        return str(self.role) in self._plan.get("ahead", {})
 
     @property
     def joining(self) -> bool:
@@ -511,7 +535,8 @@ class Session:
         self._send({"type": "staged", "role": role, "version": version})
 
     def _fetch_startup(self, holder: int, group: str, start: int) -> list[Any]:
-        reply = self._ask({"type": "startup_fetch", "holder": holder, "group": group, "start": start})
+        question = {"ask": "startup", "holder": holder, "group": group, "start": start}
+        reply = self._ask({"type": "ask", **question})
         return list(reply["entries"])
 
     def _set_stage(self, stage: Stage) -> None:
@@ -552,6 +577,9 @@ class Session:
             self._send({"type": "reply", "id": message["id"], "entries": entries})
         elif kind == "counts":
             self._send({"type": "counts", "counts": self.comms.startup_counts()})
+        elif kind == "progress":
+            version, counts = self.version, self.comms.startup_counts()
+            self._send({"type": "reply", "id": message["id"], "version": version, "counts": counts})
         elif kind == "hold":
             with self._condition:
                 self._hold_in, self._hold_at = message["epoch"], message["step"]

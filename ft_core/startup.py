@@ -102,7 +102,7 @@ class Startup:
         self.log = StartupLog()
         self.recording = True
         self._prefix = ""
-        self._muted = False
+        self._muted = self._strict = False
         self.rehearsing = False
         self._comms = comms
         self._completed: Mapping[str, Any] = {}
@@ -115,7 +115,7 @@ class Startup:
 
     def go_on(self, recover: Callable[[], None]) -> None:
         """With the lock: training begins, and what is issued outside of `paused` is recorded further on."""
-        self._recover = recover
+        self._recover, self._strict = recover, True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -163,6 +163,11 @@ class Startup:
         """With the lock: what survivors had completed when this epoch began, and where to get it."""
         self._completed, self._fetch, self._fetched = completed, fetch, {}
 
+    def learn(self, completed: Mapping[str, Any]) -> None:
+        """With the lock: survivors have completed more."""
+        more = {n: v for n, v in completed.items() if v[0] > self._completed.get(n, (0, -1))[0]}
+        self._completed, self._strict = {**self._completed, **more}, True
+
     def counts(self) -> dict[str, int]:
         """With the lock: completed operations by name; and a 1 for each name that gets no more."""
         return self.log.counts() | {f"{name}{_END}": 1 for name in self._ended}
@@ -192,7 +197,7 @@ class Startup:
                 entry = self.peers_entry(name, number, call.signature, epoch)
                 if entry is not None:
                     # Once training has begun, no restore comes after this that overwrites large results.
-                    call.apply(entry, self.where(name, number), lenient=self._recover is None)
+                    call.apply(entry, self.where(name, number), lenient=not self._strict)
                 else:
                     self._execute(group, method, kind, args, kwargs, epoch)
                     entry = call.entry()

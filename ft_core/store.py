@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 
-from ft_core.errors import CorruptSnapshot
+from ft_core.errors import CorruptSnapshot, FtError
 from ft_core.manifest import Segment
 from ft_core.memory import TORN, SnapshotBuffer
 from ft_core.replicas import ReplicaStore
-from ft_core.snapshot import verify
+from ft_core.snapshot import ENVELOPE, verify
 
 Found = tuple[Segment, memoryview, Sequence[int]]
 
@@ -82,6 +82,19 @@ class NodeStore:
             for held, keep in ((self.roles, set(roles)), (self.adopted, set(adopted))):
                 for role in set(held) - keep:
                     del held[role]
+
+    def envelope(self, role: int) -> bytes:
+        """Of the role's newest version here. Raises FtError if there is none."""
+        memory = self.memory(role)
+        for version in reversed(memory.versions()):
+            found = memory.find(version)
+            for index, segment in enumerate(found[1].segments if found else ()):
+                for item in segment.items:
+                    if found and item.name == ENVELOPE:
+                        data = bytes(found[1].data(index)[item.offset : item.offset + item.nbytes])
+                        if found[1].version == version:  # and was not written to meanwhile
+                            return data
+        raise FtError(f"no version of role {role} is here")
 
     def _memories(self) -> list[RoleMemory]:
         with self._lock:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,6 +45,10 @@ _POINTS = {
 """Kind of call -> where a failure may be injected when it begins."""
 
 _SAVES = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
+
+
+_NEAR = 8
+"""Steps that a newcomer's script passes with others waiting, rather than ask once more how far they are."""
 
 
 class Protection:
@@ -82,6 +87,8 @@ class Protection:
         self._counted: Counter[str] = Counter()
         self._forwards: list[Forward] = []
         self._ghost: Ghost | None = None
+        self._gap = math.inf
+        """Steps that this role's script was behind when it began to pass them, see `_goes_ahead`."""
         self._script: Any = None
         """Counters, random states and schedules where a newcomer's script is: the engine is further on."""
         Protection.engines += 1
@@ -180,7 +187,24 @@ class Protection:
         self._script = self._adapter.envelope()
         self._covered = self._engine.global_steps
         self._reached(self._covered)
-        self._session.begin(self._adapter, self._position, self._redo)
+        if not self._goes_ahead():
+            self._session.begin(self._adapter, self._position, self._redo)
+
+    def _goes_ahead(self) -> bool:
+        """Others train without this role, and nobody waits for it: have its script pass the steps till now.
+
+        Returns whether there are any that are worth it. Then `begin` is yet to come.
+        """
+        seen = self._session.foresee()
+        gap = seen[0] - self._position if seen is not None else 0
+        if seen is None or gap < _NEAR or gap > self._gap / 2:
+            return False
+        self._gap = gap
+        self._ghost = self._ghost or Ghost()
+        self._ghost.until, self._ghost.envelope = seen
+        self.results = Results(seen[1]["results"])
+        self.loaders.follow(seen[1]["loaders"])
+        return True
 
     def _call(self, call: Call) -> Any:
         call.version = self._position
@@ -321,7 +345,8 @@ class Protection:
 
     def _answer(self, call: Call) -> Any:
         try:
-            self._session.raise_if_moved()
+            if self._session.protecting:
+                self._session.raise_if_moved()
         except EpochChanged:
             self._session.recover()
         ghost = self._ghost
@@ -339,7 +364,10 @@ class Protection:
             if self._engine.lr_scheduler is not None:
                 self._engine.lr_scheduler.step()
             if self._position == ghost.until:
-                self._go_live()
+                if self._session.protecting:
+                    self._go_live()
+                elif not self._goes_ahead():
+                    self._session.begin(self._adapter, self._position, self._redo)
         return result
 
     def _go_live(self) -> None:
