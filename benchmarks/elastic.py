@@ -6,10 +6,13 @@ every role that is left has finished its next step; of a return, from the end of
 of the others stops for it until every role has.
 Both hold one step, which would have been done anyway: the time of a median step with the same groups is taken
 off. While the group starts, the others train. All times are from `events.jsonl`.
+
+With `--deepspeed STAGE` the job is the DeepSpeed recipe.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -19,11 +22,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RECIPE, finish, ftrun, parser, spread, table
+from benchmarks.common import RECIPE, ROOT, finish, ftrun, parser, spread, table
 from benchmarks.recovery import Processes, scratch
 from ft_core.ctl import ask
 
 GROUPS = 3
+CLM = ROOT / "recipes" / "deepspeed" / "pretrain_clm.py"
 MODEL = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 "
     "--global-batch-size 12 --mock-data --train-iters 100000"
@@ -43,29 +47,41 @@ def main() -> None:
     p.add_argument("--rounds", type=int, default=5, help="how often a group leaves and comes back")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--sharded", action="store_true", help="one optimizer over all groups: shards are adopted")
+    p.add_argument("--deepspeed", type=int, choices=range(4), metavar="STAGE", help="with that stage of ZeRO")
     args = p.parse_args()
     rng = random.Random(args.seed)
-    more = ["--use-distributed-optimizer"] if args.sharded else []
-    with scratch() as place, Elastic(Path(place), more) as job:
-        found = [job.round(rng) for _ in range(1 if args.quick else args.rounds)]
-    result = {name: spread([row[name] for row in found]) for name in ROWS}
-    finish(
-        "elastic_sharded" if args.sharded else "elastic",
-        args,
-        {"seconds": result, "rounds": found},
-        report(result),
-    )
+    name, command = "elastic", [str(RECIPE), *MODEL, "--ft"]
+    if args.sharded:
+        name, command = "elastic_sharded", [*command, "--use-distributed-optimizer"]
+    with scratch() as place:
+        if args.deepspeed is not None:
+            name, command = f"elastic_zero{args.deepspeed}", deepspeed(Path(place), args.deepspeed)
+        with Elastic(Path(place), command) as job:
+            found = [job.round(rng) for _ in range(1 if args.quick else args.rounds)]
+    result = {row: spread([times[row] for times in found]) for row in ROWS}
+    finish(name, args, {"seconds": result, "rounds": found}, report(result))
+
+
+def deepspeed(directory: Path, stage: int) -> list[str]:
+    """The DeepSpeed recipe, with a configuration of its own."""
+    config = json.loads((CLM.parent / "ds_zero1.json").read_text())
+    config["zero_optimization"]["stage"] = stage
+    config["fault_tolerance"] = {"enabled": True, "policy": "shrink"}
+    path = directory / "deepspeed.json"
+    path.write_text(json.dumps(config))
+    size = "--hidden-size 128 --seq-length 128 --train-iters 100000".split()
+    return [str(CLM), "--deepspeed", "--deepspeed_config", str(path), *size]
 
 
 class Elastic(Processes):
     """The recipe under ftrun; a node that dies is replaced by a new one."""
 
-    def __init__(self, directory: Path, more: list[str]) -> None:
-        """`more` flags of the recipe."""
+    def __init__(self, directory: Path, command: list[str]) -> None:
+        """`command`: a recipe with its flags."""
         super().__init__(directory)
         self._job = directory / "job"
         flags = (f"--nnodes={GROUPS}", "--nproc-per-node=1", "--ft-policy=shrink", "--respawn")
-        self.start([*ftrun(self._job, *flags), str(RECIPE), *MODEL, *more, "--ft"])
+        self.start([*ftrun(self._job, *flags), *command])
         self._epoch = 1
 
     def round(self, rng: random.Random) -> dict[str, float]:
