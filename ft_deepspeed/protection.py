@@ -87,6 +87,7 @@ class Protection:
         self._counted: Counter[str] = Counter()
         self._forwards: list[Forward] = []
         self._ghost: Ghost | None = None
+        self._sample: Forward | None = None
         self._gap = math.inf
         """Steps that this role's script was behind when it began to pass them, see `_goes_ahead`."""
         self._script: Any = None
@@ -367,8 +368,26 @@ class Protection:
                 if self._session.protecting:
                     self._go_live()
                 elif not self._goes_ahead():
+                    self._session.rehearse(self._adapter, self._rehearse)
                     self._session.begin(self._adapter, self._position, self._redo)
+        elif isinstance(call, Forward) and not self._session.protecting:
+            self._sample = call
         return result
+
+    def _rehearse(self) -> None:
+        """The forward pass that the script has asked for last, and back: see `Session.rehearse`."""
+        call, self._sample = self._sample, None
+        if call is None or call.kind != "forward":
+            return
+        context = Context.capture(self._engine)
+        self._busy = True
+        try:
+            call.execute()
+            if call.outputs:
+                self._engine.backward(call.outputs[0].float().mean())
+        finally:
+            self._busy = False
+            context.apply(self._engine)
 
     def _go_live(self) -> None:
         assert self._ghost is not None

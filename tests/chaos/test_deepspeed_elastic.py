@@ -121,6 +121,7 @@ def test_groups_leave_and_return(groups: Groups, nproc: int, seed: int, tmp_path
         result = job.finish()
     check_clean(result)
     assert result.code == 0, result.output[-3000:]
+    assert "could not rehearse" not in result.output
     check_told(result, groups)
 
 
