@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from ft_core.adapter import StateTensor
-from ft_core.errors import CorruptSnapshot
+from ft_core.envelope import decode
+from ft_core.errors import CorruptSnapshot, FtError
 from ft_core.manifest import CHUNK
 from ft_core.memory import TORN, SnapshotBuffer
 from ft_core.snapshot import Snapshotter
-from ft_core.store import RoleMemory
+from ft_core.store import NodeStore, RoleMemory
 
 
 class Model:
@@ -192,3 +193,18 @@ def test_equal_layouts_on_every_holder():
 
 def test_a_fresh_buffer_is_torn():
     assert SnapshotBuffer.create([]).version == TORN
+
+
+def test_the_envelope_of_the_newest_version_can_be_had_alone():
+    store, model = NodeStore(), Model()
+    memory = store.memory(3)
+    snapshotter = Snapshotter(model, lambda slot, s: memory.allocate(slot, s).memory.address, lambda _: None)
+    with pytest.raises(FtError, match="role 3"):
+        store.envelope(3)
+    for version in (7, 8):
+        model.step(snapshotter)
+        snapshotter.stage(version)
+        snapshotter.wait()
+    assert decode(store.envelope(3)) == model.envelope()
+    memory.strike(memory.find(8)[0])
+    assert decode(store.envelope(3)) == {"lr": model.lr * 3}
