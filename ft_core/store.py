@@ -85,14 +85,17 @@ class NodeStore:
 
     def envelope(self, role: int) -> bytes:
         """Of the role's newest version here. Raises FtError if there is none."""
-        memory = self.memory(role)
+        with self._lock:
+            memory = self.roles.get(role, RoleMemory())  # to ask for it must not make it
         for version in reversed(memory.versions()):
-            found = memory.find(version)
-            for index, segment in enumerate(found[1].segments if found else ()):
+            if (found := memory.find(version)) is None:
+                continue
+            buffer = found[1]
+            for index, segment in enumerate(buffer.segments):
                 for item in segment.items:
-                    if found and item.name == ENVELOPE:
-                        data = bytes(found[1].data(index)[item.offset : item.offset + item.nbytes])
-                        if found[1].version == version:  # and was not written to meanwhile
+                    if item.name == ENVELOPE:
+                        data = bytes(buffer.data(index)[item.offset : item.offset + item.nbytes])
+                        if buffer.version == version:  # and was not written to meanwhile
                             return data
         raise FtError(f"no version of role {role} is here")
 
