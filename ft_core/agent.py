@@ -26,7 +26,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from ft_core import durable, orphans, reverse_dns
+from ft_core import collector, durable, orphans, reverse_dns
 from ft_core.departure import Departure, leave_in_peace
 from ft_core.errors import AuthenticationError, FtError
 from ft_core.fetch import bring
@@ -618,6 +618,7 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Connections break at every failure; c10d would write a C++ stack trace for each.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    collector.exempt()
     agent = Agent(Settings.read(args.job_dir), args.job_dir, args.node, args.domain, args.node_rank)
     return asyncio.run(agent.run())
 

@@ -21,7 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ft_core import decision, ledger
+from ft_core import collector, decision, ledger
 from ft_core.configuration import Configuration
 from ft_core.console import Console
 from ft_core.departure import ENDED, GRACE, leave_in_peace
@@ -722,6 +722,7 @@ def main() -> int:
     parser.add_argument("--job-dir", type=Path, required=True)
     args = parser.parse_args()
     logging.basicConfig(format="%(asctime)s ft %(levelname)s %(message)s", level=logging.WARNING)
+    collector.exempt()
     return asyncio.run(Controller(Settings.read(args.job_dir), args.job_dir).run())
 
 

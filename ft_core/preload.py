@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import gc
 import importlib
 import importlib.util
 import os
 import sys
 from pathlib import Path
+
+from ft_core import collector
 
 ENV = "FT_PRELOAD"
 
@@ -67,4 +70,7 @@ def _preload() -> None:
     sys.path.pop(0)
 
 
+gc.disable()  # nothing is garbage yet
 _preload()
+collector.exempt()
+gc.enable()

@@ -22,6 +22,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ft_core.adapter import Adapter
 from ft_core.adoption import Snapshots
+from ft_core.collector import Pause
 from ft_core.elastic import AHEAD, Membership, Start, lr_factor
 from ft_core.envelope import decode
 from ft_core.errors import ConfigError, CorruptSnapshot, EpochChanged, FtError
@@ -79,6 +80,7 @@ class Session:
         self._hold_in = self._hold_at = 0
         """The epoch in which this role is to stop at the end of a step, and the step."""
         self._step_began = 0
+        self._collection = Pause()
         self.job_dir = job_dir
         self.epoch = 0
         self.role = -1
@@ -345,6 +347,7 @@ class Session:
         replica group gives them: all groups know the same, and the ledger must not lose a step with one.
         """
         assert self._snapshots is not None
+        self._collection.end()
         now = time.monotonic_ns()
         if self._step_began:
             self.control[Word.STEP_NS] = now - self._step_began
@@ -363,6 +366,7 @@ class Session:
         """A replica group comes back: wait for that here, where nothing is under way that would be lost."""
         if self._hold_in != self.epoch or self.version < self._hold_at:
             return
+        self._collection.begin()
         self._send({"type": "held", "epoch": self.epoch})
         with self._condition:
             self._condition.wait_for(
@@ -403,6 +407,7 @@ class Session:
         """
         assert self._snapshots is not None
         self._snapshots.wait()
+        self._collection.end()  # no step may follow
         self._send({"type": "completed", "epoch": self.epoch, "part": self._part, "last": last})
         with self._condition:
             self._condition.wait_for(lambda: self._parts_done >= self._part or self._pending > self.epoch)
@@ -414,6 +419,7 @@ class Session:
 
     def _resume(self) -> None:
         assert self._snapshots is not None and self._adapter is not None
+        self._collection.begin()  # a newcomer has not been in `_quiesce`
         membership = Membership.from_json(self._plan["groups"]["membership"])
         if not membership.groups:  # the plan was made before the roles had told of their groups
             membership = self.start.membership(self._adapter.replica_group[1])
@@ -450,6 +456,7 @@ class Session:
 
     def _quiesce(self) -> None:
         assert self._snapshots is not None and self._adapter is not None
+        self._collection.begin()
         try:
             self._snapshots.wait()
         except Exception:

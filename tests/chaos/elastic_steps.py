@@ -8,6 +8,7 @@ With FT_PARAMETERS the state told of is the parameters alone, which all groups h
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
 import os
@@ -120,10 +121,14 @@ class Told(Telling):
 
 
 def slowed_down(restore: Any) -> Any:
-    """A restore that takes a newcomer as long as the file `slow` of the job is there."""
+    """A restore that takes a newcomer as long as the file `slow` of the job is there.
+
+    Nobody collects garbage in it, since others wait.
+    """
 
     def restored(*args: Any) -> None:
         current = session.current()
+        assert current is None or not gc.isenabled()
         while current is not None and current.predecessors and (current.job_dir / "slow").exists():
             time.sleep(0.01)
         restore(*args)
@@ -140,6 +145,7 @@ def main() -> None:
     recipe.initialize(args)
     trainer = (Told if "FT_TOLD" in os.environ else Telling)(args)
     digest = trainer.job.run(trainer.train, lambda: trainer.train_step(0))
+    assert gc.isenabled() and (session.current() is None or gc.get_freeze_count() > 10_000)
     if trainer.is_logger:
         print(f"digest sha256:{digest}", flush=True)
     dist.destroy_process_group()
