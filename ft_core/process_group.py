@@ -372,10 +372,10 @@ class Communicators:
         with self._condition:
             self.startup.learn(completed)
 
-    def startup_entries(self, group_name: str, start_at: int) -> list[dict[str, Any]]:
-        """What a peer needs to replay operations `start_at` and later of a group. Any thread."""
+    def startup_entries(self, name: str, start: int) -> dict[str, list[dict[str, Any]]]:
+        """What a peer needs to replay operations, see `StartupLog.to_json`. Any thread."""
         with self._condition:
-            return self.startup.log.to_json(group_name, start_at)
+            return self.startup.log.to_json(name, start)
 
     # -- groups -----------------------------------------------------------------------------------
 

@@ -541,10 +541,10 @@ class Session:
             self.control[Word.STAGED] = version
         self._send({"type": "staged", "role": role, "version": version})
 
-    def _fetch_startup(self, holder: int, group: str, start: int) -> list[Any]:
+    def _fetch_startup(self, holder: int, group: str, start: int) -> dict[str, list[Any]]:
         question = {"ask": "startup", "holder": holder, "group": group, "start": start}
         reply = self._ask({"type": "ask", **question})
-        return list(reply["entries"])
+        return {str(name): list(entries) for name, entries in reply["entries"].items()}
 
     def _set_stage(self, stage: Stage) -> None:
         with self._condition:

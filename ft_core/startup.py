@@ -49,8 +49,8 @@ from ft_core.startup_log import (
 if TYPE_CHECKING:
     from ft_core.process_group import Communicators
 
-Fetch = Callable[[int, str, int], Sequence[Mapping[str, Any]]]
-"""(holder's role, name in the log, first sequence number) -> its entries from there, as JSON objects."""
+Fetch = Callable[[int, str, int], Mapping[str, Sequence[Mapping[str, Any]]]]
+"""(holder's role, name in the log, first sequence number) -> see `StartupLog.to_json`."""
 
 _END = "/end"
 """Suffix of a name in the plan: a peer ended start-up, the sequence grows no more."""
@@ -245,10 +245,10 @@ class Startup:
                 found = self._fetch(holder, name, number)
             except Exception as error:
                 self._comms.failed(epoch, error)
-            entries = [Entry.from_json(e) for e in found]
-            first = number
-            self._fetched[name] = first, entries
-            if not entries:
+            for each, rows in found.items():
+                self._fetched[each] = number if each == name else 0, [Entry.from_json(e) for e in rows]
+            first, entries = self._fetched.get(name, (number, []))
+            if not first <= number < first + len(entries):
                 raise ReplayMismatch(f"{self.where(name, number)}: role {holder} has no record of it")
         return entries[number - first]
 

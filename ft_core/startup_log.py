@@ -22,7 +22,11 @@ ENTRY_CAP = 1 << 20
 """Bytes above which a result is a parameter broadcast or the like: restore overwrites what it filled,
 and it must not crowd out the small results that steer the script."""
 
+AT_ONCE = 4 << 20
+"""Bytes of results, and some for each operation, that a newcomer is given at a time."""
+
 _IN_PLACE = ("allreduce", "broadcast", "reduce")
+_OVERHEAD = 256
 _OWN_RESULT = ("reduce_scatter", "scatter", "alltoall")
 _AT_ROOT = ("gather", "reduce")
 
@@ -76,9 +80,22 @@ class StartupLog:
         """Completed operations by name."""
         return {name: len(entries) for name, entries in self._entries.items()}
 
-    def to_json(self, name: str, start: int) -> list[dict[str, Any]]:
-        """Entries of `name` from `start` on."""
-        return [e.to_json() for e in self._entries.get(name, ())[start:]]
+    def to_json(self, name: str, start: int) -> dict[str, list[dict[str, Any]]]:
+        """Entries of `name` from `start` on, and of the names that came up after it, up to `AT_ONCE`.
+
+        Those are what a newcomer needs next: operations that are issued in a later step have a later name.
+        """
+        names = iter(self._entries)
+        later = [name, *names] if name in names else []
+        found: dict[str, list[dict[str, Any]]] = {}
+        left = AT_ONCE
+        for each in later:
+            for entry in self._entries[each][start if each == name else 0 :]:
+                if left <= 0:
+                    return found
+                found.setdefault(each, []).append(entry.to_json())
+                left -= _OVERHEAD + sum(map(len, entry.tensors or ()))
+        return found
 
 
 class Call:

@@ -9,7 +9,7 @@ import torch
 from core.pg_harness import Job
 
 from ft_core.errors import ReplayMismatch
-from ft_core.startup_log import Call, Entry, StartupLog
+from ft_core.startup_log import AT_ONCE, Call, Entry, StartupLog
 
 
 def check(results: list[dict[str, Any]], epoch: int) -> None:
@@ -89,9 +89,24 @@ def test_the_log_keeps_small_results_and_signatures_of_large_ones() -> None:
     log = StartupLog(total_cap=100, entry_cap=60)
     for size in (50, 70, 40, 20):
         log.append("g", Entry("broadcast", "s", (b"x" * size,)))
-    kept = [e["tensors"] is not None for e in log.to_json("g", 0)]
+    kept = [e["tensors"] is not None for e in log.to_json("g", 0)["g"]]
     assert kept == [True, False, True, False]
-    assert log.counts() == {"g": 4} and len(log.to_json("g", 3)) == 1
+    assert log.counts() == {"g": 4} and len(log.to_json("g", 3)["g"]) == 1
+
+
+def test_a_newcomer_is_given_what_comes_next_as_well() -> None:
+    log = StartupLog()
+    size = AT_ONCE // 8
+    for step in range(6):
+        for _ in range(2):
+            log.append(f"{step}/g", Entry("broadcast", "s", (bytes(size),)))
+    log.append("2/g", Entry("broadcast", "late", (b"",)))
+    given = log.to_json("2/g", 1)
+    assert {name: len(entries) for name, entries in given.items()} == {"2/g": 2, "3/g": 2, "4/g": 2, "5/g": 2}
+    assert [entry["signature"] for entry in given["2/g"]] == ["s", "late"]
+    given = log.to_json("0/g", 0)
+    assert {name: len(entries) for name, entries in given.items()} == {"0/g": 2, "1/g": 2, "2/g": 3, "3/g": 2}
+    assert log.to_json("5/g", 2) == log.to_json("g", 0) == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int64, torch.float32])
