@@ -1,14 +1,13 @@
 """Forgetting a forward, backward or step that was interrupted: what DeepSpeed leaves behind is put in order.
 
 Whatever collective raised, the engine is afterwards as in a process that has not yet begun the next
-step. Where a step leaves something behind that only saves time (stage 3's trace and its gathered
-persistent parameters, shapes known to pipeline neighbours), it goes too: a newcomer does not have it, and
-all roles must make the same collective calls again. Nothing here communicates.
+step. Where a step leaves something behind that only saves time (stage 3's gathered persistent parameters,
+shapes known to pipeline neighbours), it goes too: a newcomer does not have it, and all roles must make the
+same collective calls again. Stage 3's trace comes back with the version (`trace`). Nothing here communicates.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from typing import Any
 
 import torch
@@ -20,10 +19,11 @@ from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import parameter_offload, partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.runtime.zero.partitioned_param_coordinator import ZeRoTraceMode
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.timer import SynchronizedWallClockTimer
+
+from ft_deepspeed import trace
 
 _ENGINE = {
     "_running_engine_backward": False,
@@ -195,7 +195,6 @@ def _stage3(engine: Any, optimizer: Any, baseline: Baseline) -> None:
     for inner in _optimizers(engine):
         for group in inner.param_groups:
             group["params"] = []  # filled for the duration of a sub-group's step
-    coordinator = optimizer.parameter_offload.get_param_coordinator()
     engine.module.ds_inflight_param_registry.clear()
     if hasattr(partition_parameters.AllGatherCoalescedHandle, "data_buffer"):
         partition_parameters.AllGatherCoalescedHandle.data_buffer = []
@@ -212,7 +211,7 @@ def _stage3(engine: Any, optimizer: Any, baseline: Baseline) -> None:
         vars(module).get("ds_recompute_parameters", set()).clear()
         _set(module._parameters, {"_in_forward": False})
     _forward_stack()
-    _forget_trace(coordinator)
+    trace.forget(optimizer.parameter_offload.get_param_coordinator())
 
 
 def _forward_stack() -> None:
@@ -220,32 +219,6 @@ def _forward_stack() -> None:
     stack = parameter_offload.FWD_MODULE_STACK
     roots = [m for m in stack if hasattr(m, "ds_inflight_param_registry")]
     stack[:] = dict.fromkeys(roots)
-
-
-def _forget_trace(coordinator: Any) -> None:
-    """Stage 3 records the order of modules in the first step, checks with its peers that they saw the
-    same, and fetches by it later. A newcomer has no record: all begin anew."""
-    private = {
-        name.removeprefix("_PartitionedParameterCoordinator__"): name
-        for name in vars(coordinator)
-        if name.startswith("_PartitionedParameterCoordinator__")
-    }
-    state = vars(coordinator)
-    state[private["trace_mode"]] = ZeRoTraceMode.INVALID
-    coordinator._clear_trace_structures()
-    state[private["step_id_module_fetched_for"]] = defaultdict(deque)
-    state[private["step_id"]] = 0
-    state[private["n_available_params"]] = 0
-    state[private["ongoing_fetch_events"]].clear()
-    for name in ("ongoing_fetch_leaf_module_events", "active_backward_submodules"):
-        if name in private:
-            state[private[name]].clear()
-    coordinator.hierarchy = 0
-    # What to release is cached by the position in the trace, behind a decorator that hides the cache.
-    released = vars(type(coordinator))["_PartitionedParameterCoordinator__params_to_release"]
-    for cell in released.__closure__ or ():
-        if hasattr(cell.cell_contents, "cache_clear"):
-            cell.cell_contents.cache_clear()
 
 
 def _pipeline(engine: Any) -> None:

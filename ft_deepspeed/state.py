@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ft_core import rng
 from ft_core.adapter import State, StateTensor
-from ft_deepspeed import adoption, adoption3, zero
+from ft_deepspeed import adoption, adoption3, trace, zero
 from ft_deepspeed.abandon import Baseline, abandon
 from ft_deepspeed.cpu_adam import Powers
 from ft_deepspeed.shard import Shard
@@ -126,6 +126,7 @@ class DeepSpeedAdapter:
             ],
             **self._shard.envelope(),
             "powers": self._powers.state(),
+            "trace": self._trace(),
         }
         return copy.deepcopy(state)  # much of it goes on changing in place
 
@@ -183,6 +184,8 @@ class DeepSpeedAdapter:
                         group[key].copy_(value)
                     else:
                         group[key] = value
+        if (coordinator := self._coordinator) is not None:
+            trace.restore(coordinator, engine.module, envelope.get("trace"))
         rng.restore(envelope["rng"])
         checkpointing.get_cuda_rng_tracker().set_states(envelope["tracker"])
 
@@ -193,6 +196,20 @@ class DeepSpeedAdapter:
             self._adopted.reset()
 
     # -- inside --------------------------------------------------------------------------------
+
+    @property
+    def _coordinator(self) -> Any:
+        """What fetches the weights in stage 3."""
+        if not isinstance(self.engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
+            return None
+        return self.engine.optimizer.parameter_offload.get_param_coordinator()
+
+    def _trace(self) -> list[int] | None:
+        if (coordinator := self._coordinator) is None:
+            return None
+        if any(parameter.is_external_param for parameter in self.engine.module.parameters()):
+            return None  # its modules come to know of it in passes, too
+        return trace.order(coordinator)
 
     def link_again(self) -> None:
         """DeepSpeed's access to optimizer state by parameter holds slices of the tensors that were there."""
