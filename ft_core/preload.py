@@ -71,6 +71,8 @@ def _preload() -> None:
 
 
 gc.disable()  # nothing is garbage yet
-_preload()
-collector.exempt()
-gc.enable()
+try:
+    _preload()
+    collector.exempt()
+finally:
+    gc.enable()

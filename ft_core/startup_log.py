@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import itertools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ ENTRY_CAP = 1 << 20
 """Bytes above which a result is a parameter broadcast or the like: restore overwrites what it filled,
 and it must not crowd out the small results that steer the script."""
 
-AT_ONCE = 4 << 20
-"""Bytes of results, and some for each operation, that a newcomer is given at a time."""
+AT_ONCE = 256 << 10
+"""Bytes of results, and some for each operation, that a newcomer is given at a time: its peer is training."""
 
 _IN_PLACE = ("allreduce", "broadcast", "reduce")
 _OVERHEAD = 256
@@ -86,10 +87,11 @@ class StartupLog:
         Those are what a newcomer needs next: operations that are issued in a later step have a later name.
         """
         names = iter(self._entries)
-        later = [name, *names] if name in names else []
+        if name not in names:  # which passes over those before it
+            return {}
         found: dict[str, list[dict[str, Any]]] = {}
         left = AT_ONCE
-        for each in later:
+        for each in itertools.chain([name], names):
             for entry in self._entries[each][start if each == name else 0 :]:
                 if left <= 0:
                     return found
