@@ -50,6 +50,12 @@ class Groups(Layout):
             3,
             marks=pytest.mark.exhaustive,
         ),
+        # Two instances: one of them trains alone.
+        pytest.param(
+            Groups(1, 1, 4, True, more=("--num-distributed-optimizer-instances=2", "--global-batch-size=16")),
+            12,
+            marks=pytest.mark.exhaustive,
+        ),
         *(
             pytest.param(
                 Groups(tp, pp, 3, True, bf16, ("--global-batch-size=12", *more)),
