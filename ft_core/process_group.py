@@ -362,8 +362,13 @@ class Communicators:
         with self._condition:
             self.startup.end({g.ft_name: g.rank() for g in self._groups})
 
+    def reached(self, step: int) -> None:
+        """See `Startup.reached`."""
+        with self._condition:
+            self.startup.reached(step)
+
     def startup_counts(self) -> dict[str, int]:
-        """Completed start-up operations by group name, to be merged by maximum. Any thread."""
+        """What is on record here, see `StartupLog.counts`. Any thread."""
         with self._condition:
             return self.startup.counts()
 

@@ -37,6 +37,7 @@ from ft_core.errors import EpochChanged, ReplayMismatch
 from ft_core.startup_log import (
     ENTRY_CAP,
     Call,
+    Completed,
     Entry,
     StartupLog,
     describe,
@@ -101,11 +102,12 @@ class Startup:
     def __init__(self, comms: Communicators) -> None:
         self.log = StartupLog()
         self.recording = True
-        self._prefix = ""
+        self._prefix, self._step = "", 0
         self._muted = self._strict = False
         self.rehearsing = False
         self._comms = comms
-        self._completed: Mapping[str, Any] = {}
+        self._first: int | None = None
+        self._completed = Completed({})
         self._fetch: Fetch | None = None
         self._fetched: dict[str, tuple[int, list[Entry]]] = {}
         self._issued: Counter[str] = Counter()
@@ -149,9 +151,11 @@ class Startup:
             self.rehearsing = False
 
     def reached(self, step: int) -> None:
-        """The script has done `step` steps: operations are counted from there, as a newcomer may begin at a
-        later step than its predecessor did."""
-        self._prefix = f"{step}/"
+        """With the lock: the script has done `step` steps. Operations are counted from there, as a newcomer
+        may begin at a later step than its predecessor did."""
+        self._first = step if self._first is None else self._first
+        self._step, self._prefix = step, f"{step}/"
+        self.log.passed(self._first, min([step, *(work.step for work in self._pending)]))
 
     def live_epoch(self) -> int:
         """Block until there is a live epoch, in which the state is what it was; return it."""
@@ -161,15 +165,15 @@ class Startup:
 
     def plan(self, completed: Mapping[str, Any], fetch: Fetch | None) -> None:
         """With the lock: what survivors had completed when this epoch began, and where to get it."""
-        self._completed, self._fetch, self._fetched = completed, fetch, {}
+        self._completed, self._fetch, self._fetched = Completed(completed), fetch, {}
 
     def learn(self, completed: Mapping[str, Any]) -> None:
         """With the lock: survivors have completed more."""
-        more = {n: v for n, v in completed.items() if v[0] > self._completed.get(n, (0, -1))[0]}
-        self._completed, self._strict = {**self._completed, **more}, True
+        self._completed.learn(completed)
+        self._strict = True
 
     def counts(self) -> dict[str, int]:
-        """With the lock: completed operations by name; and a 1 for each name that gets no more."""
+        """With the lock: what the log tells, and a 1 for each name that gets no more."""
         return self.log.counts() | {f"{name}{_END}": 1 for name in self._ended}
 
     def run(
@@ -233,10 +237,11 @@ class Startup:
 
     def peers_entry(self, name: str, number: int, signature: str, epoch: int) -> Entry | None:
         """The entry of a survivor that had completed the operation; None if it must be executed."""
-        done, holder = self._completed.get(name, (0, -1))
-        if number >= done:
-            if self._completed.get(f"{name}{_END}"):
-                raise mismatch(self.where(name, number), signature, f"{done} operations, then ended start-up")
+        holder = self._completed.holder(name, number)
+        if holder is None:
+            if self._completed.count(f"{name}{_END}")[0]:
+                done = f"{self._completed.count(name)[0]} operations, then ended start-up"
+                raise mismatch(self.where(name, number), signature, done)
             return None
         first, entries = self._fetched.get(name, (number, []))
         if not first <= number < first + len(entries):
@@ -249,13 +254,14 @@ class Startup:
                 self._fetched[each] = number if each == name else 0, [Entry.from_json(e) for e in rows]
             first, entries = self._fetched.get(name, (number, []))
             if not first <= number < first + len(entries):
-                raise ReplayMismatch(f"{self.where(name, number)}: role {holder} has no record of it")
+                theirs = f"{number} operations (role {holder}) before they went on"
+                raise mismatch(self.where(name, number), signature, theirs)
         return entries[number - first]
 
     def _point_to_point(self, group: FtProcessGroup, method: str, args: tuple[Any, ...]) -> PointToPoint:
         peer, me = args[1], group.rank()
         name = self._prefix + (_pair(group, me, peer) if method == "send" else _pair(group, peer, me))
-        work = PointToPoint(self, self._comms, group, name, self._issued[name], method, args)
+        work = PointToPoint(self, self._comms, group, self._step, name, self._issued[name], method, args)
         self._issued[name] += 1
         self._pending.append(work)
         try:
@@ -268,12 +274,8 @@ class Startup:
         end = f">{group.rank()}"
         while True:
             epoch = self.live_epoch()
-            for name, value in self._completed.items():
-                if (
-                    name.startswith(f"{self._prefix}{group.ft_name}/")
-                    and name.endswith(end)
-                    and value[0] > self.log.count(name)
-                ):
+            for name in self._completed.pairs(f"{self._prefix}{group.ft_name}/", end):
+                if self._completed.holder(name, self.log.count(name)) is not None:
                     raise ReplayMismatch(
                         f"{self.where(name, self.log.count(name))}: whose message comes next is not known "
                         "for a receive from any source; the job must fall back to its durable checkpoint"
@@ -315,7 +317,7 @@ class Startup:
         """
         if not self.recording:
             return
-        for name, (done, holder) in ((n, v) for n, v in self._completed.items() if not n.endswith(_END)):
+        for name, done, holder in (c for c in self._completed.counts() if not c[0].endswith(_END)):
             group, _, pair = name.partition("/")
             mine = (
                 str(groups.get(group)) in pair.split(">") if pair else self._comms.role in members_of(group)
@@ -328,7 +330,7 @@ class Startup:
                 )
         self.recording = False
         self._ended = sorted({*groups, *self.log.counts()})
-        self._completed, self._fetch, self._fetched = {}, None, {}
+        self._completed, self._fetch, self._fetched = Completed({}), None, {}
 
 
 class PointToPoint(dist.Work):
@@ -339,13 +341,14 @@ class PointToPoint(dist.Work):
         startup: Startup,
         comms: Communicators,
         group: FtProcessGroup,
+        step: int,
         name: str,
         number: int,
         method: str,
         args: tuple[Any, ...],
     ) -> None:
         super().__init__()
-        self.name, self.number = name, number
+        self.step, self.name, self.number = step, name, number
         self._startup, self._comms, self._group = startup, comms, group
         self._method, self._args = method, args
         self._work: FtWork | None = None

@@ -1,4 +1,10 @@
-"""The start-up log: what each completed operation of the start-up phase was, and what came out of it."""
+"""The start-up log: what each completed operation of the start-up phase was, and what came out of it.
+
+Operations have a name, for the group or pair of roles that they are made in, and a number under that name.
+Where the phase goes on between training steps, the step is part of the name: "12/0-3:1#0". What is told of a
+log at an epoch change (`StartupLog.counts`) must not grow with the steps: those that are over are told as one
+range for each group, "0+/0-3:1#0" -> 12 for steps 0 to 11.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ import base64
 import binascii
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +31,9 @@ and it must not crowd out the small results that steer the script."""
 
 AT_ONCE = 256 << 10
 """Bytes of results, and some for each operation, that a newcomer is given at a time: its peer is training."""
+
+_RANGE = "+/"
+"""Between the first step of a range and its group."""
 
 _IN_PLACE = ("allreduce", "broadcast", "reduce")
 _OVERHEAD = 256
@@ -62,6 +71,9 @@ class StartupLog:
     def __init__(self, total_cap: int = TOTAL_CAP, entry_cap: int = ENTRY_CAP) -> None:
         self._room, self._entry_cap = total_cap, entry_cap
         self._entries: dict[str, list[Entry]] = {}
+        self._open: set[str] = set()
+        self._over: set[str] = set()
+        self._steps = (0, 0)
 
     def append(self, name: str, entry: Entry) -> None:
         """Record the next operation of `name`."""
@@ -72,14 +84,26 @@ class StartupLog:
             else:
                 self._room -= nbytes
         self._entries.setdefault(name, []).append(entry)
+        self._open.add(name)
+
+    def passed(self, first: int, until: int) -> None:
+        """All operations of steps `first` to `until` - 1 that there are on this role are recorded."""
+        self._steps = (first, until)
+        for name in list(self._open):
+            step, group = _split(name)
+            if step is not None and step < until:
+                self._open.remove(name)
+                self._over.add(group)
 
     def count(self, name: str) -> int:
         """Completed operations of `name`."""
         return len(self._entries.get(name, ()))
 
     def counts(self) -> dict[str, int]:
-        """Completed operations by name."""
-        return {name: len(entries) for name, entries in self._entries.items()}
+        """Completed operations by name, and ranges of steps that are over; merged by maximum."""
+        first, until = self._steps
+        over = {f"{first}{_RANGE}{group}": until for group in self._over}
+        return over | {name: len(self._entries[name]) for name in self._open}
 
     def to_json(self, name: str, start: int) -> dict[str, list[dict[str, Any]]]:
         """Entries of `name` from `start` on, and of the names that came up after it, up to `AT_ONCE`.
@@ -98,6 +122,66 @@ class StartupLog:
                 found.setdefault(each, []).append(entry.to_json())
                 left -= _OVERHEAD + sum(map(len, entry.tensors or ()))
         return found
+
+
+class Completed:
+    """What survivors have on record, and which of them has it: their logs' `counts`, each with its role."""
+
+    def __init__(self, found: Mapping[str, Sequence[int]]) -> None:
+        self._counts: dict[str, tuple[int, int]] = {}
+        self._firsts: dict[str, set[int]] = {}
+        self.learn(found)
+
+    def learn(self, found: Mapping[str, Sequence[int]]) -> None:
+        """They have more by now."""
+        for name, (count, role) in found.items():
+            if count > self.count(name)[0]:
+                self._counts[name] = count, role
+            first, is_range, group = name.partition(_RANGE)
+            if is_range:
+                self._firsts.setdefault(group, set()).add(int(first))
+
+    def count(self, name: str) -> tuple[int, int]:
+        """What the logs tell under this name, and a role whose log it is."""
+        return self._counts.get(name, (0, -1))
+
+    def counts(self) -> Iterator[tuple[str, int, int]]:
+        """(name, count, role)."""
+        return ((name, *about) for name, about in self._counts.items())
+
+    def holder(self, name: str, number: int) -> int | None:
+        """Who is past this operation, and has it on record if it did it; None if nobody is past it.
+
+        Raises ReplayMismatch if those who are past it began later: the record is lost with other workers.
+        """
+        count, role = self.count(name)
+        if number < count:
+            return role
+        step, group = _split(name)
+        if step is None:
+            return None
+        ranges = [(first, *self.count(f"{first}{_RANGE}{group}")) for first in self._firsts.get(group, ())]
+        past = sorted((first, role) for first, until, role in ranges if step < until)
+        if past and past[0][0] > step:
+            raise ReplayMismatch(
+                f"operation {number} of group {name} is on record nowhere: role {past[0][1]} is past it, but "
+                f"began at step {past[0][0]}, and the workers that did it are lost; the job must fall back "
+                "to its durable checkpoint"
+            )
+        return past[0][1] if past else None
+
+    def pairs(self, prefix: str, suffix: str) -> Iterator[str]:
+        """Names that begin and end like this of which somebody may have operations on record."""
+        yield from (n for n in self._counts if n.startswith(prefix) and n.endswith(suffix))
+        step, group = _split(prefix)
+        if step is not None:
+            yield from (f"{step}/{g}" for g in self._firsts if g.startswith(group) and g.endswith(suffix))
+
+
+def _split(name: str) -> tuple[int | None, str]:
+    """(step, group)."""
+    step, _, group = name.partition("/")
+    return (int(step), group) if step.isdigit() else (None, name)
 
 
 class Call:

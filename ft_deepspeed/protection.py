@@ -288,7 +288,7 @@ class Protection:
     def _reached(self, step: int) -> None:
         self._position = step
         self._counted.clear()
-        self._session.comms.startup.reached(step)
+        self._session.comms.reached(step)
 
     # -- recovery ------------------------------------------------------------------------------
 

@@ -397,6 +397,35 @@ def start_up(worker: Any, stop: Any, then: Any) -> dict[str, Any]:
     return plain({**out, "epoch": worker.epoch})
 
 
+def between_steps(worker: Any, stops: dict[int, int], begin: int, more: int | None) -> dict[str, Any]:
+    """What a script does between 30 training steps, of which a newcomer passes those from `begin` on.
+
+    It does one operation more than it should in step `more`. `stops`: role -> step.
+    """
+    dist.init_process_group("gloo")
+    role = worker.role
+    pair = dist.new_group([1, 2])
+    sums, received, late = [], [], None
+    for step in range(begin if worker.newcomer else 0, 30):
+        worker.comms.reached(step)
+        t = torch.tensor([role + step])
+        dist.all_reduce(t)
+        sums.append(t)
+        if late is not None:  # what the step before has begun
+            late[0].wait()
+            late[1].wait()
+            received.append(late[2])
+        if role:
+            if step % 3 == 0:
+                dist.barrier(pair)
+            t = torch.zeros(1, dtype=torch.int64)
+            late = dist.isend(torch.tensor([100 * role + step]), 3 - role), dist.irecv(t, 3 - role), t
+        if step == more:
+            dist.barrier()
+        stop_here(worker, (role, stops.get(role)), step)
+    return {**plain({"sums": sums, "received": received}), "counts": worker.comms.startup_counts()}
+
+
 def rehearse(worker: Any) -> dict[str, Any]:
     """Role 1 issues operations in a rehearsal, which nobody else does; then all issue one."""
     dist.init_process_group("gloo")
