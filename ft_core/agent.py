@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -607,7 +608,10 @@ def main() -> int:
     parser.add_argument("--node", required=True, help="this node's name, unique in the job")
     parser.add_argument("--domain", default="", help="failure domain label (rack, switch); default: the node")
     parser.add_argument("--node-rank", type=int, default=-1, help="position at the start; -1: a spare")
+    parser.add_argument("--temporary", help="directory for sockets, which whoever gives it removes")
     args = parser.parse_args()
+    if args.temporary:  # multiprocessing would make one, and leave it behind when this process is killed
+        multiprocessing.current_process()._config["tempdir"] = args.temporary  # type: ignore[attr-defined]
     logging.basicConfig(format="%(asctime)s ft %(levelname)s %(message)s", level=logging.WARNING)
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # a node's processes are one group: killed together, as a node would be

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -251,6 +252,7 @@ class Launcher:
         self._controller: subprocess.Popen[bytes] | None = None
         self._agents: list[subprocess.Popen[bytes]] = []
         self._gone: list[subprocess.Popen[bytes]] = []
+        self._temporary: dict[int, str] = {}
         self.numbers = itertools.count()
         self.respawn = False
         """Start a new node for each that dies, as a cluster's scheduler would."""
@@ -268,8 +270,11 @@ class Launcher:
 
     def agent(self, node: str, node_rank: int, domain: str) -> None:
         """Start an agent."""
-        about = ["--node", node, "--node-rank", str(node_rank), "--domain", domain]
-        self._agents.append(self._start("ft_core.agent", *about))
+        temporary = tempfile.mkdtemp(prefix="ft-agent-")
+        about = ["--node", node, "--node-rank", str(node_rank), "--domain", domain, "--temporary", temporary]
+        agent = self._start("ft_core.agent", *about)
+        self._temporary[agent.pid] = temporary
+        self._agents.append(agent)
 
     def wait(self) -> int:
         """Until the job is over. Returns its exit code."""
@@ -328,11 +333,12 @@ class Launcher:
         self._ended()
 
     def _ended(self) -> list[subprocess.Popen[bytes]]:
-        """Agents that have ended since the last call; what their workers had started ends as well."""
+        """Agents that have ended since the last call; what they leave behind goes as well."""
         ended = [agent for agent in self._agents if agent.poll() is not None and agent not in self._gone]
         for agent in ended:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(agent.pid, signal.SIGKILL)
+            shutil.rmtree(self._temporary[agent.pid], ignore_errors=True)
         self._gone += ended
         return ended
 

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -173,7 +174,9 @@ class Job:
         command = [sys.executable, "-m", "ft_core.launch", "--standalone", f"--nnodes={nnodes}"]
         command += [f"--nproc-per-node={nproc}", f"--spares={spares}", f"--job-dir={job_dir}", *ftrun]
         command += [str(script or layout.script), *layout.arguments(iterations, protected), *flags]
-        self._environment = environment() | layout.environment()
+        # Not below `job_dir`: the path of a socket is 107 bytes long at most.
+        self._temporary = Path(tempfile.mkdtemp(prefix="ft-job-"))
+        self._environment = environment() | layout.environment() | {"TMPDIR": str(self._temporary)}
         self._output = (job_dir.parent / f"{job_dir.name}.console").open("w+")
         self.process = subprocess.Popen(
             command,
@@ -187,8 +190,9 @@ class Job:
     def __enter__(self) -> Job:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for process in [*self._joined, self.process]:
+    def __exit__(self, error: object, *_: object) -> None:
+        processes = [*self._joined, self.process]
+        for process in processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)
                 process.send_signal(signal.SIGTERM)
@@ -196,7 +200,12 @@ class Job:
                     process.wait(20)
                 except subprocess.TimeoutExpired:
                     process.kill()
+                    process.wait()
         self._output.close()
+        left = list(map(str, self._temporary.iterdir()))
+        shutil.rmtree(self._temporary)
+        if error is None and all(process.returncode >= 0 for process in processes):
+            assert not left, "what killed processes had open is left behind"
 
     def join(self) -> subprocess.Popen:
         """Bring another node, as the `waiting` event says."""
