@@ -1,9 +1,10 @@
 """Forgetting a forward, backward or step that was interrupted: what DeepSpeed leaves behind is put in order.
 
 Whatever collective raised, the engine is afterwards as in a process that has not yet begun the next
-step. Where a step leaves something behind that only saves time (stage 3's gathered persistent parameters,
-shapes known to pipeline neighbours), it goes too: a newcomer does not have it, and all roles must make the
-same collective calls again. Stage 3's trace comes back with the version (`trace`). Nothing here communicates.
+step. Where a step leaves something behind that only saves time (shapes known to pipeline neighbours), it goes
+too: a newcomer does not have it, and all roles must make the same collective calls again. Stage 3's trace
+and persistent parameters come back with a version (`trace`, `DeepSpeedAdapter.gather`). Nothing here
+communicates.
 """
 
 from __future__ import annotations

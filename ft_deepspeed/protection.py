@@ -259,6 +259,7 @@ class Protection:
             with self._session.inside():
                 if (point := _POINTS.get(call.kind)) is not None:
                     self._session.point(point)
+                self._adapter.gather()
                 return action()
         finally:
             self._busy = False
@@ -451,6 +452,9 @@ class _Adapter:
     def settle(self, envelope: Any) -> None:
         """Put back what is no tensor: counters, random states, schedules."""
         self._engine.settle(envelope["engine"])
+
+    def gather(self) -> None:
+        self._engine.gather()
 
     def reset(self) -> None:
         self._protection.interrupted()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -87,6 +88,8 @@ class DeepSpeedAdapter:
         self.adopts = self._holds is not None
         """Whether, where that is not so, one can hold what another has alone."""
         self._adopted: Any = None
+        self._gathers = False
+        """Whether this version's persistent parameters are whole, but were not gathered here yet."""
 
     # -- what there is -------------------------------------------------------------------------
 
@@ -127,6 +130,7 @@ class DeepSpeedAdapter:
             **self._shard.envelope(),
             "powers": self._powers.state(),
             "trace": self._trace(),
+            "gathered": self._gathers or self._gathered,
         }
         return copy.deepcopy(state)  # much of it goes on changing in place
 
@@ -186,8 +190,21 @@ class DeepSpeedAdapter:
                         group[key] = value
         if (coordinator := self._coordinator) is not None:
             trace.restore(coordinator, engine.module, envelope.get("trace"))
+        self._gathers = envelope.get("gathered", False)
         rng.restore(envelope["rng"])
         checkpointing.get_cuda_rng_tracker().set_states(envelope["tracker"])
+
+    def gather(self) -> None:
+        """After a restore, before the engine is called: what its last step has gathered, stage 3's small
+        parameters. (Communicates.)
+
+        It makes a difference where "torch_autocast" has weights sent in 16 bits: those that a pass fetches
+        are rounded, those that a step gathers are not.
+        """
+        if self._gathers:
+            persistent = self.engine.optimizer.persistent_parameters
+            persistent[0].all_gather(persistent)
+            self._gathers = False
 
     def reset(self) -> None:
         """Forget an abandoned call of the engine, wherever it was interrupted."""
@@ -203,6 +220,13 @@ class DeepSpeedAdapter:
         if not isinstance(self.engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
             return None
         return self.engine.optimizer.parameter_offload.get_param_coordinator()
+
+    @property
+    def _gathered(self) -> bool:
+        if self._coordinator is None:
+            return False
+        persistent = self.engine.optimizer.persistent_parameters
+        return bool(persistent) and all(p.ds_status == ZeroParamStatus.AVAILABLE for p in persistent)
 
     def _trace(self) -> list[int] | None:
         if (coordinator := self._coordinator) is None:

@@ -161,6 +161,21 @@ class Experts(torch.nn.Module):
         return torch.nn.functional.mse_loss(self.second(h).float(), y.float()) + 0.1 * loss.float()
 
 
+class Tied(torch.nn.Module):
+    """One small weight used as it is, and in a layer that autocast computes in 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(6, 4)
+        self.head = torch.nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        tokens, targets = (t[:, :6].argmax(-1) for t in (x, y))
+        h = self.embedding(tokens)
+        return torch.nn.functional.cross_entropy(self.head(h).float(), targets) + h.square().mean()
+
+
 class Layer(torch.nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.dropout(torch.relu(super().forward(x)), 0.2, self.training)
@@ -228,6 +243,8 @@ CASES: dict[str, dict[str, Any]] = {
     "stage3-bf16-accumulated": BF16 | stage(3) | ACCUMULATED,
     "stage3-fp16-dynamic": DYNAMIC | stage(3),
     "stage3-recomputed": stage(3) | {"recomputed": True},
+    "stage3-autocast-tied": stage(3)
+    | {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "tied": True},
     "stage3-offload": BF16
     | stage(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})
     | {"zero_force_ds_cpu_optimizer": False},
@@ -259,20 +276,21 @@ class Job:
             generator(seed)
         config = json.loads(json.dumps(BASE | CASES[case]))
         self.pipeline, fused = config.pop("pipeline", False), config.pop("fused", False)
-        experts, recomputed = config.pop("experts", False), config.pop("recomputed", False)
+        experts, tied = config.pop("experts", False), config.pop("tied", False)
+        recomputed = config.pop("recomputed", False)
         model: torch.nn.Module
         if self.pipeline:
             middle = [LayerSpec(Layer, WIDTH, WIDTH) for _ in range(2)]
-            tied = TiedLayerSpec("ends", Layer, WIDTH, WIDTH)
+            ends = TiedLayerSpec("ends", Layer, WIDTH, WIDTH)
             loss = torch.nn.functional.mse_loss
             model = PipelineModule(
-                [tied, *middle, tied],
+                [ends, *middle, ends],
                 num_stages=2,
                 loss_fn=lambda x, y: loss(x.float(), y.float()),
                 partition_method="uniform",
             )
         else:
-            model = Experts() if experts else Net(recomputed)
+            model = Experts() if experts else Tied() if tied else Net(recomputed)
         original = deepspeed.runtime.engine.FusedAdam
         if fused:  # on the CPU, torch's Adam passes for it
             deepspeed.runtime.engine.FusedAdam = torch.optim.Adam
@@ -300,6 +318,7 @@ class Job:
 
     def train(self, first: int, last: int) -> list[float]:
         losses = []
+        self.adapter.gather()
         for step in range(first, last + 1):
             if self.pipeline:
                 losses.append(self.engine.train_batch(self.batches(step)).item())

@@ -36,7 +36,7 @@ LAUNCHES: dict[str, tuple[int, str]] = {
     "zero3": (
         2,
         "stage3-fp32 stage3-bf16 stage3-bf16-accumulated stage3-fp16-dynamic stage3-offload "
-        "stage3-recomputed",
+        "stage3-recomputed stage3-autocast-tied",
     ),
     "four-ranks": (4, "experts-stage0-fp32 experts-stage1-fp32 stage2-round-robin"),
     "pipeline": (2, "pipeline-fp32 pipeline-stage1-bf16 pipeline-fp16-dynamic"),
