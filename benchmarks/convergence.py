@@ -121,7 +121,8 @@ class Block(nn.Module):
         """[samples, sequence, width] to the same."""
         b, t, d = x.shape
         qkv = self.qkv(self.norms[0](x)).view(b, t, 3, self.heads, d // self.heads)
-        mixed = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(b, t, d))
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
 

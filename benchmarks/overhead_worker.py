@@ -28,6 +28,7 @@ from benchmarks.overhead import WARM_UP
 from ft_core import session
 from ft_core.ctl import ask
 from ft_core.memory import Word
+from ft_core.snapshot import Snapshotter
 from recipes.megatron.pretrain_gpt_core import Trainer, initialize, parse_args
 
 _METHODS = ("step", "step_with_ready_grads")
@@ -42,7 +43,7 @@ class Meter:
         self.copies = 0
         self.agent = os.getpgrp()  # an agent leads its node's process group
         self._wrap(live, "step_done", self._step_done)
-        self._wrap(live._snapshotter, "_copy", self._copied)
+        self._wrap(Snapshotter, "_copy", self._copied)
 
     @staticmethod
     def _wrap(owner: Any, name: str, around: Callable[..., None]) -> None:
@@ -141,8 +142,9 @@ def state_bytes() -> int:
     live = session.current()
     if live is None:
         return 0
-    assert live._snapshotter is not None
-    buffer = live._snapshotter._buffers[0]
+    assert live._snapshots is not None
+    _, own = live._snapshots._of[live.role]
+    buffer = own._buffers[0]
     return sum(s.nbytes for s in buffer.segments) if buffer else 0
 
 

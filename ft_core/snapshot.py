@@ -34,6 +34,10 @@ class _Live:
     volatile: dict[str, torch.Tensor]
 
 
+_Row = tuple[str, torch.dtype, torch.Size, tuple[int, ...]]
+"""What a tensor's place depends on: name, dtype, shape, holders."""
+
+
 class Snapshotter:
     """Stages a role's state version by version, in a thread of its own."""
 
@@ -52,6 +56,8 @@ class Snapshotter:
         self._thread = ThreadPoolExecutor(1, "ft-d2h")
         self._staging: Future[None] | None = None
         self._live: _Live | None = None
+        self._rows: list[_Row] = []
+        self._layout: list[Segment] = []
         self._stream: torch.cuda.Stream | None = None
 
     def stage(self, version: int) -> None:
@@ -65,8 +71,7 @@ class Snapshotter:
         tensors = [StateTensor(ENVELOPE, small, self._state.envelope_holders()), *self._state.tensors()]
         tensors = [replace(t, tensor=t.tensor.detach().clone()) if t.volatile else t for t in tensors]
         self._live = _Live(version, data, {t.name: t.tensor for t in tensors if t.volatile})
-        segments = _segments(tensors)
-        buffer = self._buffer_for(segments)
+        buffer = self._buffer_for(self._segments(tensors))
         buffer.version = TORN
         fence = torch.cuda.Event() if any(t.tensor.is_cuda for t in tensors) else None
         if fence is not None:
@@ -117,6 +122,13 @@ class Snapshotter:
     def step_begins(self) -> None:
         """From here on the framework's state is no version's, until the next is staged or one is loaded."""
         self._live = None
+
+    def _segments(self, tensors: Sequence[StateTensor]) -> list[Segment]:
+        """Those of the step before, unless it had other tensors."""
+        rows = [(t.name, t.tensor.dtype, t.tensor.shape, t.holders) for t in tensors]
+        if rows != self._rows:
+            self._rows, self._layout = rows, _laid_out(rows)
+        return self._layout
 
     def _buffer_for(self, segments: list[Segment]) -> MappedBuffer:
         held = [TORN - 1 if b is None else b.version for b in self._buffers]
@@ -208,10 +220,9 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _segments(tensors: Sequence[StateTensor]) -> list[Segment]:
+def _laid_out(rows: list[_Row]) -> list[Segment]:
     groups: dict[tuple[int, ...], list[tuple[str, str, tuple[int, ...], int]]] = {}
-    for t in tensors:
-        dtype = str(t.tensor.dtype).removeprefix("torch.")
-        row = (t.name, dtype, tuple(t.tensor.shape), t.tensor.numel() * t.tensor.element_size())
-        groups.setdefault(t.holders, []).append(row)
+    for name, dtype, shape, holders in rows:
+        about = (name, str(dtype).removeprefix("torch."), tuple(shape), shape.numel() * dtype.itemsize)
+        groups.setdefault(holders, []).append(about)
     return [layout(holders, groups[holders]) for holders in sorted(groups)]

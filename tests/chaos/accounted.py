@@ -26,8 +26,8 @@ rows: list[Any] = []
 def recording(original: Any) -> Any:
     """`original`, which lays out a snapshot, recorded."""
 
-    def method(tensors: Any) -> Any:
-        segments = original(tensors)
+    def method(*args: Any) -> Any:
+        segments = original(*args)
         rows.append(
             [
                 [
@@ -72,6 +72,6 @@ class Trainer(recipe.Trainer):
 
 
 if __name__ == "__main__":
-    snapshot._segments = recording(snapshot._segments)
+    snapshot.Snapshotter._segments = recording(snapshot.Snapshotter._segments)
     recipe.Trainer = Trainer  # type: ignore[misc]
     recipe.main()

@@ -47,8 +47,8 @@ def counting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 def recording(original: Any) -> Any:
     """`original`, which lays out a snapshot, recorded."""
 
-    def method(tensors: Any) -> Any:
-        snapshots.append(original(tensors))
+    def method(*args: Any) -> Any:
+        snapshots.append(original(*args))
         return snapshots[-1]
 
     return method
@@ -85,7 +85,7 @@ if __name__ == "__main__":
     for method in [*COLLECTIVES, "_start_coalescing", "_end_coalescing"]:
         if hasattr(dist.ProcessGroup, method):
             setattr(dist.ProcessGroup, method, counting(method, getattr(dist.ProcessGroup, method)))
-    snapshot._segments = recording(snapshot._segments)
+    snapshot.Snapshotter._segments = recording(snapshot.Snapshotter._segments)
     pipeline = any(argument.startswith("--num-stages") for argument in sys.argv)
     recipe = pretrain_pipeline if pipeline else pretrain_clm
     recipe.Trainer = measured(recipe)

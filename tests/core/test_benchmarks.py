@@ -1,20 +1,28 @@
-"""The benchmark of the exchange, small: that it runs, checks its sums, and reports what its text says."""
+"""The benchmarks, small: that they run, and report what their text says."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from typing import Any
 
+import pytest
 from harness import ROOT
+
+SENT, WHOLE = "h2h_bytes_per_rank_and_step", "state_bytes_per_rank"
+
+
+def run(name: str, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--json", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def test_small_exchanges_and_the_loss_of_a_rank() -> None:
-    command = [sys.executable, "-m", "benchmarks.collectives", "--json", "--ranks", "2", "3", "--sizes", "1M"]
-    command += ["--seconds", "0.1", "--loss", "32M", "--kills", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    small = ["--ranks", "2", "3", "--sizes", "1M", "--seconds", "0.1", "--loss", "32M", "--kills", "1"]
+    result = run("collectives", *small)
     assert [(r["ranks"], r["bytes"]) for r in result["all_reduce"]] == [(2, 2**20), (3, 2**20)]
     for row in result["all_reduce"]:
         speeds = row["bytes_per_second"]
@@ -25,3 +33,24 @@ def test_small_exchanges_and_the_loss_of_a_rank() -> None:
     for row in result["loss"]:
         phases = [row[phase]["median"] for phase in ("told", "woken", "repeated")]
         assert phases == sorted(phases), phases
+
+
+def test_the_overhead_of_a_small_model() -> None:
+    small = ["--num-layers=2", "--hidden-size=32", "--seq-length=32", "--global-batch-size=8"]
+    result = run("overhead", "--quick", *small)
+    assert result["ratio"]["n"] == result["control"]["n"] == 2
+    # Half of the optimizer's state is each rank's own, and goes to the other node; parameters do not.
+    assert all(0 < sent < whole for sent, whole in zip(result[SENT], result[WHOLE], strict=True))
+    assert result["cpu_seconds_per_step"]["of_it_d2h"] > 0
+
+
+@pytest.mark.exhaustive
+def test_recoveries_beside_torchrun() -> None:
+    seconds = run("recovery", "--quick", "--kinds=worker", "--torchrun=worker")["seconds_after_sigkill"]
+    assert seconds["worker"]["resumed"]["n"] == seconds["torchrun worker"]["resumed"]["n"] == 1
+
+
+@pytest.mark.exhaustive
+def test_a_replica_group_that_leaves_and_returns() -> None:
+    seconds = run("elastic", "--quick")["seconds"]
+    assert seconds["leave"]["n"] == seconds["return"]["n"] == 1
