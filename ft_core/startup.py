@@ -154,6 +154,8 @@ class Startup:
         """With the lock: the script has done `step` steps. Operations are counted from there, as a newcomer
         may begin at a later step than its predecessor did."""
         self._first = step if self._first is None else self._first
+        if step != self._step:
+            self._issued.clear()  # of names that do not come again
         self._step, self._prefix = step, f"{step}/"
         self.log.passed(self._first, min([step, *(work.step for work in self._pending)]))
 

@@ -12,6 +12,7 @@ import base64
 import binascii
 import itertools
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,9 +42,12 @@ _OWN_RESULT = ("reduce_scatter", "scatter", "alltoall")
 _AT_ROOT = ("gather", "reduce")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
-    """A completed operation. `tensors`: the bytes of each result, or None where they are not kept."""
+    """A completed operation. `tensors`: the bytes of each result, or None where they are not kept.
+
+    There may be one for each training step.
+    """
 
     kind: str
     signature: str
@@ -203,7 +207,7 @@ class Call:
         words = [str(op.op).rpartition(".")[2]] if op is not None else []
         words += [f"root {root}"] if root is not None else []
         words += describe(shown)
-        self.signature = f"{kind}({', '.join(words)})"
+        self.signature = sys.intern(f"{kind}({', '.join(words)})")
 
     @property
     def replayable(self) -> bool:
