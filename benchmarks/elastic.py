@@ -1,13 +1,14 @@
 """How long the others stand still when a replica group leaves, and when it comes back.
 
-Three replica groups of one role each under policy `shrink`, no spare: a node gets SIGKILL, the other two
-train on, a new node joins and brings the group back. The stall of a leave is the time from SIGKILL until
-every role that is left has finished its next step; of a return, from the end of the step at which the first
-of the others stops for it until every role has.
+Three replica groups under policy `shrink`, a node for each role, no spare: a node gets SIGKILL, the other two
+groups train on, a new node joins and brings the group back. The stall of a leave is the time from SIGKILL
+until every role that is left has finished its next step; of a return, from the end of the step at which the
+first of the others stops for it until every role has.
 Both hold one step, which would have been done anyway: the time of a median step with the same groups is taken
 off. While the group starts, the others train. All times are from `events.jsonl`.
 
-With `--deepspeed STAGE` the job is the DeepSpeed recipe.
+A group is one role; or one for each pipeline stage, as many as `--stages` says. With `--deepspeed STAGE` the
+job is the DeepSpeed recipe.
 """
 
 from __future__ import annotations
@@ -48,15 +49,19 @@ def main() -> None:
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--sharded", action="store_true", help="one optimizer over all groups: shards are adopted")
     p.add_argument("--deepspeed", type=int, choices=range(4), metavar="STAGE", help="with that stage of ZeRO")
+    p.add_argument("--stages", type=int, default=1, help="pipeline stages of Megatron, each a role")
     args = p.parse_args()
     rng = random.Random(args.seed)
     name, command = "elastic", [str(RECIPE), *MODEL, "--ft"]
     if args.sharded:
         name, command = "elastic_sharded", [*command, "--use-distributed-optimizer"]
+    if args.stages > 1:
+        name += f"_pp{args.stages}"
+        command += [f"--pipeline-model-parallel-size={args.stages}"]
     with scratch() as place:
         if args.deepspeed is not None:
             name, command = f"elastic_zero{args.deepspeed}", deepspeed(Path(place), args.deepspeed)
-        with Elastic(Path(place), command) as job:
+        with Elastic(Path(place), command, GROUPS * args.stages) as job:
             found = [job.round(rng) for _ in range(1 if args.quick else args.rounds)]
     result = {row: spread([times[row] for times in found]) for row in ROWS}
     finish(name, args, {"seconds": result, "rounds": found}, report(result))
@@ -76,11 +81,12 @@ def deepspeed(directory: Path, stage: int) -> list[str]:
 class Elastic(Processes):
     """The recipe under ftrun; a node that dies is replaced by a new one."""
 
-    def __init__(self, directory: Path, command: list[str]) -> None:
+    def __init__(self, directory: Path, command: list[str], roles: int) -> None:
         """`command`: a recipe with its flags."""
         super().__init__(directory)
+        self._roles = roles
         self._job = directory / "job"
-        flags = (f"--nnodes={GROUPS}", "--nproc-per-node=1", "--ft-policy=shrink", "--respawn")
+        flags = (f"--nnodes={roles}", "--nproc-per-node=1", "--ft-policy=shrink", "--respawn")
         self.start([*ftrun(self._job, *flags), *command])
         self._epoch = 1
 
@@ -89,7 +95,7 @@ class Elastic(Processes):
         self._event("resumed", self._epoch)
         time.sleep(rng.uniform(2.0, 3.0))
         step = self._step()
-        role = rng.randrange(GROUPS)
+        role = rng.randrange(self._roles)
         agent = next(r["agent_pid"] for r in ask({"type": "status"}, self._job)["roles"] if r["role"] == role)
         killed = time.monotonic()
         os.killpg(agent, signal.SIGKILL)

@@ -516,24 +516,23 @@ class Agent:
                 worker.replicated[role] = max(worker.replicated.get(role, -1), version)
                 held = [worker.role, *self._adopted_by(worker.role)]
                 worker.control[Word.COMMITTED] = min(worker.replicated.get(r, -1) for r in held)
-                if role == worker.role:
-                    await self._write_durable(role, version)
+                if worker.control[Word.COMMITTED] == version:
+                    await self._write_durable(worker, worker.role, version)
             return
 
-    async def _write_durable(self, role: int, version: int) -> None:
-        interval = self.settings.durable_interval
+    async def _write_durable(self, worker: Worker, role: int, version: int) -> None:
+        interval, plan = self.settings.durable_interval, self.plan
         if not interval or version % interval:
             return
-        if (self.plan["origin"], self.plan["version"]) == ("durable", version):
+        if (plan["origin"], plan["version"]) == ("durable", version):
             return  # it is there, and others may still be reading it
-        found = self.store.memory(role).find(version)
-        if found is None:
-            return
+        directory = self.settings.durable_dir
+        replicated = worker.group is not None and bool(worker.group[2])
         try:
-            copy = await asyncio.to_thread(durable.copy_of, found[1], version)
-            if copy is not None:
-                await asyncio.to_thread(durable.write_role, self.settings.durable_dir, version, role, copy)
-                self._post({"type": "durable", "role": role, "version": version})
+            parts = await asyncio.to_thread(durable.parts, self.store, role, version, plan, replicated)
+            for each, copy in parts.items():
+                await asyncio.to_thread(durable.write_role, directory, version, each, copy, plan)
+                self._post({"type": "durable", "role": each, "version": version})
         except OSError as error:
             # A failed save must not end training: the in-memory copies are what protects it.
             log.error("node %s: durable checkpoint of step %d, role %d: %s", self.node, version, role, error)

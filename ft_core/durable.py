@@ -1,10 +1,12 @@
 """The durable tier: snapshots written to storage by the agents with torch.distributed.checkpoint.
 
-    DIR/step-00000500/segments/<segment id>/   one DCP checkpoint, written by its lowest holder
-    DIR/step-00000500/role-3.json              layout and checksums of a role; written last, renamed in place
+    DIR/step-00000500/segments/<id>/      one DCP checkpoint of a segment, from its lowest holder that is there
+    DIR/step-00000500/segments/<id>.json  its checksums: copies of others may differ in what does not matter
+    DIR/step-00000500/role-3.json         a role's segments; written last, renamed in place
 
 A step is complete when every role's file is there; a torn one never hides an older complete one.
-The training process takes no part: what is written is the agent's copy in host memory.
+The training process takes no part: what is written is the agent's copy in host memory. The part of a role
+whose replica group is away is written where its counterpart is.
 """
 
 from __future__ import annotations
@@ -15,16 +17,18 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from ft_core.errors import CorruptSnapshot, TransportError
 from ft_core.manifest import Segment
 from ft_core.memory import SnapshotBuffer
-from ft_core.snapshot import verify
+from ft_core.snapshot import ENVELOPE, verify
+from ft_core.store import NodeStore, RoleMemory
 
 KEEP = 2
 """Complete checkpoints that are kept; older ones are deleted."""
@@ -43,8 +47,40 @@ def complete_versions(directory: str, world_size: int) -> list[int]:
     return sorted(found)
 
 
-def copy_of(buffer: SnapshotBuffer, version: int) -> Copy | None:
-    """A private copy of a snapshot, since training will overwrite it; None if it did already."""
+def parts(
+    store: NodeStore, role: int, version: int, plan: Mapping[str, Any], replicated: bool
+) -> dict[int, Copy]:
+    """What the node of `role` writes of `version`: a private copy, since training will overwrite it.
+
+    Its own part, and those of roles that are away and have it as counterpart; empty if training was quicker.
+    `replicated`: every replica group has all the state; else the role has adopted what those had alone.
+    A part that cannot be made whole here is left out.
+    """
+    own = _copy(store.memory(role), version)
+    if own is None:
+        return {}
+    found = {role: own}
+    for name in (name for name, counterpart in plan["absent"].items() if counterpart == role):
+        away, theirs = int(name), [row for row in own if int(name) in row[0].holders]
+        if replicated:  # what comes back later is as its counterpart is, random states included
+            for segment, data, sums in own:
+                if away not in segment.holders:
+                    holders = tuple(sorted(away if h == role else h for h in segment.holders))
+                    theirs.append((replace(segment, holders=holders), data, sums))
+        elif name in plan["adopted"]:
+            shared = {segment.id for segment, _, _ in theirs}
+            adopted = _copy(store.memory(away, adopted=True), version) or []
+            theirs += [row for row in adopted if row[0].id not in shared]
+        known, items = set(plan["catalogue"].get(name, ())), [i.name for row in theirs for i in row[0].items]
+        if known <= {segment.id for segment, _, _ in theirs} and ENVELOPE in items:
+            found[away] = sorted(theirs, key=lambda row: row[0].holders)
+    return found
+
+
+def _copy(memory: RoleMemory, version: int) -> Copy | None:
+    if (found := memory.find(version)) is None:
+        return None
+    _, buffer = found
     copy = [
         (segment, bytearray(buffer.data(i)), list(buffer.checksums(i)))
         for i, segment in enumerate(buffer.segments)
@@ -52,22 +88,25 @@ def copy_of(buffer: SnapshotBuffer, version: int) -> Copy | None:
     return copy if buffer.version == version else None
 
 
-def write_role(directory: str, version: int, role: int, copy: Copy) -> None:
-    """Write a role's part of the checkpoint of `version`. Raises OSError, whatever has gone wrong."""
+def write_role(directory: str, version: int, role: int, copy: Copy, plan: Mapping[str, Any]) -> None:
+    """Write a role's part of the checkpoint of `version`. Raises OSError, whatever has gone wrong.
+
+    `plan`: of the roles that take part, the lowest that holds a segment writes its data.
+    """
+    present = set(map(int, plan["roles"]))
+    # A step that is done again without a replica group has another outcome: parts of both do not go together.
+    trained_by = [[v, groups] for v, groups in plan["groups"]["membership"]["changes"] if 0 <= v < version]
     base = _path(directory, version)
     # One of an earlier run that is written over is not complete meanwhile.
     (base / f"role-{role}.json").unlink(missing_ok=True)
-    for segment, data, _ in copy:
-        if segment.holders[0] == role and segment.items:
+    for segment, data, sums in copy:
+        writer = min((h for h in segment.holders if h in present), default=role)
+        if writer == role and segment.items:
             _dcp("save", _tensors(segment, memoryview(data)), base / "segments" / segment.id)
-    rows = [{"segment": segment.to_json(), "checksums": sums} for segment, _, sums in copy]
-    partial = base / f".role-{role}.json"
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    with partial.open("w") as file:
-        json.dump(rows, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(base / f"role-{role}.json")
+            _write(base / "segments" / f"{segment.id}.json", sums)
+    base.mkdir(parents=True, exist_ok=True)
+    segments = [segment.to_json() for segment, _, _ in copy]
+    _write(base / f"role-{role}.json", {"trained_by": trained_by, "segments": segments})
     if role == 0:
         _prune(directory, version)
 
@@ -82,15 +121,20 @@ def open_role(
     """
     base = _path(directory, version)
     with _reading(base, role):
-        rows = json.loads((base / f"role-{role}.json").read_text())
-    segments = [Segment.from_json(row["segment"]) for row in rows]
+        part, first = (json.loads((base / f"role-{r}.json").read_text()) for r in (role, 0))
+        if part["trained_by"] != first["trained_by"]:
+            raise CorruptSnapshot(
+                "another role's part is of the same step, but trained by other replica groups"
+            )
+        segments = [Segment.from_json(segment) for segment in part["segments"]]
 
     def fill(buffer: SnapshotBuffer) -> None:
         with _reading(base, role):
             for index, segment in enumerate(segments):
                 if segment.items:
                     _dcp("load", _tensors(segment, buffer.data(index)), base / "segments" / segment.id)
-                _store(buffer.checksums(index), rows[index]["checksums"])
+                    sums = json.loads((base / "segments" / f"{segment.id}.json").read_text())
+                    _store(buffer.checksums(index), sums)
             verify(buffer)
 
     return segments, fill
@@ -101,19 +145,28 @@ def _reading(base: Path, role: int) -> Iterator[None]:
     """Says what went wrong with a role's part, and sets it aside if it is damaged."""
     try:
         yield
-    except OSError as error:
-        raise TransportError(f"durable checkpoint {base}, role {role}: {error}") from None
-    except (ValueError, CorruptSnapshot) as error:
+    except (FileNotFoundError, ValueError, KeyError, TypeError, CorruptSnapshot) as error:
         part = base / f"role-{role}.json"
         with contextlib.suppress(OSError):  # storage that cannot be written; or another was quicker
             part.rename(part.with_suffix(".corrupt"))
         raise CorruptSnapshot(
             f"durable checkpoint {base}, role {role}: {error}; not used any more (see {part.stem}.corrupt)"
         ) from None
+    except OSError as error:
+        raise TransportError(f"durable checkpoint {base}, role {role}: {error}") from None
 
 
 def _path(directory: str, version: int) -> Path:
     return Path(directory) / f"step-{version:08d}"
+
+
+def _write(path: Path, content: Any) -> None:
+    partial = path.with_name(f".{path.name}")
+    with partial.open("w") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
 
 
 def _store(table: memoryview, values: Sequence[int]) -> None:

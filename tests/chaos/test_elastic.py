@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from chaos.elastic_told import told
 from elastic_jobs import STRIDE, go_on, lasting_losses, states
 from harness import Job, Layout, Result, check_clean, read_logs, torchrun
+
+from ft_core.durable import complete_versions
+from ft_core.elastic import Membership
 
 STEPS = 60
 LOSS = r"iteration (\d+)/\d+ \| loss (\S+)"
@@ -177,6 +182,70 @@ def test_a_job_grows_beyond_the_groups_that_it_started_with(
     check_clean(result)
     assert result.code == 0, result.output[-3000:]
     check_told(result, layout)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(Groups(1, 1, 3, more=("--global-batch-size=12",)), marks=pytest.mark.exhaustive),
+        (Groups(1, 1, 3, True, bf16=True, more=("--global-batch-size=12",))),
+        pytest.param(
+            Groups(1, 2, 3, True, bf16=True, more=("--global-batch-size=12",)), marks=pytest.mark.exhaustive
+        ),
+    ],
+    ids=str,
+)
+def test_a_durable_checkpoint_while_a_group_is_away(layout: Groups, tmp_path: Path) -> None:
+    """It is whole: a new job goes on from it with all groups, and what one left untrained is made up for."""
+    durable = tmp_path / "durable"
+    ftrun = ("--ft-policy=shrink", f"--ft-durable-dir={durable}", "--ft-durable-interval=4")
+    saved = 2 * STRIDE
+    (tmp_path / "first").mkdir()
+    with Job(tmp_path / "first", layout, STEPS, spares=0, ftrun=ftrun) as job:
+        go_on(job, STRIDE)
+        job.wait_for_step(3, timeout=90)
+        os.killpg(job.pids(1)[0], signal.SIGKILL)
+        job.wait_for_epoch("left", 2)
+        go_on(job, saved)
+        job.wait_for_step(saved - 1)
+        deadline = time.monotonic() + 60
+        while saved not in (found := complete_versions(str(durable), layout.world)):
+            assert time.monotonic() < deadline, found
+            time.sleep(0.05)
+        first, events = read_logs(job.job_dir), job.events()
+    (tmp_path / "second").mkdir()
+    with Job(tmp_path / "second", layout, STEPS, spares=0, ftrun=ftrun) as job:
+        go_on(job, STEPS + 1)
+        result = job.finish()
+    assert result.code == 0, result.output[-3000:]
+    began = result.of("decided")[0]
+    assert (began["origin"], began["version"]) == ("durable", saved)
+
+    ledger = one_ledger(tmp_path, saved)
+    samples = [at for dealt in told(ledger).values() for group in dealt.values() for at in group]
+    assert sorted(samples) == list(range(len(samples))), "a sample is missing, or was trained twice"
+    reference = torchrun(replace(layout, told=str(ledger)), STEPS)
+    second, after = read_logs(tmp_path / "second"), range(saved + 1, STEPS + 1)
+    losses = lasting_losses(first, events, LOSS) | lasting_losses(second, (), LOSS)
+    assert losses == reference.losses
+    expected, found = states(reference.output), states(first, events) | states(second)
+    assert any(len(found[step]) < layout.world for step in range(1, saved + 1))
+    assert all(len(found[step]) == layout.world for step in after)
+    for step, ranks in found.items():
+        for rank, digests in ranks.items():
+            assert digests == expected[step][rank], f"role {rank} after step {step}"
+    assert result.digest == reference.digest
+
+
+def one_ledger(directory: Path, version: int) -> Path:
+    """Of the job `first`, up to `version`, and of `second`, which went on from there with all groups."""
+    first, second = ((directory / job / "ledger.jsonl").read_text() for job in ("first", "second"))
+    epoch = [about for line in first.splitlines() if "membership" in (about := json.loads(line))][-1]
+    membership = Membership.from_json(epoch["membership"])
+    epoch["membership"] = membership.changed(version, range(membership.groups)).to_json()
+    path = directory / "ledger.jsonl"
+    path.write_text(first + second + json.dumps({**epoch, "version": STEPS}) + "\n")
+    return path
 
 
 def test_a_sharded_state_that_nobody_can_adopt_is_waited_for(tmp_path: Path) -> None:

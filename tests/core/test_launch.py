@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -135,7 +136,12 @@ def test_spares_of_the_scripts_own_configuration_are_started(
     framework: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     started = []
-    monkeypatch.setattr(launch.Launcher, "_start", lambda _, module, *about: started.append((module, *about)))
+
+    def start(_: object, module: str, *about: str) -> SimpleNamespace:
+        started.append((module, *about))
+        return SimpleNamespace(pid=len(started))
+
+    monkeypatch.setattr(launch.Launcher, "_start", start)
     monkeypatch.setattr(launch.Launcher, "wait", lambda _: 0)
     monkeypatch.setattr(launch.Launcher, "stop", lambda _: None)
     flags = ["--standalone", "--nnodes=2", f"--job-dir={tmp_path / 'job'}"]
