@@ -1,8 +1,8 @@
 """The durable tier: snapshots written to storage by the agents with torch.distributed.checkpoint.
 
-    DIR/step-00000500/segments/<id>/      one DCP checkpoint of a segment, from its lowest holder that is there
-    DIR/step-00000500/segments/<id>.json  its checksums: copies of others may differ in what does not matter
-    DIR/step-00000500/role-3.json         a role's segments; written last, renamed in place
+    DIR/step-00000500/segments/ID/      one DCP checkpoint of a segment, from its lowest holder that is there
+    DIR/step-00000500/segments/ID.json  its checksums: copies of others may differ in what does not matter
+    DIR/step-00000500/role-3.json       a role's segments; written last, renamed in place
 
 A step is complete when every role's file is there; a torn one never hides an older complete one.
 The training process takes no part: what is written is the agent's copy in host memory. The part of a role

@@ -17,6 +17,7 @@ from deepspeed_jobs import Pipeline, Zero, variables
 from elastic_jobs import STRIDE, go_on, states
 from harness import Job, Result, check_clean, read_logs, torchrun
 
+from ft_core.durable import complete_versions
 from ft_core.ledger_check import verify
 
 SCRIPT = Path(__file__).with_name("deepspeed_elastic_steps.py")
@@ -187,6 +188,44 @@ def test_checkpoints_are_whole_while_groups_are_away(groups: Plain, tmp_path: Pa
     reference = torchrun(replace(groups, told=str(ledger)), 2 * STRIDE)
     expected, found = states(reference.output), states(read_logs(jobs[1]))
     assert found == {step: ranks for step, ranks in expected.items() if step > saved}
+    assert result.digest == reference.digest
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("groups", [pytest.param(Plain(s), marks=ON_DEMAND) for s in (0, 1, 3)], ids=str)
+def test_a_durable_checkpoint_while_a_group_is_away(groups: Plain, tmp_path: Path) -> None:
+    """A new job goes on from it with all groups, and trains what waited in it."""
+    durable = tmp_path / "durable"
+    ftrun = (f"--ft-durable-dir={durable}", "--ft-durable-interval=4")
+    jobs = [tmp_path / "first", tmp_path / "second"]
+    for path in jobs:
+        path.mkdir()
+    saved = 2 * STRIDE
+    with Job(jobs[0], groups, STEPS, spares=0, ftrun=ftrun) as job:
+        go_on(job, STRIDE)
+        job.wait_for_step(3, timeout=90)
+        os.killpg(job.pids(1)[0], signal.SIGKILL)
+        job.wait_for_epoch("left", 2)
+        go_on(job, saved)
+        job.wait_for_step(saved - 1)
+        deadline = time.monotonic() + 60
+        while saved not in (found := complete_versions(str(durable), groups.world)):
+            assert time.monotonic() < deadline, found
+            time.sleep(0.05)
+    with Job(jobs[1], groups, STEPS, spares=0, ftrun=ftrun) as job:
+        go_on(job, STEPS + 1)
+        result = job.finish()
+    assert result.code == 0, result.output[-3000:]
+    assert result.of("decided")[0]["version"] == saved
+    ledger = tmp_path / "ledger.jsonl"
+    ledger.write_text(joined(jobs, saved))
+    report = verify(ledger.read_text().splitlines())
+    assert not report.problems
+    assert report.steps == STEPS
+    reference = torchrun(replace(groups, told=str(ledger)), STEPS)
+    expected, found = states(reference.output), states(read_logs(jobs[1]))
+    assert set(found) >= set(range(saved + 1, STEPS + 1))
+    assert found == {step: expected[step] for step in found}
     assert result.digest == reference.digest
 
 

@@ -27,6 +27,7 @@ from ft_core.durable import complete_versions
 HERE = Path(__file__).parent
 PACED = HERE / "paced.py"
 LAYOUT = Layout(1, 1, 2, distributed=True)
+PLAIN = Layout(1, 1, 2)
 STEPS = 40
 
 
@@ -123,19 +124,19 @@ def test_more_than_replicas_cover_without_a_durable_checkpoint_is_a_clear_error(
     check_clean(result)
 
 
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_new_job_goes_on_from_the_durable_checkpoint_of_an_old_one(damaged, tmp_path):
+@pytest.mark.parametrize(("layout", "damaged"), [(PLAIN, False), (LAYOUT, True)], ids=["plain", "damaged"])
+def test_a_new_job_goes_on_from_the_durable_checkpoint_of_an_old_one(layout, damaged, tmp_path):
     """If the newest one turns out to be damaged, from the one before."""
     durable = (f"--ft-durable-dir={tmp_path / 'durable'}", "--ft-durable-interval=5")
-    with Job(tmp_path / "first", LAYOUT, STEPS, spares=0, script=PACED, ftrun=durable) as first:
+    with Job(tmp_path / "first", layout, STEPS, spares=0, script=PACED, ftrun=durable) as first:
         first.wait_for("durable", 6)
     if damaged:
-        newest = max(complete_versions(str(tmp_path / "durable"), LAYOUT.world))
+        newest = max(complete_versions(str(tmp_path / "durable"), layout.world))
         part = next((tmp_path / "durable" / f"step-{newest:08d}").glob("segments/1x1-*/*.distcp"))
         part.write_bytes(part.read_bytes()[:100])
-    with Job(tmp_path / "second", LAYOUT, STEPS, spares=0, script=PACED, ftrun=durable) as job:
+    with Job(tmp_path / "second", layout, STEPS, spares=0, script=PACED, ftrun=durable) as job:
         result = job.finish()
-    expected = reference(LAYOUT, STEPS)
+    expected = reference(layout, STEPS)
     *_, began = decided = result.of("decided")
     assert [e["version"] for e in decided] == ([newest, newest - 5] if damaged else [began["version"]])
     assert began["origin"] == "durable" and began["version"] >= 5

@@ -111,6 +111,37 @@ def test_storage_that_does_not_answer_costs_no_checkpoint(tmp_path: Path, store:
     assert durable.complete_versions(str(tmp_path), 1) == [5]
 
 
+def test_parts_of_a_step_that_was_done_twice_do_not_go_together(tmp_path: Path, store: NodeStore):
+    """Once with all replica groups, then without one. What an epoch changes later makes no difference."""
+    write(tmp_path, 5, store)
+    part = durable.parts(store, 0, 1, plan(), replicated=False)[0]
+    for changes, readable in (([[5, [0]]], True), ([[4, [0]]], False)):
+        durable.write_role(str(tmp_path), 5, 1, part, plan(*changes))
+        if readable:
+            durable.open_role(str(tmp_path), 5, 1)
+        else:
+            with pytest.raises(CorruptSnapshot, match="trained by other replica groups"):
+                durable.open_role(str(tmp_path), 5, 1)
+
+
+def test_the_part_of_a_role_that_is_away(store: NodeStore):
+    """Its counterpart has all the state but for what is each role's own, or has adopted it."""
+    about = plan() | {"absent": {"1": 0}}
+    own, theirs = durable.parts(store, 0, 1, about, replicated=True).values()
+    assert [segment.holders for segment, *_ in own] == [(0,)]
+    assert [segment.holders for segment, *_ in theirs] == [(1,)]
+    assert [row[1:] for row in own] == [row[1:] for row in theirs]
+    about["adopted"] = about["absent"]
+    assert list(durable.parts(store, 0, 1, about, replicated=False)) == [0], "nothing was adopted"
+    segments = [segment for segment, *_ in theirs]
+    buffer = store.memory(1, adopted=True).allocate(0, segments)
+    buffer.version = 1
+    assert list(durable.parts(store, 0, 1, about, replicated=False)) == [0, 1]
+    about["catalogue"] = {"1": {segments[0].id: [1], "another": [1, 2]}}
+    assert list(durable.parts(store, 0, 1, about, replicated=False)) == [0], "there was more"
+    assert durable.parts(store, 0, 2, about, replicated=True) == {}
+
+
 def test_one_that_is_written_over_is_not_complete(tmp_path: Path, store: NodeStore):
     base = write(tmp_path, 5, store)
     segments = base / "segments"
