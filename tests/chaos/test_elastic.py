@@ -207,11 +207,7 @@ def test_a_durable_checkpoint_while_a_group_is_away(layout: Groups, tmp_path: Pa
         os.killpg(job.pids(1)[0], signal.SIGKILL)
         job.wait_for_epoch("left", 2)
         go_on(job, saved)
-        job.wait_for_step(saved - 1)
-        deadline = time.monotonic() + 60
-        while saved not in (found := complete_versions(str(durable), layout.world)):
-            assert time.monotonic() < deadline, found
-            time.sleep(0.05)
+        wait_for_durable(durable, saved, layout)
         first, events = read_logs(job.job_dir), job.events()
     (tmp_path / "second").mkdir()
     with Job(tmp_path / "second", layout, STEPS, spares=0, ftrun=ftrun) as job:
@@ -235,6 +231,46 @@ def test_a_durable_checkpoint_while_a_group_is_away(layout: Groups, tmp_path: Pa
         for rank, digests in ranks.items():
             assert digests == expected[step][rank], f"role {rank} after step {step}"
     assert result.digest == reference.digest
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_others_are_lost_while_a_group_is_away(sharded: bool, tmp_path: Path) -> None:
+    """They go on from the durable checkpoint that was made without it; then it comes back."""
+    layout = Groups(1, 1, 3, sharded, more=("--global-batch-size=12",))
+    durable, job_dir = tmp_path / "durable", tmp_path / "job"
+    ftrun = ("--ft-policy=shrink", f"--ft-durable-dir={durable}", "--ft-durable-interval=4")
+    job_dir.mkdir()
+    with Job(job_dir, layout, STEPS, spares=0, ftrun=ftrun) as job:
+        go_on(job, STRIDE)
+        job.wait_for_step(3, timeout=90)
+        os.killpg(job.pids(1)[0], signal.SIGKILL)
+        left = job.wait_for_epoch("left", 2)
+        go_on(job, 2 * STRIDE)
+        wait_for_durable(durable, 2 * STRIDE, layout)
+        for agent in [job.pids(role)[0] for role in (0, 2)]:
+            os.killpg(agent, signal.SIGKILL)
+        job.wait_for_epoch("waiting", left["epoch"] + 1)
+        for _ in range(2):
+            job.join()
+        again = job.wait_for_epoch("state_restored", left["epoch"] + 1, timeout=90)
+        go_on(job, 3 * STRIDE)
+        job.join()
+        returned = job.wait_for_epoch("returned", again["epoch"] + 1)
+        job.wait_for_epoch("state_restored", returned["epoch"])
+        go_on(job, STEPS + 1)
+        result = job.finish()
+    assert again["version"] == 2 * STRIDE
+    assert [e["origin"] for e in result.of("decided") if e["epoch"] == again["epoch"]] == ["durable"]
+    assert result.code == 0, result.output[-3000:]
+    check_told(result, layout)
+
+
+def wait_for_durable(directory: Path, version: int, layout: Groups) -> None:
+    deadline = time.monotonic() + 60
+    while version not in (found := complete_versions(str(directory), layout.world)):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
 
 
 def one_ledger(directory: Path, version: int) -> Path:

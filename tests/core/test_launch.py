@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -142,6 +143,7 @@ def test_spares_of_the_scripts_own_configuration_are_started(
         return SimpleNamespace(pid=len(started))
 
     monkeypatch.setattr(launch.Launcher, "_start", start)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(launch.Launcher, "wait", lambda _: 0)
     monkeypatch.setattr(launch.Launcher, "stop", lambda _: None)
     flags = ["--standalone", "--nnodes=2", f"--job-dir={tmp_path / 'job'}"]
