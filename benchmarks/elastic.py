@@ -51,6 +51,8 @@ def main() -> None:
     p.add_argument("--deepspeed", type=int, choices=range(4), metavar="STAGE", help="with that stage of ZeRO")
     p.add_argument("--stages", type=int, default=1, help="pipeline stages of Megatron, each a role")
     args = p.parse_args()
+    if args.stages > 1 and args.deepspeed is not None:
+        p.error("--stages is for Megatron")
     rng = random.Random(args.seed)
     name, command = "elastic", [str(RECIPE), *MODEL, "--ft"]
     if args.sharded:

@@ -409,7 +409,7 @@ class Agent:
 
     def _adopted_by(self, role: int) -> list[int]:
         worker = self.pool.of_role(role)
-        if worker is not None and worker.group is not None and worker.group[2]:
+        if worker is not None and worker.state_is_replicated:
             return []  # a plan that was made before it was known that every group has all the state
         return [int(r) for r, adopter in self.plan.get("adopted", {}).items() if adopter == role]
 
@@ -527,9 +527,9 @@ class Agent:
         if (plan["origin"], plan["version"]) == ("durable", version):
             return  # it is there, and others may still be reading it
         directory = self.settings.durable_dir
-        replicated = worker.group is not None and bool(worker.group[2])
         try:
-            parts = await asyncio.to_thread(durable.parts, self.store, role, version, plan, replicated)
+            about = (role, version, plan, worker.state_is_replicated)
+            parts = await asyncio.to_thread(durable.parts, self.store, *about)
             for each, copy in parts.items():
                 await asyncio.to_thread(durable.write_role, directory, version, each, copy, plan)
                 self._post({"type": "durable", "role": each, "version": version})

@@ -123,9 +123,7 @@ def open_role(
     with _reading(base, role):
         part, first = (json.loads((base / f"role-{r}.json").read_text()) for r in (role, 0))
         if part["trained_by"] != first["trained_by"]:
-            raise CorruptSnapshot(
-                "another role's part is of the same step, but trained by other replica groups"
-            )
+            raise CorruptSnapshot("role 0's part is of a step that was trained by other replica groups")
         segments = [Segment.from_json(segment) for segment in part["segments"]]
 
     def fill(buffer: SnapshotBuffer) -> None:

@@ -59,6 +59,11 @@ class Worker:
     traceback: str = ""
 
     @property
+    def state_is_replicated(self) -> bool:
+        """Whether its script has said that every replica group has all the state."""
+        return self.group is not None and bool(self.group[2])
+
+    @property
     def idle(self) -> bool:
         """Ready to be given a role."""
         return self.channel is not None and self.role is None and not self.withdrawn

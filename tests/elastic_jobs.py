@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from harness import Job
+
+from ft_core.durable import complete_versions
 
 STRIDE = 12
 """Steps in which a failure, or what comes after it, finds its place."""
@@ -41,6 +46,24 @@ def lasting_losses(text: str, events: Iterable[dict], logged: str) -> dict[int, 
             if int(number) == step:
                 found.setdefault(step, set()).add(loss)
     return found
+
+
+def wait_for_durable(directory: Path, version: int, world: int) -> None:
+    """Until the durable checkpoint of `version` is whole."""
+    deadline = time.monotonic() + 60
+    while version not in (found := complete_versions(str(directory), world)):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+
+
+def joined(jobs: list[Path], saved: int) -> str:
+    """The ledgers of two jobs, the second of which went on from step `saved` of the first."""
+    first, then = ([json.loads(x) for x in (j / "ledger.jsonl").read_text().splitlines()] for j in jobs)
+    for record in then:
+        record["epoch"] += first[-1]["epoch"]
+        if "version" in record:
+            record["version"] = record["version"] or saved
+    return "".join(json.dumps(record) + "\n" for record in [*first, *then])
 
 
 def _told(text: str, events: Iterable[dict]) -> Iterator[tuple[int, int, str, str]]:

@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed_jobs import Pipeline, Zero, variables
-from elastic_jobs import STRIDE, go_on, states
+from elastic_jobs import STRIDE, go_on, joined, states, wait_for_durable
 from harness import Job, Result, check_clean, read_logs, torchrun
 
-from ft_core.durable import complete_versions
 from ft_core.ledger_check import verify
 
 SCRIPT = Path(__file__).with_name("deepspeed_elastic_steps.py")
@@ -208,10 +207,7 @@ def test_a_durable_checkpoint_while_a_group_is_away(groups: Plain, tmp_path: Pat
         job.wait_for_epoch("left", 2)
         go_on(job, saved)
         job.wait_for_step(saved - 1)
-        deadline = time.monotonic() + 60
-        while saved not in (found := complete_versions(str(durable), groups.world)):
-            assert time.monotonic() < deadline, found
-            time.sleep(0.05)
+        wait_for_durable(durable, saved, groups.world)
     with Job(jobs[1], groups, STEPS, spares=0, ftrun=ftrun) as job:
         go_on(job, STEPS + 1)
         result = job.finish()
@@ -227,16 +223,6 @@ def test_a_durable_checkpoint_while_a_group_is_away(groups: Plain, tmp_path: Pat
     assert set(found) >= set(range(saved + 1, STEPS + 1))
     assert found == {step: expected[step] for step in found}
     assert result.digest == reference.digest
-
-
-def joined(jobs: list[Path], saved: int) -> str:
-    """The ledgers of two jobs, the second of which went on from step `saved` of the first."""
-    first, then = ([json.loads(x) for x in (j / "ledger.jsonl").read_text().splitlines()] for j in jobs)
-    for record in then:
-        record["epoch"] += first[-1]["epoch"]
-        if "version" in record:
-            record["version"] = record["version"] or saved
-    return "".join(json.dumps(record) + "\n" for record in [*first, *then])
 
 
 def check_told(result: Result, groups: Groups) -> None:

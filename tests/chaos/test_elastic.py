@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 from chaos.elastic_told import told
-from elastic_jobs import STRIDE, go_on, lasting_losses, states
+from elastic_jobs import STRIDE, go_on, joined, lasting_losses, states, wait_for_durable
 from harness import Job, Layout, Result, check_clean, read_logs, torchrun
 
-from ft_core.durable import complete_versions
 from ft_core.elastic import Membership
 
 STEPS = 60
@@ -204,7 +203,7 @@ def test_a_durable_checkpoint_while_a_group_is_away(layout: Groups, nodes: int, 
         os.killpg(job.pids(1)[0], signal.SIGKILL)
         job.wait_for_epoch("left", 2)
         go_on(job, saved)
-        wait_for_durable(durable, saved, layout)
+        wait_for_durable(durable, saved, layout.world)
         first, events = read_logs(job.job_dir), job.events()
     (tmp_path / "second").mkdir()
     started = (*ftrun, f"--nnodes={nodes}:{layout.world}")
@@ -246,7 +245,7 @@ def test_the_others_are_lost_while_a_group_is_away(sharded: bool, tmp_path: Path
         os.killpg(job.pids(1)[0], signal.SIGKILL)
         left = job.wait_for_epoch("left", 2)
         go_on(job, 2 * STRIDE)
-        wait_for_durable(durable, 2 * STRIDE, layout)
+        wait_for_durable(durable, 2 * STRIDE, layout.world)
         for agent in [job.pids(role)[0] for role in (0, 2)]:
             os.killpg(agent, signal.SIGKILL)
         job.wait_for_epoch("waiting", left["epoch"] + 1)
@@ -266,21 +265,15 @@ def test_the_others_are_lost_while_a_group_is_away(sharded: bool, tmp_path: Path
     check_told(result, layout)
 
 
-def wait_for_durable(directory: Path, version: int, layout: Groups) -> None:
-    deadline = time.monotonic() + 60
-    while version not in (found := complete_versions(str(directory), layout.world)):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.05)
-
-
 def one_ledger(directory: Path, version: int, groups: range) -> Path:
     """Of the job `first`, up to `version`, and of `second`, which went on from there with these groups."""
-    first, second = ((directory / job / "ledger.jsonl").read_text() for job in ("first", "second"))
-    epoch = [about for line in first.splitlines() if "membership" in (about := json.loads(line))][-1]
+    lines = (directory / "first" / "ledger.jsonl").read_text().splitlines()
+    epoch = [about for line in lines if "membership" in (about := json.loads(line))][-1]
     membership = Membership.from_json(epoch["membership"])
     epoch["membership"] = membership.changed(version, groups).to_json()
     path = directory / "ledger.jsonl"
-    path.write_text(first + second + json.dumps({**epoch, "version": STEPS}) + "\n")
+    both = joined([directory / "first", directory / "second"], version)
+    path.write_text(both + json.dumps({**epoch, "version": STEPS}) + "\n")
     return path
 
 

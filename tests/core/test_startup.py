@@ -55,15 +55,18 @@ def test_two_kills_during_start_up() -> None:
         check(job.results(), 3)
 
 
+def lose(job: Job, role: int, at: int, begin: int, more: int | None = None) -> None:
+    """A role that stops in step `at` is killed; its newcomer begins at step `begin` (see `between_steps`)."""
+    job.wait("stopped", [role], at)
+    job.kill(role)
+    job.next_epoch([role], ({}, begin, more))
+
+
 def test_newcomers_between_training_steps() -> None:
     """The second begins at an earlier step than the first, whose record does not go back so far."""
     with Job(3, "between_steps", {1: 20, 0: 27}, 0, None) as job:
-        job.wait("stopped", [1], 20)
-        job.kill(1)
-        job.next_epoch([1], ({}, 12, None))
-        job.wait("stopped", [0], 27)
-        job.kill(0)
-        job.next_epoch([0], ({}, 5, None))
+        lose(job, 1, at=20, begin=12)
+        lose(job, 0, at=27, begin=5)
         results = job.results()
     for role, begin in ((0, 5), (1, 12), (2, 0)):
         assert results[role]["sums"] == [[3 + 3 * step] for step in range(begin, 30)]
@@ -73,21 +76,15 @@ def test_newcomers_between_training_steps() -> None:
 
 def test_records_that_were_lost_with_their_workers() -> None:
     with Job(3, "between_steps", {1: 20, 2: 27}, 0, None) as job:
-        job.wait("stopped", [1], 20)
-        job.kill(1)
-        job.next_epoch([1], ({}, 12, None))
-        job.wait("stopped", [2], 27)
-        job.kill(2)
-        job.next_epoch([2], ({}, 5, None))
+        lose(job, 1, at=20, begin=12)
+        lose(job, 2, at=27, begin=5)
         kind, text, _ = job.wait("error", [2])[2]
     assert kind == "ReplayMismatch" and "group 5/0-2:1#0/2>1 is on record nowhere" in text
 
 
 def test_a_step_that_is_over_cannot_have_had_more_operations() -> None:
     with Job(3, "between_steps", {1: 20}, 0, None) as job:
-        job.wait("stopped", [1], 20)
-        job.kill(1)
-        job.next_epoch([1], ({}, 0, 3))
+        lose(job, 1, at=20, begin=0, more=3)
         kind, text, _ = job.wait("error", [1])[1]
     assert kind == "ReplayMismatch" and "issues barrier(), its peers did 1 operations (role" in text
 
