@@ -116,10 +116,12 @@ class Controller:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._leave)
         ticker = asyncio.create_task(self._tick())
         ticker.add_done_callback(self._ticker_ended)
-        code = await self._done
-        leave_in_peace()
-        ticker.cancel()
-        server.close()
+        try:
+            code = await self._done
+            leave_in_peace()
+        finally:
+            ticker.cancel()
+            server.close()
         for node in self.nodes.values():
             with contextlib.suppress(OSError, FtError):
                 await node.channel.send({"type": "shutdown", "code": code})

@@ -1,0 +1,416 @@
+"""Simulated nodes that speak the real protocol with a real controller, and misbehave where a test says so.
+
+    async def job() -> None:
+        async with Fleet(tmp_path, nodes=2) as fleet:
+            await fleet.event("resumed")
+            fleet["node1"].lose("holdings")
+            fleet["node0"].crash(0)
+            await fleet.event("resumed", 2)
+
+    asyncio.run(job())
+
+A node has no processes and no state, only what it tells of them: its workers answer at once, and finish
+one step of each epoch. The controller is `ft_core.controller`'s, in this event loop, or a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ft_core.controller import Controller
+from ft_core.settings import Command, Settings, write_secret
+from ft_core.wire import AsyncChannel
+
+Message = dict[str, Any]
+Action = Callable[[Message], Awaitable[bool]]
+"""What happens to a message on its way; returns whether it arrives."""
+
+_pids = itertools.count(1_000_000)
+
+
+@dataclass
+class Worker:
+    """What an agent knows of one that plays a role."""
+
+    stage: str = "startup"
+    initial: int | None = None
+    group: list[Any] | None = None
+    step: int = 0
+    completed: Message = field(default_factory=lambda: {"epoch": 0, "part": 0, "last": False})
+    finished: bool = False
+    pid: int = field(default_factory=lambda: next(_pids))
+
+
+class Node:
+    """One simulated agent."""
+
+    def __init__(self, fleet: Fleet, name: str, node_rank: int, domain: str = "") -> None:
+        self.fleet, self.name, self.node_rank, self.domain = fleet, name, node_rank, domain or name
+        self.idle = fleet.settings.nproc_per_node + 1
+        self.plan: Message = {}
+        self.epoch = 0
+        self.workers: dict[int, Worker] = {}
+        self.versions: dict[int, list[int]] = {}
+        """Snapshots of the roles that are, or were, played here."""
+        self.replicas: dict[str, list[int]] = {}
+        """Segments kept for others."""
+        self.sent: list[Message] = []
+        """Everything that has gone out."""
+        self.received: list[Message] = []
+        self.quiet = True
+        """Whether workers leave their steps when they are told to; see `quiesced`."""
+        self.steps = True
+        """Whether workers finish a step of their own accord, one in each epoch."""
+        self.code: int | None = None
+        """The job's exit code, once the controller has said it."""
+        self.killed = False
+        self.connections = 0
+        self._actions: dict[str, list[Action]] = {}
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._queue: asyncio.Queue[Message] = asyncio.Queue()
+        self._channel: AsyncChannel | None = None
+        self._reported = 0
+        self._tasks = [asyncio.create_task(work) for work in (self._connect(), self._send(), self._beat())]
+
+    # -- misbehaviour --------------------------------------------------------------------------
+
+    def on(self, kind: str, action: Action) -> None:
+        """`action` is done to the next message of that kind, sent or received."""
+        self._actions.setdefault(kind, []).append(action)
+
+    def lose(self, kind: str) -> None:
+        """The next message of that kind, and the connection with it, is lost; the agent connects again."""
+
+        async def action(_: Message) -> bool:
+            self.disconnect()
+            return False
+
+        self.on(kind, action)
+
+    def delay(self, kind: str, until: Awaitable[object]) -> None:
+        """The next message of that kind, and all behind it, waits."""
+
+        async def action(_: Message) -> bool:
+            await until
+            return True
+
+        self.on(kind, action)
+
+    def disconnect(self) -> None:
+        """The connection breaks."""
+        if self._channel is not None:
+            self._channel.close()
+
+    def pause(self) -> None:
+        """Neither send nor read anything; the connection stays."""
+        self._awake.clear()
+
+    def go_on(self) -> None:
+        """After `pause`."""
+        self._awake.set()
+
+    def die(self) -> None:
+        """All at once, as by SIGKILL."""
+        self.killed = True
+        self.disconnect()
+        for task in self._tasks:
+            task.cancel()
+
+    def crash(self, role: int) -> None:
+        """The worker that plays `role` dies by a signal; a standby is started in its place."""
+        worker = self.workers.pop(role)
+        self.idle += 1
+        lost = {"type": "worker_lost", "role": role, "pid": worker.pid, "exit": "killed by SIGKILL"}
+        self.post({**lost, "crashed": True, "code": -9, "traceback": ""})
+        self._report_if_quiet()
+
+    # -- what workers do -----------------------------------------------------------------------
+
+    def step(self, role: int) -> None:
+        """The worker finishes a step, and its snapshot is kept here and on the next node."""
+        worker = self.workers[role]
+        worker.step += 1
+        self._keep(role, worker.step)
+        self.post({"type": "stepped", "epoch": self.epoch, "role": role, "version": worker.step})
+
+    def quiesced(self) -> None:
+        """Workers that were not `quiet` have left their steps now."""
+        self.quiet = True
+        self._report_if_quiet()
+
+    def finish(self, role: int) -> None:
+        """The worker's script has come to its end."""
+        self.workers[role].finished = True
+        self.post({"type": "finished", "role": role})
+
+    def _keep(self, role: int, version: int) -> None:
+        self.versions[role] = sorted({*self.versions.get(role, []), version})[-2:]
+        others = sorted(node.name for node in self.fleet.nodes.values() if not node.killed)
+        keeper = self.fleet.nodes[others[(others.index(self.name) + 1) % len(others)]]
+        if keeper is not self:
+            held = keeper.replicas.setdefault(segment(role), [])
+            held[:] = sorted({*held, version})[-2:]
+
+    # -- the agent -----------------------------------------------------------------------------
+
+    def post(self, message: Message) -> None:
+        self._queue.put_nowait(message)
+
+    def holdings(self) -> Message:
+        """As `ft_core.reports`."""
+        roles = {}
+        for role in self.roles_here():
+            worker, versions = self.workers.get(role), self.versions.get(role, [])
+            roles[str(role)] = {
+                "alive": worker is not None,
+                "stage": worker.stage if worker else "startup",
+                "versions": list(versions),
+                "segments": [segment(role)] if versions else [],
+                "counts": {},
+                "initial": worker.initial if worker else None,
+                "group": worker.group if worker else None,
+                "completed": worker.completed if worker else Worker().completed,
+                "finished": worker is not None and worker.finished,
+            }
+        gone = {segment(r): v for r, v in self.versions.items() if r not in self.roles_here()}
+        replicas = {name: list(versions) for name, versions in (self.replicas | gone).items()}
+        segments = {name: [int(name.partition("x")[0])] for name in replicas}
+        segments |= {segment(r): [r] for r in self.roles_here() if self.versions.get(r)}
+        about = {"epoch": self.epoch, "roles": roles, "replicas": replicas, "segments": segments}
+        more = {"idle": self.idle, "store": f"127.0.0.1:{self.epoch + 1}", "configured": None, "durable": []}
+        return {**about, **more}
+
+    def heartbeat(self) -> Message:
+        """As `ft_core.reports`."""
+        zero = {"committed": -1, "step_s": 0.1, "waited_s": 0.0, "h2h_bytes": 0, "h2h_snapshots": 0}
+        roles = {
+            str(role): {
+                "pid": w.pid,
+                "step": w.step,
+                "tag": w.step,
+                "held": self.versions.get(role, []),
+                **zero,
+            }
+            for role, w in self.workers.items()
+        }
+        return {"type": "heartbeat", "roles": roles, "idle": self.idle, "replicas": self.replicas}
+
+    def roles_here(self) -> list[int]:
+        return [int(role) for role, node in self.plan.get("roles", {}).items() if node == self.name]
+
+    async def _connect(self) -> None:
+        while self.code is None:
+            with contextlib.suppress(OSError):
+                channel = await AsyncChannel.connect(self.fleet.settings.controller, self.fleet.secret)
+                self.connections += 1
+                identity = {"node": self.name, "pid": self.connections, "node_rank": self.node_rank}
+                where = {"domain": self.domain, "data": "127.0.0.1:1", "plan": self.plan}
+                hello = {"type": "hello", "kind": "agent", **identity, **where, **self.holdings()}
+                if await self._arrives(hello):
+                    self.sent.append(hello)
+                    channel.post(hello)
+                    self._channel = channel
+                    try:
+                        await self._receive(channel)
+                    finally:
+                        self._channel = None
+                        channel.close()
+            await asyncio.sleep(0.01)
+
+    async def _receive(self, channel: AsyncChannel) -> None:
+        while True:
+            message = await channel.recv()
+            await self._awake.wait()
+            if await self._arrives(message):
+                self.received.append(message)
+                self._on_controller(message)
+
+    async def _send(self) -> None:
+        while True:
+            message = await self._queue.get()
+            if await self._arrives(message) and self._channel is not None:
+                with contextlib.suppress(OSError):  # as the agent: what is lost is lost
+                    self._channel.post(message)
+                    self.sent.append(message)
+
+    async def _arrives(self, message: Message) -> bool:
+        await self._awake.wait()
+        actions = self._actions.get(message["type"])
+        return not actions or await actions.pop(0)(message)
+
+    async def _beat(self) -> None:
+        while True:
+            self.post(self.heartbeat())
+            await asyncio.sleep(self.fleet.settings.heartbeat)
+
+    def _on_controller(self, message: Message) -> None:
+        kind = message["type"]
+        if kind == "abort" and message["epoch"] > self.epoch:
+            self.epoch = message["epoch"]
+            self._report_if_quiet()
+        elif kind == "plan":
+            self._apply(message)
+        elif kind == "kill" and message.get("role") is None:
+            self.die()
+        elif kind == "kill" and message["role"] in self.workers:
+            self.crash(message["role"])
+        elif kind == "beat":
+            self.post(self.heartbeat())
+        elif kind == "shutdown":
+            self.code = message["code"]
+            self.disconnect()
+
+    def _report_if_quiet(self) -> None:
+        if (self.quiet or not self.workers) and self._reported < self.epoch != self.plan.get("epoch"):
+            self._reported = self.epoch
+            self.post({"type": "holdings", **self.holdings()})
+
+    def _apply(self, plan: Message) -> None:
+        if plan["epoch"] < self.epoch or plan["epoch"] == self.plan.get("epoch"):
+            return
+        self.plan, self.epoch = plan, plan["epoch"]
+        here, version = self.roles_here(), plan["version"] or 0
+        for held in (*self.versions.values(), *self.replicas.values()):
+            held[:] = [each for each in held if each <= version]
+        for role in set(self.workers) - set(here):
+            del self.workers[role]
+            self.idle += 1
+        for role in here:
+            if role not in self.workers:
+                if not self.idle:
+                    self.post({"type": "short", "epoch": self.epoch, "role": role})
+                    continue
+                self.workers[role] = Worker()
+                self.idle -= 1
+            self._train(role, version)
+
+    def _train(self, role: int, version: int) -> None:
+        worker, settings = self.workers[role], self.fleet.settings
+        about = {"epoch": self.epoch, "role": role}
+        if worker.stage == "startup":
+            per = settings.world_size // self.fleet.groups
+            worker.stage, worker.initial = "training", 0
+            worker.group = [role // per, self.fleet.groups, self.fleet.groups > 1, False]
+        layout = {"type": "layout", "role": role, "adopted": False, "segments": {segment(role): [role]}}
+        self.post({**layout, "initial": 0, "resumes": False, "group": worker.group})
+        worker.step = version
+        self._keep(role, version)
+        self.post({"type": "restored", **about, "version": version, "loaded": True, "pid": worker.pid})
+        self.post({"type": "reopened", **about})
+        if self.steps:
+            self.step(role)
+
+
+class Fleet:
+    """A job of simulated nodes, `node0` and so on, the last `spares` of which have no role at first."""
+
+    def __init__(
+        self, job_dir: Path, nodes: int = 2, nproc: int = 1, spares: int = 0, groups: int = 1, **settings: Any
+    ) -> None:
+        """`groups`: replica groups, of roles in a row. `settings`: as in `ft_core.settings`."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        about: Message = {"replicas": 1 if nodes > 1 else 0, "spares": spares, "heartbeat": 0.1, **settings}
+        self.settings = Settings(nodes, nproc, Command("train.py"), controller=f"127.0.0.1:{port}", **about)
+        self.job_dir, self.groups, self._count = job_dir, groups, nodes + spares
+        job_dir.mkdir(exist_ok=True)
+        self.settings.write(job_dir)
+        write_secret(job_dir)
+        self.secret = (job_dir / "secret").read_bytes().strip()
+        self.nodes: dict[str, Node] = {}
+        self.controller: Controller | None = None
+        """While it runs in this process."""
+        self._running: asyncio.Task[int] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> Fleet:
+        self._sigterm = signal.getsignal(signal.SIGTERM)
+        await self.start_controller()
+        for number in range(self._count):
+            self.join(f"node{number}", number if number < self.settings.nnodes else -1)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for node in self.nodes.values():
+            node.die()
+        await self.stop_controller()
+        await asyncio.gather(
+            *(task for n in self.nodes.values() for task in n._tasks), return_exceptions=True
+        )
+        signal.signal(signal.SIGTERM, self._sigterm)  # a controller that ends ignores it
+
+    def __getitem__(self, name: str) -> Node:
+        return self.nodes[name]
+
+    def join(self, name: str, node_rank: int = -1, domain: str = "") -> Node:
+        """One node more, or in the place of one that died."""
+        self.nodes[name] = Node(self, name, node_rank, domain)
+        return self.nodes[name]
+
+    async def start_controller(self, process: bool = False) -> None:
+        """The first, or the next one after `stop_controller`; `process`: as a process of its own."""
+        if process:
+            command = [sys.executable, "-m", "ft_core.controller", "--job-dir", str(self.job_dir)]
+            self._process = await asyncio.create_subprocess_exec(*command)
+        else:
+            self.controller = Controller(self.settings, self.job_dir)
+            self._running = asyncio.create_task(self.controller.run())
+
+    async def stop_controller(self) -> None:
+        """All at once, as by SIGKILL."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        if self._running is not None:
+            own = [t for t in asyncio.all_tasks() if t.get_coro().__qualname__.startswith("Controller.")]
+            for task in own:
+                task.cancel()
+            await asyncio.gather(*own, return_exceptions=True)
+        self.controller = self._running = self._process = None
+
+    async def ended(self) -> int:
+        """Until the controller ends the job; its exit code."""
+        async with asyncio.timeout(20):
+            if self._running is not None:
+                return await self._running
+            assert self._process is not None
+            return await self._process.wait()
+
+    def events(self, name: str = "") -> list[Message]:
+        """What the controller has recorded, or that of one name."""
+        path = self.job_dir / "events.jsonl"
+        text = path.read_text() if path.exists() else ""
+        found = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        return [event for event in found if not name or event["event"] == name]
+
+    async def until(self, condition: Callable[[], object], seconds: float = 20) -> None:
+        """Until `condition` is true."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, f"not within {seconds} s; the events: {self.events()[-8:]}"
+            if self._running is not None and self._running.done():
+                self._running.result()  # an error of the controller's own
+            await asyncio.sleep(0.01)
+
+    async def event(self, name: str, count: int = 1, seconds: float = 20) -> Message:
+        """Until `count` events of that name are recorded; the last of them."""
+        await self.until(lambda: len(self.events(name)) >= count, seconds)
+        return self.events(name)[count - 1]
+
+
+def segment(role: int) -> str:
+    """The name of what a role has alone."""
+    return f"{role}x1-{role:08x}"
