@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_core import collector, decision, ledger
+from ft_core.awake import AwakeClock
 from ft_core.configuration import Configuration
 from ft_core.console import Console
 from ft_core.departure import ENDED, GRACE, leave_in_peace
@@ -36,6 +37,8 @@ from ft_core.wire import AsyncChannel, listen
 log = logging.getLogger(__name__)
 
 _TICK = 0.05
+# All limits below, and that of silence, are in time that this process was awake: what it missed by being
+# stopped or held up is nobody else's fault.
 _RETURN_GRACE = 0.3
 """Seconds that an agent whose connection broke has to come back before its node counts as lost."""
 _SIGNAL_LAG = 0.02
@@ -82,7 +85,7 @@ class Controller:
         self.reached = 0
         """The newest version that any role is known to have had."""
         self._events = (job_dir / "events.jsonl").open("a", buffering=1)
-        self._started = time.monotonic()
+        self.clock = AwakeClock(2 * _TICK)
         self._restored: dict[int, int] = {}
         self._stepped: set[int] = set()
         self._reopened: set[int] = set()
@@ -160,7 +163,7 @@ class Controller:
             node = self._greet(channel, hello)
             while node is not None:
                 message = await channel.recv()
-                node.seen = time.monotonic()
+                node.seen = self.clock.now
                 self._on_agent(node, message)
         except FtError as error:
             log.warning("refused: %s", error)
@@ -173,7 +176,7 @@ class Controller:
         finally:
             writer.close()
             if node is not None and self.nodes.get(node.name) is node:
-                node.gone_since = time.monotonic()
+                node.gone_since = self.clock.now
 
     def _greet(self, channel: AsyncChannel, hello: Message) -> Node | None:
         name = str(hello["node"])
@@ -181,7 +184,7 @@ class Controller:
             # Declared dead and replaced: what still runs there must not meet its successor.
             channel.post({"type": "kill"})
             return None
-        node = Node(name, channel, hello, time.monotonic(), holdings=hello)
+        node = Node(name, channel, hello, self.clock.now, holdings=hello)
         node.heartbeat = {"idle": hello["idle"], "roles": {}, "replicas": hello["replicas"]}
         back = name in self.nodes
         self.nodes[name] = node
@@ -432,20 +435,20 @@ class Controller:
         """Have all workers leave what they are in, and decide how to go on."""
         self.epoch += 1
         self.phase = Phase.QUIESCING
-        self._ended_at = time.monotonic()
+        self._ended_at = self.clock.now
         self.event(event, reason, roles)
         for node in self.nodes.values():
             node.post({"type": "abort", "epoch": self.epoch})
         self._decide_if_ready()
 
     async def _tick(self) -> None:
-        limit = self.settings.heartbeat * self.settings.heartbeats_missed
+        limit = self.settings.silence_limit
         parent = os.getppid()
         while True:
             await asyncio.sleep(_TICK)
             if os.getppid() != parent:
                 self._end(1, "ftrun is gone")
-            now = time.monotonic()
+            now = self.clock.tick()
             for node in list(self.nodes.values()):
                 # A peer that saw its connections break as well leaves no doubt.
                 grace = 0.0 if self._suspected == self.epoch else _RETURN_GRACE
@@ -457,7 +460,7 @@ class Controller:
             if self.phase is Phase.FORMING:
                 self._form_if_ready()
             elif self.phase is Phase.REBUILDING:
-                self._rebuild(now - self._started > _REBUILD_GRACE)
+                self._rebuild(now > _REBUILD_GRACE)
             elif self.phase is Phase.WAITING:
                 self._decide_if_ready()
             elif self.running and self.settings.policy == "shrink":
@@ -635,7 +638,7 @@ class Controller:
         self._start(roles, None, "initial", {}, {}, lost)
 
     def _standby_overdue(self) -> bool:
-        return time.monotonic() - self._ended_at > _STANDBY_GRACE
+        return self.clock.now - self._ended_at > _STANDBY_GRACE
 
     def _wait(self, lost: list[int], reason: str = "") -> None:
         nodes = sorted({self.plan["roles"][str(role)] for role in lost} - set(self.nodes))

@@ -162,7 +162,7 @@ def shared_memory(case: Case) -> Iterator[Finding]:
 
 
 def processors(case: Case) -> Iterator[Finding]:
-    """The agent gets to run: it says twice a second that it lives, and must not miss three times."""
+    """The agent gets to run: it says twice a second that it lives, and must not be silent for long."""
     cores: float = len(os.sched_getaffinity(0))
     for directory in cgroup(case.root, "cpu"):
         with contextlib.suppress(OSError, ValueError):
@@ -172,7 +172,7 @@ def processors(case: Case) -> Iterator[Finding]:
     found = f"{cores:g} cores for {workers} workers and an agent"
     advice = (
         "give one core more than there are workers (srun --cpus-per-task, cpu of the container): an agent "
-        "that does not run for 1.5 s counts as a lost node"
+        "that does not get to run holds up recoveries, and after seconds of silence its node counts as lost"
     )
     yield judge("processors", found, advice, bad=cores <= workers)
 

@@ -152,7 +152,12 @@ def parser() -> argparse.ArgumentParser:
         help="with policy shrink: seconds to wait for the state of a replica group that comes back; it tries "
         "again later",
     )
-    f.add_argument("--ft-heartbeat", type=float, default=0.5, help="seconds between an agent's heartbeats")
+    f.add_argument(
+        "--ft-heartbeat",
+        type=float,
+        default=0.5,
+        help="seconds between an agent's heartbeats (default 0.5); a node counts as lost after 20 in silence",
+    )
     f.add_argument(
         "--ft-quiesce-timeout", type=float, default=60.0, help="seconds a worker may take to leave its step"
     )

@@ -21,6 +21,7 @@ class Node:
     channel: AsyncChannel
     about: Message
     seen: float
+    """When it was heard last, on the controller's clock."""
     holdings: Message = field(default_factory=dict)
     heartbeat: Message = field(default_factory=dict)
     gone_since: float | None = None

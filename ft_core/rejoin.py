@@ -8,7 +8,6 @@ every role of the group is ready for its state, between two steps of the others.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
@@ -53,7 +52,7 @@ class Rejoin:
 
     def tick(self) -> None:
         """An epoch is under way: if there are workers for all roles of a group that is away, begin."""
-        if self.complete and time.monotonic() > self._no_later_than:
+        if self.complete and self._c.clock.now > self._no_later_than:
             self._return()
         if self._places or self._failed >= _ATTEMPTS or self._c.released:
             return
@@ -105,7 +104,7 @@ class Rejoin:
             if self.complete and self._c.running:
                 # A step that is cut off is done again: the others are asked to stop where one of theirs ends,
                 # and all after the same one, which has to lie ahead of everybody.
-                self._no_later_than = time.monotonic() + _STEPS * max(self._each("step_s"), default=0) + 1
+                self._no_later_than = self._c.clock.now + _STEPS * max(self._each("step_s"), default=0) + 1
                 self._unheard = {node.name for node in self._others()}
                 for node in self._others():
                     node.post({"type": "beat"})
@@ -123,7 +122,7 @@ class Rejoin:
             return
         if not self._held:
             self._c.event("held", "the others stop at the end of a step", [role])
-            self._no_later_than = time.monotonic() + _SKEW
+            self._no_later_than = self._c.clock.now + _SKEW
         self._held.add(role)
         if self._held == {int(role) for role in self._c.plan["roles"]}:
             self._return()
@@ -184,7 +183,7 @@ class Rejoin:
 
         FT-HSDP, section 6.1: a limit on waiting decides between stalling the others and joining later.
         """
-        if time.monotonic() - self._returned_at < self._c.settings.return_limit:
+        if self._c.clock.now - self._returned_at < self._c.settings.return_limit:
             return []
         return sorted(self._returned - set(restored))
 
@@ -195,7 +194,7 @@ class Rejoin:
 
     def epoch_begins(self) -> None:
         """With those who were ready; agents end the workers of those who were not."""
-        self._returned, self._returned_at = set(self.places), time.monotonic()
+        self._returned, self._returned_at = set(self.places), self._c.clock.now
         self._clear()
 
     def news(self) -> None:

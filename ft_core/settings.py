@@ -60,7 +60,9 @@ class Settings:
     lr_intervention: str = "sqrt"
     """What the learning rate does while replica groups are away, see `elastic.lr_factor`."""
     heartbeat: float = 0.5
-    heartbeats_missed: int = 3
+    heartbeats_missed: int = 20
+    """How many make a node count as lost. Many: a process's death is known by its connection's end, and
+    virtual machines stop for seconds."""
     quiesce_timeout: float = 60.0
     """How long a worker may take to leave its step before it is killed and replaced."""
     return_limit: float = 10.0
@@ -81,6 +83,11 @@ class Settings:
     def world_size(self) -> int:
         """Number of roles."""
         return self.nnodes * self.nproc_per_node
+
+    @property
+    def silence_limit(self) -> float:
+        """Seconds without a word after which a node counts as lost."""
+        return self.heartbeat * self.heartbeats_missed
 
     @property
     def first_nodes(self) -> int:
