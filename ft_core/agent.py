@@ -570,8 +570,10 @@ class Agent:
             await asyncio.sleep(0.02)
         self.pool.close()
         self.transport.close()
-        await asyncio.sleep(0.02)  # for the kernel to hand over what killed workers had started
-        orphans.end()
+        while True:
+            await asyncio.sleep(0.02)  # for the kernel to hand over what killed workers had started
+            if orphans.end() or time.monotonic() > deadline:
+                break
         self._tee.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

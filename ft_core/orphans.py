@@ -22,13 +22,21 @@ def adopt() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def end() -> None:
-    """SIGKILL the orphans that have come, and what they had started; they are reaped by the next call."""
+def end() -> bool:
+    """SIGKILL the orphans that have come, and what they had started; they are reaped by the next call.
+
+    All but those that clean up what a process has left behind, and end by themselves once the orphans have.
+    Returns whether none of either kind is left.
+    """
     own = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+    left = False
     for pid in _children() - own:
         with contextlib.suppress(OSError):
             if os.waitpid(pid, os.WNOHANG) == (0, 0):
-                os.kill(pid, signal.SIGKILL)
+                left = True
+                if b"multiprocessing.resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
+    return not left
 
 
 def _children() -> set[int]:

@@ -108,11 +108,14 @@ class Session:
         _current = self
         return assignment
 
-    def finish(self) -> None:
-        """The script is done. Returns when every role is, so that nobody misses a peer."""
+    def leave(self) -> None:
+        """The script's last line is done. Returns when it is on every role, so that nobody misses a peer."""
         if self._stage is Stage.TRAINING and self.protecting:
             self._part += 1
             self._persist(lambda: self._complete(last=True), self.recover)
+
+    def finish(self) -> None:
+        """Nothing of the script is left to be done in this process. Returns when the whole job is over."""
         self._set_stage(Stage.FINISHED)
         self._channel.send({"type": "finished"})
         self._exit.wait()

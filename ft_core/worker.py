@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import torch
 
-from ft_core import plugins
+from ft_core import ordinary, plugins
 from ft_core.logs import redirect
 from ft_core.session import Session
 from ft_core.settings import Command
@@ -37,6 +37,7 @@ def main(
     `device` is the index of the GPU this worker would use, or -1 for one that may serve any. `logs`:
     which streams (1 out, 2 err, 3 both) go to files, and in which directory.
     """
+    ordinary.begin()
     redirect(logs[0], Path(logs[1]))
     logging.basicConfig(format="%(asctime)s ft %(levelname)s %(message)s", level=logging.WARNING)
     channel = Channel.connect(socket, secret, _CONNECT_TIMEOUT)
@@ -67,8 +68,10 @@ def main(
         print(text, file=sys.stderr)
         session.failed(text)
     if code == 0:
+        session.leave()
+    ordinary.end(code)
+    if code == 0:
         session.finish()
-    logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # the communicators of a finished job are not taken down one by one
@@ -76,10 +79,9 @@ def main(
 
 def run(command: Command) -> None:
     """Execute the script or module as `__main__`, as the interpreter would."""
+    sys.argv = [command.target, *command.arguments]
     if command.module:
-        sys.argv = [command.target, *command.arguments]
         runpy.run_module(command.target, run_name="__main__", alter_sys=True)
         return
-    sys.argv = [command.target, *command.arguments]
-    sys.path[0:0] = [str(Path(command.target).resolve().parent)]
-    runpy.run_path(command.target, run_name="__main__")
+    sys.path[0] = str(Path(command.target).resolve().parent)  # in place of where `ftrun` was called
+    runpy.run_path(os.path.abspath(command.target), run_name="__main__")

@@ -1,0 +1,59 @@
+"""Makes of a worker, which is a child of a fork server, the process that a script finds itself in elsewhere.
+
+A script's own child processes (data loaders, checkpoint writers) depend on it: `multiprocessing` tells a
+child how its children are to be started, and with a fork server they would import everything anew.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import sys
+import threading
+from multiprocessing import forkserver, process, resource_tracker
+from typing import Any
+
+import torch
+
+_Main = type(process.current_process())
+"""Of the process that first imports this module, which nobody has started by `multiprocessing`."""
+
+_PATIENCE = 30.0
+"""Seconds that a script which has failed has for its threads and exit handlers; its peers wait meanwhile."""
+
+
+def begin() -> None:
+    """Forget that this process was started by `multiprocessing`, and what it has of its parent's chance."""
+    here: Any = process
+    tempdir = here._current_process._config.get("tempdir")
+    here._current_process, here._parent_process = _Main(), None
+    if tempdir:  # it goes with the agent, also where nothing here is ended in order
+        here._current_process._config["tempdir"] = tempdir
+    multiprocessing.set_start_method(None, force=True)
+    # A fork server, and a tracker of what is to be cleaned up, it starts for itself when it needs them.
+    _forget(forkserver._forkserver, "_forkserver_alive_fd")
+    _forget(resource_tracker._resource_tracker, "_fd")
+    torch.default_generator.seed()
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()  # Python's own does so by itself
+
+
+def _forget(helper: Any, descriptor: str) -> None:
+    """Leave a helper process to whoever has started it: make `helper` what it is before there is one."""
+    if (inherited := getattr(helper, descriptor)) is not None:
+        os.close(inherited)
+    helper.__init__()
+
+
+def end(code: int) -> None:
+    """What the interpreter does at a script's end: its threads are waited for, its exit handlers run.
+
+    `code`: the exit code. One that is not 0 puts an end to waiting.
+    """
+    if code:
+        watchdog = threading.Timer(_PATIENCE, os._exit, [code])
+        watchdog.daemon = True
+        watchdog.start()
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()  # prints what goes wrong in one, and goes on with the others

@@ -1,0 +1,71 @@
+"""Loaders have processes of their own, and run ahead of training: failures change none of what is trained."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from harness import Job, alive, check_clean, check_identical, check_survivors
+
+STEPS = 400
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Data parallelism alone, with a loader that has processes."""
+
+    more: tuple[str, ...] = ()
+    world: int = 2
+
+    def __str__(self) -> str:
+        return "".join(self.more)
+
+    @property
+    def script(self) -> Path:
+        return Path(__file__).with_name("loading.py")
+
+    def arguments(self, iterations: int, protected: bool) -> list[str]:
+        return [f"--train-iters={iterations}", *self.more, *["--ft"] * protected]
+
+    def environment(self) -> dict[str, str]:
+        return {}
+
+
+def children(parent: int) -> list[int]:
+    """Of a process: those that it has started itself."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(path.read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(path.parent.name))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+@pytest.mark.parametrize("more", [(), ("--persistent-workers",)], ids=["new each time", "kept"])
+def test_loaders_with_processes(more: tuple[str, ...], tmp_path: Path):
+    """A worker dies, whose loaders cannot end by themselves, and then a node, which another takes over."""
+    training = Loading(more)
+    with Job(tmp_path / "job", training, STEPS, nproc=1, spares=1) as job:
+        job.wait_for_step(3)
+        _, victim = job.pids(1)
+        loaders = children(victim)
+        assert len(loaders) == 2
+        for pid in loaders:
+            os.kill(pid, signal.SIGSTOP)
+        os.kill(victim, signal.SIGKILL)
+        first = job.wait_for_epoch("resumed", 2)
+        assert not [pid for pid in loaders if alive(pid)]
+        job.wait_for_step(first["version"] + 3)
+        agent, _ = job.pids(0)
+        os.killpg(agent, signal.SIGKILL)
+        job.wait_for_epoch("resumed", 3)
+        result = job.finish()
+    check_identical(result, training, STEPS)
+    check_survivors(result, training.world)
+    check_clean(result)
+    assert "leaked" not in result.output
