@@ -82,7 +82,8 @@ class Agent:
         """Worker -> the settings that it brings and waits for."""
         self._trained: deque[Message] = deque(maxlen=_TRAINED)
         """The newest steps' samples, for the ledger."""
-        self._reported = 0
+        self.reported = 0
+        """The newest epoch before which no worker here is inside a step any more."""
         self._done: asyncio.Future[int] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.pool: WorkerPool
@@ -237,8 +238,8 @@ class Agent:
     def _report_if_quiet(self) -> None:
         """Once no worker here is inside a step of an older epoch, say what this node holds."""
         quiet = all(w.quiesced >= self.epoch for w in self.pool.playing())
-        if quiet and self._reported < self.epoch and self.epoch != self.plan.get("epoch"):
-            self._reported = self.epoch
+        if quiet and self.reported < self.epoch and self.epoch != self.plan.get("epoch"):
+            self.reported = self.epoch
             self._post({"type": "holdings", **self._reports.holdings()})
 
     async def _kill_stuck(self, epoch: int) -> None:
@@ -275,8 +276,9 @@ class Agent:
             worker = self.pool.of_role(role)
             if worker is not None:
                 worker.post({"type": "plan", **self._worker_plan()})
-            else:
+            elif role in plan["newcomers"] or role not in roles:
                 worker = self._assign(role)
+            # Otherwise it has died since this node reported: the plan relies on it, so there will be another.
             if worker is not None:
                 self._spawn(self._restore(worker, role, plan))
 

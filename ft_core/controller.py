@@ -232,6 +232,7 @@ class Controller:
                 self._decide_if_ready()
         elif kind == "holdings":
             node.holdings = message
+            node.heartbeat["idle"] = message["idle"]
             self._decide_if_ready()
         elif kind == "worker_lost":
             self._worker_lost(node, message)
@@ -363,6 +364,8 @@ class Controller:
         if self.rejoin.concerns(role):
             self.rejoin.failed(f"worker {message['pid']} of role {role} on {node.name}: {message['exit']}")
             return
+        if (about := node.holdings["roles"].get(str(role))) is not None:
+            about["alive"] = False  # though its node may have reported in this epoch that it lives
         where = f"worker {message['pid']} of role {role} on {node.name}: {message['exit']}"
         if message["crashed"]:
             self._failed(where, [role])
@@ -511,7 +514,7 @@ class Controller:
     def _decide_if_ready(self) -> None:
         if self.phase not in (Phase.QUIESCING, Phase.WAITING):
             return
-        if any(n.holdings["epoch"] != self.epoch or n.gone_since is not None for n in self.nodes.values()):
+        if any(n.holdings["reported"] != self.epoch or n.gone_since is not None for n in self.nodes.values()):
             return
         withdrawn = self.groups.withdrawn
         places = {int(r): node for r, node in self.plan["roles"].items() if int(r) not in withdrawn}

@@ -63,6 +63,7 @@ class Reports:
                 segments[segment.id] = list(segment.holders)
         return {
             "epoch": self._a.epoch,
+            "reported": self._a.reported,
             "roles": roles,
             "replicas": replicas,
             "segments": segments,

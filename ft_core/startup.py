@@ -256,6 +256,8 @@ class Startup:
                 self._fetched[each] = number if each == name else 0, [Entry.from_json(e) for e in rows]
             first, entries = self._fetched.get(name, (number, []))
             if not first <= number < first + len(entries):
+                if not self._comms.if_alive(epoch, lambda: None):
+                    raise EpochChanged(f"epoch {epoch} ended: role {holder} may have another worker by now")
                 theirs = f"{number} operations (role {holder}) before they went on"
                 raise mismatch(self.where(name, number), signature, theirs)
         return entries[number - first]

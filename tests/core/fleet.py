@@ -188,7 +188,8 @@ class Node:
         replicas = {name: list(versions) for name, versions in (self.replicas | gone).items()}
         segments = {name: [int(name.partition("x")[0])] for name in replicas}
         segments |= {segment(r): [r] for r in self.roles_here() if self.versions.get(r)}
-        about = {"epoch": self.epoch, "roles": roles, "replicas": replicas, "segments": segments}
+        about = {"epoch": self.epoch, "reported": self._reported, "roles": roles}
+        about |= {"replicas": replicas, "segments": segments}
         more = {"idle": self.idle, "store": f"127.0.0.1:{self.epoch + 1}", "configured": None, "durable": []}
         return {**about, **more}
 
@@ -280,6 +281,7 @@ class Node:
     def _apply(self, plan: Message) -> None:
         if plan["epoch"] < self.epoch or plan["epoch"] == self.plan.get("epoch"):
             return
+        before = self.roles_here()
         self.plan, self.epoch = plan, plan["epoch"]
         here, version = self.roles_here(), plan["version"] or 0
         for held in (*self.versions.values(), *self.replicas.values()):
@@ -289,6 +291,8 @@ class Node:
             self.idle += 1
         for role in here:
             if role not in self.workers:
+                if role in before and role not in plan["newcomers"]:
+                    continue  # it has died since
                 if not self.idle:
                     self.post({"type": "short", "epoch": self.epoch, "role": role})
                     continue
@@ -317,14 +321,23 @@ class Fleet:
     """A job of simulated nodes, `node0` and so on, the last `spares` of which have no role at first."""
 
     def __init__(
-        self, job_dir: Path, nodes: int = 2, nproc: int = 1, spares: int = 0, groups: int = 1, **settings: Any
+        self,
+        job_dir: Path,
+        nodes: int = 2,
+        nproc: int = 1,
+        spares: int = 0,
+        groups: int = 1,
+        ranks: list[int] | None = None,
+        **settings: Any,
     ) -> None:
-        """`groups`: replica groups, of roles in a row. `settings`: as in `ft_core.settings`."""
+        """`groups`: replica groups, of roles in a row. `ranks`: those of the nodes that are simulated, if not
+        all. `settings`: as in `ft_core.settings`."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         about: Message = {"replicas": 1 if nodes > 1 else 0, "spares": spares, "heartbeat": 0.1, **settings}
         self.settings = Settings(nodes, nproc, Command("train.py"), controller=f"127.0.0.1:{port}", **about)
-        self.job_dir, self.groups, self._count = job_dir, groups, nodes + spares
+        self.job_dir, self.groups = job_dir, groups
+        self._ranks = range(nodes + spares) if ranks is None else ranks
         job_dir.mkdir(exist_ok=True)
         self.settings.write(job_dir)
         write_secret(job_dir)
@@ -338,7 +351,7 @@ class Fleet:
     async def __aenter__(self) -> Fleet:
         self._sigterm = signal.getsignal(signal.SIGTERM)
         await self.start_controller()
-        for number in range(self._count):
+        for number in self._ranks:
             self.join(f"node{number}", number if number < self.settings.nnodes else -1)
         return self
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from core.pg_harness import Job
 
-from ft_core.errors import ReplayMismatch
+from ft_core.errors import EpochChanged, ReplayMismatch
+from ft_core.process_group import Communicators
 from ft_core.startup_log import AT_ONCE, Call, Entry, StartupLog
 
 
@@ -168,3 +169,17 @@ def test_a_large_result_is_left_to_restore_unless_it_steers_the_script() -> None
 def test_an_unreadable_entry_is_refused(data: dict[str, Any]) -> None:
     with pytest.raises(ReplayMismatch):
         Entry.from_json(data)
+
+
+def test_a_record_that_a_successor_serves_is_no_mismatch() -> None:
+    """The holder died after the plan was made: the answer comes from who plays its role in the next epoch."""
+    comms = Communicators(0, 2, on_failure=lambda _: None)
+
+    def fetch(holder: int, name: str, start: int) -> dict[str, Any]:
+        comms.abort(2)
+        return {}
+
+    comms.swap(1, "127.0.0.1:1", {"0x2": [1, 1]}, fetch)
+    with pytest.raises(EpochChanged):
+        comms.startup.peers_entry("0x2", 0, "barrier()", 1)
+    comms.abort(3)  # ends what listens

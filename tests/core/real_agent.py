@@ -1,0 +1,127 @@
+"""A real agent with simulated workers, in the event loop of a test."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ft_core.agent import Agent
+from ft_core.manifest import layout
+from ft_core.memory import ControlBlock
+from ft_core.settings import Settings
+from ft_core.workers import Exit, Worker, WorkerPool
+
+Message = dict[str, Any]
+
+
+class Peer:
+    """The other end of a worker's connection."""
+
+    def __init__(self, agent: RealAgent, worker: Worker) -> None:
+        self.agent, self.worker, self.heard = agent, worker, []  # type: ignore[var-annotated]
+
+    def post(self, message: Message) -> None:
+        self.heard.append(message)
+        asyncio.get_running_loop().call_soon(self.agent.worker_hears, self.worker, message)
+
+    def close(self) -> None:
+        pass
+
+
+class Pool(WorkerPool):
+    """Workers are numbers."""
+
+    def __init__(self, agent: RealAgent) -> None:
+        self.agent, self.workers, self._numbers = agent, {}, itertools.count()
+
+    def start(self, device: int) -> Worker:
+        number = next(self._numbers)
+        worker = Worker(number, device, None, 2_000_000 + number, Path(), ControlBlock.create())  # type: ignore[arg-type]
+        worker.channel = Peer(self.agent, worker)  # type: ignore[assignment]
+        self.workers[number] = worker
+        return worker
+
+    def kill(self, worker: Worker) -> None:
+        if self.workers.pop(worker.number, None) is not None:
+            self.agent._worker_ended(worker, Exit(-9, ""))
+
+
+class Nothing:
+    """In place of parts of an agent that a test has no use for."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+class RealAgent(Agent):
+    """`serve` begins; workers leave a step when told to, and finish one step of each epoch.
+
+    Their snapshots are real, and so are the copies of them on other real agents.
+    """
+
+    def __init__(self, settings: Settings, job_dir: Path, node: str, node_rank: int) -> None:
+        super().__init__(settings, job_dir, node, "", node_rank)
+        self.pool = Pool(self)
+        self._tee = self._departure = self._inquiries = Nothing()  # type: ignore[assignment]
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+
+    def serve(self) -> None:
+        self._done = asyncio.get_running_loop().create_future()
+        for device in range(self.settings.nproc_per_node):
+            self.pool.start(device)
+        self.pool.start(-1)
+        self._spawn(self._serve_controller())
+        self._spawn(self._heartbeat())
+
+    async def end(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._controller is not None:
+            self._controller.close()
+        self.transport.close()
+
+    def crash(self, role: int) -> None:
+        """The worker that plays `role` dies by a signal."""
+        worker = self.pool.of_role(role)
+        assert worker is not None
+        self.pool.kill(worker)
+
+    def worker_hears(self, worker: Worker, message: Message) -> None:
+        """What a worker does about a message."""
+        if self.pool.workers.get(worker.number) is not worker:
+            return
+        kind, epoch, role = message["type"], message.get("epoch"), worker.role
+        if kind == "abort":
+            quiet = {"type": "quiesced", "epoch": epoch, "stage": worker.stage, "counts": worker.counts}
+            self._on_worker(worker, quiet)
+        elif kind == "assign":
+            registered = {"type": "registered", "version": 0, "ring": [], "resumes": False}
+            self._on_worker(worker, {**registered, "group": [0, 1, False, False]})
+        elif kind == "restore":
+            assert role is not None
+            version = message["version"] or 0
+            if not (loaded := bool(message["parts"])):
+                self._stage(worker, role, version)
+            restored = {"type": "restored", "epoch": epoch, "version": version}
+            self._on_worker(worker, {**restored, "loaded": loaded})
+            self._on_worker(worker, {"type": "reopened", "epoch": epoch})
+            self._on_worker(worker, {"type": "stepped", "epoch": epoch, "version": version + 1})
+            self._stage(worker, role, version + 1)
+
+    def _stage(self, worker: Worker, role: int, version: int) -> None:
+        """Eight bytes of state: the version."""
+        segments, slot = [layout((role,), [("state", "int64", (1,), 8)])], version % 2
+        about = {"type": "allocate", "id": 0, "role": role, "slot": slot}
+        self._on_worker(worker, {**about, "segments": [s.to_json() for s in segments]})
+        buffer = self.store.memory(role).slots[slot]
+        assert buffer is not None
+        data = version.to_bytes(8, "little")
+        buffer.data(0)[:] = data
+        buffer.checksums(0)[0] = xxhash.xxh3_64_intdigest(data)
+        buffer.version = version
+        self._on_worker(worker, {"type": "staged", "role": role, "version": version})
