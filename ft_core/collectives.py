@@ -254,7 +254,11 @@ class FtProcessGroup(dist.ProcessGroup):
         """The backend that does the work ("gloo" or "nccl")."""
         return self.devices.get("cuda") or self.devices["cpu"]
 
-    getBackendName = _get_backend_name = name  # noqa: N815 - the C++ side's name
+    _get_backend_name = name
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """For C++, which takes a group of the name "gloo" for one that has torch's own object inside."""
+        return "ft"
 
     @property
     def group_name(self) -> str:  # type: ignore[override]

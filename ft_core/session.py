@@ -76,6 +76,8 @@ class Session:
         self._adapter: Adapter | None = None
         self._redo: Callable[[], None] = lambda: None
         self._snapshots: Snapshots | None = None
+        self._unprotected: str | None = None
+        """Why nothing is, if so."""
         self._report_step = False
         self._hold_in = self._hold_at = 0
         """The epoch in which this role is to stop at the end of a step, and the step."""
@@ -175,6 +177,8 @@ class Session:
         """
         if self._snapshots is not None:
             raise FtError("only one training function, or one engine, can be protected in a process")
+        if self._unprotected is not None:
+            raise ConfigError(f"this job cannot be protected: {self._unprotected}")
         with self._condition:
             # An abort answered by the watcher on behalf of a worker in start-up is completed first.
             self._condition.wait_for(lambda: self._pending <= self.epoch)
@@ -312,8 +316,14 @@ class Session:
             known = ("policy", "lr_intervention")
             self._plan = {**self._plan, **{str(k): settings[k] for k in known if k in settings}}
 
-    def unprotected(self) -> None:
-        """The script wants no fault tolerance: nothing is recorded, and a failure ends the job."""
+    def unprotected(self, reason: str = "") -> None:
+        """The script wants no fault tolerance, or cannot have it for `reason`: nothing is recorded, and a
+        failure ends the job."""
+        if self._unprotected is not None:
+            return
+        self._unprotected = reason or "another part of the script has asked for no fault tolerance"
+        if reason and self.role == 0:
+            log.warning("%s: any failure ends this job", reason)
         self.comms.end_startup()
         self._set_stage(Stage.TRAINING)
         self._send({"type": "unprotected"})

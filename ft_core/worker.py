@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import torch
 
-from ft_core import ordinary, plugins
+from ft_core import ordinary, plugins, unprotected
 from ft_core.logs import redirect
 from ft_core.session import Session
 from ft_core.settings import Command
@@ -53,6 +53,7 @@ def main(
         # Another program cannot be hooked from here; it runs as under torchrun, in the same process.
         os.execvp(command.target, [command.target, *command.arguments])
     session.comms.install()
+    unprotected.install(session)
     try:
         for install in plugins.load(plugins.HOOKS):
             install()

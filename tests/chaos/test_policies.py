@@ -19,6 +19,8 @@ from harness import (
     check_identical,
     check_survivors,
     environment,
+    read_logs,
+    read_losses,
     reference,
 )
 
@@ -172,6 +174,17 @@ def test_a_script_without_ft_ends_with_its_first_crash(tmp_path):
     assert result.code == 1
     assert "killed by SIGKILL; the script runs without fault tolerance (--ft)" in result.output
     check_clean(result)
+
+
+def test_torchs_own_data_parallelism_trains_as_usual_until_a_crash_ends_the_job(tmp_path):
+    job_dir = tmp_path / "job"
+    command = [sys.executable, "-m", "ft_core.launch", "--standalone", "--nproc-per-node=2"]
+    command += [f"--job-dir={job_dir}", str(HERE / "accelerated.py")]
+    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert "killed by SIGKILL; the script runs without fault tolerance" in done.stderr
+    assert done.stderr.count("wrapped in torch's DistributedDataParallel") == 1
+    assert set(read_losses(read_logs(job_dir))) == {1, 2, 3, 4}
 
 
 def test_torchrun_with_ft_says_what_to_do():

@@ -119,7 +119,21 @@ def every_collective(rank: int, world: int, group: Any) -> dict[str, Any]:
     collected = [None] * world if rank == 0 else None
     dist.gather_object(("o", rank), collected, dst=0, group=group)
     out["gather_object"] = collected
+    out["ddp"] = data_parallel(rank, group)
     return plain(out)
+
+
+def data_parallel(rank: int, group: Any) -> list[Any]:
+    """Weights after some steps of a model whose gradients torch's own reducer exchanges, in C++."""
+    torch.manual_seed(rank)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        wrapped(torch.randn(6, 4)).pow(2).sum().backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
 
 
 def plain_gloo(rank: int, world: int, port: int, sender: Any) -> None:

@@ -10,7 +10,7 @@ from core.pg_harness import Job
 
 from ft_core.errors import EpochChanged, ReplayMismatch
 from ft_core.process_group import Communicators
-from ft_core.startup_log import AT_ONCE, Call, Entry, StartupLog
+from ft_core.startup_log import AT_ONCE, Call, Entry, StartupLog, to_bytes
 
 
 def check(results: list[dict[str, Any]], epoch: int) -> None:
@@ -183,3 +183,10 @@ def test_a_record_that_a_successor_serves_is_no_mismatch() -> None:
     with pytest.raises(EpochChanged):
         comms.startup.peers_entry("0x2", 0, "barrier()", 1)
     comms.abort(3)  # ends what listens
+
+
+def test_recording_a_result_leaves_its_storage_resizable():
+    """FSDP frees what it has gathered by resizing the storage to nothing."""
+    gathered = torch.arange(6.0)
+    to_bytes(gathered)
+    gathered.untyped_storage().resize_(0)
