@@ -84,6 +84,8 @@ class Agent:
         """The newest steps' samples, for the ledger."""
         self.reported = 0
         """The newest epoch before which no worker here is inside a step any more."""
+        self._writing: dict[int, int] = {}
+        """Role -> the version of it that is being written to storage."""
         self._done: asyncio.Future[int] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.pool: WorkerPool
@@ -527,17 +529,25 @@ class Agent:
         if not interval or version % interval:
             return
         if (plan["origin"], plan["version"]) == ("durable", version):
-            return  # it is there, and others may still be reading it
-        directory = self.settings.durable_dir
+            return  # it is there
+        failed = {"type": "durable_failed", "role": role, "version": version}
+        if (earlier := self._writing.get(role)) is not None:  # each is one more copy of the state in memory
+            reason = f"that of step {earlier} is still being written: storage is slower than the interval"
+            self._post({**failed, "reason": reason})
+            return
+        self._writing[role] = version
+        where = (self.settings.durable_dir, self.settings.world_size, self.store)
         try:
-            about = (role, version, plan, worker.state_is_replicated)
-            parts = await asyncio.to_thread(durable.parts, self.store, *about)
-            for each, copy in parts.items():
-                await asyncio.to_thread(durable.write_role, directory, version, each, copy, plan)
+            for each in await asyncio.to_thread(
+                durable.save, *where, role, version, plan, worker.state_is_replicated
+            ):
                 self._post({"type": "durable", "role": each, "version": version})
-        except OSError as error:
+        except (OSError, FtError) as error:
             # A failed save must not end training: the in-memory copies are what protects it.
             log.error("node %s: durable checkpoint of step %d, role %d: %s", self.node, version, role, error)
+            self._post({**failed, "reason": str(error)})
+        finally:
+            del self._writing[role]
 
     def _worker_ended(self, worker: Worker, ended: Exit) -> None:
         assert self._done is not None

@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
@@ -104,6 +105,8 @@ class Controller:
         self._futile = 0
         self._ended_at = 0.0
         self._waiting_for = ""
+        self._not_written = (0, -1)
+        """The epoch and version of the last durable checkpoint that failed."""
         self._unprotected = settings.command.no_python
         self._suspected = -1
         """The newest epoch in which a worker saw a communicator break."""
@@ -280,6 +283,8 @@ class Controller:
             self.event("suspected", str(message["reason"]), [int(message["role"])])
         elif kind == "durable":
             self.event("durable", roles=[int(message["role"])], version=message["version"])
+        elif kind == "durable_failed":
+            self._durable_failed(node, message)
         elif kind == "completed":
             self._completed[int(message["role"])] = message
             self._release_if_complete()
@@ -303,6 +308,14 @@ class Controller:
         self.catalogue[role] = message["segments"]
         self.initial, self._resumes = message["initial"], message["resumes"]
         self.groups.told(int(role), *message["group"])
+
+    def _durable_failed(self, node: Node, message: Message) -> None:
+        """One event a checkpoint: the other roles' parts fail of the same, or because this one did."""
+        version = int(message["version"])
+        if (self.epoch, version) != self._not_written:
+            self._not_written = (self.epoch, version)
+            reason = f"node {node.name}: {message['reason']}"
+            self.event("durable_failed", reason, [int(message["role"])], version=version)
 
     def _open_ledger(self) -> None:
         """Enter that an epoch has begun; later for the first, in which roles tell of their groups."""
@@ -670,6 +683,7 @@ class Controller:
         lost: list[int] | None = None,
     ) -> None:
         lead = self.nodes[roles[min(roles)]]
+        durable = common_durable(self.nodes[node] for node in set(roles.values()))
         self.rejoin.epoch_begins()
         before = {int(role) for role in self.plan.get("roles", {})}
         away = {int(role) for role in self.plan.get("absent", {})}
@@ -685,6 +699,8 @@ class Controller:
             "store": lead.holdings["store"],
             "version": version,
             "origin": origin,
+            "durable": durable[version] if origin == "durable" and version is not None else "",
+            "job": self.plan.get("job") or secrets.token_hex(4),
             "sources": sources,
             "completed": completed,
             "parts": self._parts,

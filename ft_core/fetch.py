@@ -27,7 +27,7 @@ def bring(
     """
     version, slot = plan["version"], memory.free_slot()
     if plan["origin"] == "durable":
-        segments, fill = durable.open_role(settings.durable_dir, version, role)
+        segments, fill = durable.open_role(settings.durable_dir, plan["durable"], role)
         buffer = memory.allocate(slot, segments)
         fill(buffer)
         buffer.version = version

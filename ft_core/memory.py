@@ -6,11 +6,14 @@ worker wrote outlives the worker. A worker opens them through /proc/<agent pid>/
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 from collections.abc import Sequence
 from enum import IntEnum
+
+import numpy as np
 
 from ft_core.manifest import Segment
 
@@ -156,3 +159,20 @@ class SnapshotBuffer:
 
 def _pages(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
+
+
+def anonymous(nbytes: int) -> mmap.mmap:
+    """Private memory, in huge pages where the kernel has them: its first use is mostly page faults.
+
+    It is given back without the interpreter's lock, which a `bytearray` of some GB would hold for a second.
+    """
+    memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.madvise(mmap.MADV_DONTFORK)  # a child of the agent needs no copy of it
+    return memory
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy, and let other threads of this process go on meanwhile: assigning a view would hold them up."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

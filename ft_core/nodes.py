@@ -60,10 +60,13 @@ def report(node: Node, catalogue: dict[str, list[int]]) -> decision.NodeReport:
     )
 
 
-def common_durable(nodes: Iterable[Node]) -> list[int]:
-    """Durable versions that all of `nodes` can read, oldest first."""
+def common_durable(nodes: Iterable[Node]) -> dict[int, str]:
+    """Versions of which all of `nodes` can read a durable checkpoint, oldest first, with its name.
+
+    Of several of one version it is that of the latest epoch.
+    """
     sets = [set(n.holdings["durable"]) for n in nodes]
-    return sorted(set.intersection(*sets)) if sets else []
+    return {int(name.split("-")[1]): name for name in sorted(set.intersection(*sets))} if sets else {}
 
 
 def completed(nodes: Iterable[Node], roles: Collection[int]) -> dict[str, list[int]]:

@@ -12,7 +12,6 @@ in recoveries, the steady state reuses its memory.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import mmap
 import threading
@@ -21,21 +20,13 @@ from dataclasses import dataclass
 
 from ft_core.errors import TransportError
 from ft_core.manifest import Segment
+from ft_core.memory import anonymous
 
 
 class _State(enum.Enum):
     EMPTY = enum.auto()
     WRITING = enum.auto()
     VALID = enum.auto()
-
-
-def _allocate(nbytes: int) -> mmap.mmap:
-    """Anonymous memory, in huge pages where the kernel has them: a first push is mostly page faults."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    memory.madvise(mmap.MADV_DONTFORK)  # a child of the agent needs no copy of it
-    return memory
 
 
 @dataclass
@@ -52,7 +43,7 @@ class _Slot:
         """Writable memory of `nbytes`, the old memory if it is large enough and nobody reads it."""
         if self.memory is None or self.lent or len(self.memory) < nbytes:
             self.memory = None  # first free what was there
-            self.memory = _allocate(max(nbytes, 1))
+            self.memory = anonymous(nbytes)
             self.lent = False
         return memoryview(self.memory)[:nbytes]
 

@@ -77,7 +77,7 @@ class Reports:
         settings = self._a.settings
         return {
             "configured": self._a.configured,
-            "durable": durable.complete_versions(settings.durable_dir, settings.world_size),
+            "durable": durable.complete(settings.durable_dir, settings.world_size),
         }
 
     def state_of(self, role: int) -> Message:

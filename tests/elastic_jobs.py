@@ -10,7 +10,7 @@ from pathlib import Path
 
 from harness import Job
 
-from ft_core.durable import complete_versions
+from ft_core import durable
 
 STRIDE = 12
 """Steps in which a failure, or what comes after it, finds its place."""
@@ -51,7 +51,7 @@ def lasting_losses(text: str, events: Iterable[dict], logged: str) -> dict[int, 
 def wait_for_durable(directory: Path, version: int, world: int) -> None:
     """Until the durable checkpoint of `version` is whole."""
     deadline = time.monotonic() + 60
-    while version not in (found := complete_versions(str(directory), world)):
+    while version not in map(durable.version_of, found := durable.complete(str(directory), world)):
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
 

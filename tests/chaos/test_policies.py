@@ -24,7 +24,7 @@ from harness import (
     reference,
 )
 
-from ft_core.durable import complete_versions
+from ft_core.durable import complete, version_of
 
 HERE = Path(__file__).parent
 PACED = HERE / "paced.py"
@@ -133,8 +133,8 @@ def test_a_new_job_goes_on_from_the_durable_checkpoint_of_an_old_one(layout, dam
     with Job(tmp_path / "first", layout, STEPS, spares=0, script=PACED, ftrun=durable) as first:
         first.wait_for("durable", 6)
     if damaged:
-        newest = max(complete_versions(str(tmp_path / "durable"), layout.world))
-        part = next((tmp_path / "durable" / f"step-{newest:08d}").glob("segments/1x1-*/*.distcp"))
+        name = complete(str(tmp_path / "durable"), layout.world)[-1]
+        newest, part = version_of(name), next((tmp_path / "durable" / name).glob("segments/1x1-*"))
         part.write_bytes(part.read_bytes()[:100])
     with Job(tmp_path / "second", layout, STEPS, spares=0, script=PACED, ftrun=durable) as job:
         result = job.finish()

@@ -65,6 +65,8 @@ class Node:
         """Snapshots of the roles that are, or were, played here."""
         self.replicas: dict[str, list[int]] = {}
         """Segments kept for others."""
+        self.durable: list[str] = []
+        """Names of the durable checkpoints that it sees."""
         self.sent: list[Message] = []
         """Everything that has gone out."""
         self.received: list[Message] = []
@@ -190,8 +192,8 @@ class Node:
         segments |= {segment(r): [r] for r in self.roles_here() if self.versions.get(r)}
         about = {"epoch": self.epoch, "reported": self._reported, "roles": roles}
         about |= {"replicas": replicas, "segments": segments}
-        more = {"idle": self.idle, "store": f"127.0.0.1:{self.epoch + 1}", "configured": None, "durable": []}
-        return {**about, **more}
+        more = {"idle": self.idle, "store": f"127.0.0.1:{self.epoch + 1}", "configured": None}
+        return {**about, **more, "durable": list(self.durable)}
 
     def heartbeat(self) -> Message:
         """As `ft_core.reports`."""

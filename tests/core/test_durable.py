@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import pickle
+import resource
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from core.fleet import Fleet
 
 from ft_core import durable
 from ft_core.adapter import StateTensor
+from ft_core.agent import Agent
 from ft_core.errors import CorruptSnapshot, TransportError
+from ft_core.settings import Command, Settings, write_secret
 from ft_core.snapshot import Snapshotter
 from ft_core.store import NodeStore, RoleMemory
 
 
 class Model:
-    def __init__(self) -> None:
-        self.weight = torch.arange(1000, dtype=torch.float32)
+    def __init__(self, numbers: int = 1000) -> None:
+        self.weight = torch.arange(numbers, dtype=torch.float32)
 
     def tensors(self) -> Iterator[StateTensor]:
         yield StateTensor("weight", self.weight, (0,))
@@ -33,10 +42,14 @@ class Model:
 @pytest.fixture
 def store() -> NodeStore:
     """With version 1 of role 0."""
+    return holding(Model())
+
+
+def holding(model: Model) -> NodeStore:
     store = NodeStore()
     memory = store.memory(0)
     snapshotter = Snapshotter(
-        Model(),  # type: ignore[arg-type]
+        model,  # type: ignore[arg-type]
         lambda slot, segments: memory.allocate(slot, segments).memory.address,
         lambda version: None,
     )
@@ -45,26 +58,35 @@ def store() -> NodeStore:
     return store
 
 
-def plan(*changes: Any) -> dict[str, Any]:
-    about = {"absent": {}, "adopted": {}, "catalogue": {}, "groups": {"membership": {"changes": [*changes]}}}
-    return {"roles": {"0": "node0"}, **about}
+def plan(epoch: int = 1, job: str = "aa") -> dict[str, Any]:
+    about = {"absent": {}, "adopted": {}, "catalogue": {}}
+    return {"roles": {"0": "node0"}, "epoch": epoch, "job": job, **about}
 
 
-def write(directory: Path, version: int, store: NodeStore) -> Path:
-    [(role, copy)] = durable.parts(store, 0, 1, plan(), replicated=False).items()
-    durable.write_role(str(directory), version, role, copy, plan())
-    return directory / f"step-{version:08d}"
+def write(directory: Path, version: int, store: NodeStore, epoch: int = 1, job: str = "aa") -> Path:
+    """The snapshot as if it were of that version."""
+    _, buffer = store.memory(0).find(1) or pytest.fail("there is no snapshot")
+    buffer.version = version
+    try:
+        assert durable.save(str(directory), 1, store, 0, version, plan(epoch, job), replicated=False) == [0]
+    finally:
+        buffer.version = 1
+    return directory / durable.name_of(version, plan(epoch, job))
 
 
-def read(directory: Path, version: int) -> list[bytes]:
-    segments, fill = durable.open_role(str(directory), version, 0)
+def read(path: Path) -> list[bytes]:
+    segments, fill = durable.open_role(str(path.parent), path.name, 0)
     buffer = RoleMemory().allocate(0, segments)
     fill(buffer)
     return [bytes(buffer.data(i)) for i in range(len(segments))]
 
 
+def versions(directory: Path) -> list[int]:
+    return [durable.version_of(name) for name in durable.complete(str(directory), 1)]
+
+
 def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:40])
+    path.write_bytes((data := path.read_bytes())[: len(data) // 2])
 
 
 def flip(path: Path) -> None:
@@ -73,80 +95,248 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def rename_item(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"weight"', b'"wejght"', 1))
+
+
+def extend(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
 def test_what_was_written_is_read(tmp_path: Path, store: NodeStore):
-    write(tmp_path, 5, store)
     _, snapshot = store.memory(0).find(1) or pytest.fail("there is no snapshot")
-    assert read(tmp_path, 5) == [bytes(snapshot.data(i)) for i in range(len(snapshot.segments))]
+    expected = [bytes(snapshot.data(i)) for i in range(len(snapshot.segments))]
+    assert read(write(tmp_path, 5, store)) == expected
 
 
 @pytest.mark.parametrize(
     ("damage", "what"),
     [
-        (flip, "segments/0x1-*/*.distcp"),
-        (truncate, "segments/0x1-*/*.distcp"),
-        (truncate, "segments/0x1-*/.metadata"),
-        (Path.unlink, "segments/0x1-*/.metadata"),
+        (flip, "segments/0x1-*"),
+        (truncate, "segments/0x1-*"),
+        (rename_item, "segments/0x1-*"),
+        (extend, "segments/0x1-*"),
+        (Path.unlink, "segments/0x1-*"),
         (truncate, "role-0.json"),
-        (Path.unlink, "segments/0x1-*.json"),
     ],
 )
 def test_a_damaged_one_gives_way_to_an_older_one(damage, what: str, tmp_path: Path, store: NodeStore):
     write(tmp_path, 5, store)
-    [path] = write(tmp_path, 10, store).glob(what)
+    newest = write(tmp_path, 10, store)
+    [path] = newest.glob(what)
     damage(path)
-    with pytest.raises(CorruptSnapshot, match=r"step-00000010, role 0: .* not used any more"):
-        read(tmp_path, 10)
-    assert durable.complete_versions(str(tmp_path), 1) == [5]
-    write(tmp_path, 10, store)
-    assert durable.complete_versions(str(tmp_path), 1) == [5, 10]
+    with pytest.raises(CorruptSnapshot, match=r"step-00000010-00001-aa, role 0: .* not used any more"):
+        read(newest)
+    assert versions(tmp_path) == [5]
+    write(tmp_path, 10, store, epoch=2)
+    assert versions(tmp_path) == [5, 10]
+
+
+def test_nothing_is_unpickled(tmp_path: Path, store: NodeStore, monkeypatch: pytest.MonkeyPatch):
+    """Whoever can write to the storage may change what is trained, but not run code in an agent."""
+    path = write(tmp_path, 5, store)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("something was unpickled")
+
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    assert read(path)
 
 
 def test_storage_that_does_not_answer_costs_no_checkpoint(tmp_path: Path, store: NodeStore):
     base = write(tmp_path, 5, store)
-    [path] = base.glob("segments/0x1-*/*.distcp")
+    [path] = base.glob("segments/0x1-*")
     path.unlink()
     path.mkdir()  # reading it fails with an OSError
     with pytest.raises(TransportError, match="Is a directory"):
-        read(tmp_path, 5)
-    assert durable.complete_versions(str(tmp_path), 1) == [5]
+        read(base)
+    assert versions(tmp_path) == [5]
 
 
-def test_parts_of_a_step_that_was_done_twice_do_not_go_together(tmp_path: Path, store: NodeStore):
-    """Once with all replica groups, then without one. What an epoch changes later makes no difference."""
-    write(tmp_path, 5, store)
+@pytest.mark.parametrize("others", [(4, "aa"), (3, "bb")], ids=["a later epoch", "another job"])
+def test_parts_of_two_pasts_do_not_complete_each_other(others: Any, tmp_path: Path, store: NodeStore):
+    """Role 1's part of step 5 is missing in the one, role 0's in the other: nobody can go on from that."""
+    directory = str(tmp_path)
     part = durable.parts(store, 0, 1, plan(), replicated=False)[0]
-    for changes, readable in (([[5, [0]]], True), ([[4, [0]]], False)):
-        durable.write_role(str(tmp_path), 5, 1, part, plan(*changes))
-        if readable:
-            durable.open_role(str(tmp_path), 5, 1)
-        else:
-            with pytest.raises(CorruptSnapshot, match="trained by other replica groups"):
-                durable.open_role(str(tmp_path), 5, 1)
+    durable.write_role(directory, durable.name_of(5, plan(3, "aa")), 0, part)
+    durable.write_role(directory, durable.name_of(5, plan(*others)), 1, part)
+    assert durable.complete(directory, 2) == []
+    durable.write_role(directory, durable.name_of(5, plan(*others)), 0, part)
+    assert durable.complete(directory, 2) == [durable.name_of(5, plan(*others))]
+    assert durable.complete(directory, 1) == [durable.name_of(5, plan(3, "aa"))], "of another world"
+
+
+def test_all_roles_read_the_newest_that_every_node_sees(tmp_path: Path):
+    """The plan names it: nodes may see different lists for a while, and two epochs may have had a step."""
+    old, new, last = (durable.name_of(5, plan(epoch)) for epoch in (9, 10, 11))
+
+    async def job() -> None:
+        async with Fleet(tmp_path, nodes=2, spares=1) as fleet:
+            fleet["node0"].durable = [durable.name_of(3, plan()), old, new]
+            fleet["node1"].durable = [old, new, last]
+            begun = await fleet.event("decided")
+            assert (begun["origin"], begun["version"]) == ("durable", 5)
+            await fleet.until(lambda: all(fleet[n].plan.get("durable") == new for n in ("node0", "node1")))
+            fleet["node1"].die()
+            await fleet.event("resumed", 2)
+            assert fleet["node0"].plan["origin"] == "memory", "and the name of the past is kept"
+            [job] = {message["job"] for message in fleet["node0"].received if message["type"] == "plan"}
+            assert durable.name_of(6, fleet["node0"].plan) == f"step-00000006-00002-{job}"
+
+    asyncio.run(job())
+
+
+def test_a_checkpoint_that_fails_is_one_event(tmp_path: Path):
+    """However many roles had a part in it."""
+
+    async def job() -> None:
+        async with Fleet(tmp_path, nodes=2) as fleet:
+            await fleet.event("resumed")
+            for version in (5, 10):
+                for number, reason in enumerate(("No space left on device", "No such file or directory")):
+                    about = {"role": number, "version": version, "reason": reason}
+                    fleet[f"node{number}"].post({"type": "durable_failed", **about})
+                failed = await fleet.event("durable_failed", version // 5)
+                assert failed["version"] == version
+            fleet["node0"].post({"type": "durable", "role": 0, "version": 15})
+            await fleet.event("durable")
+            assert len(fleet.events("durable_failed")) == 2
+            assert "node node" in failed["reason"] and failed["roles"]
+
+    asyncio.run(job())
+
+
+def test_other_threads_go_on_while_a_segment_is_copied():
+    """The agent's beats, for one: a thread sees the copy half made, which it could not if it had to wait."""
+    size, page = 64 << 20, resource.getpagesize()
+    store, seen, ended = holding(Model(size // 4)), set(), threading.Event()
+
+    def watch() -> None:
+        while not ended.is_set():
+            seen.add(int(Path("/proc/self/statm").read_text().split()[1]) * page)
+
+    def copied() -> bool:
+        before = int(Path("/proc/self/statm").read_text().split()[1]) * page
+        seen.clear()
+        [part] = durable.parts(store, 0, 1, plan(), replicated=False).values()
+        assert len(part.content[0][1]) > size
+        return any(0.2 * size < found - before < 0.8 * size for found in [*seen])
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        assert any(copied() for _ in range(30))
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.fixture
+def agent(tmp_path: Path, store: NodeStore) -> Iterator[Agent]:
+    """With version 1 of role 0, to be written at every step."""
+    settings = Settings(
+        1, 1, Command("t.py"), controller="127.0.0.1:9", durable_dir=str(tmp_path / "durable")
+    )
+    write_secret(tmp_path)
+    agent = Agent(replace(settings, durable_interval=1), tmp_path, "node0", "", 0)
+    agent.store, agent.plan = store, plan() | {"origin": "initial", "version": 0}
+    yield agent
+    agent.transport.close()
+
+
+def test_one_that_falls_due_while_another_is_written_is_left_out(agent: Agent, tmp_path: Path):
+    """A private copy for each would fill the memory of a node whose storage hangs."""
+    said: list[dict[str, Any]] = []
+    agent._controller = SimpleNamespace(post=said.append)  # type: ignore[assignment]
+    worker = SimpleNamespace(state_is_replicated=False)
+
+    async def job() -> None:
+        writes = [agent._write_durable(worker, 0, version) for version in (1, 2)]  # type: ignore[arg-type]
+        await asyncio.gather(*writes)
+        await agent._write_durable(worker, 0, 2)  # type: ignore[arg-type]
+
+    asyncio.run(job())
+    assert [(message["type"], message["version"]) for message in said] == [
+        ("durable_failed", 2),
+        ("durable", 1),
+        ("durable_failed", 2),
+    ]
+    assert "step 1 is still being written" in said[0]["reason"]
+    assert "overwritten by training" in said[2]["reason"]
+
+
+def test_the_newest_complete_ones_are_kept_and_torn_ones_are_not(tmp_path: Path, store: NodeStore):
+    """A torn one has all but one role's part. Others may still be writing the newest two."""
+    torn = []
+    for version in (10, 20, 30, 40, 50, 60):
+        path = write(tmp_path, version, store)
+        if version >= 30:
+            (path / "role-0.json").rename(path / "role-1.json")
+            torn.append(path)
+    assert versions(tmp_path) == [10, 20], "no complete one is deleted for torn ones"
+    assert sorted(tmp_path.iterdir())[2:] == torn[-3:]
+    for version in (70, 80, 90):
+        write(tmp_path, version, store, epoch=2)
+    assert versions(tmp_path) == [70, 80, 90] and len(list(tmp_path.iterdir())) == 3
+
+
+def test_one_that_was_written_again_counts_once(tmp_path: Path, store: NodeStore):
+    """A recovery at a checkpoint's step writes that again, in the new epoch."""
+    for version, epoch in ((10, 1), (20, 1), (20, 2), (20, 3), (30, 3)):
+        write(tmp_path, version, store, epoch)
+    assert durable.complete(str(tmp_path), 1) == [
+        durable.name_of(version, plan(epoch)) for version, epoch in ((10, 1), (20, 3), (30, 3))
+    ]
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """The kernel refuses what is larger than some bytes, as a full disk or a quota does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_write_that_fails_leaves_nothing_behind(
+    tmp_path: Path, store: NodeStore, request: pytest.FixtureRequest
+):
+    """Nor do others' parts of it, and what others have left torn: on a full disk nothing else makes room.
+    What is complete stays, and what a later epoch is writing."""
+    for version in (10, 20, 30):
+        write(tmp_path, version, store, epoch=2)
+    before = [durable.name_of(version, plan(2)) for version in (20, 30)]
+    part = durable.parts(store, 0, 1, plan(), replicated=False)[0]
+    for version, about in ((40, plan(1)), (40, plan(2)), (50, plan(1)), (50, plan(7, "bb"))):
+        durable.write_role(str(tmp_path), durable.name_of(version, about), 1, part)
+    later = durable.name_of(40, plan(3))
+    durable.write_role(str(tmp_path), later, 1, part)
+    request.getfixturevalue("full_disk")
+    with pytest.raises(OSError, match="File too large"):
+        write(tmp_path, 40, store, epoch=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*before, later]
+
+
+def test_what_training_has_overwritten_is_given_up(tmp_path: Path, store: NodeStore):
+    with pytest.raises(TransportError, match="overwritten by training"):
+        durable.save(str(tmp_path), 1, store, 0, 2, plan(), replicated=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_part_of_a_role_that_is_away(store: NodeStore):
     """Its counterpart has all the state but for what is each role's own, or has adopted it."""
     about = plan() | {"absent": {"1": 0}}
     own, theirs = durable.parts(store, 0, 1, about, replicated=True).values()
-    assert [segment.holders for segment, *_ in own] == [(0,)]
-    assert [segment.holders for segment, *_ in theirs] == [(1,)]
-    assert [row[1:] for row in own] == [row[1:] for row in theirs]
+    assert [segment.holders for segment, *_ in own.content] == [(0,)]
+    assert [segment.holders for segment, *_ in theirs.content] == [(1,)]
+    assert [row[1:] for row in own.content] == [row[1:] for row in theirs.content]
     about["adopted"] = about["absent"]
     assert list(durable.parts(store, 0, 1, about, replicated=False)) == [0], "nothing was adopted"
-    segments = [segment for segment, *_ in theirs]
+    segments = [segment for segment, *_ in theirs.content]
     buffer = store.memory(1, adopted=True).allocate(0, segments)
     buffer.version = 1
     assert list(durable.parts(store, 0, 1, about, replicated=False)) == [0, 1]
     about["catalogue"] = {"1": {segments[0].id: [1], "another": [1, 2]}}
     assert list(durable.parts(store, 0, 1, about, replicated=False)) == [0], "there was more"
     assert durable.parts(store, 0, 2, about, replicated=True) == {}
-
-
-def test_one_that_is_written_over_is_not_complete(tmp_path: Path, store: NodeStore):
-    base = write(tmp_path, 5, store)
-    segments = base / "segments"
-    segments.rename(base / "elsewhere")
-    segments.touch()  # where a directory has to be
-    with pytest.raises(OSError, match="segments"):
-        write(tmp_path, 5, store)
-    assert durable.complete_versions(str(tmp_path), 1) == []
