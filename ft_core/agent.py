@@ -19,9 +19,10 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import uuid
 from collections import deque
-from collections.abc import Collection, Coroutine
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch.distributed import TCPStore
 
 from ft_core import collector, durable, orphans, reverse_dns
 from ft_core.departure import Departure, leave_in_peace
-from ft_core.errors import AuthenticationError, FtError
+from ft_core.errors import AuthenticationError, FtError, ProtocolError
 from ft_core.fetch import bring
 from ft_core.inject import ENV as INJECT_ENV
 from ft_core.inject import Injector
@@ -41,6 +42,7 @@ from ft_core.replicator import Replicator
 from ft_core.reports import Reports
 from ft_core.settings import Settings, read_secret
 from ft_core.store import NodeStore
+from ft_core.tasks import Tasks
 from ft_core.transport import TcpTransport
 from ft_core.wire import AsyncChannel, listen
 from ft_core.workers import Exit, Worker, WorkerPool
@@ -49,6 +51,7 @@ log = logging.getLogger(__name__)
 Message = dict[str, Any]
 
 _RECONNECT = 0.05
+_WARN_EVERY = 60.0
 _FAREWELL = 10.0
 _TRAINED = 256
 """Steps that may pass while the controller is restarted, without the ledger missing one."""
@@ -87,16 +90,21 @@ class Agent:
         self._writing: dict[int, int] = {}
         """Role -> the version of it that is being written to storage."""
         self._done: asyncio.Future[int] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: Tasks
+        self._served = False
+        """Whether the job's controller has ever been met."""
+        self._warn_at = 0.0
         self.pool: WorkerPool
 
     async def run(self) -> int:
-        """Serve until the controller ends the job. Returns the job's exit code."""
+        """Serve until the controller ends the job. Returns its exit code. Raises what this process cannot
+        cope with."""
         self._done = asyncio.get_running_loop().create_future()
+        self._tasks = Tasks(self._fail)
         socket = f"\0ft-{uuid.uuid4().hex}"
         server = await asyncio.start_unix_server(self._accept_worker, path=socket)
         self._tee = Tee(self.settings.tee, f"[{self.node}]: " if self.settings.log_prefix else "")
-        self._spawn(self._tee.run())
+        self._tasks.spawn(self._tee.run())
         self.pool = WorkerPool(
             socket=f"unix:{socket}",
             secret=self.secret,
@@ -113,8 +121,8 @@ class Agent:
         for device in range(self.settings.nproc_per_node):
             self.pool.start(device)
         self.pool.start(-1)  # the standby that takes over from a worker that crashes here
-        self._spawn(self._serve_controller())
-        self._spawn(self._heartbeat())
+        self._tasks.spawn(self._serve_controller())
+        self._tasks.spawn(self._heartbeat())
         code = await self._done
         leave_in_peace()
         server.close()
@@ -138,27 +146,58 @@ class Agent:
 
     async def _serve_controller(self) -> None:
         while True:
-            try:
-                channel = await AsyncChannel.connect(self.settings.controller, self.secret)
-                self._controller = channel
+            if (channel := await self._connect()) is not None:
+                self._controller, self._served = channel, True
                 about = {**self._reports.identity(), **self._reports.holdings()}
                 self._post({"type": "hello", "kind": "agent", **about})
                 self._departure.announce()
                 # A controller that died may not have answered those, and not have written down these.
                 for unheard in (*self._asking.values(), *self._trained):
                     self._post(unheard)
-                while True:
-                    self._on_controller(await channel.recv())
-            except AuthenticationError as error:
-                log.error("node %s leaves: %s; check the job's secret file", self.node, error)
-                assert self._done is not None
-                self._done.set_result(2)
-                return
-            except (OSError, FtError, asyncio.IncompleteReadError) as error:
+                while (message := await self._receive(channel)) is not None:
+                    self._on_controller(message)
                 # Training goes on without a controller; it rebuilds its view when it is back.
-                log.debug("node %s: controller away (%s)", self.node, error)
                 self._controller = None
             await asyncio.sleep(_RECONNECT)
+
+    async def _connect(self) -> AsyncChannel | None:
+        """The controller, if it is there."""
+        address = self.settings.controller
+        try:
+            return await AsyncChannel.connect(address, self.secret)
+        except AuthenticationError as error:
+            if not self._served:
+                log.error("node %s leaves: %s; check the job's secret file", self.node, error)
+                self._end(2)
+            else:
+                self._warn(f"whoever answers at {address} is not this job's controller: {error}")
+        except ProtocolError as error:
+            self._warn(f"whoever answers at {address} is not this job's controller: {error}")
+        except OSError as error:
+            log.debug("node %s: no controller at %s (%s)", self.node, address, error)
+        return None
+
+    async def _receive(self, channel: AsyncChannel) -> Message | None:
+        """The next message; None at the end of the connection."""
+        try:
+            return await channel.recv()
+        except ConnectionError as error:
+            log.debug("node %s: a connection ended (%s)", self.node, error)
+        except (AuthenticationError, ProtocolError) as error:
+            log.warning("node %s: a connection is given up: %s", self.node, error)
+        return None
+
+    def _warn(self, problem: str) -> None:
+        """Once a minute at most: what is tried again all the time fails all the time."""
+        if time.monotonic() > self._warn_at:
+            self._warn_at = time.monotonic() + _WARN_EVERY
+            log.warning("node %s: %s; trying again", self.node, problem)
+
+    def _end(self, code: int) -> None:
+        """This agent is done."""
+        assert self._done is not None
+        if not self._done.done():
+            self._done.set_result(code)
 
     def _on_controller(self, message: Message) -> None:
         kind = message["type"]
@@ -188,9 +227,7 @@ class Agent:
         elif kind == "answer":
             self._answered(message)
         elif kind == "shutdown":
-            assert self._done is not None
-            if not self._done.done():
-                self._done.set_result(int(message["code"]))
+            self._end(int(message["code"]))
 
     def _configure(self, values: Message) -> None:
         """Use the settings that the script brings, from now on. The controller has checked them."""
@@ -219,7 +256,7 @@ class Agent:
 
     def _post(self, message: Message) -> None:
         if self._controller is not None:
-            with contextlib.suppress(OSError):  # the controller just died: its reader notices
+            with contextlib.suppress(ConnectionError):  # the controller just died: its reader notices
                 self._controller.post(message)
 
     # -- epochs --------------------------------------------------------------------------------
@@ -234,7 +271,7 @@ class Agent:
             worker.replicated.clear()
             worker.control[Word.COMMITTED] = -1
             worker.post({"type": "abort", "epoch": epoch})
-        self._spawn(self._kill_stuck(epoch))
+        self._tasks.spawn(self._kill_stuck(epoch))
         self._report_if_quiet()
 
     def _report_if_quiet(self) -> None:
@@ -282,7 +319,7 @@ class Agent:
                 worker = self._assign(role)
             # Otherwise it has died since this node reported: the plan relies on it, so there will be another.
             if worker is not None:
-                self._spawn(self._restore(worker, role, plan))
+                self._tasks.spawn(self._restore(worker, role, plan))
 
     def _withdraw(self, roles: Collection[int | None]) -> None:
         """Replace the workers of a replica group that takes no part: others may need the places."""
@@ -429,19 +466,24 @@ class Agent:
     # -- workers -------------------------------------------------------------------------------
 
     async def _accept_worker(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A connection. Only what is wrong with the connection ends it; other errors end this process."""
         try:
             channel = await AsyncChannel.accept(reader, writer, self.secret)
-            hello = await channel.recv()
-            worker = self.pool.workers[int(hello["worker"])]
-            await channel.send({"type": "welcome", "control": worker.control.memory.address})
+            hello = await self._receive(channel)
+            worker = self.pool.workers.get(int(hello["worker"])) if hello is not None else None
+            if worker is None:
+                return  # it has died since
             worker.channel = channel
+            worker.post({"type": "welcome", "control": worker.control.memory.address})
             self._post({"type": "idle", "idle": len(self.pool.idle())})
-            while True:
-                self._on_worker(worker, await channel.recv())
-        except (OSError, FtError, asyncio.IncompleteReadError, KeyError, ValueError) as error:
-            log.debug("node %s: a worker's connection ended (%r)", self.node, error)
+            while (message := await self._receive(channel)) is not None:
+                self._on_worker(worker, message)
+        except AuthenticationError as error:
+            log.debug("node %s: somebody else at the workers' socket (%s)", self.node, error)
         except asyncio.CancelledError:
             pass  # this agent ends
+        except Exception as error:
+            self._fail(error)
         finally:
             writer.close()
 
@@ -484,7 +526,7 @@ class Agent:
             self.store.memory(message["role"], message["role"] != role).strike(message["slot"])
             self._post({"type": "restore_failed", "epoch": self.epoch, "role": role, **_reason(message)})
         elif kind == "ask":
-            self._spawn(self._inquiries.relay(worker, message, self.plan))
+            self._tasks.spawn(self._inquiries.relay(worker, message, self.plan))
         elif kind == "configure":
             self._asking[worker.number] = {**message, "worker": worker.number}
             self._post(self._asking[worker.number])
@@ -500,7 +542,7 @@ class Agent:
             self._post({"type": "finished", "role": role})
 
     def _commit(self, worker: Worker, role: int, version: int) -> None:
-        self._spawn(self._replicate(worker, role, version, self.epoch))
+        self._tasks.spawn(self._replicate(worker, role, version, self.epoch))
 
     async def _replicate(self, worker: Worker, role: int, version: int, epoch: int) -> None:
         gate = self.replicator.gate(self.pool.traffic, worker.control[Word.STEP_NS])
@@ -572,7 +614,7 @@ class Agent:
         assert self._done is not None
         if not self._done.done():
             self._post({"type": "left"})
-            self._done.set_result(code)
+            self._end(code)
 
     async def _farewell(self) -> None:
         for worker in self.pool.playing():
@@ -588,10 +630,11 @@ class Agent:
                 break
         self._tee.close()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _fail(self, error: Exception) -> None:
+        """An error of this agent's own: its node is lost, rather than there and of no use."""
+        assert self._done is not None
+        if not self._done.done():
+            self._done.set_exception(error)
 
 
 def _reason(message: Message) -> Message:
@@ -637,7 +680,16 @@ def main() -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     collector.exempt()
     agent = Agent(Settings.read(args.job_dir), args.job_dir, args.node, args.domain, args.node_rank)
-    return asyncio.run(agent.run())
+    return asyncio.run(_serve(agent))
+
+
+async def _serve(agent: Agent) -> int:
+    try:
+        return await agent.run()
+    except Exception:
+        log.critical("node %s fails, and is lost to the job:\n%s", agent.node, traceback.format_exc())
+        os.killpg(os.getpgrp(), signal.SIGKILL)  # at once: the workers are of no use without their agent
+        raise
 
 
 if __name__ == "__main__":

@@ -25,16 +25,24 @@ class Console:
         self._asked: dict[int, asyncio.Future[Message]] = {}
 
     async def serve(self, channel: AsyncChannel) -> None:
-        while True:
-            request = await channel.recv()
-            if request["type"] == "status":
-                await channel.send(self.status())
-            elif request["type"] == "kill":
-                await channel.send(self.inject(request))
-            elif request["type"] == "state":
-                await channel.send(await self.state(int(request["role"])))
-            else:
-                await channel.send({"error": f"unknown command {request['type']!r}"})
+        """Until the other side leaves."""
+        while (request := await self._c.receive(channel)) is not None:
+            try:
+                await channel.send(await self._answer(request))
+            except ConnectionError:
+                return
+
+    async def _answer(self, request: Message) -> Message:
+        kind, role = request.get("type"), request.get("role")
+        if kind == "status":
+            return self.status()
+        if role is not None and type(role) is not int:
+            return {"error": f"no such role: {role!r}"}
+        if kind == "kill":
+            return self.inject(request)
+        if kind == "state" and role is not None:
+            return await self.state(role)
+        return {"error": f"unknown command {kind!r}"}
 
     def status(self) -> Message:
         """The answer to `ftctl status`."""
@@ -79,7 +87,10 @@ class Console:
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._asked[role] = answer
         node.post({"type": "state", "role": role})
-        found = await asyncio.wait_for(answer, _ANSWER)
+        try:
+            found = await asyncio.wait_for(answer, _ANSWER)
+        except TimeoutError:
+            return {"error": f"node {node.name}, which plays role {role}, does not answer"}
         places = {key: self._c.plan[key] for key in ("roles", "nodes")}
         return {**found, **places, "replicas": self._c.settings.replicas}
 
@@ -95,5 +106,6 @@ class Console:
 
     def answered(self, message: Message) -> None:
         """An agent has answered `state`."""
-        if (asked := self._asked.pop(int(message["role"]), None)) is not None:
+        asked = self._asked.pop(int(message["role"]), None)
+        if asked is not None and not asked.done():  # nobody waits for ever
             asked.set_result(message)

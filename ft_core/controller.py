@@ -14,8 +14,10 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Collection
 from enum import StrEnum
@@ -27,12 +29,13 @@ from ft_core.awake import AwakeClock
 from ft_core.configuration import Configuration
 from ft_core.console import Console
 from ft_core.departure import ENDED, GRACE, leave_in_peace
-from ft_core.errors import FtError, Unrecoverable
+from ft_core.errors import FAILED, AuthenticationError, ConfigError, FtError, ProtocolError, Unrecoverable
 from ft_core.groups import Groups
 from ft_core.ledger import Ledger
-from ft_core.nodes import Message, Node, alive, common_durable, completed, report
+from ft_core.nodes import Message, Node, alive, check_hello, common_durable, completed, report
 from ft_core.rejoin import Rejoin
 from ft_core.settings import Settings, read_secret
+from ft_core.tasks import Tasks
 from ft_core.wire import AsyncChannel, listen
 
 log = logging.getLogger(__name__)
@@ -48,6 +51,9 @@ _REBUILD_GRACE = 2.0
 """Seconds that a restarted controller waits for the nodes of the plan it was told of."""
 _STANDBY_GRACE = 20.0
 """Seconds that a healthy node has to bring up a standby before a crashed worker's role moves elsewhere."""
+_PORT_RETRY = 0.2
+FAILURES = 3
+"""Controllers in a row that fail so before the job ends: the next one would meet the same again."""
 _FUTILE = 8
 """Recoveries in a row without one finished step after which the job is stopped."""
 
@@ -66,8 +72,10 @@ class Phase(StrEnum):
 class Controller:
     """State machine of one job."""
 
-    def __init__(self, settings: Settings, job_dir: Path) -> None:
-        self.settings, self.job_dir = settings, job_dir
+    def __init__(self, settings: Settings, job_dir: Path, failed_before: int | None = None) -> None:
+        """`failed_before`: None for the job's first controller; else how many in a row have failed until now
+        of an error of their own."""
+        self.settings, self.job_dir, self._failed_before = settings, job_dir, failed_before
         self.secret = read_secret(job_dir)
         self.phase = Phase.FORMING
         self.epoch = 0
@@ -115,30 +123,49 @@ class Controller:
         self._done: asyncio.Future[int] | None = None
 
     async def run(self) -> int:
-        """Serve until the job ends. Returns its exit code."""
+        """Serve until the job ends. Returns its exit code. Raises what this process cannot cope with."""
         self._done = asyncio.get_running_loop().create_future()
-        host, port = self.settings.controller.rsplit(":", 1)
-        server = await asyncio.start_server(self._accept, sock=listen(host, int(port)))
+        tasks = Tasks(self._fail)
+        server = await asyncio.start_server(self._accept, sock=await self._listen())
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._leave)
-        ticker = asyncio.create_task(self._tick())
-        ticker.add_done_callback(self._ticker_ended)
+        tasks.spawn(self._tick())
         try:
             code = await self._done
             leave_in_peace()
         finally:
-            ticker.cancel()
+            tasks.cancel()
             server.close()
         for node in self.nodes.values():
-            with contextlib.suppress(OSError, FtError):
+            with contextlib.suppress(ConnectionError):
                 await node.channel.send({"type": "shutdown", "code": code})
         return code
 
-    def _ticker_ended(self, ticker: asyncio.Task[None]) -> None:
-        """Without its clock a controller would sit there and notice nothing: rather fail, and say why."""
-        if not ticker.cancelled() and (error := ticker.exception()) is not None:
-            assert self._done is not None
-            if not self._done.done():
-                self._done.set_exception(error)
+    async def _listen(self) -> socket.socket:
+        host, port = self.settings.controller.rsplit(":", 1)
+        said = False
+        while True:
+            try:
+                return listen(host, int(port))
+            except OSError as error:
+                if self._failed_before is None:
+                    raise ConfigError(f"the controller cannot listen at {host}:{port}: {error}") from None
+                if not said:  # training goes on meanwhile; whoever has the port may leave
+                    log.warning("a new controller cannot listen at %s:%s yet: %s", host, port, error)
+                said = True
+            await asyncio.sleep(_PORT_RETRY)
+
+    def _fail(self, error: Exception) -> None:
+        """An error of this controller's own: a successor goes on from what the agents know, a few times."""
+        assert self._done is not None
+        if self._done.done():
+            return
+        if self._failed_before is None or self._failed_before + 1 < FAILURES:
+            self._done.set_exception(error)
+            return
+        log.critical("this controller fails as well", exc_info=error)
+        for node in self.nodes.values():  # now, since the connection that the error came by is closed next
+            node.post({"type": "shutdown", "code": 1})
+        self._end(1, f"{FAILURES} controllers in a row have failed, this one of {error!r}")
 
     def event(self, name: str, reason: str = "", roles: list[int] | None = None, **more: Any) -> None:
         """Write one line of `events.jsonl`."""
@@ -156,30 +183,56 @@ class Controller:
     # -- connections ---------------------------------------------------------------------------
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A connection. Only what is wrong with the connection ends it; other errors end this process."""
         node: Node | None = None
         try:
-            channel = await AsyncChannel.accept(reader, writer, self.secret)
-            hello = await channel.recv()
+            if (admitted := await self._admit(reader, writer)) is None:
+                return
+            channel, hello = admitted
             if hello.get("kind") == "ctl":
                 await self.console.serve(channel)
                 return
             node = self._greet(channel, hello)
-            while node is not None:
-                message = await channel.recv()
+            while node is not None and (message := await self.receive(channel)) is not None:
                 node.seen = self.clock.now
                 self._on_agent(node, message)
-        except FtError as error:
-            log.warning("refused: %s", error)
-            self.event("refused", str(error))
-        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass  # gone, or this controller ends
-        except (KeyError, TypeError, ValueError) as error:
-            log.warning("malformed message from %s: %r", node.name if node else "a new connection", error)
-            self.event("refused", f"malformed message: {error!r}")
+        except asyncio.CancelledError:
+            pass  # this controller ends
+        except Exception as error:
+            self._fail(error)
         finally:
             writer.close()
             if node is not None and self.nodes.get(node.name) is node:
                 node.gone_since = self.clock.now
+
+    async def _admit(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> tuple[AsyncChannel, Message] | None:
+        """Shake hands, and hear who it is."""
+        try:
+            channel = await AsyncChannel.accept(reader, writer, self.secret)
+            if (hello := await self.receive(channel)) is None:
+                return None
+            if hello.get("kind") != "ctl":
+                check_hello(hello)
+            return channel, hello
+        except (AuthenticationError, ProtocolError) as error:
+            self._refused(error)
+            return None
+
+    async def receive(self, channel: AsyncChannel) -> Message | None:
+        """The next message; None at the end of the connection."""
+        try:
+            return await channel.recv()
+        except ConnectionError:
+            pass
+        except (AuthenticationError, ProtocolError) as error:
+            self._refused(error)
+        return None
+
+    def _refused(self, error: FtError) -> None:
+        log.warning("refused: %s", error)
+        self.event("refused", str(error))
 
     def _greet(self, channel: AsyncChannel, hello: Message) -> Node | None:
         name = str(hello["node"])
@@ -744,10 +797,18 @@ def main() -> int:
     """Entry of the controller process (started by `ftrun`)."""
     parser = argparse.ArgumentParser(prog="python -m ft_core.controller", description=__doc__)
     parser.add_argument("--job-dir", type=Path, required=True)
+    parser.add_argument("--failed-before", type=int, help="given to a controller that takes another's place")
     args = parser.parse_args()
     logging.basicConfig(format="%(asctime)s ft %(levelname)s %(message)s", level=logging.WARNING)
     collector.exempt()
-    return asyncio.run(Controller(Settings.read(args.job_dir), args.job_dir).run())
+    try:
+        return asyncio.run(Controller(Settings.read(args.job_dir), args.job_dir, args.failed_before).run())
+    except ConfigError as error:
+        print(f"ftrun: {error}", file=sys.stderr)
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return FAILED
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+FAILED = 70
+"""Exit code of a controller that has failed of an error of its own; `ftrun` starts another."""
+
 
 class FtError(Exception):
     """Base class: catch this to catch everything the engine raises on purpose."""

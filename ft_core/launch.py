@@ -26,7 +26,7 @@ from typing import Any
 from ft_core import inject, plugins
 from ft_core.departure import ENDED
 from ft_core.elastic import INTERVENTIONS
-from ft_core.errors import ConfigError
+from ft_core.errors import FAILED, ConfigError
 from ft_core.settings import POLICIES, Command, Settings, write_secret
 from ft_core.wire import listen
 
@@ -34,6 +34,7 @@ _DEFAULT_PORT = 29400
 _POLL = 0.05
 _STOP_GRACE = 15.0
 _AGAIN = 1.0
+_LASTING = 60.0
 _SETTINGS = "ft_core.settings"
 """Entry points: given a script's arguments, they return the settings of the configuration found there."""
 
@@ -255,6 +256,8 @@ class Launcher:
     def __init__(self, job_dir: Path) -> None:
         self._job_dir = job_dir
         self._controller: subprocess.Popen[bytes] | None = None
+        self._controller_began = 0.0
+        self._controllers_failed = 0
         self._agents: list[subprocess.Popen[bytes]] = []
         self._gone: list[subprocess.Popen[bytes]] = []
         self._temporary: dict[int, str] = {}
@@ -269,9 +272,17 @@ class Launcher:
         self._pass_on_at = math.inf
         self._deadline = math.inf
 
-    def controller(self) -> None:
-        """Start the controller; `wait` starts it again should it die."""
-        self._controller = self._start("ft_core.controller")
+    def controller(self, *about: str) -> None:
+        """Start the controller; `wait` starts another should it die."""
+        self._controller, self._controller_began = self._start("ft_core.controller", *about), time.monotonic()
+
+    def _next_controller(self, code: int) -> None:
+        """The last one was killed, or has failed: another takes over, and training goes on meanwhile."""
+        lasted = time.monotonic() - self._controller_began
+        # One that has worked for a while has failed of something else than its predecessors.
+        before = self._controllers_failed if lasted < _LASTING else 0
+        self._controllers_failed = before + (code == FAILED)
+        self.controller("--failed-before", str(self._controllers_failed))
 
     def agent(self, node: str, node_rank: int, domain: str) -> None:
         """Start an agent."""
@@ -287,12 +298,12 @@ class Launcher:
             if self._told:
                 self._pass_on()
             if self._controller is not None and (code := self._controller.poll()) is not None:
-                if code >= 0:
+                if code >= 0 and code != FAILED:
                     self._reap()
                     return code
                 if self._told and code == -signal.SIGTERM:
                     return ENDED  # it was just starting
-                self.controller()  # killed: a new one takes over, training goes on meanwhile
+                self._next_controller(code)
             for agent in self._ended():
                 if agent.returncode < 0 and self.respawn and not self._told:
                     self._agents.remove(agent)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ft_core import decision
+from ft_core import decision, wire
 from ft_core.wire import AsyncChannel
 
 Message = dict[str, Any]
@@ -28,8 +28,21 @@ class Node:
 
     def post(self, message: Message) -> None:
         """Send without waiting. A broken connection is noticed by its reader."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(ConnectionError):
             self.channel.post(message)
+
+
+_HELLO: dict[str, type] = {
+    **dict.fromkeys(("node", "domain", "data", "store"), str),
+    **dict.fromkeys(("pid", "node_rank", "epoch", "idle"), int),
+    **dict.fromkeys(("plan", "roles", "replicas", "segments"), dict),
+}
+
+
+def check_hello(hello: Message) -> None:
+    """Raises ProtocolError for the greeting of an agent of another version of this software."""
+    for name, kind in _HELLO.items():
+        wire.field(hello, name, kind)
 
 
 def alive(nodes: Mapping[str, Node], role: int, node: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ft_core.errors import TransportError
 from ft_core.inject import Injector
@@ -20,6 +20,16 @@ _DEADLINE = 600.0
 _GATE_SHARE = 0.2
 """Share of a step that the gate may hold a snapshot back; beyond it, STATE is sent all the same."""
 _GATE_POLL = 2e-4
+
+
+class _Where(NamedTuple):
+    """Where everybody is in an epoch."""
+
+    epoch: int
+    role_nodes: dict[int, str]
+    adopters: dict[int, int]
+    domains: dict[str, str]
+    addresses: dict[str, str]
 
 
 class Replicator:
@@ -34,17 +44,17 @@ class Replicator:
         self._rings: dict[int, list[int]] = {}
         self._sent: dict[int, tuple[int, int]] = {}
         self._seconds = 0.0
-        self._role_nodes: dict[int, str] = {}
-        self._adopters: dict[int, int] = {}
-        self._domains: dict[str, str] = {}
-        self._addresses: dict[str, str] = {}
+        self._where = _Where(0, {}, {}, {}, {})
 
     def begin(self, plan: dict[str, Any]) -> None:
         """A new epoch: learn where everybody is."""
-        self._role_nodes = {int(role): node for role, node in plan["roles"].items()}
-        self._adopters = {int(role): int(adopter) for role, adopter in plan["adopted"].items()}
-        self._domains = {node: about["domain"] for node, about in plan["nodes"].items()}
-        self._addresses = {node: about["data"] for node, about in plan["nodes"].items()}
+        self._where = _Where(
+            plan["epoch"],
+            {int(role): node for role, node in plan["roles"].items()},
+            {int(role): int(adopter) for role, adopter in plan["adopted"].items()},
+            {node: about["domain"] for node, about in plan["nodes"].items()},
+            {node: about["data"] for node, about in plan["nodes"].items()},
+        )
 
     def cancel(self) -> None:
         """An epoch ended: wake every transfer under way."""
@@ -59,24 +69,27 @@ class Replicator:
 
         Returns when each copy is acknowledged as verified. Raises TransportError.
         """
-        adopter = self._adopters.get(role)
+        of_epoch, role_nodes, adopters, domains, addresses = self._where
+        if of_epoch != epoch:
+            raise TransportError(f"epoch {epoch} is over")
+        adopter = adopters.get(role)
         found = self._store.memory(role, adopted=adopter is not None).find(version)
         if found is None:
             raise TransportError(f"version {version} of role {role} is no longer in memory")
         _, buffer = found
         total, started = 0, time.monotonic()
-        role_nodes, ring = self._role_nodes, self._rings.get(role)
+        ring = self._rings.get(role)
         if adopter is not None:
             # What it had alone is where its adopter is.
             role_nodes, ring = {**role_nodes, role: role_nodes[adopter]}, self._rings.get(adopter)
         for index, segment in enumerate(buffer.segments):
             if sender(segment, role_nodes) != role:
                 continue
-            for node in replica_nodes(segment, role_nodes, self._domains, self.replicas, ring=ring):
+            for node in replica_nodes(segment, role_nodes, domains, self.replicas, ring=ring):
                 self._injector.point(role, "h2h", version)
                 sums = list(buffer.checksums(index))
                 total += self._transport.push(
-                    self._addresses[node],
+                    addresses[node],
                     segment,
                     version,
                     buffer.data(index),

@@ -41,6 +41,7 @@ _REFUSED = bytes(32)
 _HEADER = struct.Struct("!4sIQ32s")
 _AUTHENTICATED = struct.Struct("!QIQ")
 _SCRATCH = 1 << 20
+_FOREIGN = "does not speak this protocol (or not this version of it)"
 
 T = TypeVar("T")
 
@@ -94,19 +95,17 @@ class _Handshake:
     def _mac(self, label: bytes) -> bytes:
         return hmac.digest(self.secret, label + self.nonces, "sha256")
 
-    def _check_magic(self, data: bytes) -> None:
-        if data[: len(_MAGIC)] != _MAGIC:
-            raise AuthenticationError(f"{self.peer} does not speak this protocol (or not this version of it)")
-
     def answer(self, hello: bytes) -> bytes:
         """Client: the proof that answers the server's hello."""
-        self._check_magic(hello)
+        if not hello.startswith(_MAGIC):
+            raise ProtocolError(f"{self.peer} {_FOREIGN}")
         self.nonces = hello[len(_MAGIC) :] + self.nonce
         return self.hello + self._mac(b"client")
 
     def admit(self, answer: bytes) -> bytes:
         """Server: its own proof, once the client's is right."""
-        self._check_magic(answer)
+        if not answer.startswith(_MAGIC):
+            raise AuthenticationError(f"{self.peer} {_FOREIGN}")
         self.nonces = self.nonce + answer[len(_MAGIC) : self.HELLO_BYTES]
         if not hmac.compare_digest(answer[self.HELLO_BYTES :], self._mac(b"client")):
             raise AuthenticationError(f"{self.peer} does not know this job's secret: connection refused")
@@ -269,8 +268,9 @@ class Channel:
     def connect(cls, address: str, secret: bytes, timeout: float) -> Channel:
         """Connect to "host:port" or "unix:/path" and shake hands, all within `timeout` seconds.
 
-        Raises AuthenticationError if either side has another secret, OSError (ConnectionError,
-        TimeoutError) if nobody is there or the peer leaves: only the latter is worth trying again.
+        Raises AuthenticationError if either side has another secret, ProtocolError if something else answers
+        there, OSError (ConnectionError, TimeoutError) if nobody does or the peer leaves: only the latter is
+        worth trying again at once.
         """
         end = time.monotonic() + timeout
         if timeout <= 0:

@@ -71,7 +71,7 @@ class Worker:
     def post(self, message: dict[str, Any]) -> None:
         """Send without waiting; a worker that is gone is noticed through its pid."""
         if self.channel is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(ConnectionError):
                 self.channel.post(message)
 
 

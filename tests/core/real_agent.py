@@ -13,6 +13,7 @@ from ft_core.agent import Agent
 from ft_core.manifest import layout
 from ft_core.memory import ControlBlock
 from ft_core.settings import Settings
+from ft_core.tasks import Tasks
 from ft_core.workers import Exit, Worker, WorkerPool
 
 Message = dict[str, Any]
@@ -74,16 +75,18 @@ class RealAgent(Agent):
         for device in range(self.settings.nproc_per_node):
             self.pool.start(device)
         self.pool.start(-1)
-        self._spawn(self._serve_controller())
-        self._spawn(self._heartbeat())
+        self._tasks = Tasks(self._fail)
+        self._tasks.spawn(self._serve_controller())
+        self._tasks.spawn(self._heartbeat())
 
     async def end(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.cancel(), return_exceptions=True)
         if self._controller is not None:
             self._controller.close()
         self.transport.close()
+        assert self._done is not None
+        if self._done.done():
+            self._done.result()  # an error of the agent's own
 
     def crash(self, role: int) -> None:
         """The worker that plays `role` dies by a signal."""

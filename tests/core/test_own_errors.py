@@ -1,0 +1,251 @@
+"""An error of an agent's or a controller's own is not taken for a lost connection, and does not go unseen."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from core.fleet import Fleet
+from harness import environment
+
+from ft_core.errors import AuthenticationError, ProtocolError
+from ft_core.launch import Launcher
+from ft_core.settings import Command, Settings, read_secret, write_secret
+from ft_core.tasks import Tasks
+from ft_core.wire import AsyncChannel, Channel, listen
+
+POISON = {"type": "stepped", "epoch": 0}
+"""A message without what its handler needs."""
+
+
+def job(job_dir: Path, port: int, **more: Any) -> Settings:
+    """A job of one node whose workers never come to a role."""
+    script = job_dir.parent / "train.py"
+    script.write_text("")
+    settings = Settings(1, 1, Command(str(script)), controller=f"127.0.0.1:{port}", replicas=0, **more)
+    job_dir.mkdir()
+    settings.write(job_dir)
+    write_secret(job_dir)
+    return settings
+
+
+class Agent:
+    """A real agent's process, and whoever is at its controller's port."""
+
+    def __init__(self, job_dir: Path, **more: Any) -> None:
+        self.sock = listen("127.0.0.1")
+        self.settings = job(job_dir, self.sock.getsockname()[1], **more)
+        self.job_dir, self.secret = job_dir, read_secret(job_dir)
+        self.errors = job_dir.parent / "agent.err"
+        command = [sys.executable, "-m", "ft_core.agent", "--job-dir", str(job_dir), "--node", "node0"]
+        with self.errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [*command, "--node-rank", "0"], env=environment(), stderr=errors, start_new_session=True
+            )
+
+    async def connections(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """One after the other, as the agent makes them."""
+        found: asyncio.Queue[Any] = asyncio.Queue()
+        server = await asyncio.start_server(lambda *both: found.put_nowait(both), sock=self.sock)
+        try:
+            while True:
+                async with asyncio.timeout(60):
+                    yield await found.get()
+        finally:
+            server.close()
+
+    def ends(self) -> int:
+        return self.process.wait(60)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+        self.sock.close()
+
+
+@pytest.fixture
+def agent(tmp_path: Path):
+    found = Agent(tmp_path / "job")
+    yield found
+    found.close()
+
+
+def test_an_agent_that_cannot_do_what_it_is_told_ends_with_the_traceback(agent: Agent):
+    async def controller() -> None:
+        async for reader, writer in agent.connections():
+            channel = await AsyncChannel.accept(reader, writer, agent.secret)
+            assert (await channel.recv())["type"] == "hello"
+            channel.post({"type": "plan", "epoch": 1})
+            with pytest.raises(ConnectionError):
+                while True:
+                    await channel.recv()
+            return
+
+    asyncio.run(controller())
+    assert agent.ends() == -signal.SIGKILL
+    said = agent.errors.read_text()
+    assert "node node0 fails, and is lost to the job" in said and "KeyError: 'roles'" in said
+
+
+def test_whatever_answers_at_the_controllers_port_costs_no_node(agent: Agent):
+    """Other services, one that hangs up, and a job with another secret, while the controller is away."""
+    services = [b"HTTP/1.1 400 Bad Request\r\n\r\n".ljust(200), b"SSH-2.0-x\r\n", b""]
+    answers = [*services, "controller", *services, "another job", "controller"]
+
+    async def port() -> None:
+        async for reader, writer in agent.connections():
+            answer = answers.pop(0)
+            if isinstance(answer, bytes):
+                writer.write(answer)
+            elif answer == "another job":
+                with pytest.raises(AuthenticationError):
+                    await AsyncChannel.accept(reader, writer, b"another job's secret")
+            else:
+                channel = await AsyncChannel.accept(reader, writer, agent.secret)
+                assert (await channel.recv())["type"] == "hello"
+            writer.close()
+            if not answers:
+                return
+
+    asyncio.run(port())
+    assert agent.process.poll() is None
+
+
+def test_an_agent_with_the_wrong_secret_leaves_before_the_job_runs(agent: Agent):
+    async def port() -> None:
+        async for reader, writer in agent.connections():
+            with pytest.raises(AuthenticationError):
+                await AsyncChannel.accept(reader, writer, b"another job's secret")
+            return
+
+    asyncio.run(port())
+    assert agent.ends() == 2
+    assert "check the job's secret file" in agent.errors.read_text()
+
+
+def test_a_client_tells_another_service_from_another_secret():
+    with listen("127.0.0.1") as sock:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                connection, _ = sock.accept()
+                connection.sendall(b"HTTP/1.1 400 Bad Request".ljust(100))
+                connection.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(ProtocolError, match="does not speak this protocol"):
+            Channel.connect(f"127.0.0.1:{sock.getsockname()[1]}", b"secret", 5.0)
+        thread.join()
+
+
+def test_a_controller_that_fails_is_replaced_and_fails_for_good_when_it_meets_the_same_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    settings = job(tmp_path / "job", port)
+    launcher = Launcher(tmp_path / "job")
+    over = threading.Event()
+    codes: list[int] = []
+
+    def node() -> None:
+        """Says the same to each controller that it meets."""
+        while not over.is_set():
+            with contextlib.suppress(OSError):
+                channel = Channel.connect(settings.controller, read_secret(tmp_path / "job"), 5.0)
+                identity = {"node": "node0", "pid": 1, "node_rank": 0, "domain": "", "data": "127.0.0.1:1"}
+                held: dict[str, Any] = {"epoch": 0, "roles": {}, "replicas": {}, "segments": {}, "idle": 2}
+                more = {"store": "127.0.0.1:2", "configured": None, "durable": [], "plan": {}}
+                channel.send({"type": "hello", "kind": "agent", **identity, **held, **more})
+                channel.recv()
+                channel.send({**POISON, "epoch": 1})
+                with contextlib.suppress(ConnectionError):
+                    while True:
+                        if (message := channel.recv())["type"] == "shutdown":
+                            codes.append(message["code"])
+                channel.close()
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=node)
+    thread.start()
+    try:
+        launcher.controller()
+        assert launcher.wait() == 1
+    finally:
+        over.set()
+        launcher.stop()
+        thread.join()
+    said = capfd.readouterr().err
+    assert said.count("KeyError: 'role'") == 3, "a traceback of each"
+    assert "ftrun: the job stops: 3 controllers in a row have failed, this one of KeyError('role')" in said
+    assert codes == [1], "the nodes were not told"
+
+
+def test_a_hello_of_another_version_is_refused_and_costs_no_controller(tmp_path: Path):
+    async def test() -> None:
+        async with Fleet(tmp_path / "job") as fleet:
+            await fleet.event("resumed")
+            channel = await AsyncChannel.connect(fleet.settings.controller, fleet.secret)
+            channel.post({"type": "hello", "kind": "agent", "node": "old"})
+            with pytest.raises(ConnectionError):
+                await channel.recv()
+            refused = await fleet.event("refused")
+            assert "field 'domain' of a message must be str" in refused["reason"]
+            assert not fleet.events("detected")
+
+    asyncio.run(test())
+
+
+def test_ftctl_costs_no_controller(tmp_path: Path):
+    async def test() -> None:
+        async with Fleet(tmp_path / "job") as fleet:
+            await fleet.event("resumed")
+            channel = await AsyncChannel.connect(fleet.settings.controller, fleet.secret)
+            channel.post({"type": "hello", "kind": "ctl"})
+            for request, answer in (
+                ({"type": "state", "role": "x"}, "no such role: 'x'"),
+                ({"type": "state"}, "unknown command 'state'"),
+                ({}, "unknown command None"),
+                ({"type": "kill", "role": 7}, "no such role or node: 7"),
+            ):
+                channel.post(request)
+                assert (await channel.recv())["error"] == answer
+            channel.post({"type": "status"})
+            assert (await channel.recv())["phase"] == "running"
+            channel.close()
+
+    asyncio.run(test())
+
+
+def test_a_task_and_a_callback_that_fail_are_heard_of():
+    async def fails() -> None:
+        raise OSError("in a task")
+
+    def fails_too() -> None:
+        raise OSError("in a callback")
+
+    async def test() -> list[str]:
+        found: list[str] = []
+        tasks = Tasks(lambda error: found.append(str(error)))
+        tasks.spawn(fails())
+        asyncio.get_running_loop().call_soon(fails_too)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        waiting = tasks.spawn(asyncio.sleep(60))
+        tasks.cancel()
+        await asyncio.wait([waiting])
+        return found
+
+    assert sorted(asyncio.run(test())) == ["in a callback", "in a task"]
