@@ -178,6 +178,7 @@ def test_all_roles_read_the_newest_that_every_node_sees(tmp_path: Path):
             begun = await fleet.event("decided")
             assert (begun["origin"], begun["version"]) == ("durable", 5)
             await fleet.until(lambda: all(fleet[n].plan.get("durable") == new for n in ("node0", "node1")))
+            await fleet.event("resumed")
             fleet["node1"].die()
             await fleet.event("resumed", 2)
             assert fleet["node0"].plan["origin"] == "memory", "and the name of the past is kept"
