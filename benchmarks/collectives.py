@@ -22,11 +22,9 @@ from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any
 
-from torch import distributed as dist
-
 from benchmarks import collectives_worker
 from benchmarks.common import finish, parser, spread, table
-from ft_core import reverse_dns
+from ft_core.rendezvous import Stores
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["benchmarks.collectives_worker"])
@@ -57,7 +55,6 @@ def main() -> None:
     if args.quick:
         args.sizes = [s for s in args.sizes if s <= _bytes("16M")]
         args.seconds, args.kills, args.loss = 1.0, min(1, args.kills), min(args.loss, _bytes("16M"))
-    reverse_dns.disable()  # this process hosts the stores
     rows: list[dict[str, Any]] = []
     losses: list[dict[str, Any]] = []
     for world in args.ranks:
@@ -89,12 +86,12 @@ class Ranks:
     """The processes of one world, in epoch 1. Use as a context manager: it kills what is left."""
 
     def __init__(self, world: int, target: Callable[..., None], *args: Any) -> None:
-        self.store = new_store()
+        self.store = Stores.in_thread("127.0.0.1", collectives_worker.SECRET).address
         self._processes: dict[int, Any] = {}
         self._pipes: dict[int, Any] = {}
         for rank in range(world):
             ours, theirs = CONTEXT.Pipe()
-            arguments = (rank, world, _address(self.store), theirs, *args)
+            arguments = (rank, world, self.store, theirs, *args)
             process = CONTEXT.Process(target=target, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -131,15 +128,6 @@ class Ranks:
                 except EOFError:
                     raise SystemExit(f"rank {rank} has ended; see above") from None
         return found
-
-
-def new_store() -> dist.TCPStore:
-    """An epoch's store, on a free port of this machine."""
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-def _address(store: dist.TCPStore) -> str:
-    return f"127.0.0.1:{store.port}"
 
 
 def throughput(world: int, sizes: list[int], seconds: float) -> list[dict[str, Any]]:
@@ -201,12 +189,11 @@ def _one_loss(world: int, size: int, rng: random.Random) -> dict[str, float] | N
     others = [rank for rank in range(world) if rank != victim]
     with Ranks(world, collectives_worker.interrupted, size) as ranks:
         among_all = max(ranks.receive(range(world)).values())
-        store = new_store()  # a controller has one ready as well
         time.sleep(rng.uniform(0.2, 0.8) * among_all)
         killed = time.monotonic()
         ranks.kill(victim)
         told = time.monotonic()
-        ranks.send((2, _address(store), [victim]))
+        ranks.send((2, ranks.store, [victim]))
         woken = ranks.receive(others).values()
         if None in woken:
             return None

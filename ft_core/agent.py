@@ -26,9 +26,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore
-
-from ft_core import collector, durable, orphans, reverse_dns
+from ft_core import collector, durable, orphans
 from ft_core.departure import Departure, leave_in_peace
 from ft_core.errors import AuthenticationError, FtError, ProtocolError
 from ft_core.fetch import bring
@@ -38,13 +36,14 @@ from ft_core.inquiries import Inquiries
 from ft_core.logs import Tee
 from ft_core.manifest import Segment
 from ft_core.memory import Word
+from ft_core.rendezvous import Stores, reserve
 from ft_core.replicator import Replicator
 from ft_core.reports import Reports
 from ft_core.settings import Settings, read_secret
 from ft_core.store import NodeStore
 from ft_core.tasks import Tasks
 from ft_core.transport import TcpTransport
-from ft_core.wire import AsyncChannel, listen
+from ft_core.wire import AsyncChannel
 from ft_core.workers import Exit, Worker, WorkerPool
 
 log = logging.getLogger(__name__)
@@ -74,9 +73,8 @@ class Agent:
         self._injector = Injector(job_dir, settings.inject)
         self.replicator = Replicator(self.store, self.transport, settings.replicas, self._injector)
         self._controller: AsyncChannel | None = None
-        self._rendezvous: TCPStore | None = None
-        self._next_rendezvous = _open_store(self._host)
-        """The store of the epoch to come, made ahead of need."""
+        self.stores = Stores(self._host, self.secret)
+        self._master = reserve(self._host)
         self._inquiries: Inquiries | None = None
         self._reports = Reports(self)
         self.configured: Message | None = None
@@ -118,6 +116,7 @@ class Agent:
         self._departure = Departure(self.pool, self._post, self._leave)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._departure.begin)
         self._inquiries = Inquiries(self.node, self.store, self.pool, self.transport)
+        stores = await self.stores.open(self._fail)
         for device in range(self.settings.nproc_per_node):
             self.pool.start(device)
         self.pool.start(-1)  # the standby that takes over from a worker that crashes here
@@ -126,6 +125,7 @@ class Agent:
         code = await self._done
         leave_in_peace()
         server.close()
+        stores.close()
         await self._farewell()
         # Threads that still wait for a peer must not hold up the end of a job that is over.
         watchdog = threading.Timer(_FAREWELL, os._exit, [code])
@@ -138,9 +138,9 @@ class Agent:
         return [int(role) for role, node in self.plan.get("roles", {}).items() if node == self.node]
 
     @property
-    def rendezvous(self) -> str:
-        """The address of the store that this node has open for the epoch to come."""
-        return f"{self._host}:{self._next_rendezvous.port}"
+    def master(self) -> str:
+        """Where a script may listen, should role 0 be here (MASTER_ADDR and MASTER_PORT)."""
+        return f"{self._host}:{self._master.getsockname()[1]}"
 
     # -- controller ----------------------------------------------------------------------------
 
@@ -266,6 +266,7 @@ class Agent:
             return
         self.epoch = epoch
         self.store.replicas.epoch = epoch
+        self.stores.begin(epoch)
         self.replicator.cancel()
         for worker in self.pool.playing():
             worker.replicated.clear()
@@ -297,7 +298,7 @@ class Agent:
             return
         roles, adopted = self.roles_here(), self._adopted_here()
         self.plan, self.epoch = plan, plan["epoch"]
-        self._rendezvous, self._next_rendezvous = self._next_rendezvous, _open_store(self._host)
+        self.stores.begin(self.epoch)
         self.store.replicas.epoch = self.epoch
         self.replicator.begin(plan)
         version = plan["version"]
@@ -398,7 +399,7 @@ class Agent:
     def _environment(self, role: int, local_rank: int) -> dict[str, str]:
         """The variables torchrun sets, and those by which an executed program could find us."""
         settings = self.settings
-        host, port = self.plan["store"].rsplit(":", 1)
+        host, port = self.plan["master"].rsplit(":", 1)
         return {
             "RANK": str(role),
             "LOCAL_RANK": str(local_rank),
@@ -649,14 +650,6 @@ def _own_host(controller: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def _open_store(host: str) -> TCPStore:
-    """A store for the communicators of one epoch, on this interface alone (by itself it takes them all)."""
-    with listen(host) as sock:
-        port = sock.getsockname()[1]
-        descriptor = sock.detach()
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
-
-
 def main() -> int:
     """Entry of the agent process (started by `ftrun`, or by a recipe on each node)."""
     parser = argparse.ArgumentParser(prog="python -m ft_core.agent", description=__doc__)
@@ -674,7 +667,6 @@ def main() -> int:
     orphans.adopt()
     # For the fork server, and for workers until they have a role: Slurm sends it to every process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    reverse_dns.disable()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Connections break at every failure; c10d would write a C++ stack trace for each.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

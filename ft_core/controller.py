@@ -750,6 +750,7 @@ class Controller:
                 n.name: {"data": n.about["data"], "domain": n.about["domain"]} for n in self.nodes.values()
             },
             "store": lead.holdings["store"],
+            "master": lead.holdings["master"],
             "version": version,
             "origin": origin,
             "durable": durable[version] if origin == "durable" and version is not None else "",

@@ -1,8 +1,8 @@
 """The communicator inside a process group: it belongs to one epoch and is thrown away with it.
 
-Opening is a rendezvous over the epoch's TCPStore. Every opening runs in a helper thread with a store
-client of its own (a client serialises its calls on a mutex), so that nobody who waits for one opening
-can hold up another, and an epoch change wakes the waiter although the helper still blocks.
+Opening is a rendezvous over the epoch's store. Every opening runs in a helper thread, so that nobody who
+waits for one opening can hold up another. The end of the epoch closes the connection to its store, which
+wakes them all.
 
 Opening is lazy, but connecting needs every member. A member that would not come by itself, because it
 has no business with the group yet, is *asked* through the store and opens in the background: at once
@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any
 
@@ -27,18 +25,12 @@ from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from ft_core.errors import EpochChanged
 from ft_core.partial import Partial
+from ft_core.rendezvous import EpochStore, connected
 
 log = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT = timedelta(seconds=60)
-"""For a connection to the epoch's store, and for one answer of it."""
-
-PATIENCE = 0.5
-"""Seconds that an opening waits for members to come by themselves before it asks them."""
-
-POLL_MIN, POLL_MAX, POLL_SHARE = 0.001, 0.25, 0.05
-"""A waiting opening looks again after this share of the seconds it has waited, within these bounds. Not
-a blocking wait, because torch logs each one that times out."""
+NOW, PATIENCE = timedelta(0), timedelta(seconds=0.5)
+"""How long an opening waits for members to come by themselves before it asks them."""
 
 WAKE_TAG = 0x7F7
 """Tag of the receive that never matches: it only exists to time out."""
@@ -144,6 +136,7 @@ class Opener:
         self,
         epoch: int,
         address: str,
+        secret: bytes,
         role: int,
         alive: Callable[[], bool],
         asked: Callable[[str], None],
@@ -152,76 +145,64 @@ class Opener:
         """`alive`: whether the epoch is under way. `asked` is given the names of groups that others open.
         `newcomers`: roles that have other workers than in the epoch before."""
         self.epoch, self._newcomers = epoch, frozenset(newcomers)
-        host, _, port = address.rpartition(":")
-        self._host, self._port, self._role = host.strip("[]"), int(port or 0), role
+        self._address, self._secret, self._role = address, secret, role
         self._alive, self._asked = alive, asked
-        self._idle: list[dist.TCPStore] = []
+        self._lock = threading.Lock()
+        self._connected: EpochStore | None = None
 
-    @contextmanager
-    def _client(self) -> Iterator[dist.TCPStore]:
-        try:
-            client = self._idle.pop()
-        except IndexError:
-            client = dist.TCPStore(
-                self._host, self._port, None, False, CONNECT_TIMEOUT, wait_for_workers=False
-            )
-        yield client
-        if self._alive():
-            self._idle.append(client)
+    def _store(self) -> EpochStore:
+        with self._lock:
+            if self._connected is None:
+                self._connected = connected(self._address, self._secret, self.epoch, self._alive)
+            store = self._connected
+        if not self._alive():  # it ended meanwhile, and `close` may have come too early
+            store.close()
+        return store
 
     def open(self, inner: Inner, urgent: bool) -> None:
         """Meet the other members and connect. Raises EpochChanged if the epoch ends while waiting."""
-        with self._client() as client:
-            self._meet(client, inner, urgent)
-            inner.connect(dist.PrefixStore(f"{self.epoch}/{inner.name}/", client))
+        try:
+            store = self._store()
+            self._meet(store, inner, urgent)
+            inner.connect(dist.PrefixStore(f"{inner.name}/", store))
+        except dist.DistStoreError as error:
+            if self._alive():
+                raise
+            over = f"epoch {self.epoch} ended while group {inner.name} was being opened"
+            raise EpochChanged(over) from error
 
-    def _meet(self, client: dist.Store, inner: Inner, urgent: bool) -> None:
-        # Counting first means that the blocking part of connecting takes milliseconds.
-        prefix = f"{self.epoch}/{inner.name}"
-        if client.add(f"{prefix}/arrived", 1) == inner.size:
-            client.set(f"{prefix}/ready", "1")
-            return
-        self._ask(client, inner, "newcomers", self._newcomers)
-        began, asked = time.monotonic(), False
-        while self._alive():
-            if client.check([f"{prefix}/ready"]):
-                return
-            waited = time.monotonic() - began
-            if not asked and (urgent or waited > PATIENCE):
-                self._ask(client, inner, "all", inner.members)
-                asked = True
-            time.sleep(min(max(POLL_MIN, waited * POLL_SHARE), POLL_MAX))
-        raise EpochChanged(f"epoch {self.epoch} ended while group {inner.name} was being opened")
+    def _meet(self, store: EpochStore, inner: Inner, urgent: bool) -> None:
+        # Meeting first means that the blocking part of connecting takes milliseconds.
+        def ask() -> None:
+            self._ask(store, inner, "all", inner.members)
 
-    def _ask(self, client: dist.Store, inner: Inner, whom: str, roles: Collection[int]) -> None:
+        self._ask(store, inner, "newcomers", self._newcomers)
+        store.meet(f"{inner.name}/met", inner.size, NOW if urgent else PATIENCE, ask)
+
+    def _ask(self, store: EpochStore, inner: Inner, whom: str, roles: Collection[int]) -> None:
         wanted = [member for member in inner.members if member in roles and member != self._role]
-        if not wanted or client.add(f"{self.epoch}/{inner.name}/asked/{whom}", 1) > 1:
+        if not wanted or store.add(f"{inner.name}/asked/{whom}", 1) > 1:
             return
         for member in wanted:
-            number = client.add(f"{self.epoch}/asks/{member}", 1)
-            client.set(f"{self.epoch}/ask/{member}/{number}", inner.name)
+            number = store.add(f"asks/{member}", 1)
+            store.set(f"ask/{member}/{number}", inner.name)
 
     def listen(self) -> None:
         """Report the groups that this role is asked to open, until the epoch is over."""
-        number, began = 1, time.monotonic()
+        number = 1
         try:
-            with self._client() as client:
-                while self._alive():
-                    key = f"{self.epoch}/ask/{self._role}/{number}"
-                    if client.check([key]):
-                        self._asked(client.get(key).decode())
-                        number += 1
-                    else:
-                        waited = time.monotonic() - began
-                        eager = self._role in self._newcomers
-                        time.sleep(min(max(POLL_MIN, waited * POLL_SHARE), POLL_MAX) if eager else POLL_MAX)
-        except RuntimeError as error:
+            store = self._store()
+            while True:
+                self._asked(store.next(f"ask/{self._role}/{number}"))
+                number += 1
+        except dist.DistStoreError as error:
             if self._alive():
                 log.warning("role %d: the store of epoch %d is gone: %s", self._role, self.epoch, error)
 
     def close(self) -> None:
-        """Drop the connections that are not in use; the others go with the threads that use them."""
-        self._idle.clear()
+        """The epoch is over: whoever waits at its store is woken."""
+        if (store := self._connected) is not None:
+            store.close()
 
 
 def start(name: str, target: Callable[..., None], *args: Any) -> threading.Thread:

@@ -33,7 +33,7 @@ class Node:
 
 
 _HELLO: dict[str, type] = {
-    **dict.fromkeys(("node", "domain", "data", "store"), str),
+    **dict.fromkeys(("node", "domain", "data", "store", "master"), str),
     **dict.fromkeys(("pid", "node_rank", "epoch", "idle"), int),
     **dict.fromkeys(("plan", "roles", "replicas", "segments"), dict),
 }

@@ -48,9 +48,8 @@ def imports_of(source: str) -> list[tuple[str, list[str]]]:
 
 def _preload() -> None:
     import ft_core.worker  # noqa: F401 - what every worker needs
-    from ft_core import plugins, reverse_dns
+    from ft_core import plugins
 
-    reverse_dns.disable()
     with contextlib.suppress(Exception):
         plugins.load(plugins.HOOKS)
     target = os.environ.get(ENV, "")

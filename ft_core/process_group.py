@@ -44,7 +44,8 @@ class Communicators:
 
     `on_failure(reason)` is called once per epoch, from the thread whose operation failed, when a
     communicator fails before the watcher heard of a new epoch. `failure_grace` is how long (seconds)
-    such an operation then waits for the new epoch before the original error is raised after all.
+    such an operation then waits for the new epoch before the original error is raised after all. `secret`
+    is the job's.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class Communicators:
         role: int,
         world_size: int,
         on_failure: Callable[[str], None],
+        secret: bytes,
         failure_grace: float = 30.0,
     ) -> None:
+        self._secret = secret
         self.role, self.world_size = role, world_size
         self.traffic: Callable[[int], None] | None = None
         """Called with the number of operations in flight when it becomes 1 or 0. Must be cheap."""
@@ -71,7 +74,7 @@ class Communicators:
         self._created: Counter[tuple[int, ...]] = Counter()
         self._absent: Mapping[int, int] = {}
         self._adopted = False
-        self._opener = Opener(-1, ":0", role, lambda: False, lambda name: None)
+        self._opener = Opener(-1, "", b"", role, lambda: False, lambda name: None)
         self._asked: set[str] = set()
         self._to_reopen: list[FtProcessGroup] = []
         self._reported = self._announced = -1
@@ -95,7 +98,7 @@ class Communicators:
         `absent` roles take no part; each with its counterpart, which has `adopted` its state or has the same
         anyway: see `partial`. `newcomers`: roles that have other workers than before.
 
-        `store_address` ("host:port") is a TCPStore that is empty of this epoch's keys. `completed` and
+        `store_address` ("host:port") is where this epoch's store is, see `rendezvous`. `completed` and
         `fetch` serve operations of the start-up phase, see `startup`. Ignored when a newer epoch was
         already announced.
         """
@@ -105,7 +108,8 @@ class Communicators:
             old, _ = self._bury(epoch)
             self._opener.close()
             alive = lambda: epoch >= self.aborted  # noqa: E731
-            opener = Opener(epoch, store_address, self.role, alive, self._on_asked, newcomers)
+            about = (self.role, alive, self._on_asked, newcomers)
+            opener = Opener(epoch, store_address, self._secret, *about)
             self.epoch, self._opener = epoch, opener
             self._absent, self._adopted = dict(absent or {}), adopted
             self._asked.clear()
@@ -127,6 +131,8 @@ class Communicators:
             if epoch <= self.aborted:
                 return
             self._bury(epoch)
+            if self._opener.epoch < epoch:
+                self._opener.close()
             self._condition.notify_all()
 
     def _bury(self, epoch: int) -> tuple[list[Inner], list[Inner]]:

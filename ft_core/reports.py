@@ -68,7 +68,8 @@ class Reports:
             "replicas": replicas,
             "segments": segments,
             "idle": len(self._a.pool.idle()),
-            "store": self._a.rendezvous,
+            "store": self._a.stores.address,
+            "master": self._a.master,
             **self.configured(),
         }
 

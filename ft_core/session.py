@@ -59,8 +59,8 @@ class Stage(StrEnum):
 class Session:
     """One worker's part in the job. Made by `ft_core.worker` before the user's script starts."""
 
-    def __init__(self, channel: Channel, job_dir: Path, worker: int) -> None:
-        self._channel = channel
+    def __init__(self, channel: Channel, secret: bytes, job_dir: Path, worker: int) -> None:
+        self._channel, self._secret = channel, secret
         self._condition = threading.Condition()
         self._replies: dict[int, Message] = {}
         self._ids = itertools.count()
@@ -615,7 +615,7 @@ class Session:
         self.role, self.world_size = message["role"], message["world_size"]
         self.predecessors = [self.job_dir / "logs" / name for name in message["predecessors"]]
         self._injector = Injector(self.job_dir, message["env"][INJECT_ENV])
-        self.comms = Communicators(self.role, self.world_size, self._suspect)
+        self.comms = Communicators(self.role, self.world_size, self._suspect, self._secret)
         self.comms.traffic = self._traffic
         self.comms.reopened = lambda epoch: self._send({"type": "reopened", "epoch": epoch})
         plan = message["plan"]

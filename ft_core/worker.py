@@ -42,7 +42,7 @@ def main(
     logging.basicConfig(format="%(asctime)s ft %(levelname)s %(message)s", level=logging.WARNING)
     channel = Channel.connect(socket, secret, _CONNECT_TIMEOUT)
     channel.settimeout(None)
-    session = Session(channel, Path(job_dir), worker)
+    session = Session(channel, secret, Path(job_dir), worker)
     if device >= 0 and not command.no_python and has_gpu():
         torch.cuda.set_device(device)
         torch.zeros(1, device="cuda")  # a spare has its device context up

@@ -132,9 +132,11 @@ def test_strangers_are_refused_and_the_job_goes_on(tmp_path):
         agent = job.pids(0)[0]
         controller = (job.job_dir / "controller").read_text().strip()
         listeners = [controller, f"unix:{memory_of.worker_socket(agent)}"]
-        data_ports = [p for p in memory_of.listening_ports(agent) if greeting(p) == b"FTW1"]
-        assert len(data_ports) == 1
-        listeners.append(f"127.0.0.1:{data_ports[0]}")
+        ports = memory_of.listening_ports(agent)
+        assert [greeting(p) for p in ports] == [b"FTW1"] * 2, (
+            "the data's and the epochs' stores, nothing else"
+        )
+        listeners += [f"127.0.0.1:{port}" for port in ports]
         for address in listeners:
             with pytest.raises(AuthenticationError):
                 Channel.connect(address, b"another job's secret", 5.0)

@@ -192,7 +192,8 @@ class Node:
         segments |= {segment(r): [r] for r in self.roles_here() if self.versions.get(r)}
         about = {"epoch": self.epoch, "reported": self._reported, "roles": roles}
         about |= {"replicas": replicas, "segments": segments}
-        more = {"idle": self.idle, "store": f"127.0.0.1:{self.epoch + 1}", "configured": None}
+        about |= {"store": "127.0.0.1:1", "master": "127.0.0.1:2"}
+        more = {"idle": self.idle, "configured": None}
         return {**about, **more, "durable": list(self.durable)}
 
     def heartbeat(self) -> Message:

@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 from core import pg_scripts
-from torch import distributed as dist
 
-from ft_core import reverse_dns
 from ft_core.errors import EpochChanged
 from ft_core.process_group import Communicators
+from ft_core.rendezvous import Stores
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.core.pg_preload"])
 PATIENCE = 60.0
-reverse_dns.disable()  # this process hosts the stores
+SECRET = b"of these tests"
 
 
 class Worker:
@@ -35,10 +34,11 @@ class Worker:
         self._plan, self._entries = plan, None
         self.pending = plan[0]
         self._question = 0
+        self.store = plan[1]
         self.training = False
         self.newcomer = plan[0] > 1
         self.failures: list[str] = []
-        self.comms = Communicators(role, world, self._failed, failure_grace=20.0)
+        self.comms = Communicators(role, world, self._failed, SECRET, failure_grace=20.0)
         self.comms.install()
         self.comms.swap(*plan, self._fetch)
         threading.Thread(target=self._watch, daemon=True).start()
@@ -122,13 +122,13 @@ class Job:
         self.epoch = 1
         self.events: list[tuple[Any, ...]] = []
         self._condition = threading.Condition()
-        self._stores: list[dist.TCPStore] = []
+        self.store = Stores.in_thread("127.0.0.1", SECRET).address
         self.processes: dict[int, Any] = {}
         self._controls: dict[int, Any] = {}
         self._ups: dict[int, Any] = {}
 
     def __enter__(self) -> Job:
-        plan = (1, self._store(), {})
+        plan = (1, self.store, {})
         for role in range(self.world):
             self._spawn(role, plan, self._args)
         threading.Thread(target=self._route, daemon=True).start()
@@ -139,11 +139,6 @@ class Job:
         for process in processes.values():
             process.kill()
             process.join()
-
-    def _store(self) -> str:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._stores = [*self._stores[-1:], store]
-        return f"127.0.0.1:{store.port}"
 
     def _spawn(self, role: int, plan: tuple[Any, ...], args: Any) -> None:
         control, theirs = CONTEXT.Pipe()
@@ -213,7 +208,7 @@ class Job:
             for name, count in counts.items():
                 if count > completed.get(name, [0])[0]:
                     completed[name] = [count, role]
-        plan = (self.epoch, self._store(), completed)
+        plan = (self.epoch, self.store, completed)
         for role in survivors:
             self._controls[role].send(("plan", *plan))
         for role in lost:

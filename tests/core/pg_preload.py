@@ -2,9 +2,4 @@
 
 from __future__ import annotations
 
-from ft_core import (
-    process_group,  # noqa: F401
-    reverse_dns,
-)
-
-reverse_dns.disable()
+from ft_core import process_group  # noqa: F401

@@ -492,7 +492,7 @@ def divergent(worker: Any, how: str) -> None:
             worker.next_epoch()
 
 
-def without_a_member(worker: Any, store: str, absent: int) -> dict[str, Any] | None:
+def without_a_member(worker: Any, absent: int) -> dict[str, Any] | None:
     """What collectives are, once a role is away with its replica group."""
     dist.init_process_group("gloo")
     worker.begin_training()
@@ -501,7 +501,7 @@ def without_a_member(worker: Any, store: str, absent: int) -> dict[str, Any] | N
     if role == absent:
         return None
     worker.comms.abort(2)
-    worker.comms.swap(2, store, {}, None, {absent: 3})
+    worker.comms.swap(2, worker.store, {}, None, {absent: 3})
     worker.comms.reset()
     out: dict[str, Any] = {"rank": dist.get_rank(), "size": dist.get_world_size()}
 

@@ -326,6 +326,24 @@ def test_ctl_asks_a_job_that_says_no(tmp_path: Path):
             job.wait(20)
 
 
+def test_a_program_of_torchs_runs_as_under_torchrun(tmp_path: Path):
+    """Executed, it is beyond our reach, and makes a store of its own at the port that it is given."""
+    script, sums = tmp_path / "sum.py", tmp_path / "sums"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "total = torch.ones(1)\n"
+        "dist.all_reduce(total)\n"
+        f"open({str(sums)!r}, 'a').write(f'{{total.item()}} ')\n"
+    )
+    root = Path(__file__).resolve().parent.parent.parent
+    command = [sys.executable, "-m", "ft_core.launch", "--standalone", "--nproc-per-node=2", "--no-python"]
+    command += [f"--job-dir={tmp_path / 'job'}", sys.executable, str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(command, env=environment, cwd=root, timeout=110, capture_output=True, text=True)
+    assert (done.returncode, sums.read_text()) == (0, "2.0 2.0 "), done.stderr
+
+
 def _status(job_dir: Path, job: subprocess.Popen[bytes]) -> dict:
     while job.poll() is None:
         events = job_dir / "events.jsonl"

@@ -167,7 +167,13 @@ def test_a_controller_that_fails_is_replaced_and_fails_for_good_when_it_meets_th
                 channel = Channel.connect(settings.controller, read_secret(tmp_path / "job"), 5.0)
                 identity = {"node": "node0", "pid": 1, "node_rank": 0, "domain": "", "data": "127.0.0.1:1"}
                 held: dict[str, Any] = {"epoch": 0, "roles": {}, "replicas": {}, "segments": {}, "idle": 2}
-                more = {"store": "127.0.0.1:2", "configured": None, "durable": [], "plan": {}}
+                more = {
+                    "store": "127.0.0.1:2",
+                    "master": "127.0.0.1:3",
+                    "configured": None,
+                    "durable": [],
+                    "plan": {},
+                }
                 channel.send({"type": "hello", "kind": "agent", **identity, **held, **more})
                 channel.recv()
                 channel.send({**POISON, "epoch": 1})

@@ -173,7 +173,7 @@ def test_an_unreadable_entry_is_refused(data: dict[str, Any]) -> None:
 
 def test_a_record_that_a_successor_serves_is_no_mismatch() -> None:
     """The holder died after the plan was made: the answer comes from who plays its role in the next epoch."""
-    comms = Communicators(0, 2, on_failure=lambda _: None)
+    comms = Communicators(0, 2, on_failure=lambda _: None, secret=b"")
 
     def fetch(holder: int, name: str, start: int) -> dict[str, Any]:
         comms.abort(2)

@@ -17,19 +17,32 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from state_worker import BF16, CASES, Job, main, stage
 
 from ft_core.process_group import Communicators
+from ft_core.rendezvous import Stores
 
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 CASES |= {"stage3-autocast": AUTOCAST | stage(3), "stage3-bf16-whole": BF16 | stage(3, sub_group_size=10**9)}
 FIRST, STEPS = 2, 3
 AWAY = ((0,), (1,), (2,), (0, 1))
 
-comms = Communicators(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), on_failure=print)
+RANK, SECRET = int(os.environ["RANK"]), b"of this test"
+comms = Communicators(RANK, int(os.environ["WORLD_SIZE"]), on_failure=print, secret=SECRET)
+
+
+def begin_store() -> str:
+    """Rank 0 has it; where, the others learn from torchrun's."""
+    theirs = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    if RANK == 0:
+        theirs.set("ft/store", Stores.in_thread("127.0.0.1", SECRET).address)
+    return theirs.get("ft/store").decode()
+
+
+STORE = begin_store()
 
 
 def begin_epoch(absent: dict[int, int]) -> None:
     epoch = comms.epoch + 1
     comms.abort(epoch)
-    comms.swap(epoch, f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", {}, None, absent, True)
+    comms.swap(epoch, STORE, {}, None, absent, True)
     comms.reset()
 
 

@@ -1,0 +1,148 @@
+"""The epochs' stores: what torch asks of them, their end, and those who have no business there."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from ft_core import rendezvous
+from ft_core.errors import AuthenticationError
+from ft_core.inner import start
+from ft_core.rendezvous import EpochStore, Stores
+
+SECRET = b"s" * 32
+LONG, SHORT = timedelta(seconds=60), timedelta(milliseconds=50)
+
+
+@pytest.fixture
+def stores() -> Stores:
+    return Stores.in_thread("127.0.0.1", SECRET)
+
+
+@pytest.fixture
+def connect(stores: Stores) -> Iterator[Callable[[int], EpochStore]]:
+    made: list[EpochStore] = []
+
+    def one(epoch: int = 1) -> EpochStore:
+        made.append(EpochStore(stores.address, SECRET, epoch))
+        return made[-1]
+
+    yield one
+    for store in made:
+        store.close()
+
+
+def in_thread(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Begin a call; what is returned waits for its result, or raises its error."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except Exception as error:
+            results.append(error)
+
+    thread = start("call", run)
+
+    def result() -> Any:
+        thread.join(LONG.total_seconds())
+        assert results, "it still waits"
+        if isinstance(results[0], Exception):
+            raise results[0]
+        return results[0]
+
+    return result
+
+
+def test_what_torch_asks_of_a_store(connect: Callable[..., EpochStore]) -> None:
+    a, b, other = connect(), connect(), connect(2)
+    raw = bytes(range(256))
+    a.set("x/0", raw)
+    assert b.get("x/0") == raw
+    assert not b.check(["x/0", "x/1"]) and not other.check(["x/0"])
+    later = in_thread(lambda: b.get("x/1"))
+    a.set("x/1", "text")
+    assert later() == b"text" and b.check(["x/0", "x/1"])
+    assert [a.add("n", 2), b.add("n", -5), a.add("n", 1)] == [2, -3, -2]
+    with pytest.raises(dist.DistStoreError, match="nobody has set"):
+        a.wait(["never"], SHORT)
+    assert a.compare_set("c", "", "1") == b"1" and b.compare_set("c", "0", "2") == b"1"
+    assert b.compare_set("c", "1", "2") == b"2"
+    assert a.delete_key("c") and not b.delete_key("c")
+    prefixed = dist.PrefixStore("p", a.clone())
+    prefixed.set("k", "v")
+    assert b.get("p/k") == b"v"
+
+
+def test_members_meet_and_ask_who_is_late(connect: Callable[..., EpochStore]) -> None:
+    a, b = connect(), connect()
+    late = threading.Event()
+    met = in_thread(lambda: a.meet("group", 2, SHORT, late.set))
+    assert late.wait(60)
+    b.meet("group", 2, LONG, lambda: pytest.fail("nobody is late"))
+    met()
+
+
+def test_gloo_connects_over_it(connect: Callable[..., EpochStore]) -> None:
+    def member(rank: int) -> list[float]:
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("g/", connect()), rank, 3, LONG)
+        tensor = torch.full((2,), float(rank))
+        gloo.allreduce([tensor]).wait()
+        return tensor.tolist()
+
+    assert [result() for result in [in_thread(lambda r=r: member(r)) for r in range(3)]] == [[3.0, 3.0]] * 3
+
+
+def test_the_end_of_an_epoch_wakes_its_members(stores: Stores, connect: Callable[..., EpochStore]) -> None:
+    old, new = connect(1), connect(2)
+    waiting = [in_thread(lambda: old.get("never")), in_thread(lambda: old.meet("g", 2, LONG, lambda: None))]
+    new.set("k", "v")
+    assert new.check(["k"])
+    stores.loop.call_soon_threadsafe(stores.begin, 2)
+    for result in waiting:
+        with pytest.raises(dist.DistStoreError, match=r"store of epoch 1 at .* is gone"):
+            result()
+    with pytest.raises(dist.DistStoreError, match="is gone"):
+        connect(1).add("n", 1)
+    assert new.check(["k"])
+
+
+def test_who_closes_wakes_his_own_threads(connect: Callable[..., EpochStore]) -> None:
+    store = connect()
+    waiting = in_thread(lambda: store.get("never"))
+    store.close()
+    with pytest.raises(dist.DistStoreError, match="is gone"):
+        waiting()
+
+
+def test_strangers_have_no_store(stores: Stores) -> None:
+    host, _, port = stores.address.rpartition(":")
+    with pytest.raises(RuntimeError):
+        dist.TCPStore(host, int(port), None, False, timedelta(seconds=1), wait_for_workers=False)
+    with pytest.raises(AuthenticationError):
+        EpochStore(stores.address, b"another job's", 1)
+    with socket.create_connection((host, int(port)), timeout=60) as stranger, pytest.raises(OSError):
+        for _ in range(1 << 10):  # a GiB, which nobody takes
+            stranger.sendall(bytes(1 << 20))
+
+
+def test_a_store_has_bounds(
+    stores: Stores, connect: Callable[..., EpochStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = connect()
+    with pytest.raises(ValueError, match="a store takes"):
+        store.set("k", bytes(rendezvous.MAX_VALUE + 1))
+    store.set("k", bytes(1000))
+    assert store.check(["k"])
+    monkeypatch.setattr(rendezvous, "MAX_EPOCH", 3000)
+    store.set("l", bytes(2000))
+    with pytest.raises(dist.DistStoreError, match="is gone"):
+        store.check(["l"])
+    assert not connect().check(["l"]), "others go on"
