@@ -133,7 +133,7 @@ def out_of_memory(case: Case) -> Iterator[Finding]:
 def shared_memory(case: Case) -> Iterator[Finding]:
     """Workers can map the agent's memory, and /dev/shm has room for NCCL and data loaders."""
     memory = SharedMemory.create("ft-doctor", 8)
-    owner, descriptor, _ = memory.address
+    owner, descriptor, *_ = memory.address
     try:
         with open(f"/proc/{owner}/fd/{descriptor}", "r+b"):
             pass

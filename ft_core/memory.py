@@ -25,11 +25,16 @@ IN_OPTIMIZER = -1
 
 
 class SharedMemory:
-    """A memory file mapped by this process; `address` lets another process of this machine map it too."""
+    """A memory file mapped by this process; `address` lets another process of this machine map it too.
+
+    Its descriptor goes with this object, the mapping with the last view of it, here or in whatever was lent
+    one; the pages go with the last mapping of any process. So who drops it gives all of it back.
+    """
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.nbytes = nbytes
         self._fd = fd
+        self._file = os.fstat(fd).st_ino
         self._map = mmap.mmap(fd, nbytes)
         self.view = memoryview(self._map)
 
@@ -43,14 +48,25 @@ class SharedMemory:
 
     @classmethod
     def open(cls, address: Sequence[int]) -> SharedMemory:
-        """Map the memory that another process of this user made; `address` as its owner gave it."""
-        pid, fd, nbytes = address
-        return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC), nbytes)
+        """Map the memory that another process of this user made; `address` as its owner gave it.
+
+        Raises OSError if the owner is gone, or has given it up since.
+        """
+        pid, fd, nbytes, file = address
+        path = f"/proc/{pid}/fd/{fd}"
+        memory = cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), nbytes)
+        memory.close()  # the mapping is enough
+        if memory._file != file:
+            raise FileNotFoundError(f"{path} is other memory by now")
+        return memory
 
     @property
     def address(self) -> list[int]:
-        """[owner's pid, descriptor there, bytes], valid while the owner lives."""
-        return [os.getpid(), self._fd, self.nbytes]
+        """[owner's pid, descriptor there, bytes, inode], valid while the owner has it.
+
+        A descriptor's number is used again; the inode tells the one memory from the other.
+        """
+        return [os.getpid(), self._fd, self.nbytes, self._file]
 
     @property
     def pointer(self) -> int:
@@ -58,10 +74,14 @@ class SharedMemory:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def close(self) -> None:
-        """Close the descriptor. The mapping goes when the last view of it is dropped."""
+        """Close the descriptor: no other process can map it any more."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):
+            self.close()
 
 
 class Word(IntEnum):

@@ -56,6 +56,8 @@ class Snapshotter:
         self._thread = ThreadPoolExecutor(1, "ft-d2h")
         self._staging: Future[None] | None = None
         self._live: _Live | None = None
+        self._room = 0
+        """Bytes that the envelope has in the layout."""
         self._rows: list[_Row] = []
         self._layout: list[Segment] = []
         self._stream: torch.cuda.Stream | None = None
@@ -66,7 +68,8 @@ class Snapshotter:
         Volatile tensors and the envelope are copied before this returns.
         """
         self.wait()
-        data = envelope.encode(self._state.envelope())
+        data = envelope.encode(self._state.envelope(), self._room)
+        self._room = len(data)
         small = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         tensors = [StateTensor(ENVELOPE, small, self._state.envelope_holders()), *self._state.tensors()]
         tensors = [replace(t, tensor=t.tensor.detach().clone()) if t.volatile else t for t in tensors]
@@ -114,7 +117,7 @@ class Snapshotter:
                 raw = flat[item.offset : item.offset + item.nbytes]
                 views[item.name] = raw.view(getattr(torch, item.dtype)).view(item.shape)
         data = views.pop(ENVELOPE).numpy().tobytes()
-        self._live = None
+        self._live, self._room = None, max(self._room, len(data))
         self._state.restore(views, envelope.decode(data))
         volatile = {t.name: t.tensor.detach().clone() for t in self._state.tensors() if t.volatile}
         self._live = _Live(version, data, volatile)

@@ -22,6 +22,8 @@ class RoleMemory:
 
     def allocate(self, slot: int, segments: Sequence[Segment]) -> SnapshotBuffer:
         """Fresh memory for a slot; what the slot held is given up."""
+        given_up, self.slots[slot] = [self.slots[slot]], None
+        _give_up(given_up)
         buffer = SnapshotBuffer.create(segments)
         self.slots[slot] = buffer
         return buffer
@@ -78,10 +80,14 @@ class NodeStore:
 
     def keep_only(self, roles: Iterable[int], adopted: Iterable[int]) -> None:
         """Give up the memory of roles that live elsewhere now."""
+        given_up: list[SnapshotBuffer | None] = []
         with self._lock:
             for held, keep in ((self.roles, set(roles)), (self.adopted, set(adopted))):
                 for role in set(held) - keep:
-                    del held[role]
+                    memory = held.pop(role)
+                    given_up += memory.slots
+                    memory.slots = [None, None]
+        _give_up(given_up)
 
     def envelope(self, role: int) -> bytes:
         """Of the role's newest version here. Raises FtError if there is none."""
@@ -147,3 +153,9 @@ class NodeStore:
                 if segment.id == segment_id:
                     return segment, buffer.data(index), list(buffer.checksums(index))
         return self.replicas.find(segment_id, version)
+
+
+def _give_up(memory: list[SnapshotBuffer | None]) -> None:
+    """Drop what is listed, in a thread: for many GB the kernel takes seconds, and an agent has to beat."""
+    if any(memory):
+        threading.Thread(target=memory.clear, name="ft-give-up").start()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +38,17 @@ def snapshots(agent: int) -> list[Snapshot]:
         except FileNotFoundError:
             continue
     return found
+
+
+def memory_files(pid: int) -> dict[str, int]:
+    """How many descriptors and mappings of an agent's memory files a process has, by their names."""
+    found: Counter[str] = Counter()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found["descriptor " + os.readlink(f"/proc/{pid}/fd/{name}").partition(" ")[0]] += 1
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        found["mapping " + " ".join(line.split()[5:6])] += 1
+    return {name: count for name, count in sorted(found.items()) if "/memfd:ft-" in name}
 
 
 def flip_in_file(path: str, offset: int) -> None:

@@ -23,6 +23,8 @@ from harness import (
     read_losses,
     reference,
 )
+from memory_of import memory_files
+from waiting import wait_for_value
 
 from ft_core.durable import complete, version_of
 
@@ -44,9 +46,18 @@ def test_a_crashed_worker_is_restarted_where_it_was(tmp_path):
     with Job(tmp_path / "job", LAYOUT, STEPS, script=PACED) as job:
         job.wait_for("resumed")
         before = job.status()
-        assert job.ctl("kill", "--role", "1") == "killed 1\n"
-        job.wait_for("resumed", 2)
+        for times in range(1, 4):
+            assert job.ctl("kill", "--role", "1") == "killed 1\n"
+            job.wait_for("resumed", 1 + times)
         after = job.status()
+        # Two snapshots, and a control block for the worker; another for the standby. Each is one mapping with
+        # a descriptor of its own, and one more descriptor at the agent, for workers to open.
+        agent, worker = job.pids(1)
+        for pid, blocks, descriptors in ((agent, 2, 2), (worker, 1, 1)):
+            about = (("ft-control", blocks), ("ft-snapshot", 2))
+            held = {f"descriptor /memfd:{name}": count * descriptors for name, count in about}
+            held |= {f"mapping /memfd:{name}": count for name, count in about}
+            wait_for_value(lambda pid=pid: memory_files(pid), held)
         result = job.finish()
     check_identical(result, LAYOUT, STEPS)
     check_survivors(result, LAYOUT.world)

@@ -42,6 +42,24 @@ def test_size_does_not_follow_every_digit():
     assert len(sizes) == 1
 
 
+def test_a_size_that_goes_up_and_down_takes_the_room_that_it_once_had():
+    sizes, room = set(), 0
+    for length in (100, 15800, 15900, 15800, 15900, 16300, 16400, 16300, 16400, 100):
+        data = envelope.encode("x" * length, room)
+        room = len(data)
+        sizes.add(room)
+        assert envelope.decode(data) == "x" * length
+    assert len(sizes) == 2
+
+
+def test_one_that_grows_by_and_by_seldom_changes_its_size():
+    room, sizes = 0, set()
+    for length in range(0, 1 << 20, 1000):
+        room = len(envelope.encode("x" * length, room))
+        sizes.add(room)
+    assert len(sizes) < 20
+
+
 def test_code_is_not_data():
     with pytest.raises(TypeError, match="function"):
         envelope.encode({"f": lambda: None})

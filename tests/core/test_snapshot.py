@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import gc
+import os
+
 import pytest
 import torch
+from memory_of import memory_files
+from waiting import wait_for_value
 
 from ft_core.adapter import StateTensor
 from ft_core.envelope import decode
 from ft_core.errors import CorruptSnapshot, FtError
 from ft_core.manifest import CHUNK
-from ft_core.memory import TORN, SnapshotBuffer
+from ft_core.memory import TORN, SharedMemory, SnapshotBuffer
 from ft_core.snapshot import Snapshotter
 from ft_core.store import NodeStore, RoleMemory
 
@@ -208,3 +213,88 @@ def test_the_envelope_of_the_newest_version_can_be_had_alone():
     assert decode(store.envelope(3)) == model.envelope()
     memory.strike(memory.find(8)[0])
     assert decode(store.envelope(3)) == {"lr": model.lr * 3}
+
+
+def test_memory_that_is_given_up_is_given_back():
+    """A layout that changes in every step is new memory in every step, for the agent and for the worker."""
+    model, store = Model(), NodeStore()
+    memory = store.memory(0)
+    snapshotter = Snapshotter(model, lambda slot, s: memory.allocate(slot, s).memory.address, lambda _: None)
+    gc.collect()
+    before = memory_files(os.getpid())
+    lent = []
+    for version in range(8):
+        model.late = torch.ones(version + 1)
+        snapshotter.stage(version)
+        snapshotter.wait()
+        lent.append(memory.find(version)[1].data(0))
+    contents = [bytes(view) for view in lent]
+    # Two buffers with a descriptor and a mapping on either side; mmap has another descriptor for its own.
+    more = {"descriptor /memfd:ft-snapshot": 6, "mapping /memfd:ft-snapshot": 4}
+    lent_only = {name: 6 for name in more}  # what is lent stays readable
+    wait_for_value(lambda: grown(before), {name: more[name] + lent_only[name] for name in more})
+    assert contents == [bytes(view) for view in lent]
+    lent.clear()
+    wait_for_value(lambda: grown(before), more)
+    store.keep_only([], [])
+    del snapshotter
+    wait_for_value(lambda: memory_files(os.getpid()), before)
+
+
+def grown(before):
+    now = memory_files(os.getpid())
+    return {name: now.get(name, 0) - before.get(name, 0) for name in now | before if "snapshot" in name}
+
+
+def test_other_memory_behind_the_same_number_is_not_taken_for_the_same(parts):
+    """A descriptor that was closed is used again. A worker may still have the old memory mapped."""
+    model, memory, snapshotter, _ = parts
+    other, elsewhere = Model(), RoleMemory()
+    other.step()
+    source = Snapshotter(other, lambda slot, s: elsewhere.allocate(slot, s).memory.address, print)
+    model.step()
+    for each in (snapshotter, source):
+        each.stage(7)
+        each.wait()
+    other.step()
+    source.stage(8)
+    source.wait()
+    slot, buffer = memory.find(7)
+    again = memory.allocate(slot, segments := buffer.segments)  # as one fetched from another node
+    snapshotter._buffers[slot].memory_address[:3] = again.memory.address[:3]
+    _, fetched = elsewhere.find(8)
+    with pytest.raises(FileNotFoundError, match="other memory by now"):
+        SharedMemory.open([*again.memory.address[:3], buffer.memory.address[3]])
+    for index in range(len(segments)):
+        again.data(index)[:] = fetched.data(index)
+        again.checksums(index)[:] = fetched.checksums(index)
+    again.version = 7
+    model.step(snapshotter)
+    load(snapshotter, memory, 7)
+    assert same(model.content(), other.content())
+
+
+def test_an_envelope_that_grows_and_shrinks_keeps_its_memory(parts):
+    model, memory, snapshotter, _ = parts
+    allocated, allocate = [], snapshotter._allocate
+
+    def counting(slot, segments):
+        allocated.append(slot)
+        return allocate(slot, segments)
+
+    snapshotter._allocate = counting
+    for version in range(30):
+        model.lr = [0.1] * (3950 + version % 3 * 50)  # four bytes each: around 16 KiB
+        snapshotter.stage(version)
+        snapshotter.wait()
+    assert len(allocated) <= 4
+    other = Model()
+    successor = Snapshotter(other, counting, lambda version: None)
+    load(successor, memory, 29)
+    assert other.lr == model.lr
+    allocated.clear()
+    for version in range(30, 40):
+        other.lr = [0.1] * (3950 + version % 3 * 50)
+        successor.stage(version)
+        successor.wait()
+    assert len(allocated) == 1, "of the two buffers, that which it has not loaded from"
