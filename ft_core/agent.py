@@ -38,7 +38,7 @@ from ft_core.manifest import Segment
 from ft_core.memory import Word
 from ft_core.rendezvous import Stores, reserve
 from ft_core.replicator import Replicator
-from ft_core.reports import Reports
+from ft_core.reports import Reports, Said
 from ft_core.settings import Settings, read_secret
 from ft_core.store import NodeStore
 from ft_core.tasks import Tasks
@@ -77,6 +77,7 @@ class Agent:
         self._master = reserve(self._host)
         self._inquiries: Inquiries | None = None
         self._reports = Reports(self)
+        self._said = Said()
         self.configured: Message | None = None
         """Settings that the script has brought; `settings` has them in it."""
         self._asking: dict[int, Message] = {}
@@ -149,11 +150,10 @@ class Agent:
             if (channel := await self._connect()) is not None:
                 self._controller, self._served = channel, True
                 about = {**self._reports.identity(), **self._reports.holdings()}
-                self._post({"type": "hello", "kind": "agent", **about})
-                self._departure.announce()
                 # A controller that died may not have answered those, and not have written down these.
-                for unheard in (*self._asking.values(), *self._trained):
-                    self._post(unheard)
+                said = [*self._said, *self._asking.values(), *self._trained]
+                self._post({"type": "hello", "kind": "agent", **about, "said": said})
+                self._departure.announce()
                 while (message := await self._receive(channel)) is not None:
                     self._on_controller(message)
                 # Training goes on without a controller; it rebuilds its view when it is back.
@@ -214,14 +214,14 @@ class Agent:
         elif kind in ("release", "counts", "hold"):
             for worker in self.pool.playing():
                 worker.post(message)
-        elif kind == "prepare":
-            self._apply(message["plan"])  # of a node that has joined since, the first
+        elif kind == "prepare" and message["epoch"] == self.plan["epoch"]:
             for role in message["roles"]:
-                self._assign(role, message["changes"])
+                if self.pool.of_role(role) is None:
+                    self._assign(role, message["changes"])
+                elif (said := self._said.get("prepared", role)) is not None:
+                    self._post(said)  # to another controller, which has asked before
         elif kind == "withdraw":
             self._withdraw(message["roles"])
-        elif kind == "settle":
-            self._withdraw_others()  # of a group whose start the former controller had begun
         elif kind == "configured":
             self._configure(message["settings"])
         elif kind == "answer":
@@ -258,6 +258,11 @@ class Agent:
         if self._controller is not None:
             with contextlib.suppress(ConnectionError):  # the controller just died: its reader notices
                 self._controller.post(message)
+
+    def _say(self, message: Message) -> None:
+        """Post what the controller must know, whichever it is by then."""
+        self._said.keep(message)
+        self._post(message)
 
     # -- epochs --------------------------------------------------------------------------------
 
@@ -306,10 +311,12 @@ class Agent:
             self.store.drop_after(version)
         elif plan["started_over"] == self.epoch:
             self.store.drop_after(-1)
+            self._said.keep_only([])
             for role in self.roles_here():
                 self._predecessors(role)
                 self._known(role).unlink(missing_ok=True)
-        self._withdraw_others()
+        self._withdraw({worker.role for worker in self.pool.playing()} - set(self.roles_here()))
+        self._said.keep_only([*self.roles_here(), *self._adopted_here()])
         # A role that has moved away may still be fetched from here: its memory goes one epoch later.
         self.store.keep_only([*self.roles_here(), *roles], [*self._adopted_here(), *adopted])
         for role in self.roles_here():
@@ -325,13 +332,10 @@ class Agent:
     def _withdraw(self, roles: Collection[int | None]) -> None:
         """Replace the workers of a replica group that takes no part: others may need the places."""
         for worker in self.pool.playing():
-            if worker.role in roles:
+            if worker.role is not None and worker.role in roles:
+                self._said.forget([worker.role])
                 worker.role, worker.withdrawn = None, True
                 self.pool.kill(worker)
-
-    def _withdraw_others(self) -> None:
-        """End the workers of roles that the plan has not placed here."""
-        self._withdraw({worker.role for worker in self.pool.playing()} - set(self.roles_here()))
 
     def _worker_plan(self) -> Message:
         keys = (
@@ -357,8 +361,9 @@ class Agent:
     def _assign(self, role: int, changes: Message | None = None) -> Worker | None:
         """Give the role to an idle worker. `changes` to the plan: for one that takes no part yet."""
         idle = self.pool.idle()
+        self._said.forget([role])
         if not idle:
-            self._post({"type": "short", "epoch": self.epoch, "role": role})
+            self._say({"type": "short", "epoch": self.epoch, "role": role})
             return None
         local_rank = role % self.settings.nproc_per_node
         worker = next((w for w in idle if w.device == local_rank), idle[0])
@@ -440,7 +445,7 @@ class Agent:
                     found = await asyncio.to_thread(bring, held, plan, memory, self.transport, self.settings)
                 except FtError as error:
                     log.error("node %s: role %d, version %d: %s", self.node, held, version, error)
-                    self._post({"type": "restore_failed", "epoch": epoch, "role": role, "reason": str(error)})
+                    self._say({"type": "restore_failed", "epoch": epoch, "role": role, "reason": str(error)})
                     return
             slot, buffer = found
             segments = [s.to_json() for s in buffer.segments]
@@ -501,31 +506,33 @@ class Agent:
             buffer = self.store.memory(message["role"], adopted).allocate(message["slot"], segments)
             layout = {s.id: list(s.holders) for s in segments}
             about = {"initial": worker.initial, "resumes": worker.resumes, "group": worker.group}
-            whose = {"role": message["role"], "adopted": adopted}
-            self._post({"type": "layout", "segments": layout, **whose, **about})
+            whose = {"role": message["role"], "adopted": adopted, "epoch": self.epoch}
+            self._say({"type": "layout", "segments": layout, **whose, **about})
             worker.post({"type": "reply", "id": message["id"], "address": buffer.memory.address})
         elif kind == "registered":
             worker.stage, worker.initial, worker.ring = "training", message["version"], message["ring"]
             worker.resumes, worker.group = message["resumes"], message["group"]
             self.replicator.register(role, message["ring"])
             if role not in self.roles_here():
-                self._post({"type": "prepared", "role": role})
+                self._say({"type": "prepared", "role": role})
         elif kind == "quiesced":
             worker.quiesced, worker.stage = message["epoch"], message["stage"]
             worker.counts = message["counts"]
             self._report_if_quiet()
         elif kind == "restored":
-            self._post({**message, "role": role, "pid": worker.pid})
+            self._say({**message, "role": role, "pid": worker.pid})
             for held in [role, *self._adopted_by(role)] if message["loaded"] else []:
                 self._commit(worker, held, message["version"])
-        elif kind in ("stepped", "reopened", "suspect", "unprotected", "counts", "held"):
+        elif kind in ("stepped", "reopened", "unprotected", "held", "completed"):
+            self._say({**message, "role": role})
+        elif kind in ("suspect", "counts"):
             self._post({**message, "role": role})
         elif kind == "trained":
             self._trained.append(message)
             self._post(message)
         elif kind == "corrupt":
             self.store.memory(message["role"], message["role"] != role).strike(message["slot"])
-            self._post({"type": "restore_failed", "epoch": self.epoch, "role": role, **_reason(message)})
+            self._say({"type": "restore_failed", "epoch": self.epoch, "role": role, **_reason(message)})
         elif kind == "ask":
             self._tasks.spawn(self._inquiries.relay(worker, message, self.plan))
         elif kind == "configure":
@@ -533,14 +540,11 @@ class Agent:
             self._post(self._asking[worker.number])
         elif kind == "reply":
             self._inquiries.answered(message)
-        elif kind == "completed":
-            worker.completed = {key: message[key] for key in ("epoch", "part", "last")}
-            self._post({**message, "role": role})
         elif kind == "failed":
             worker.traceback = message["traceback"]
         elif kind == "finished":
             worker.finished = True
-            self._post({"type": "finished", "role": role})
+            self._say({"type": "finished", "role": role})
 
     def _commit(self, worker: Worker, role: int, version: int) -> None:
         self._tasks.spawn(self._replicate(worker, role, version, self.epoch))
@@ -598,7 +602,7 @@ class Agent:
             return
         if worker.role is not None and not worker.finished:
             message = {"type": "worker_lost", "role": worker.role, "pid": worker.pid, "exit": str(ended)}
-            self._post({**message, "crashed": ended.crashed, "code": ended.code, "traceback": ended.message})
+            self._say({**message, "crashed": ended.crashed, "code": ended.code, "traceback": ended.message})
         if not worker.finished:
             self.pool.start(worker.device if worker.role is None else -1)
         orphans.end()

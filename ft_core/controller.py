@@ -49,6 +49,8 @@ _SIGNAL_LAG = 0.02
 """Seconds in which this process notices a signal that it was sent before a message."""
 _REBUILD_GRACE = 2.0
 """Seconds that a restarted controller waits for the nodes of the plan it was told of."""
+_REPEAT = 1.0
+"""Seconds after which a plan is sent again to a node that has not begun it."""
 _STANDBY_GRACE = 20.0
 """Seconds that a healthy node has to bring up a standby before a crashed worker's role moves elsewhere."""
 _PORT_RETRY = 0.2
@@ -93,12 +95,18 @@ class Controller:
         """The version that the script makes by itself; known once a role has reached training."""
         self.reached = 0
         """The newest version that any role is known to have had."""
+        self._recorded = _recorded(job_dir / "events.jsonl")
+        """Of events that come once an epoch, the newest epoch that has them."""
         self._events = (job_dir / "events.jsonl").open("a", buffering=1)
         self.clock = AwakeClock(2 * _TICK)
         self._restored: dict[int, int] = {}
         self._stepped: set[int] = set()
         self._reopened: set[int] = set()
         self._newcomers: set[int] = set()
+        self._lost: dict[int, tuple[str, int]] = {}
+        """Role -> node and pid of the worker that was lost last."""
+        self._undone: list[tuple[str, list[int]]] = []
+        """Failures, with their roles, that were heard of before it was known where all roles are."""
         self.finished: set[int] = set()
         self.console = Console(self)
         self.configuration = Configuration(self)
@@ -180,6 +188,12 @@ class Controller:
         }
         self._events.write(json.dumps(line) + "\n")
 
+    def _once(self, name: str, **more: Any) -> None:
+        """Record what comes once an epoch: those who tell of it tell a restarted controller again."""
+        if self._recorded.get(name, 0) < self.epoch:
+            self._recorded[name] = self.epoch
+            self.event(name, **more)
+
     # -- connections ---------------------------------------------------------------------------
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -241,43 +255,83 @@ class Controller:
             channel.post({"type": "kill"})
             return None
         node = Node(name, channel, hello, self.clock.now, holdings=hello)
-        node.heartbeat = {"idle": hello["idle"], "roles": {}, "replicas": hello["replicas"]}
-        back = name in self.nodes
+        node.heartbeat = {**hello, "roles": {}}
+        known = self.nodes.get(name)
+        if known is not None:
+            known.channel.close()
         self.nodes[name] = node
         if hello["plan"].get("epoch", 0) > self.plan.get("epoch", 0):
-            self.plan = hello["plan"]
-            self.catalogue = {**self.plan["catalogue"], **self.catalogue}
-            self.initial, self.reached = self.plan["initial"], max(self.reached, self.plan["reached"])
-            self._parts = max(self._parts, self.plan["parts"])
-            self._resumes, self._started_over = self.plan["resumes"], self.plan["started_over"]
-            self.groups.take(self.plan["groups"])
-            self.phase = Phase.REBUILDING
+            self._take(hello["plan"])
         held = [*hello["replicas"].values(), *(about["versions"] for about in hello["roles"].values())]
         self.reached = max([self.reached, *(version for versions in held for version in versions)])
-        self.epoch = max(self.epoch, int(hello["epoch"]), self.plan.get("epoch", 0))
-        for role, about in hello["roles"].items():
-            self._completed[int(role)] = about["completed"]
-            if about["group"] is not None:
-                self.groups.told(int(role), *about["group"])
-            self.initial = about["initial"] if self.initial is None else self.initial
-        self.finished |= {int(r) for r, about in hello["roles"].items() if about["finished"]}
+        if self.phase in (Phase.FORMING, Phase.REBUILDING):
+            self.epoch = max(self.epoch, int(hello["epoch"]), self.plan.get("epoch", 0))
         if hello["configured"] is not None:
             self.configuration.take(hello["configured"])
         self.configuration.tell(node)
-        if not back:
+        if known is None:
             self.event("joined", node=name, agent_pid=hello["pid"], domain=hello["domain"])
             self.rejoin.news()
-        if self.phase in (Phase.QUIESCING, Phase.WAITING):
-            channel.post({"type": "abort", "epoch": self.epoch})
-        elif self.phase is Phase.RUNNING and hello["epoch"] < self.epoch and hello["roles"]:
-            channel.post({"type": "abort", "epoch": self.epoch})
-            channel.post(self.plan)
+        for message in hello["said"]:
+            self._on_agent(node, message)
+        if self._parts:
+            node.post({"type": "release", "parts": self._parts})
+        self._remind(node, hello)
+        self.rejoin.back(node)
+        self._decide_if_ready()  # a greeting is a report too
         return node
+
+    def _take(self, plan: Message) -> None:
+        """Of another controller, from an agent that has begun it."""
+        self.catalogue = {**plan["catalogue"], **self.catalogue}
+        self.initial, self.reached = plan["initial"], max(self.reached, plan["reached"])
+        self._parts = max(self._parts, plan["parts"])
+        self._resumes, self._started_over = plan["resumes"], plan["started_over"]
+        self.groups.take(plan["groups"])
+        self._begin(plan)
+        if self.phase is Phase.FORMING:
+            self.phase = Phase.REBUILDING
+
+    def _begin(self, plan: Message) -> None:
+        self.plan = plan
+        self._restored, self._stepped, self._reopened = {}, set(), set()
+        self._newcomers = set(plan["newcomers"])
+
+    def _remind(self, node: Node, shown: Message) -> None:
+        """Say again what a node has not heard: its connection broke, or a controller died over saying it.
+
+        `shown`: its greeting or heartbeat.
+        """
+        if self.phase in (Phase.FORMING, Phase.REBUILDING, Phase.DONE):
+            return
+        epoch, begun = int(shown["epoch"]), shown["begun"]
+        split = begun != self.plan["id"] and begun.startswith(f"{self.epoch}-")
+        if epoch > self.epoch or (split and self.running):
+            self.epoch = max(self.epoch, epoch)
+            self.end_epoch("detected", f"node {node.name} is in epoch {epoch} of another controller", [])
+            return
+        if epoch < self.epoch:
+            node.post({"type": "abort", "epoch": self.epoch})
+        here = {int(role) for role, name in self.plan["roles"].items() if name == node.name}
+        if not self.running:
+            for role in self.groups.withdrawn & set(map(int, shown["roles"])):
+                node.post({"type": "kill", "role": role})
+        elif begun != self.plan["id"]:
+            if self.clock.now - node.planned > _REPEAT:
+                self._send_plan(node)
+        elif others := set(map(int, shown["roles"])) - here - self.rejoin.roles_on(node.name):
+            # Of a group whose start was given up, perhaps by a former controller.
+            node.post({"type": "withdraw", "roles": sorted(others)})
+
+    def _send_plan(self, node: Node) -> None:
+        node.planned = self.clock.now
+        node.post(self.plan)
 
     def _on_agent(self, node: Node, message: Message) -> None:
         kind, epoch = message["type"], message.get("epoch")
         if kind == "heartbeat":
             node.heartbeat = message
+            self._remind(node, message)
             self.rejoin.beat(node)
             node.holdings["idle"] = message["idle"]
             # Kept here, because a node that is lost takes what it said with it.
@@ -300,19 +354,19 @@ class Controller:
         elif kind == "restored" and epoch == self.epoch:
             self._restored[int(message["role"])] = int(message["pid"])
             if len(self._restored) == len(self.plan["roles"]):
-                self.event("state_restored", version=self.plan["version"], pids=self._restored)
+                self._once("state_restored", version=self.plan["version"], pids=self._restored)
         elif kind == "stepped" and epoch == self.epoch:
             self._stepped.add(int(message["role"]))
             self.reached = max(self.reached, int(message["version"]))
             if self._all_have_stepped:
                 self._futile = 0
                 self.rejoin.succeeded()
-                self.event("resumed", version=int(message["version"]))
+                self._once("resumed", version=int(message["version"]))
         elif kind == "reopened" and epoch == self.epoch:
             self._reopened |= {int(message["role"])} - self._newcomers
             survivors = set(map(int, self.plan["roles"])) - self._newcomers
             if survivors and self._reopened == survivors:
-                self.event("communicators_ready")
+                self._once("communicators_ready")
         elif kind == "configure":
             self.configuration.asked(node, message)
         elif kind == "configured":
@@ -355,6 +409,8 @@ class Controller:
     def _layout(self, message: Message) -> None:
         """What a role's state consists of; or the part that another has adopted."""
         role = str(message["role"])
+        if message["epoch"] < self._started_over:
+            return
         if message["adopted"]:
             self.catalogue[role] = {**self.catalogue.get(role, {}), **message["segments"]}
             return
@@ -427,6 +483,9 @@ class Controller:
 
     def _worker_lost(self, node: Node, message: Message) -> None:
         role = int(message["role"])
+        if self._lost.get(role) == (node.name, message["pid"]):
+            return  # it is said again
+        self._lost[role] = node.name, message["pid"]
         if self.rejoin.concerns(role):
             self.rejoin.failed(f"worker {message['pid']} of role {role} on {node.name}: {message['exit']}")
             return
@@ -475,6 +534,9 @@ class Controller:
 
     def _failed(self, reason: str, roles: list[int]) -> None:
         """A failure: end the epoch, unless it is ending already."""
+        if self.phase is Phase.REBUILDING:
+            self._undone.append((reason, roles))
+            return
         if self.phase in (Phase.DONE, Phase.FORMING):
             self.event("detected", reason, roles)
             if self.phase is Phase.FORMING:
@@ -567,13 +629,17 @@ class Controller:
                     for role in holders:
                         self.catalogue.setdefault(str(role), {})[segment] = holders
         self.event("controller_restarted", f"plan of epoch {self.plan['epoch']} taken over")
-        for node in self.nodes.values():
-            node.post({"type": "settle"})
         if self._end_if_finished():
             return
         self._release_if_complete()
-        dead = [int(r) for r, node in self.plan["roles"].items() if not alive(self.nodes, int(r), node)]
-        if dead or self.epoch > self.plan["epoch"]:
+        # Nodes that have not begun this plan are sent it, and give its newcomers workers.
+        behind = {n.name for n in self.nodes.values() if n.heartbeat["begun"] != self.plan["id"]}
+        given = {int(r) for r, node in self.plan["roles"].items() if node in behind} & self._newcomers
+        places = {int(r): node for r, node in self.plan["roles"].items() if int(r) not in given}
+        dead = [role for role, node in places.items() if not alive(self.nodes, role, node)]
+        for reason, roles in self._undone:
+            self.event("detected", reason, roles)
+        if dead or self._undone or self.epoch > self.plan["epoch"]:
             self.fenced |= missing
             self._failed("lost while the controller was away" if dead else "recovery was under way", dead)
 
@@ -742,9 +808,10 @@ class Controller:
         away = {int(role) for role in self.plan.get("absent", {})}
         self.groups.withdrawn = set()
         self.groups.changed(version, roles)
-        self.plan = {
+        plan = {
             "type": "plan",
             "epoch": self.epoch,
+            "id": f"{self.epoch}-{secrets.token_hex(4)}",
             "roles": {str(role): node for role, node in sorted(roles.items())},
             "nodes": {
                 n.name: {"data": n.about["data"], "domain": n.about["domain"]} for n in self.nodes.values()
@@ -769,15 +836,14 @@ class Controller:
             "reached": max(self.reached, version or 0),
             "start": self.plan.get("start", [version, origin]),
         }
+        self._begin(plan)
         self.phase = Phase.RUNNING
-        self._restored, self._stepped, self._reopened = {}, set(), set()
-        self._newcomers = set(lost or [])
         moved = {role: node for role, node in roles.items() if role in (lost or [])}
         self.event(
             "decided", f"version {version} ({origin})", lost, version=version, origin=origin, moved=moved
         )
         for node in self.nodes.values():
-            node.post(self.plan)
+            self._send_plan(node)
         if self.settings.policy == "shrink":
             self._open_ledger()
             for name, change in (("left", before - set(roles)), ("returned", away & set(roles))):
@@ -792,6 +858,16 @@ class Controller:
         if code:
             print(f"ftrun: the job stops: {reason}", file=sys.stderr, flush=True)
         self._done.set_result(code)
+
+
+def _recorded(path: Path) -> dict[str, int]:
+    """Event -> the newest epoch that has it."""
+    found: dict[str, int] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):  # torn by the death of its writer
+            event = json.loads(line)
+            found[event["event"]] = event["epoch"]
+    return found
 
 
 def main() -> int:

@@ -25,6 +25,8 @@ class Node:
     holdings: Message = field(default_factory=dict)
     heartbeat: Message = field(default_factory=dict)
     gone_since: float | None = None
+    planned: float = float("-inf")
+    """When a plan was sent over this connection last."""
 
     def post(self, message: Message) -> None:
         """Send without waiting. A broken connection is noticed by its reader."""

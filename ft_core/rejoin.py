@@ -49,6 +49,8 @@ class Rejoin:
         self._returned: set[int] = set()
         """Roles that came back with the epoch under way."""
         self._returned_at = 0.0
+        self._prepare: dict[str, Message] = {}
+        """What the nodes were told that bring roles back."""
 
     def tick(self) -> None:
         """An epoch is under way: if there are workers for all roles of a group that is away, begin."""
@@ -62,9 +64,8 @@ class Rejoin:
         self._places = {role: node for role, node in found.items() if role not in here}
         if self._places:
             self._uncounted = set(here)
-            for name in set(here.values()):
-                if (node := self._c.nodes.get(name)) is not None:
-                    node.post({"type": "counts"})
+            for node in self._others():
+                node.post({"type": "counts"})
 
     def counted(self, node: Node, message: Message) -> None:
         """A role that takes part says which operations of the start-up phase it has on record."""
@@ -86,11 +87,23 @@ class Rejoin:
             "completed": completed(self._c.nodes.values(), set(map(int, self._c.plan["roles"]))),
             "absent": {r: other for r, other in self._c.plan["absent"].items() if int(r) not in self._places},
         }
+        epoch = self._c.plan["epoch"]
         for name in set(self._places.values()):
-            mine = [role for role, where in self._places.items() if where == name]
-            message = {"type": "prepare", "plan": self._c.plan, "roles": mine, "changes": plan}
+            mine = sorted(self.roles_on(name))
+            self._prepare[name] = {"type": "prepare", "epoch": epoch, "roles": mine, "changes": plan}
             if (there := self._c.nodes.get(name)) is not None:
-                there.post(message)
+                there.post(self._prepare[name])
+
+    def roles_on(self, name: str) -> set[int]:
+        """Those that are to come back on this node."""
+        return {role for role, where in self._places.items() if where == name}
+
+    def back(self, node: Node) -> None:
+        """A node's connection had broken: what it was asked may have been lost with it."""
+        if self._uncounted & {int(role) for role in node.holdings["roles"]}:
+            node.post({"type": "counts"})
+        elif node.name in self._prepare:
+            node.post(self._prepare[node.name])
 
     def succeeded(self) -> None:
         """All roles have finished a step in this epoch."""
@@ -99,7 +112,7 @@ class Rejoin:
 
     def prepared(self, role: int) -> None:
         """A role's worker has started, and waits for its state."""
-        if role in self._places:
+        if role in set(self._places) - self._ready:
             self._ready.add(role)
             if self.complete and self._c.running:
                 # A step that is cut off is done again: the others are asked to stop where one of theirs ends,
@@ -202,6 +215,6 @@ class Rejoin:
         self._failed = 0
 
     def _clear(self) -> None:
-        self._places = {}
+        self._places, self._prepare = {}, {}
         for known in (self._uncounted, self._ready, self._unheard, self._held):
             known.clear()

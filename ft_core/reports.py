@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ft_core import durable
@@ -12,6 +13,36 @@ if TYPE_CHECKING:
     from ft_core.agent import Agent
 
 Message = dict[str, Any]
+
+
+class Said:
+    """What the controller must know of this node's roles, as it was said.
+
+    It may not have been heard: the connection breaks, a controller is restarted. So all of it is repeated
+    with each greeting, which does no harm. Of each kind the newest counts; a role's next worker begins anew.
+    """
+
+    def __init__(self) -> None:
+        self._messages: dict[tuple[str, int, bool], Message] = {}
+
+    def keep(self, message: Message) -> None:
+        """It is about `message["role"]`."""
+        self._messages[message["type"], message["role"], message.get("adopted", False)] = message
+
+    def forget(self, roles: Collection[int]) -> None:
+        """They have other workers from now on, or are elsewhere."""
+        self._messages = {key: kept for key, kept in self._messages.items() if key[1] not in roles}
+
+    def keep_only(self, roles: Collection[int]) -> None:
+        """All others are elsewhere."""
+        self.forget({role for _, role, _ in self._messages} - set(roles))
+
+    def get(self, kind: str, role: int) -> Message | None:
+        """What was said of that kind."""
+        return self._messages.get((kind, role, False))
+
+    def __iter__(self) -> Iterator[Message]:
+        return iter(self._messages.values())
 
 
 class Reports:
@@ -46,10 +77,6 @@ class Reports:
                 "versions": memory.versions(),
                 "segments": [s.id for s in layout],
                 "counts": worker.counts if worker else {},
-                "initial": worker.initial if worker else None,
-                "group": worker.group if worker else None,
-                "completed": worker.completed if worker else {"epoch": 0, "part": 0, "last": False},
-                "finished": worker is not None and worker.finished,
             }
         replicas = store.replicas.versions()
         for name in replicas:
@@ -62,7 +89,7 @@ class Reports:
                 replicas[segment.id] = sorted(held)
                 segments[segment.id] = list(segment.holders)
         return {
-            "epoch": self._a.epoch,
+            **self.progress(),
             "reported": self._a.reported,
             "roles": roles,
             "replicas": replicas,
@@ -72,6 +99,10 @@ class Reports:
             "master": self._a.master,
             **self.configured(),
         }
+
+    def progress(self) -> Message:
+        """What this node has heard from the controller."""
+        return {"epoch": self._a.epoch, "begun": self._a.plan.get("id", "")}
 
     def configured(self) -> Message:
         """The settings that the script has brought, and what they let this node read from storage."""
@@ -111,4 +142,5 @@ class Reports:
                 "h2h_snapshots": snapshots,
             }
         idle, replicas = len(self._a.pool.idle()), self._a.store.replicas.versions()
-        return {"type": "heartbeat", "roles": roles, "idle": idle, "replicas": replicas}
+        about = {"roles": roles, "idle": idle, "replicas": replicas}
+        return {"type": "heartbeat", **self.progress(), **about}

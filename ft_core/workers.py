@@ -53,8 +53,6 @@ class Worker:
     """By role that it holds, its own and adopted ones, the newest version that is safe in this epoch."""
     withdrawn: bool = False
     """It is ended, since its replica group has left, and another takes its place."""
-    completed: dict[str, Any] = field(default_factory=lambda: {"epoch": 0, "part": 0, "last": False})
-    """The newest part of its script that it has come to the end of, and in which epoch."""
     finished: bool = False
     traceback: str = ""
 

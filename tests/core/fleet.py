@@ -23,7 +23,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,11 +44,7 @@ class Worker:
     """What an agent knows of one that plays a role."""
 
     stage: str = "startup"
-    initial: int | None = None
-    group: list[Any] | None = None
     step: int = 0
-    completed: Message = field(default_factory=lambda: {"epoch": 0, "part": 0, "last": False})
-    finished: bool = False
     pid: int = field(default_factory=lambda: next(_pids))
 
 
@@ -84,6 +80,7 @@ class Node:
         self._queue: asyncio.Queue[Message] = asyncio.Queue()
         self._channel: AsyncChannel | None = None
         self._reported = 0
+        self._said: dict[tuple[str, int], Message] = {}
         self._tasks = [asyncio.create_task(work) for work in (self._connect(), self._send(), self._beat())]
 
     # -- misbehaviour --------------------------------------------------------------------------
@@ -135,7 +132,7 @@ class Node:
         worker = self.workers.pop(role)
         self.idle += 1
         lost = {"type": "worker_lost", "role": role, "pid": worker.pid, "exit": "killed by SIGKILL"}
-        self.post({**lost, "crashed": True, "code": -9, "traceback": ""})
+        self.say({**lost, "crashed": True, "code": -9, "traceback": ""})
         self._report_if_quiet()
 
     # -- what workers do -----------------------------------------------------------------------
@@ -145,24 +142,27 @@ class Node:
         worker = self.workers[role]
         worker.step += 1
         self._keep(role, worker.step)
-        self.post({"type": "stepped", "epoch": self.epoch, "role": role, "version": worker.step})
+        self.say({"type": "stepped", "epoch": self.epoch, "role": role, "version": worker.step})
 
     def quiesced(self) -> None:
         """Workers that were not `quiet` have left their steps now."""
         self.quiet = True
         self._report_if_quiet()
 
+    def complete(self, role: int) -> None:
+        """The worker has come to the end of its script's last part; it ends once all have."""
+        self.say({"type": "completed", "epoch": self.epoch, "role": role, "part": 1, "last": True})
+
     def finish(self, role: int) -> None:
         """The worker's script has come to its end."""
-        self.workers[role].finished = True
-        self.post({"type": "finished", "role": role})
+        self.say({"type": "finished", "role": role})
 
     def _keep(self, role: int, version: int) -> None:
         self.versions[role] = sorted({*self.versions.get(role, []), version})[-2:]
         others = sorted(node.name for node in self.fleet.nodes.values() if not node.killed)
         keeper = self.fleet.nodes[others[(others.index(self.name) + 1) % len(others)]]
         if keeper is not self:
-            held = keeper.replicas.setdefault(segment(role), [])
+            held = keeper.replicas.setdefault(self.fleet.segment(role), [])
             held[:] = sorted({*held, version})[-2:]
 
     # -- the agent -----------------------------------------------------------------------------
@@ -170,9 +170,20 @@ class Node:
     def post(self, message: Message) -> None:
         self._queue.put_nowait(message)
 
+    def say(self, message: Message) -> None:
+        """Post it, and with each greeting again."""
+        self._said[message["type"], message["role"]] = message
+        self.post(message)
+
+    def _forget(self, roles: Collection[int]) -> None:
+        self._said = {key: kept for key, kept in self._said.items() if key[1] not in roles}
+
+    def progress(self) -> Message:
+        return {"epoch": self.epoch, "begun": self.plan.get("id", "")}
+
     def holdings(self) -> Message:
         """As `ft_core.reports`."""
-        roles = {}
+        roles, segment = {}, self.fleet.segment
         for role in self.roles_here():
             worker, versions = self.workers.get(role), self.versions.get(role, [])
             roles[str(role)] = {
@@ -181,16 +192,13 @@ class Node:
                 "versions": list(versions),
                 "segments": [segment(role)] if versions else [],
                 "counts": {},
-                "initial": worker.initial if worker else None,
-                "group": worker.group if worker else None,
-                "completed": worker.completed if worker else Worker().completed,
-                "finished": worker is not None and worker.finished,
             }
         gone = {segment(r): v for r, v in self.versions.items() if r not in self.roles_here()}
         replicas = {name: list(versions) for name, versions in (self.replicas | gone).items()}
-        segments = {name: [int(name.partition("x")[0])] for name in replicas}
-        segments |= {segment(r): [r] for r in self.roles_here() if self.versions.get(r)}
-        about = {"epoch": self.epoch, "reported": self._reported, "roles": roles}
+        all_roles = range(self.fleet.settings.world_size)
+        held = {*replicas, *(segment(role) for role in self.roles_here() if self.versions.get(role))}
+        segments = {segment(role): self.fleet.holders(role) for role in all_roles if segment(role) in held}
+        about = {**self.progress(), "reported": self._reported, "roles": roles}
         about |= {"replicas": replicas, "segments": segments}
         about |= {"store": "127.0.0.1:1", "master": "127.0.0.1:2"}
         more = {"idle": self.idle, "configured": None}
@@ -209,7 +217,8 @@ class Node:
             }
             for role, w in self.workers.items()
         }
-        return {"type": "heartbeat", "roles": roles, "idle": self.idle, "replicas": self.replicas}
+        about = {"roles": roles, "idle": self.idle, "replicas": self.replicas}
+        return {"type": "heartbeat", **self.progress(), **about}
 
     def roles_here(self) -> list[int]:
         return [int(role) for role, node in self.plan.get("roles", {}).items() if node == self.name]
@@ -222,6 +231,7 @@ class Node:
                 identity = {"node": self.name, "pid": self.connections, "node_rank": self.node_rank}
                 where = {"domain": self.domain, "data": "127.0.0.1:1", "plan": self.plan}
                 hello = {"type": "hello", "kind": "agent", **identity, **where, **self.holdings()}
+                hello["said"] = list(self._said.values())
                 if await self._arrives(hello):
                     self.sent.append(hello)
                     channel.post(hello)
@@ -272,6 +282,23 @@ class Node:
             self.crash(message["role"])
         elif kind == "beat":
             self.post(self.heartbeat())
+        elif kind == "counts":
+            for role in self.workers:
+                self.post({"type": "counts", "role": role, "counts": {}})
+        elif kind == "prepare" and message["epoch"] == self.plan["epoch"]:
+            for role in message["roles"]:
+                if role not in self.workers:
+                    self._assign(role)
+                self.say({"type": "prepared", "role": role})
+        elif kind == "withdraw":
+            self._withdraw(message["roles"])
+        elif kind == "hold":
+            for role in self.workers:
+                self.say({"type": "held", "epoch": self.epoch, "role": role})
+        elif kind == "release":
+            for role in self.workers:
+                if ("completed", role) in self._said:
+                    self.finish(role)
         elif kind == "shutdown":
             self.code = message["code"]
             self.disconnect()
@@ -289,33 +316,46 @@ class Node:
         here, version = self.roles_here(), plan["version"] or 0
         for held in (*self.versions.values(), *self.replicas.values()):
             held[:] = [each for each in held if each <= version]
-        for role in set(self.workers) - set(here):
-            del self.workers[role]
-            self.idle += 1
+        self._withdraw(set(self.workers) - set(here))
+        self._forget({role for _, role in self._said} - set(here))
         for role in here:
             if role not in self.workers:
                 if role in before and role not in plan["newcomers"]:
                     continue  # it has died since
-                if not self.idle:
-                    self.post({"type": "short", "epoch": self.epoch, "role": role})
-                    continue
-                self.workers[role] = Worker()
-                self.idle -= 1
-            self._train(role, version)
+                self._assign(role)
+            if role in self.workers:
+                self._train(role, version)
+
+    def _assign(self, role: int) -> None:
+        self._forget([role])
+        if self.idle:
+            self.workers[role] = Worker()
+            self.idle -= 1
+        else:
+            self.say({"type": "short", "epoch": self.epoch, "role": role})
+
+    def _withdraw(self, roles: Collection[int]) -> None:
+        self._forget(roles)
+        for role in set(roles) & set(self.workers):
+            del self.workers[role]
+            self.idle += 1
 
     def _train(self, role: int, version: int) -> None:
         worker, settings = self.workers[role], self.fleet.settings
         about = {"epoch": self.epoch, "role": role}
-        if worker.stage == "startup":
-            per = settings.world_size // self.fleet.groups
-            worker.stage, worker.initial = "training", 0
-            worker.group = [role // per, self.fleet.groups, self.fleet.groups > 1, False]
-        layout = {"type": "layout", "role": role, "adopted": False, "segments": {segment(role): [role]}}
-        self.post({**layout, "initial": 0, "resumes": False, "group": worker.group})
+        per, worker.stage = settings.world_size // self.fleet.groups, "training"
+        group = [role // per, self.fleet.groups, self.fleet.groups > 1, False]
+        layout = {
+            "type": "layout",
+            **about,
+            "adopted": False,
+            "segments": {self.fleet.segment(role): self.fleet.holders(role)},
+        }
+        self.say({**layout, "initial": 0, "resumes": False, "group": group})
         worker.step = version
         self._keep(role, version)
-        self.post({"type": "restored", **about, "version": version, "loaded": True, "pid": worker.pid})
-        self.post({"type": "reopened", **about})
+        self.say({"type": "restored", **about, "version": version, "loaded": True, "pid": worker.pid})
+        self.say({"type": "reopened", **about})
         if self.steps:
             self.step(role)
 
@@ -386,24 +426,30 @@ class Fleet:
 
     async def stop_controller(self) -> None:
         """All at once, as by SIGKILL."""
-        if self._process is not None:
+        process, running = self._process, self._running
+        self.controller = self._running = self._process = None
+        if process is not None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
-        if self._running is not None:
+                process.kill()
+            await process.wait()
+        if running is not None:
             own = [t for t in asyncio.all_tasks() if t.get_coro().__qualname__.startswith("Controller.")]
             for task in own:
                 task.cancel()
             await asyncio.gather(*own, return_exceptions=True)
-        self.controller = self._running = self._process = None
 
     async def ended(self) -> int:
         """Until the controller ends the job; its exit code."""
-        async with asyncio.timeout(20):
-            if self._running is not None:
-                return await self._running
-            assert self._process is not None
-            return await self._process.wait()
+
+        def code() -> int | None:
+            if self._running is not None and self._running.done():
+                return self._running.result()
+            return self._process.returncode if self._process is not None else None
+
+        await self.until(lambda: code() is not None)
+        found = code()
+        assert found is not None
+        return found
 
     def events(self, name: str = "") -> list[Message]:
         """What the controller has recorded, or that of one name."""
@@ -426,7 +472,12 @@ class Fleet:
         await self.until(lambda: len(self.events(name)) >= count, seconds)
         return self.events(name)[count - 1]
 
+    def holders(self, role: int) -> list[int]:
+        """The roles that have the same state: one in each replica group."""
+        per = self.settings.world_size // self.groups
+        return list(range(role % per, self.settings.world_size, per))
 
-def segment(role: int) -> str:
-    """The name of what a role has alone."""
-    return f"{role}x1-{role:08x}"
+    def segment(self, role: int) -> str:
+        """The name of a role's state."""
+        holders = self.holders(role)
+        return f"{holders[0]}x{len(holders)}-{holders[0]:08x}"

@@ -88,6 +88,10 @@ class RealAgent(Agent):
         if self._done.done():
             self._done.result()  # an error of the agent's own
 
+    def _kill(self, role: int | None) -> None:
+        assert role is not None, f"node {self.node} is told to kill its process group, which is the test's"
+        super()._kill(role)
+
     def crash(self, role: int) -> None:
         """The worker that plays `role` dies by a signal."""
         worker = self.pool.of_role(role)

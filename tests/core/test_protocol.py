@@ -95,7 +95,7 @@ def test_a_worker_dies_between_its_nodes_report_and_the_plan(tmp_path: Path):
         assert [event["roles"] for event in fleet.events("decided")[1:]] == [[0], [1]]
         await agent.end()
 
-    play(test, tmp_path / "job", nodes=2, ranks=[0])
+    play(test, tmp_path / "job", nodes=2, ranks=[0], replicas=0)
 
 
 def test_a_hello_is_no_report_while_workers_are_in_their_step(tmp_path: Path):
@@ -117,3 +117,120 @@ def test_a_hello_is_no_report_while_workers_are_in_their_step(tmp_path: Path):
         await fleet.event("resumed", 2)
 
     play(test, tmp_path / "job", nodes=3)
+
+
+ABORTED = ("abort", "holdings", "plan", "worker_lost", "restored", "stepped", "reopened", "layout")
+ENDING = ("completed", "release", "finished")
+
+
+@pytest.mark.parametrize("successor", [False, True], ids=["connection", "controller"])
+@pytest.mark.parametrize("kind", [*ABORTED, *ENDING])
+@pytest.mark.parametrize("node", ["node0", "node1"])
+def test_a_message_is_lost_and_said_again(tmp_path: Path, kind: str, successor: bool, node: str):
+    """With its connection, or with the controller: before it has sent it to all, or has read it."""
+
+    async def test(fleet: Fleet) -> None:
+        await fleet.event("resumed")
+        lost = asyncio.Event()
+
+        async def lose(_: Message) -> bool:
+            lost.set()
+            fleet[node].disconnect()
+            if successor:
+                await fleet.stop_controller()
+                await fleet.start_controller()
+            return False
+
+        fleet[node].on(kind, lose)
+        fleet["node0"].crash(0)
+        if kind in ABORTED and not (kind == "worker_lost" and node == "node1"):
+            await asyncio.wait_for(lost.wait(), 10)
+        await fleet.until(lambda: fleet.events("resumed")[-1]["epoch"] == fleet["node2"].epoch > 1)
+        for name in ("node0", "node1"):
+            assert fleet[name].epoch == fleet["node2"].epoch
+            fleet[name].complete(int(name[-1]))
+        assert await fleet.ended() == 0
+        epochs = [event["epoch"] for event in fleet.events("resumed")]
+        assert epochs == sorted(set(epochs))
+
+    play(test, tmp_path / "job", nodes=2, spares=1)
+
+
+@pytest.mark.parametrize("kind", ["holdings", "worker_lost", "layout", "restored", "stepped", "completed"])
+def test_what_an_agent_says_while_its_connection_breaks_is_said_again(tmp_path: Path, kind: str):
+    async def test(fleet: Fleet) -> None:
+        agent = RealAgent(fleet.settings, fleet.job_dir, "node1", 1)
+        post, lost = agent._post, []
+        agent.serve()
+        await fleet.event("resumed")
+
+        def lose(message: Message) -> None:
+            if message["type"] != kind or lost:
+                post(message)
+            elif agent._controller is not None:
+                lost.append(message)
+                agent._controller.close()
+
+        agent._post = lose  # type: ignore[method-assign]
+        agent.crash(1)
+        await fleet.event("resumed", 2)
+        fleet["node0"].complete(0)
+        worker = agent.pool.of_role(1)
+        assert worker is not None
+        agent._on_worker(worker, {"type": "completed", "epoch": agent.epoch, "part": 1, "last": True})
+        await fleet.until(lambda: any(m["type"] == "release" for m in worker.channel.heard))  # type: ignore
+        assert len(lost) == 1
+        await agent.end()
+
+    play(test, tmp_path / "job", nodes=2, ranks=[0], replicas=0)
+
+
+RETURNING = ("counts", "prepare", "prepared", "hold", "held", "plan", "abort", "holdings")
+
+
+@pytest.mark.parametrize("successor", [False, True], ids=["connection", "controller"])
+@pytest.mark.parametrize("kind", [None, *RETURNING])
+def test_a_replica_group_comes_back(tmp_path: Path, kind: str | None, successor: bool):
+    """Also to a restarted controller, which must know that all have stepped, and with any message lost."""
+
+    async def test(fleet: Fleet) -> None:
+        await fleet.event("resumed")
+        fleet["node1"].die()
+        await fleet.event("left")
+        await fleet.event("resumed", 2)
+        if successor and kind is None:
+            await fleet.stop_controller()
+            await fleet.start_controller()
+            await fleet.event("controller_restarted")
+        spare = fleet.join("spare")
+
+        async def lose(_: Message) -> bool:
+            for node in fleet.nodes.values():
+                node.disconnect()
+            if successor:
+                await fleet.stop_controller()
+                await fleet.start_controller()
+            return False
+
+        if kind is not None:
+            (spare if kind in ("prepare", "prepared") else fleet["node0"]).on(kind, lose)
+        await fleet.event("returned")
+        await fleet.until(lambda: fleet.events("resumed")[-1]["epoch"] == spare.epoch)
+        assert spare.plan["roles"] == {"0": "node0", "1": "spare"}
+
+    play(test, tmp_path / "job", nodes=2, groups=2, policy="shrink")
+
+
+@pytest.mark.parametrize("epoch", [1, 5])
+def test_an_agent_has_begun_another_controllers_plan(tmp_path: Path, epoch: int):
+    """One of the same epoch, or a newer one, that nobody else was sent: all begin one that is newer still."""
+
+    async def test(fleet: Fleet) -> None:
+        await fleet.event("resumed")
+        node = fleet["node1"]
+        node.plan, node.epoch = {**node.plan, "epoch": epoch, "id": f"{epoch}-other"}, epoch
+        node.disconnect()
+        assert (await fleet.event("resumed", 2))["epoch"] == epoch + 1
+        assert {n.plan["id"] for n in fleet.nodes.values()} == {node.plan["id"]}
+
+    play(test, tmp_path / "job", nodes=2)
