@@ -30,6 +30,15 @@ class Loaders:
             original(iterator, *args, **kwargs)
 
         base.__init__ = begin
+        with_processes: Any = dataloader._MultiProcessingDataLoaderIter
+        reset = with_processes._reset
+
+        def begin_again(iterator: Any, loader: Any, first_iter: bool = False) -> None:
+            if not first_iter:  # its processes are kept (`persistent_workers`), and begin their data anew
+                self._begin()
+            reset(iterator, loader, first_iter)
+
+        with_processes._reset = begin_again
 
     def _begin(self) -> None:
         if (noted := self._noted.get(self._begun)) is not None:

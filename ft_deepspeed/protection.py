@@ -21,6 +21,7 @@ import torch
 
 from ft_core.adapter import State, StateTensor
 from ft_core.errors import ConfigError, EpochChanged
+from ft_core.kept import Kept
 from ft_core.session import Session
 from ft_deepspeed import boundary, checkpoints
 from ft_deepspeed.calls import Backward, Batch, Call, Forward, Save, Step
@@ -81,7 +82,12 @@ class Protection:
         """The oldest version from which the tape leads to here."""
         self._pending: Call | None = None
         self._outside: Context | None = None
-        self._busy = self._begun = False
+        self._busy = self._begun = self._live = False
+        """`_live`: the script is where the engine is."""
+        self._began_at = 0
+        """The step after which the script made its first call."""
+        self.kept = Kept()
+        """What the script has named (`ft_core.kept`), as it was when its newest step ended."""
         self._position = 0
         """Steps that the script has done, which on a newcomer is less than the engine has; see `_reached`."""
         self._counted: Counter[str] = Counter()
@@ -186,7 +192,8 @@ class Protection:
             return
         self._begun = True
         self._script = self._adapter.envelope()
-        self._covered = self._engine.global_steps
+        self._covered = self._began_at = self._engine.global_steps
+        self.kept = Kept.capture()
         self._reached(self._covered)
         if not self._goes_ahead():
             self._session.begin(self._adapter, self._position, self._redo)
@@ -234,6 +241,7 @@ class Protection:
                     self.results.record(call.kind, call.version, given)
                 if ends:
                     self._check_drawn(call)
+                    self.kept = Kept.capture()
                     self._step_done()
                 if call.kind != "evaluation" or sum(self._session.comms.counts.values()) > before:
                     self._tape.append(call)
@@ -318,6 +326,20 @@ class Protection:
         if self._outside is not None:
             self._outside.apply(self._engine)
             self._outside = None
+        self._goes_on()
+
+    def _goes_on(self) -> None:
+        """The script is where the engine is: give a newcomer's what its predecessor had kept there.
+
+        That is what it was when the step ended. A script that has come here by its own checkpoint is further:
+        it has done what comes after that step, and has loaded what it needs.
+        """
+        if not self._live and self._adapter.loaded is not None:
+            kept = self._adapter.loaded["kept"]
+            if kept["began"] or self._position > self._began_at:
+                self._adapter.kept.apply()
+            self._adapter.kept = Kept()
+        self._live = True
 
     def _repeat(self, call: Call) -> None:
         assert call.context is not None
@@ -401,6 +423,16 @@ class Protection:
         self.loaders.lead()
         self._covered = self._position
         self._tape, self._forwards = [], []
+        self._goes_on()
+
+    @property
+    def live(self) -> bool:
+        """Whether the script is where the engine is; else it is a newcomer's, and what it has is made up."""
+        return self._live
+
+    def of_script(self) -> Any:
+        """What is kept for the script and is no tensor, for the envelope."""
+        return {"rest": self.kept.rest, "began": self._session.version == self._began_at}
 
     def deal(self) -> Any:
         """Of the samples, for the envelope."""
@@ -420,10 +452,16 @@ class _Adapter:
         self.replica_group = engine.replica_group
         self.replicated, self.adopts = shrink and engine.replicated, shrink and engine.adopts
         self.loaded: Any = None
+        self.kept = Kept()
+        """What a newcomer's script is given when it is where the engine is."""
         self._adopted: dict[int, _Adopted] = {}
 
     def tensors(self) -> Iterable[StateTensor]:
-        return self._engine.tensors()
+        yield from self._engine.tensors()
+        yield from self.kept_tensors(self.envelope_holders())
+
+    def kept_tensors(self, holders: tuple[int, ...]) -> Iterable[StateTensor]:
+        return self._protection.kept.tensors(holders)
 
     def envelope(self) -> Any:
         return {
@@ -431,6 +469,7 @@ class _Adapter:
             "results": self._protection.results.state(),
             "loaders": self._protection.loaders.state(),
             "deal": self._protection.deal(),
+            "kept": self._protection.of_script(),
         }
 
     def envelope_holders(self) -> tuple[int, ...]:
@@ -439,6 +478,8 @@ class _Adapter:
     def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
         with torch.inference_mode(False):  # the script may have been evaluating
             self._engine.restore(tensors, envelope["engine"])
+            if not self._protection.live:  # a survivor's script has its own, as it left it
+                self.kept = Kept(tensors, envelope["kept"]["rest"])
         self.loaded = envelope
 
     def adopt(self, roles: Sequence[int]) -> Mapping[int, State]:
@@ -468,7 +509,8 @@ class _Adopted:
         self.state, self._adapter = state, adapter
 
     def tensors(self) -> Iterable[StateTensor]:
-        return self.state.tensors()
+        yield from self.state.tensors()
+        yield from self._adapter.kept_tensors(self.envelope_holders())
 
     def envelope(self) -> Any:
         return {**self._adapter.envelope(), "engine": self.state.envelope()}

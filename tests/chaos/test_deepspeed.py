@@ -8,6 +8,8 @@ from harness import Job, Training, check_identical, check_random_kills, check_su
 
 ITERATIONS = 20
 EVALUATED = ("--eval-interval=6",)
+LOADERS = ("--num-workers=2",)
+"""For DeepSpeed's own loader, in training and in evaluation."""
 
 
 def moments(training: Training, nodes: int) -> dict[str, str]:
@@ -38,8 +40,8 @@ def moments(training: Training, nodes: int) -> dict[str, str]:
         pytest.param(Zero(0), 1, 0, marks=pytest.mark.exhaustive),
         pytest.param(Zero(1, gas=2), 1, 1, marks=pytest.mark.exhaustive),
         pytest.param(Zero(2, bf16=True), 1, 0, marks=pytest.mark.exhaustive),
-        (Zero(3, gas=2, bf16=True), 1, 1),
-        (Pipeline(), 2, 1),
+        (Zero(3, gas=2, bf16=True, more=LOADERS), 1, 1),
+        (Pipeline(more=LOADERS), 2, 1),
     ],
     ids=lambda value: str(value) if not isinstance(value, int) else None,
 )

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from deepspeed_jobs import HuggingFace, OwnLoop, Zero
-from harness import Job, Training, check_identical, check_survivors
+from harness import Job, Training, check_clean, check_identical, check_survivors
 
 ITERATIONS = 14
 
@@ -26,7 +26,7 @@ ITERATIONS = 14
         pytest.param(
             *(OwnLoop(3), "1@backward:3,2@between:6:worker,0@forward:10:worker"), marks=pytest.mark.exhaustive
         ),
-        (HuggingFace(2), "0@backward:4,1@between:8:worker"),
+        (HuggingFace(2, more=("--dataloader_num_workers=2",)), "0@backward:4,1@between:8:worker"),
     ],
     ids=lambda value: str(value) if not isinstance(value, str) else "",
 )
@@ -36,6 +36,7 @@ def test_variant(training: Training, injected: str, tmp_path):
         result = job.finish()
     check_identical(result, training, ITERATIONS)
     check_survivors(result, training.world)
+    check_clean(result)  # loader processes, too
     assert result.recoveries == injected.count("@")
 
 

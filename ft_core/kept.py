@@ -1,0 +1,114 @@
+"""State of a script's own that goes with a version: an average of the weights, say, or a second optimizer.
+
+    from ft_core.kept import keep
+
+    keep(ema=ema)  # anything with `state_dict` and `load_state_dict`, or a tensor that is changed in place
+
+Without `ftrun` it does nothing. A name belongs to the object that was given for it last. What is kept is each
+role's own, and copied to another node with the rest of a version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ft_core.adapter import StateTensor
+from ft_core.errors import ConfigError, CorruptSnapshot
+
+PREFIX = "kept."
+"""Of the names of tensors in a snapshot."""
+
+_TENSOR = "ft/tensor"
+"""In the rest of a state, what stands for a tensor: its name, and the kind of device that it was on."""
+
+_named: dict[str, Any] = {}
+
+
+def keep(**objects: Any) -> None:
+    """Have these go with every version from now on. Raises ConfigError for what has no state."""
+    for name, found in objects.items():
+        parts = (getattr(found, part, None) for part in ("state_dict", "load_state_dict"))
+        if not isinstance(found, torch.Tensor) and not all(map(callable, parts)):
+            raise ConfigError(
+                f"keep({name}=...): a {type(found).__name__} has no state_dict and load_state_dict; "
+                "give what has both, or a tensor that is changed in place"
+            )
+    _named.update(objects)
+
+
+class Kept:
+    """What all named objects were at one moment of the script, or are to be."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor] | None = None, rest: Any = None) -> None:
+        """As a snapshot has it: of `tensors` (views, which are copied) those that are meant, and `rest`."""
+        found = {} if tensors is None else tensors
+        self._tensors = {n: t.detach().clone() for n, t in found.items() if n.startswith(PREFIX)}
+        self.rest: dict[str, Any] = rest or {}
+        """What is no tensor, for the envelope."""
+
+    @classmethod
+    def capture(cls) -> Kept:
+        """Copies of all that is named now. Raises ConfigError for what cannot go into a snapshot."""
+        kept = cls()
+        for name, found in _named.items():
+            state = found if isinstance(found, torch.Tensor) else found.state_dict()
+            kept.rest[name] = kept._taken(state, name, name)
+        return kept
+
+    def tensors(self, holders: tuple[int, ...]) -> Iterator[StateTensor]:
+        """For a snapshot."""
+        for name, tensor in self._tensors.items():
+            yield StateTensor(name, tensor, holders)
+
+    def apply(self) -> None:
+        """Put it back into the objects of these names."""
+        for name, rest in self.rest.items():
+            if (found := _named.get(name)) is None:
+                raise ConfigError(
+                    f"keep({name}=...) was called by the worker that played this role before, and was not by "
+                    "its successor in the same step: have it called on every worker alike"
+                )
+            state = self._put_together(rest)
+            if isinstance(found, torch.Tensor):
+                with torch.no_grad():
+                    found.copy_(state)
+                continue
+            metadata = getattr(found.state_dict(), "_metadata", None)
+            if metadata is not None:  # versions of torch's modules, which travel as an attribute
+                state = _WithMetadata(state)
+                state._metadata = metadata
+            found.load_state_dict(state)
+
+    def _taken(self, value: Any, name: str, path: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            number = f"{PREFIX}{name}.{len(self._tensors):05d}"
+            self._tensors[number] = value.detach().clone()
+            return {_TENSOR: number, "device": value.device.type}
+        if isinstance(value, Mapping):
+            return {key: self._taken(part, name, f"{path}[{key!r}]") for key, part in value.items()}
+        if isinstance(value, (list, tuple)):
+            parts = [self._taken(part, name, f"{path}[{at}]") for at, part in enumerate(value)]
+            return tuple(parts) if isinstance(value, tuple) else parts
+        if value is None or isinstance(value, (bool, int, float, str, bytes, np.generic, np.ndarray)):
+            return value
+        what = type(value).__name__
+        raise ConfigError(f"keep({name}=...): {path} is a {what}; a state has tensors and plain data")
+
+    def _put_together(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            if _TENSOR in value:
+                if (tensor := self._tensors.get(value[_TENSOR])) is None:
+                    raise CorruptSnapshot(f"{value[_TENSOR]} is missing in a snapshot")
+                return tensor.to(value["device"])
+            return {key: self._put_together(part) for key, part in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self._put_together, value))
+        return value
+
+
+class _WithMetadata(dict[str, Any]):
+    _metadata: Any
