@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from ft_core.memory import Word
 if TYPE_CHECKING:
     from ft_core.agent import Agent
 
+log = logging.getLogger(__name__)
 Message = dict[str, Any]
 
 
@@ -106,11 +108,19 @@ class Reports:
 
     def configured(self) -> Message:
         """The settings that the script has brought, and what they let this node read from storage."""
+        return {"configured": self._a.configured, "durable": self._durable()}
+
+    def _durable(self) -> list[str]:
+        """The durable checkpoints that can be read here. Raises OSError for a job that is still to begin: it
+        would begin anew, where it should go on from one of them."""
         settings = self._a.settings
-        return {
-            "configured": self._a.configured,
-            "durable": durable.complete(settings.durable_dir, settings.world_size),
-        }
+        try:
+            return durable.complete(settings.durable_dir, settings.world_size)
+        except OSError as error:
+            if not self._a.plan:
+                raise
+            log.error("node %s: no durable checkpoint can be read for now: %s", self._a.node, error)
+            return []
 
     def state_of(self, role: int) -> Message:
         """A role's segments and what protecting them has taken so far, for `ftctl plan`."""

@@ -246,6 +246,15 @@ def agent(tmp_path: Path, store: NodeStore) -> Iterator[Agent]:
     agent.transport.close()
 
 
+def test_storage_that_cannot_be_read_ends_no_job_that_has_begun(agent: Agent, tmp_path: Path):
+    """One that is to begin it does: it would begin anew, though there may be a checkpoint."""
+    (tmp_path / "durable").symlink_to(tmp_path / "durable")
+    assert agent._reports.configured()["durable"] == []
+    agent.plan = {}
+    with pytest.raises(OSError, match="symbolic links"):
+        agent._reports.configured()
+
+
 def test_one_that_falls_due_while_another_is_written_is_left_out(agent: Agent, tmp_path: Path):
     """A private copy for each would fill the memory of a node whose storage hangs."""
     said: list[dict[str, Any]] = []
