@@ -32,7 +32,7 @@ from ft_core.departure import ENDED, GRACE, leave_in_peace
 from ft_core.errors import FAILED, AuthenticationError, ConfigError, FtError, ProtocolError, Unrecoverable
 from ft_core.groups import Groups
 from ft_core.ledger import Ledger
-from ft_core.nodes import Message, Node, alive, check_hello, common_durable, completed, report
+from ft_core.nodes import Message, Node, alive, check_hello, common_durable, completed, report, versions
 from ft_core.rejoin import Rejoin
 from ft_core.settings import Settings, read_secret
 from ft_core.tasks import Tasks
@@ -57,7 +57,7 @@ _PORT_RETRY = 0.2
 FAILURES = 3
 """Controllers in a row that fail so before the job ends: the next one would meet the same again."""
 _FUTILE = 8
-"""Recoveries in a row without one finished step after which the job is stopped."""
+"""Recoveries in a row without a step that nobody had done before, after which the job is stopped."""
 
 
 class Phase(StrEnum):
@@ -118,7 +118,9 @@ class Controller:
         """Whether the script, started again, goes on from a checkpoint of its own."""
         self._started_over = 0
         """The newest epoch in which all scripts were started again."""
-        self._futile = 0
+        self._futile = self._goal = 0
+        """Failures since any step was done that is newer than the goal; and that, the newest before them."""
+        self._last_failure = ""
         self._ended_at = 0.0
         self._waiting_for = ""
         self._not_written = (0, -1)
@@ -262,8 +264,7 @@ class Controller:
         self.nodes[name] = node
         if hello["plan"].get("epoch", 0) > self.plan.get("epoch", 0):
             self._take(hello["plan"])
-        held = [*hello["replicas"].values(), *(about["versions"] for about in hello["roles"].values())]
-        self.reached = max([self.reached, *(version for versions in held for version in versions)])
+        self.reached = max([self.reached, *versions(hello)])
         if self.phase in (Phase.FORMING, Phase.REBUILDING):
             self.epoch = max(self.epoch, int(hello["epoch"]), self.plan.get("epoch", 0))
         if hello["configured"] is not None:
@@ -287,6 +288,7 @@ class Controller:
         self.initial, self.reached = plan["initial"], max(self.reached, plan["reached"])
         self._parts = max(self._parts, plan["parts"])
         self._resumes, self._started_over = plan["resumes"], plan["started_over"]
+        self._futile, self._goal = plan["futile"]
         self.groups.take(plan["groups"])
         self._begin(plan)
         if self.phase is Phase.FORMING:
@@ -342,6 +344,7 @@ class Controller:
                 self._decide_if_ready()
         elif kind == "holdings":
             node.holdings = message
+            self.reached = max([self.reached, *versions(message)])
             node.heartbeat["idle"] = message["idle"]
             self._decide_if_ready()
         elif kind == "worker_lost":
@@ -359,7 +362,6 @@ class Controller:
             self._stepped.add(int(message["role"]))
             self.reached = max(self.reached, int(message["version"]))
             if self._all_have_stepped:
-                self._futile = 0
                 self.rejoin.succeeded()
                 self._once("resumed", version=int(message["version"]))
         elif kind == "reopened" and epoch == self.epoch:
@@ -555,11 +557,7 @@ class Controller:
         if self._unprotected:
             self._end(1, f"{reason}; the script runs without fault tolerance (--ft)")
             return
-        self._futile += 1
-        if self._futile > _FUTILE:
-            self.event("detected", reason, roles)
-            self._end(1, f"{_FUTILE} recoveries in a row without one finished step; the last: {reason}")
-            return
+        self._futile, self._last_failure = self._futile + 1, reason
         self.end_epoch("detected", reason, roles)
 
     def end_epoch(self, event: str, reason: str, roles: list[int]) -> None:
@@ -647,6 +645,12 @@ class Controller:
         if self.phase not in (Phase.QUIESCING, Phase.WAITING):
             return
         if any(n.holdings["reported"] != self.epoch or n.gone_since is not None for n in self.nodes.values()):
+            return
+        if self.reached > self._goal:  # the failure is the first that comes after it
+            self._futile, self._goal = min(self._futile, 1), self.reached
+        if self._futile > _FUTILE:
+            count = f"{_FUTILE} recoveries in a row without a new step after step {self._goal}"
+            self._end(1, f"{count}; the last failure: {self._last_failure}")
             return
         withdrawn = self.groups.withdrawn
         places = {int(r): node for r, node in self.plan["roles"].items() if int(r) not in withdrawn}
@@ -834,6 +838,7 @@ class Controller:
             "catalogue": self.catalogue,
             "initial": self.initial,
             "reached": max(self.reached, version or 0),
+            "futile": [self._futile, self._goal],
             "start": self.plan.get("start", [version, origin]),
         }
         self._begin(plan)

@@ -47,6 +47,12 @@ def check_hello(hello: Message) -> None:
         wire.field(hello, name, kind)
 
 
+def versions(held: Message) -> list[int]:
+    """All that a node says it holds, of whatever."""
+    found = [*held["replicas"].values(), *(about["versions"] for about in held["roles"].values())]
+    return [int(version) for each in found for version in each]
+
+
 def alive(nodes: Mapping[str, Node], role: int, node: str) -> bool:
     """Whether `role` has a live worker on `node`."""
     about = nodes[node].holdings["roles"].get(str(role)) if node in nodes else None

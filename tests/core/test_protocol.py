@@ -234,3 +234,39 @@ def test_an_agent_has_begun_another_controllers_plan(tmp_path: Path, epoch: int)
         assert {n.plan["id"] for n in fleet.nodes.values()} == {node.plan["id"]}
 
     play(test, tmp_path / "job", nodes=2)
+
+
+def test_a_failure_at_the_same_step_again_and_again_ends_the_job(tmp_path: Path):
+    """Each time a step is done that had been done before. A restarted controller goes on counting."""
+
+    async def test(fleet: Fleet) -> None:
+        await fleet.event("resumed")
+        fleet["node0"].step(0)
+        fleet["node1"].step(1)  # which is version 2
+        for failure in range(1, 10):
+            if failure == 5:
+                await fleet.stop_controller()
+                await fleet.start_controller()
+                await fleet.event("controller_restarted")
+            for node in fleet.nodes.values():
+                for held in (*node.versions.values(), *node.replicas.values()):
+                    held[:] = [0, 1]
+            fleet["node0"].crash(0)
+            if failure < 9:
+                await fleet.until(lambda n=failure: fleet.events("resumed")[-1]["epoch"] == n + 1)  # type: ignore
+                assert fleet.events("resumed")[-1]["version"] == 2
+        assert await fleet.ended() == 1
+        assert "without a new step after step 2" in fleet.events("stopped")[0]["reason"]
+
+    play(test, tmp_path / "job", nodes=2)
+
+
+def test_failures_with_a_new_step_between_them_end_no_job(tmp_path: Path):
+    async def test(fleet: Fleet) -> None:
+        for failure in range(12):
+            await fleet.event("resumed", failure + 1)
+            assert fleet.events("resumed")[-1]["version"] == failure + 1
+            fleet["node0"].crash(0)
+        await fleet.event("resumed", 13)
+
+    play(test, tmp_path / "job", nodes=2)
