@@ -793,8 +793,20 @@ class Controller:
         if nodes and what != self._waiting_for:
             self._waiting_for = what
             how = f"ftrun --join {self.settings.controller} --job-dir {self.job_dir}"
-            self.event("waiting", f"{what}; survivors hold their state until a node joins: {how}", lost)
+            what += f"; {self._what_is_left()}"
+            self.event("waiting", f"{what}: {how}", lost)
             log.warning("%s; waiting for a node: %s", what, how)
+
+    def _what_is_left(self) -> str:
+        """While the job waits for nodes."""
+        if any(alive(self.nodes, int(role), node) for role, node in self.plan["roles"].items()):
+            return "survivors hold their state until a node joins"
+        left = "no node is left" if not self.nodes else "no node with a role is left"
+        if self._resumes or self.settings.durable_dir:
+            return f"{left}; once nodes join, the job goes on from what others hold, or its newest checkpoint"
+        if self.initial is None or self.reached <= self.initial:
+            return f"{left}; no step was done yet, and the job begins once nodes join"
+        return f"{left}, and no checkpoint: what other nodes hold may suffice, else start the job again"
 
     def _start(
         self,

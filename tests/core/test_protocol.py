@@ -270,3 +270,15 @@ def test_failures_with_a_new_step_between_them_end_no_job(tmp_path: Path):
         await fleet.event("resumed", 13)
 
     play(test, tmp_path / "job", nodes=2)
+
+
+def test_nobody_is_said_to_hold_the_state_when_no_node_is_left(tmp_path: Path):
+    async def test(fleet: Fleet) -> None:
+        await fleet.event("resumed")
+        fleet["node0"].die()
+        assert "survivors hold their state" in (await fleet.event("waiting"))["reason"]
+        fleet["node1"].die()
+        reason = (await fleet.event("waiting", 2))["reason"]
+        assert "survivors" not in reason and "no node is left, and no checkpoint" in reason
+
+    play(test, tmp_path / "job", nodes=2)
