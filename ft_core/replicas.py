@@ -116,6 +116,7 @@ class ReplicaStore:
                         if other is not slot and other.version == version:
                             other.clear()
                     slot.state = _State.VALID
+                    self._drop_useless(version)
                     return
             raise TransportError(f"segment {segment.id} version {version} was dropped while it came in")
 
@@ -165,10 +166,15 @@ class ReplicaStore:
                 if slot.state is _State.VALID and slot.version == version:
                     slot.clear()
 
-    def drop(self, segment_id: str) -> None:
-        """Give a segment's memory back: it is no longer replicated here."""
-        with self._lock:
-            self._slots.pop(segment_id, None)
+    def _drop_useless(self, version: int) -> None:
+        """Give the memory of segments back that are replicated elsewhere by now, since places have changed.
+
+        Who sends `version` has passed the barrier of the step before it: no role needs one older than that
+        any more. One more is left for a copy that turns out to be corrupt.
+        """
+        for name, slots in list(self._slots.items()):
+            if all(slot.version < version - 2 and slot.state is not _State.WRITING for slot in slots):
+                del self._slots[name]
 
 
 def _valid(slots: Sequence[_Slot]) -> list[_Slot]:

@@ -90,11 +90,30 @@ def test_a_reader_never_sees_its_bytes_change() -> None:
     assert found is not None
     for version in range(2, 6):
         put(store, segment, version, fill=version)
-    store.drop(segment.id)
+    put(store, make(role=1), 9)
+    assert store.segment(segment.id) is None
     assert bytes(found[1]) == b"\1" * 100
     assert found[0] == segment and list(found[2]) == [1]
     with pytest.raises(TypeError):
         found[1][0] = 0
+
+
+def test_what_is_replicated_elsewhere_by_now_is_given_up() -> None:
+    """Two segments came here, then places changed, and one of them goes to another node."""
+    store, left, kept, coming = ReplicaStore(), make(role=0), make(role=1), make(role=2)
+    for version in (1, 2):
+        put(store, left, version)
+        put(store, kept, version)
+    assert store.begin(coming, 2, 0, [0]) is not None
+    for version in (3, 4):
+        put(store, kept, version)
+        assert store.versions()[left.id] == [1, 2], (
+            "a version in which some other copy is corrupt may be needed"
+        )
+    put(store, kept, 5)
+    assert set(store._slots) == {kept.id, coming.id}
+    store.commit(coming, 2)
+    assert store.versions() == {kept.id: [4, 5], coming.id: [2]}
 
 
 def test_stale_epochs_are_refused() -> None:
