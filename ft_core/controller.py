@@ -17,7 +17,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Collection
 from enum import StrEnum
@@ -29,10 +28,12 @@ from ft_core.awake import AwakeClock
 from ft_core.configuration import Configuration
 from ft_core.console import Console
 from ft_core.departure import ENDED, GRACE, leave_in_peace
-from ft_core.errors import FAILED, AuthenticationError, ConfigError, FtError, ProtocolError, Unrecoverable
+from ft_core.errors import FAILED, AuthenticationError, ConfigError, ProtocolError, Unrecoverable
 from ft_core.groups import Groups
 from ft_core.ledger import Ledger
 from ft_core.nodes import Message, Node, alive, check_hello, common_durable, completed, report, versions
+from ft_core.outlet import FileOutlet, console, log_to_console, say
+from ft_core.refusals import Refusals
 from ft_core.rejoin import Rejoin
 from ft_core.settings import Settings, read_secret
 from ft_core.tasks import Tasks
@@ -54,6 +55,8 @@ _REPEAT = 1.0
 _STANDBY_GRACE = 20.0
 """Seconds that a healthy node has to bring up a standby before a crashed worker's role moves elsewhere."""
 _PORT_RETRY = 0.2
+_LAST_LINES = 3.0
+"""Seconds that files, the console and the nodes have, each, to take what is still to be told at the end."""
 FAILURES = 3
 """Controllers in a row that fail so before the job ends: the next one would meet the same again."""
 _FUTILE = 8
@@ -90,14 +93,15 @@ class Controller:
         self.rejoin = Rejoin(self)
         self._trained: list[Message] = []
         """What is still to be entered into the ledger."""
-        self._ledger, self._ledgered = Ledger(job_dir / ledger.NAME), 0
+        self._events, self._samples = FileOutlet(job_dir / "events.jsonl"), FileOutlet(job_dir / ledger.NAME)
+        self._refusals = Refusals(self._refused)
+        self._ledger, self._ledgered = Ledger(self._samples.write), 0
         self.initial: int | None = None
         """The version that the script makes by itself; known once a role has reached training."""
         self.reached = 0
         """The newest version that any role is known to have had."""
         self._recorded = _recorded(job_dir / "events.jsonl")
         """Of events that come once an epoch, the newest epoch that has them."""
-        self._events = (job_dir / "events.jsonl").open("a", buffering=1)
         self.clock = AwakeClock(2 * _TICK)
         self._restored: dict[int, int] = {}
         self._stepped: set[int] = set()
@@ -134,6 +138,15 @@ class Controller:
 
     async def run(self) -> int:
         """Serve until the job ends. Returns its exit code. Raises what this process cannot cope with."""
+        try:
+            return await self._serve()
+        finally:
+            for outlet in (self._events, self._samples):
+                outlet.close()
+                if not await asyncio.to_thread(outlet.flush, _LAST_LINES):
+                    log.error("%s: its last lines could not be written", self.job_dir / outlet.name)
+
+    async def _serve(self) -> int:
         self._done = asyncio.get_running_loop().create_future()
         tasks = Tasks(self._fail)
         server = await asyncio.start_server(self._accept, sock=await self._listen())
@@ -145,9 +158,10 @@ class Controller:
         finally:
             tasks.cancel()
             server.close()
-        for node in self.nodes.values():
-            with contextlib.suppress(ConnectionError):
-                await node.channel.send({"type": "shutdown", "code": code})
+        told = (node.channel.send({"type": "shutdown", "code": code}) for node in self.nodes.values())
+        with contextlib.suppress(TimeoutError):  # of one that takes nothing any more
+            async with asyncio.timeout(_LAST_LINES):
+                await asyncio.gather(*told, return_exceptions=True)
         return code
 
     async def _listen(self) -> socket.socket:
@@ -233,7 +247,7 @@ class Controller:
                 check_hello(hello)
             return channel, hello
         except (AuthenticationError, ProtocolError) as error:
-            self._refused(error)
+            self._refusals.add(str(error))
             return None
 
     async def receive(self, channel: AsyncChannel) -> Message | None:
@@ -243,12 +257,12 @@ class Controller:
         except ConnectionError:
             pass
         except (AuthenticationError, ProtocolError) as error:
-            self._refused(error)
+            self._refusals.add(str(error))
         return None
 
-    def _refused(self, error: FtError) -> None:
-        log.warning("refused: %s", error)
-        self.event("refused", str(error))
+    def _refused(self, reason: str) -> None:
+        log.warning("refused: %s", reason)
+        self.event("refused", reason)
 
     def _greet(self, channel: AsyncChannel, hello: Message) -> Node | None:
         name = str(hello["node"])
@@ -585,6 +599,7 @@ class Controller:
                     self._node_lost(node, "its agent's connection broke")
                 elif now - node.seen > limit:
                     self._node_lost(node, f"no heartbeat for {limit:.1f} s")
+            self._refusals.tick()
             self.configuration.settle()
             if self.phase is Phase.FORMING:
                 self._form_if_ready()
@@ -873,14 +888,19 @@ class Controller:
         self.phase = Phase.DONE
         self.event("finished" if code == 0 else "stopped", reason)
         if code:
-            print(f"ftrun: the job stops: {reason}", file=sys.stderr, flush=True)
+            say(f"ftrun: the job stops: {reason}")
         self._done.set_result(code)
 
 
 def _recorded(path: Path) -> dict[str, int]:
     """Event -> the newest epoch that has it."""
     found: dict[str, int] = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
+    try:
+        lines = path.read_text().splitlines() if path.is_file() else []
+    except OSError as error:
+        log.warning("%s: %s; some events may come twice", path, error)
+        return found
+    for line in lines:
         with contextlib.suppress(ValueError):  # torn by the death of its writer
             event = json.loads(line)
             found[event["event"]] = event["epoch"]
@@ -893,16 +913,18 @@ def main() -> int:
     parser.add_argument("--job-dir", type=Path, required=True)
     parser.add_argument("--failed-before", type=int, help="given to a controller that takes another's place")
     args = parser.parse_args()
-    logging.basicConfig(format="%(asctime)s ft %(levelname)s %(message)s", level=logging.WARNING)
+    log_to_console()
     collector.exempt()
     try:
         return asyncio.run(Controller(Settings.read(args.job_dir), args.job_dir, args.failed_before).run())
     except ConfigError as error:
-        print(f"ftrun: {error}", file=sys.stderr)
+        say(f"ftrun: {error}")
         return 1
     except Exception:
-        traceback.print_exc()
+        log.critical("this controller fails", exc_info=True)
         return FAILED
+    finally:
+        console().flush(_LAST_LINES)
 
 
 if __name__ == "__main__":

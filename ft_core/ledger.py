@@ -7,10 +7,8 @@ alone whether each sample was trained exactly once.
 from __future__ import annotations
 
 import json
-import mmap
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from ft_core.elastic import Membership, Range
 
@@ -60,14 +58,13 @@ class Record(NamedTuple):
 
 
 class Ledger:
-    """Writes the file `path`, for the controller. A new controller goes on with it.
+    """For the controller. A new controller goes on with it. `write` takes its lines.
 
-    It is made with the first line, so a job without elastic groups has none. Errors of writing are OSError.
+    The first one comes with elastic groups: a job without them has none.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: TextIO | None = None
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._line = write
         self._known: dict[tuple[int, int], Record] = {}
 
     def epoch(self, epoch: int, version: int | None, membership: Mapping[str, Any]) -> None:
@@ -97,10 +94,7 @@ class Ledger:
         return None
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        if self._file is None:
-            _drop_torn_line(self._path)
-            self._file = self._path.open("a", buffering=1)
-        self._file.write(json.dumps(line) + "\n")
+        self._line(json.dumps(line) + "\n")
 
 
 def read_epoch(data: Mapping[str, Any]) -> tuple[int, int, Membership]:
@@ -136,13 +130,3 @@ def _ranges(value: Any, width: int) -> tuple[Any, ...]:
         ):
             raise ValueError(f"{item!r}: not {width} whole numbers, of which the last two are a range")
     return tuple(map(tuple, value))
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Of a controller that was killed while it wrote: what comes next must begin a line."""
-    if not path.exists() or not path.stat().st_size:
-        return
-    with path.open("r+b") as file:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            whole = content.rfind(b"\n") + 1
-        file.truncate(whole)

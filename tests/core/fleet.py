@@ -453,6 +453,8 @@ class Fleet:
 
     def events(self, name: str = "") -> list[Message]:
         """What the controller has recorded, or that of one name."""
+        if self.controller is not None:
+            assert self.controller._events.flush(10)
         path = self.job_dir / "events.jsonl"
         text = path.read_text() if path.exists() else ""
         found = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]

@@ -13,8 +13,20 @@ from ft_core import ctl, ledger
 from ft_core.elastic import Deal, Membership
 from ft_core.ledger import Ledger
 from ft_core.ledger_check import Report, verify
+from ft_core.outlet import FileOutlet
 
 TURN, TURNS = 2, 3
+
+
+def written(path: Path) -> Ledger:
+    """A ledger each line of which is in the file when the call that makes it returns."""
+    outlet = FileOutlet(path)
+
+    def write(line: str) -> None:
+        outlet.write(line)
+        assert outlet.flush(10)
+
+    return Ledger(write)
 
 
 class Job:
@@ -22,7 +34,7 @@ class Job:
 
     def __init__(self, directory: Path, start: int = 0, version: int = 0) -> None:
         self.path = directory / ledger.NAME
-        self.ledger = Ledger(self.path)
+        self.ledger = written(self.path)
         self.epoch, self.step = 0, version
         self.membership, self.deal = Membership(3), Deal(TURN, start)
         self.states: dict[int, Any] = {}
@@ -100,7 +112,7 @@ def test_samples_that_wait_are_accounted_for(job: Job):
 
 
 def test_a_job_without_elastic_groups_has_no_ledger(tmp_path: Path):
-    Ledger(tmp_path / "ledger.jsonl")
+    written(tmp_path / "ledger.jsonl")
     assert not list(tmp_path.iterdir())
 
 
@@ -201,7 +213,7 @@ def test_another_controller_goes_on(job: Job):
     third = job.train(1)
     with job.path.open("a") as file:
         file.write(job.lines[-1][:20])  # killed while it wrote
-    job.ledger = Ledger(job.path)
+    job.ledger = written(job.path)
     job.ledger.epoch(job.epoch, None, job.membership.to_json())
     assert job.ledger.step(third) is None
     job.train(2)

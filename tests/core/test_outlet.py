@@ -1,0 +1,136 @@
+"""What is written down or said costs no process its time, and nothing that must not be lost is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from core.fleet import Fleet
+
+from ft_core import refusals
+from ft_core.outlet import FileOutlet, Outlet
+from ft_core.wire import AsyncChannel
+
+
+@contextlib.contextmanager
+def file_limit(nbytes: int) -> Iterator[None]:
+    """No file of this process grows beyond that: its disk is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_a_full_disk_loses_no_line_and_tears_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    path = tmp_path / "lines"
+    lines = [f"line {number}\n" for number in range(100)]
+    outlet = FileOutlet(path)
+    with file_limit(333):
+        for line in lines:
+            outlet.write(line)
+        assert not outlet.flush(0.2)
+        assert path.stat().st_size == 333, "what there is room for is written"
+    assert outlet.flush(10)
+    assert path.read_text() == "".join(lines)
+
+
+def test_the_directory_comes_later(tmp_path: Path):
+    outlet = FileOutlet(tmp_path / "gone" / "lines")
+    outlet.write("a\n")
+    assert not outlet.flush(0.2)
+    (tmp_path / "gone").mkdir()
+    assert outlet.flush(10)
+    assert (tmp_path / "gone" / "lines").read_text() == "a\n"
+
+
+def test_a_line_that_a_killed_writer_left_unfinished_goes(tmp_path: Path):
+    path = tmp_path / "lines"
+    path.write_text("whole\nto")
+    outlet = FileOutlet(path)
+    outlet.write("next\n")
+    assert outlet.flush(10)
+    assert path.read_text() == "whole\nnext\n"
+
+
+def test_an_unread_console_keeps_nobody_waiting():
+    reader, writer = os.pipe()
+    outlet = Outlet("test", writer, limit=100_000)
+    for number in range(40):
+        outlet.write(f"{number:04000}\n")
+    assert not outlet.flush(0.1)
+    found = bytearray()
+    while len(found) < 70_000:
+        found += os.read(reader, 10_000)
+    outlet.write("after\n")
+    while not found.endswith(b"after\n"):
+        found += os.read(reader, 10_000)
+    *kept, lost, _ = found.decode().splitlines()
+    assert [int(line) for line in kept] == list(range(len(kept))) and len(kept) < 30
+    assert lost == f"ftrun: {40 - len(kept)} messages are missing here: nobody took them"
+    outlet.close()
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_job_goes_on_while_the_controllers_disk_is_full_and_its_console_unread(tmp_path: Path):
+    """Its log is in a directory that is not there for a while; of its stderr nobody reads a byte."""
+
+    async def test() -> None:
+        async with Fleet(tmp_path / "job") as fleet:
+            await fleet.event("resumed")
+            await fleet.stop_controller()
+            reader, writer = os.pipe()
+            while True:  # until not a byte more goes in
+                os.set_blocking(writer, False)
+                try:
+                    os.write(writer, bytes(4096))
+                except BlockingIOError:
+                    break
+            os.set_blocking(writer, True)
+            (tmp_path / "job" / "events.jsonl").rename(tmp_path / "job" / "before")
+            os.symlink("/dev/full", tmp_path / "job" / "events.jsonl")
+            command = [sys.executable, "-m", "ft_core.controller", "--job-dir", str(tmp_path / "job")]
+            fleet._process = await asyncio.create_subprocess_exec(*command, stderr=writer)
+            os.close(writer)
+            node = fleet["node0"]
+            await fleet.until(lambda: node.connections == 2)
+            for epoch in (2, 3):
+                node.crash(0)
+                await fleet.until(lambda e=epoch: node.plan["epoch"] == e and node.workers[0].step)
+            os.unlink(tmp_path / "job" / "events.jsonl")
+            node.finish(0)
+            fleet["node1"].finish(1)
+            assert await fleet.ended() == 0
+            os.close(reader)
+
+    asyncio.run(test())
+
+
+def test_refused_connections_are_told_by_number_when_they_are_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async def test() -> None:
+        async with Fleet(tmp_path / "job") as fleet:
+            await fleet.event("resumed")
+            for _ in range(refusals.TOLD + 25):
+                with contextlib.suppress(Exception):
+                    await AsyncChannel.connect(fleet.settings.controller, b"another job's secret")
+            refused = fleet.events("refused")
+            assert len(refused) == refusals.TOLD
+            monkeypatch.setattr(refusals, "PERIOD", 0.0)
+            last = await fleet.event("refused", refusals.TOLD + 1)
+            assert last["reason"].startswith("25 more connections within 0 s; the last: 127.0.0.1:")
+            assert "does not know this job's secret" in last["reason"]
+
+    asyncio.run(test())
