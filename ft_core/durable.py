@@ -1,13 +1,13 @@
 """The durable tier: snapshots that the agents write to storage, as plain bytes with their layout in JSON.
 
-    DIR/step-00000500-00003-1f0c9a2b/segments/ID    a segment, from its lowest holder that is there: a line
-                                                    with its layout and checksums, then its bytes
-    DIR/step-00000500-00003-1f0c9a2b/role-3.json    which segments a role has; written last, renamed in place
+    DIR/step-00000500-00003-1f0c9a2b-8/segments/ID    a segment, from its lowest holder that is there: a line
+                                                      with its layout and checksums, then its bytes
+    DIR/step-00000500-00003-1f0c9a2b-8/role-3.json    a role's segments; written last, renamed in place
 
-A directory is of one past: step 500 as epoch 3 of one job has it. A step that is done again may come out
-differently, and belongs to a later epoch; what a node writes that the job has given up belongs to an earlier
-one. Parts of two pasts never meet. A checkpoint is complete when every role's file is there; a torn one never
-hides an older complete one.
+A directory is of one past: step 500 as epoch 3 of one job, of 8 roles, has it. A step that is done again may
+come out differently, and belongs to a later epoch; what a node writes that the job has given up belongs to an
+earlier one. Parts of two pasts never meet. A checkpoint is complete when every role's file is there; a torn
+one never hides an older complete one.
 The training process takes no part: what is written is the agent's copy in host memory. The part of a role
 whose replica group is away is written where its counterpart is.
 """
@@ -40,14 +40,14 @@ KEEP = 2
 _PIECE = 16 << 20
 """Bytes that are copied, read or written at a time."""
 _MAX_HEADER = 256 << 20
-_NAME = re.compile(r"step-(\d+)-(\d+)-(\w+)")
-_PART = re.compile(r"role-\d+\.json")
+_NAME = re.compile(r"step-(\d+)-(\d+)-(\w+)-(\d+)")
 _SEGMENTS = "segments"
 
 
 def name_of(version: int, plan: Mapping[str, Any]) -> str:
     """The directory of `version` as the epoch of `plan` has it. Names sort by version, then epoch."""
-    return f"step-{version:08d}-{plan['epoch']:05d}-{plan['job']}"
+    world_size = len(plan["roles"]) + len(plan["absent"])
+    return f"step-{version:08d}-{plan['epoch']:05d}-{plan['job']}-{world_size}"
 
 
 def version_of(name: str) -> int:
@@ -61,11 +61,7 @@ def complete(directory: str, world_size: int) -> list[str]:
     Lists each checkpoint's directory and looks at no file. Raises OSError when the storage does not answer.
     """
     wanted = {_part(role) for role in range(world_size)}
-    return [
-        name
-        for name in _names(directory)
-        if {found for found in _list(Path(directory, name)) if _PART.fullmatch(found)} == wanted
-    ]
+    return [name for name in _names(directory, world_size) if wanted <= set(_list(Path(directory, name)))]
 
 
 @dataclass(frozen=True)
@@ -169,7 +165,7 @@ def save(
     try:
         found = parts(store, role, version, plan, replicated)
         if role not in found:
-            raise TransportError(f"step {version} was overwritten by training before it could be copied")
+            raise TransportError(f"step {version} is no longer in memory: training or a recovery was quicker")
         if role == min(map(int, plan["roles"])):
             prune(directory, name, world_size)
         for each, part in found.items():
@@ -201,9 +197,10 @@ def prune(directory: str, name: str, world_size: int, *, failed: bool = False) -
     Deletes complete ones, but for those of the newest `KEEP` steps. Of those that are incomplete: what is
     older than the newest complete one, and all but the newest `KEEP` others, which somebody may still be
     writing; if `name` has `failed`, all that are not from the future of its job. Nodes that died left them.
-    Several may do this at once: whoever comes later finds less. Raises OSError.
+    What jobs of other sizes have left is not touched. Several may do this at once: whoever comes later finds
+    less. Raises OSError.
     """
-    names, whole = _names(directory), complete(directory, world_size)
+    names, whole = _names(directory, world_size), complete(directory, world_size)
     newest = {version_of(n): n for n in whole}  # one that was written again counts as its newest
     kept = [newest[version] for version in sorted(newest)[-KEEP:]]
     torn = [n for n in names if n not in whole and n != name and not _after(n, name)]
@@ -220,7 +217,7 @@ def _after(name: str, other: str) -> bool:
 
 
 def _split(name: str) -> tuple[int, int, str]:
-    _, version, epoch, job = name.split("-")
+    _, version, epoch, job, _ = name.split("-")
     return int(version), int(epoch), job
 
 
@@ -292,8 +289,9 @@ def _part(role: int) -> str:
     return f"role-{role}.json"
 
 
-def _names(directory: str) -> list[str]:
-    return sorted(name for name in _list(Path(directory)) if _NAME.fullmatch(name)) if directory else []
+def _names(directory: str, world_size: int) -> list[str]:
+    found = _list(Path(directory)) if directory else []
+    return sorted(n for n in found if (match := _NAME.fullmatch(n)) and int(match[4]) == world_size)
 
 
 def _list(path: Path) -> list[str]:
