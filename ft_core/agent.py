@@ -211,7 +211,7 @@ class Agent:
             self._post({"type": "state", **self._reports.state_of(message["role"])})
         elif kind == "beat":
             self._post(self._reports.heartbeat())
-        elif kind in ("release", "counts", "hold"):
+        elif kind in ("release", "counts", "hold", "issued"):
             for worker in self.pool.playing():
                 worker.post(message)
         elif kind == "prepare" and message["epoch"] == self.plan["epoch"]:
@@ -525,7 +525,7 @@ class Agent:
                 self._commit(worker, held, message["version"])
         elif kind in ("stepped", "reopened", "unprotected", "held", "completed"):
             self._say({**message, "role": role})
-        elif kind in ("suspect", "counts"):
+        elif kind in ("suspect", "counts", "issued"):
             self._post({**message, "role": role})
         elif kind == "trained":
             self._trained.append(message)

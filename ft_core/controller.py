@@ -28,6 +28,7 @@ from ft_core.awake import AwakeClock
 from ft_core.configuration import Configuration
 from ft_core.console import Console
 from ft_core.departure import ENDED, GRACE, leave_in_peace
+from ft_core.endings import Endings
 from ft_core.errors import FAILED, AuthenticationError, ConfigError, ProtocolError, Unrecoverable
 from ft_core.groups import Groups
 from ft_core.ledger import Ledger
@@ -91,6 +92,7 @@ class Controller:
         """Role -> its segments and their holders: what is lost without a trace must still be missed."""
         self.groups = Groups(settings.start)
         self.rejoin = Rejoin(self)
+        self.endings = Endings(self)
         self._trained: list[Message] = []
         """What is still to be entered into the ledger."""
         self._events, self._samples = FileOutlet(job_dir / "events.jsonl"), FileOutlet(job_dir / ledger.NAME)
@@ -189,7 +191,7 @@ class Controller:
         log.critical("this controller fails as well", exc_info=error)
         for node in self.nodes.values():  # now, since the connection that the error came by is closed next
             node.post({"type": "shutdown", "code": 1})
-        self._end(1, f"{FAILURES} controllers in a row have failed, this one of {error!r}")
+        self.end(1, f"{FAILURES} controllers in a row have failed, this one of {error!r}")
 
     def event(self, name: str, reason: str = "", roles: list[int] | None = None, **more: Any) -> None:
         """Write one line of `events.jsonl`."""
@@ -395,6 +397,8 @@ class Controller:
             self._enter(message)
         elif kind == "counts":
             self.rejoin.counted(node, message)
+        elif kind == "issued":
+            self.endings.answered(message)
         elif kind == "prepared":
             self.rejoin.prepared(int(message["role"]))
         elif kind == "held" and epoch == self.epoch:
@@ -467,18 +471,26 @@ class Controller:
     def _end_if_finished(self) -> bool:
         if not {int(role) for role in self.plan["roles"]} <= self.finished:
             return False
-        self._end(0, "every role has finished")
+        self.end(0, "every role has finished")
         return True
 
     def _release_if_complete(self) -> None:
         """Let the workers leave a part of their scripts, once all have come to the end of it."""
-        done = [c for c in self._completed.values() if c["epoch"] == self.plan.get("epoch")]
-        if self.phase is not Phase.RUNNING or len(done) < len(self.plan["roles"]):
+        left = set(map(int, self.plan["roles"])) - self.finished
+        done = [self._completed[role] for role in left & self._at_end]
+        if self.phase is not Phase.RUNNING or not done or len(done) < len(left):
             return
         self._parts = max(self._parts, min(int(c["part"]) for c in done))
         self.released = all(c["last"] for c in done)
         for node in self.nodes.values():
             node.post({"type": "release", "parts": self._parts})
+
+    @property
+    def _at_end(self) -> set[int]:
+        """Roles that wait for the others at the end of a part, or of their script."""
+        epoch = self.plan.get("epoch")
+        new = {r for r, c in self._completed.items() if c["epoch"] == epoch and c["part"] > self._parts}
+        return new | self.finished
 
     # -- settings that the script brings -------------------------------------------------------
 
@@ -510,11 +522,13 @@ class Controller:
         where = f"worker {message['pid']} of role {role} on {node.name}: {message['exit']}"
         if message["crashed"]:
             self._failed(where, [role])
-        elif message["code"] == 0:
+        elif message["code"]:
+            self.end(1, f"{where}\n{message['traceback']}")
+        elif self.initial is None or self._unprotected or self.released:
             self.finished.add(role)
             self._end_if_finished()
         else:
-            self._end(1, f"{where}\n{message['traceback']}")
+            self.end(1, f"{where}, in the middle of training (os._exit?): the others would wait for it")
 
     def _node_lost(self, node: Node, why: str) -> None:
         del self.nodes[node.name]
@@ -532,7 +546,7 @@ class Controller:
         """SIGTERM: `ftrun` has it from outside, and passes it on to the agents as well."""
         self._leaving = True
         if self.phase is Phase.FORMING:
-            self._end(ENDED, "it was told to end (SIGTERM) before it had begun")
+            self.end(ENDED, "it was told to end (SIGTERM) before it had begun")
 
     def _node_left(self, node: Node) -> None:
         """All workers of a node have died of SIGTERM, which it had from outside."""
@@ -544,9 +558,9 @@ class Controller:
         # The job ends, or at least this machine, and what is left is the business of the next controller.
         del self.nodes[node.name]
         if not set(self.plan["roles"].values()) & set(self.nodes):
-            self._end(ENDED, "it was told to end (SIGTERM)")
+            self.end(ENDED, "it was told to end (SIGTERM)")
         reason = f"it was told to end (SIGTERM); some workers handle that, but not those of {node.name}"
-        asyncio.get_running_loop().call_later(GRACE, self._end, ENDED, reason)
+        asyncio.get_running_loop().call_later(GRACE, self.end, ENDED, reason)
 
     def _failed(self, reason: str, roles: list[int]) -> None:
         """A failure: end the epoch, unless it is ending already."""
@@ -558,7 +572,7 @@ class Controller:
             if self.phase is Phase.FORMING:
                 self._form_if_ready()
             return
-        if self.released or self.finished:
+        if self.released:
             # Training is behind everybody: nothing is left to lose.
             self.event("detected", f"{reason}; its script had only local work left", roles)
             self.finished |= set(roles)
@@ -569,7 +583,7 @@ class Controller:
             self._decide_if_ready()
             return
         if self._unprotected:
-            self._end(1, f"{reason}; the script runs without fault tolerance (--ft)")
+            self.end(1, f"{reason}; the script runs without fault tolerance (--ft)")
             return
         self._futile, self._last_failure = self._futile + 1, reason
         self.end_epoch("detected", reason, roles)
@@ -590,7 +604,7 @@ class Controller:
         while True:
             await asyncio.sleep(_TICK)
             if os.getppid() != parent:
-                self._end(1, "ftrun is gone")
+                self.end(1, "ftrun is gone")
             now = self.clock.tick()
             for node in list(self.nodes.values()):
                 # A peer that saw its connections break as well leaves no doubt.
@@ -607,7 +621,9 @@ class Controller:
                 self._rebuild(now > _REBUILD_GRACE)
             elif self.phase is Phase.WAITING:
                 self._decide_if_ready()
-            elif self.running and self.settings.policy == "shrink":
+            if self.running:
+                self.endings.tick(self._at_end)
+            if self.running and self.settings.policy == "shrink":
                 if self._all_have_stepped:
                     self.rejoin.tick()
                 elif (late := self.rejoin.late(self._restored)) and self._restored:
@@ -645,6 +661,7 @@ class Controller:
         if self._end_if_finished():
             return
         self._release_if_complete()
+        self.released |= any(self._completed[role]["last"] for role in self.finished & set(self._completed))
         # Nodes that have not begun this plan are sent it, and give its newcomers workers.
         behind = {n.name for n in self.nodes.values() if n.heartbeat["begun"] != self.plan["id"]}
         given = {int(r) for r, node in self.plan["roles"].items() if node in behind} & self._newcomers
@@ -665,7 +682,7 @@ class Controller:
             self._futile, self._goal = min(self._futile, 1), self.reached
         if self._futile > _FUTILE:
             count = f"{_FUTILE} recoveries in a row without a new step after step {self._goal}"
-            self._end(1, f"{count}; the last failure: {self._last_failure}")
+            self.end(1, f"{count}; the last failure: {self._last_failure}")
             return
         withdrawn = self.groups.withdrawn
         places = {int(r): node for r, node in self.plan["roles"].items() if int(r) not in withdrawn}
@@ -691,13 +708,13 @@ class Controller:
             if self._resumes and not self.groups.adopted(roles):
                 self._start_over(str(error), roles, lost)
             else:
-                self._end(1, str(error))
+                self.end(1, str(error))
             return
         if origin == "initial" and (bare := self._never_copied(roles, sources)):
             if bare <= set(assignment.unplaced):
                 self._wait(sorted(bare), "what they have alone has not been copied yet")
             else:
-                self._end(1, f"what roles {sorted(bare)} had alone is lost; start the job again")
+                self.end(1, f"what roles {sorted(bare)} had alone is lost; start the job again")
             return
         self._waiting_for = ""
         lost = sorted(role for role in roles if role in lost or role not in places)
@@ -799,10 +816,10 @@ class Controller:
         what = f"no worker for roles {lost} (lost nodes: {', '.join(nodes) or 'none'})"
         what += f", and the job cannot shrink: {reason}" if reason else ""
         if self._leaving:
-            self._end(1, f"{what}; the job was told to end (SIGTERM), so it does not wait for a node")
+            self.end(1, f"{what}; the job was told to end (SIGTERM), so it does not wait for a node")
             return
         if self.settings.policy == "stop" and nodes:
-            self._end(1, f"{what}; policy is stop")
+            self.end(1, f"{what}; policy is stop")
             return
         self.phase = Phase.WAITING
         if nodes and what != self._waiting_for:
@@ -882,7 +899,8 @@ class Controller:
                 if change:
                     self.event(name, f"replica groups {self.groups.of(change)}", sorted(change))
 
-    def _end(self, code: int, reason: str) -> None:
+    def end(self, code: int, reason: str) -> None:
+        """End the job with this exit code, unless it is over."""
         if self._done is None or self._done.done():
             return
         self.phase = Phase.DONE

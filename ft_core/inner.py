@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any
@@ -67,6 +68,10 @@ class Inner:
         self.ready = False
         self.error: Exception | None = None
         self.pg: Any = None
+        self.issued: Counter[str] = Counter()
+        """Operations that were begun here: of the whole group under "", others by sender and receiver."""
+        self.wanted = False
+        """Whether an operation of the whole group waits for the communicator to be open."""
         self._devices, self._timeout, self._options = devices, timeout, options
         self._cuda_device = cuda_device
         self._backends: dict[str, Any] = {}
@@ -75,6 +80,17 @@ class Inner:
     def size(self) -> int:
         """Members of the group."""
         return len(self.members)
+
+    def count(self, kind: str | None, args: tuple[Any, ...], by: int = 1) -> None:
+        """An operation is begun (`kind`: see `collectives`). Members that do the same count alike."""
+        if kind is None:
+            return
+        if kind not in ("send", "recv"):
+            self.issued[""] += by
+        elif len(args) > 2:  # a receive from any source is nobody's in particular
+            roles = self.members if self.partial is None else self.partial.members
+            me, peer = self.members[self.rank], roles[args[1]]
+            self.issued[f"/{me}>{peer}" if kind == "send" else f"/{peer}>{me}"] += by
 
     def connect(self, store: dist.Store) -> None:
         """Build the communicator; blocks until every member does. RuntimeError if a member is lost."""

@@ -32,7 +32,7 @@ class Partial:
     ) -> None:
         """`absent`: roles that are away, each with its counterpart. `role`: this one. `adopted`: counterparts
         hold the state of those that are away, beside their own."""
-        self._name, self._members, self._absent = name, members, absent
+        self._name, self.members, self._absent = name, members, absent
         self._rank, self._adopted = members.index(role), adopted
         self._places = [i for i, role in enumerate(members) if role not in absent]
         """Ranks in the group, in the order of ranks in the communicator."""
@@ -102,9 +102,9 @@ class Partial:
 
     def stand_in(self, place: int) -> int:
         """Of a rank in the group: itself, else its counterpart, else the next that is there."""
-        role = self._absent.get(self._members[place])
-        if role in self._members:
-            return self._members.index(role)
+        role = self._absent.get(self.members[place])
+        if role in self.members:
+            return self.members.index(role)
         return next(p for i in range(self._size) if (p := (place + i) % self._size) in self._places)
 
     def _with_root(self, options: Any) -> Any:

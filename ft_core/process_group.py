@@ -228,6 +228,7 @@ class Communicators:
             if "cuda" in group.devices and torch.cuda.is_available():
                 group.cuda_device = torch.cuda.current_device()
             inner, fresh = self._claim(group)
+            inner.wanted |= kind not in _POINT_TO_POINT
             opener = self._opener
         if fresh:
             start("open", self._open, inner, opener, group.p2p_used)
@@ -328,6 +329,7 @@ class Communicators:
         """Issue an operation. None where the backend has already ordered it on the caller's stream."""
         with self._traffic_lock:
             generation = self._generation
+            inner.count(kind := COLLECTIVES.get(method), args)
             self._flying += 1
             if self._flying == 1 and self.traffic is not None:
                 self.traffic(1)
@@ -335,8 +337,8 @@ class Communicators:
             if inner.pg is None:
                 raise EpochChanged(f"epoch {inner.epoch} is over")
             after: Callable[[], None] | None = None
-            if inner.partial is not None and method in COLLECTIVES:
-                work, after = inner.partial.issue(inner.pg, method, COLLECTIVES[method], args, kwargs)
+            if inner.partial is not None and kind is not None:
+                work, after = inner.partial.issue(inner.pg, method, kind, args, kwargs)
             else:
                 work = getattr(inner.pg, method)(*args, **kwargs)
         except Exception as error:
@@ -345,6 +347,8 @@ class Communicators:
                 raise
             alive = inner.epoch >= self.aborted
             if alive and method != "monitored_barrier" and not is_transport_error(error):
+                with self._traffic_lock:
+                    inner.count(kind, args, -1)  # it was refused
                 raise
             self.failed(inner.epoch, error)
         if work is None:
@@ -360,6 +364,20 @@ class Communicators:
                 self._flying -= 1
                 if self._flying == 0 and self.traffic is not None:
                     self.traffic(0)
+
+    def issued(self) -> dict[str, int]:
+        """Operations begun in this epoch, by group (and sender and receiver). Any thread.
+
+        Who has come to the end of its script takes part in no more than it has told here.
+        """
+        with self._condition, self._traffic_lock:
+            found: dict[str, int] = {}
+            for inner in (group.inner for group in self._groups):
+                if inner is not None and inner.epoch == self.epoch and inner.size > 1:
+                    found |= {inner.name + key: count for key, count in inner.issued.items()}
+                    if inner.wanted and not inner.ready:
+                        found[inner.name] = 1
+            return found
 
     # -- start-up phase ---------------------------------------------------------------------------
 

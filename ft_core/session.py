@@ -14,8 +14,8 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -72,6 +72,8 @@ class Session:
         self._exit = threading.Event()
         self._part = 0
         self._parts_done = 0
+        self._at_end = False
+        """Whether this role waits for others at the end of its script, or of a part of it."""
         self._injector = Injector(job_dir, "")
         self._adapter: Adapter | None = None
         self._redo: Callable[[], None] = lambda: None
@@ -119,6 +121,7 @@ class Session:
     def finish(self) -> None:
         """Nothing of the script is left to be done in this process. Returns when the whole job is over."""
         self._set_stage(Stage.FINISHED)
+        self._at_end = True
         self._channel.send({"type": "finished"})
         self._exit.wait()
 
@@ -142,9 +145,10 @@ class Session:
         """One part of a script that is protected in place: a call that every role makes.
 
         After a recovery it is made again, on every role alike, with the state of `self.version`. All roles
-        leave it together, so that a failure in its last collective is recovered too, also where it leaves
-        by SystemExit, which makes it the last. A newcomer whose peers have left it does not make it: `passed`
-        says what it returned. `last`: only local work comes after it, and a failure then costs nothing.
+        leave it together, so that a failure in its last collective is recovered too, also where they leave
+        by SystemExit, which makes it the last. One that tells of an error passes at once: it ends the job.
+        A newcomer whose peers have left it does not make it: `passed` says what it returned. `last`: only
+        local work comes after it, and a failure then costs nothing.
         """
         self._part += 1
         result: Callable[[], T] | None = passed
@@ -159,6 +163,9 @@ class Session:
                     value = call()
                     result = lambda: value  # noqa: E731
                 except SystemExit as stop:
+                    self.raise_if_moved()  # a script may make such an exit of what ends an epoch
+                    if exit_code(stop):
+                        raise  # nobody else need come to the same: it is the end of the job
                     result, leaves = _raising(stop), True
             self._complete(last or leaves)
 
@@ -422,13 +429,21 @@ class Session:
         self._snapshots.wait()
         self._collection.end()  # no step may follow
         self._send({"type": "completed", "epoch": self.epoch, "part": self._part, "last": last})
-        with self._condition:
+        with self._condition, self._waiting():
             self._condition.wait_for(lambda: self._parts_done >= self._part or self._pending > self.epoch)
             if self._parts_done >= self._part:
                 if last:
                     self._stage = Stage.FINISHED
                 return
         self.raise_if_moved()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self._at_end = True
+        try:
+            yield
+        finally:
+            self._at_end = False
 
     def _resume(self) -> None:
         assert self._snapshots is not None and self._adapter is not None
@@ -597,6 +612,9 @@ class Session:
             self._send({"type": "reply", "id": message["id"], "entries": entries})
         elif kind == "counts":
             self._send({"type": "counts", "counts": self.comms.startup_counts()})
+        elif kind == "issued":
+            about = {"epoch": self.epoch, "step": self.version, "at_end": self._at_end}
+            self._send({**message, **about, "issued": self.comms.issued()})
         elif kind == "progress":
             version, counts = self.version, self.comms.startup_counts()
             self._send({"type": "reply", "id": message["id"], "version": version, "counts": counts})
@@ -652,6 +670,11 @@ class Session:
 
     def _traffic(self, in_flight: int) -> None:
         self.control[Word.TRAFFIC] = in_flight
+
+
+def exit_code(stop: SystemExit) -> int:
+    """The code that the interpreter would end with."""
+    return 0 if stop.code is None else stop.code & 0xFF if isinstance(stop.code, int) else 1
 
 
 def _raising(stop: SystemExit) -> Callable[[], NoReturn]:

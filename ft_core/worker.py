@@ -15,7 +15,7 @@ import torch
 
 from ft_core import ordinary, plugins, unprotected
 from ft_core.logs import redirect
-from ft_core.session import Session
+from ft_core.session import Session, exit_code
 from ft_core.settings import Command
 from ft_core.snapshot import has_gpu
 from ft_core.wire import Channel
@@ -60,9 +60,11 @@ def main(
         run(command)
         code = 0
     except SystemExit as stop:
-        code = 0 if stop.code is None else stop.code if isinstance(stop.code, int) else 1
+        code = exit_code(stop)
+        if code and not isinstance(stop.code, int):
+            print(stop.code, file=sys.stderr)
         if code:
-            session.failed(f"the script ended itself: exit code {stop.code}")
+            session.failed(f"the script ended itself: sys.exit({stop.code!r})")
     except BaseException:
         code = 1
         text = traceback.format_exc()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -101,12 +103,23 @@ class Batches:
             yield range(start, start + BATCH)
 
 
+def leave(where: str, rank: int, step: int) -> None:
+    """If it is time: by `sys.exit`, with an error code, or as no script should."""
+    role, _, rest = where.partition(":")
+    if where and role in (str(rank), "all") and rest.startswith(f"{step}:"):
+        how = rest.partition(":")[2]
+        if how == "_exit":
+            os._exit(0)
+        sys.exit({"exit": 0, "fail": 3}[how])
+
+
 def main() -> None:
     """Train, and print losses and digest as the recipes do."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--train-iters", type=int, default=10)
     parser.add_argument("--num-workers", type=int, default=2)
     parser.add_argument("--persistent-workers", action="store_true")
+    parser.add_argument("--leave", default="", help="ROLE:STEP:exit, fail or _exit; ROLE may be `all`")
     parser.add_argument("--ft", action="store_true")
     args = parser.parse_args()
     dist.init_process_group("gloo")
@@ -128,6 +141,7 @@ def main() -> None:
         for batch in loader:
             job.point("forward")
             time.sleep(PACE)
+            leave(args.leave, rank, job.version)
             loss, gradient = model.gradient(batch)
             dist.all_reduce(gradient)
             job.commit_wait()

@@ -4,34 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from harness import Job, alive, check_clean, check_identical, check_survivors
+from loading_jobs import Loading
 
 STEPS = 400
-
-
-@dataclass(frozen=True)
-class Loading:
-    """Data parallelism alone, with a loader that has processes."""
-
-    more: tuple[str, ...] = ()
-    world: int = 2
-
-    def __str__(self) -> str:
-        return "".join(self.more)
-
-    @property
-    def script(self) -> Path:
-        return Path(__file__).with_name("loading.py")
-
-    def arguments(self, iterations: int, protected: bool) -> list[str]:
-        return [f"--train-iters={iterations}", *self.more, *["--ft"] * protected]
-
-    def environment(self) -> dict[str, str]:
-        return {}
 
 
 def children(parent: int) -> list[int]:

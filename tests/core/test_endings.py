@@ -1,0 +1,58 @@
+"""Who has left its script while others wait for it; what a crash means once another role has finished."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from core.fleet import Fleet
+
+from ft_core.endings import apart
+
+
+def test_apart() -> None:
+    """Who has left is missed by those that have begun more with it than it was in."""
+    world, others, pair = "0-2:1#0", "1-2:1#0", "0-2:1#0/1>2"
+    ended = {"step": 4, "at_end": True, "issued": {world: 9, others: 3, pair: 2}}
+
+    def going(**more: int) -> dict:
+        return {"step": 4, "at_end": False, "issued": more}
+
+    assert apart({0: going(**{world: 9}), 1: ended}) is None
+    assert apart({0: going(**{world: 10, others: 5}), 2: going(**{world: 10})}) is None, "nobody has left"
+    found = apart({0: going(**{world: 10}), 1: ended})
+    assert (
+        found is not None and "role 1 came to the end" in found and "operation 10 of group 0-2:1#0" in found
+    )
+    assert apart({2: going(**{pair: 3}), 1: ended}) is not None
+    assert apart({0: going(**{pair: 3}), 1: {**ended, "issued": {}}}) is not None
+    assert apart({2: going(**{"0-2:1#0/0>2": 3}), 1: ended}) is None, "it is none of theirs"
+
+
+def test_a_crash_after_another_role_has_finished(tmp_path: Path) -> None:
+    """It has not finished: its work is not done, unless all had come to the end of their training."""
+
+    async def job() -> None:
+        async with Fleet(tmp_path, nodes=2) as fleet:
+            await fleet.event("resumed")
+            fleet["node0"].finish(0)
+            fleet["node1"].crash(1)
+            assert "local work" not in (await fleet.event("detected"))["reason"]
+            assert (await fleet.event("decided", 2))["moved"] == {"1": "node1"}
+
+    asyncio.run(job())
+
+
+def test_a_worker_that_ends_without_a_word(tmp_path: Path) -> None:
+    """Exit code 0 is the end of a script only where that was reported."""
+
+    async def job() -> None:
+        async with Fleet(tmp_path, nodes=2) as fleet:
+            await fleet.event("resumed")
+            worker = fleet["node1"].workers.pop(1)
+            lost = {"type": "worker_lost", "role": 1, "pid": worker.pid, "exit": "exit code 0"}
+            fleet["node1"].post({**lost, "crashed": False, "code": 0, "traceback": ""})
+            assert await fleet.ended() == 1
+            assert "of role 1 on node1: exit code 0, in the middle" in fleet.events("stopped")[0]["reason"]
+
+    asyncio.run(job())
