@@ -25,7 +25,8 @@ def install() -> None:
     after_import("megatron.core.transformer.torch_norm", _complete_norms)
     after_import("megatron.core.transformer.dot_product_attention", _complete_attention)
     after_import("megatron.core.optimizer.distrib_optimizer", _complete_optimizer)
-    after_import("megatron.core.dist_checkpointing.strategies.filesystem_async", _fork_the_writer)
+    after_import("megatron.core.dist_checkpointing.strategies.filesystem_async", _fork_the_collector)
+    after_import("megatron.core.dist_checkpointing.strategies.async_utils", _fork_the_writer)
 
 
 def keep_compiled_helpers() -> None:
@@ -42,7 +43,7 @@ def _keep_compiled_helpers(module: ModuleType) -> None:
         module.compile_helpers = lambda: None  # type: ignore[attr-defined]
 
 
-def _fork_the_writer(module: ModuleType) -> None:
+def _fork_the_collector(module: ModuleType) -> None:
     """Fork the process that gathers what a checkpoint's writers say.
 
     Megatron spawns it, since a process that uses CUDA cannot be forked. A spawned one imports the script, for
@@ -50,6 +51,21 @@ def _fork_the_writer(module: ModuleType) -> None:
     """
     original = module.get_write_results_queue
     module.get_write_results_queue = lambda mp_mode="fork": original(mp_mode)  # type: ignore[attr-defined]
+
+
+def _fork_the_writer(module: ModuleType) -> None:
+    """Fork the process that writes asynchronous checkpoints: one that is started anew has no shadow."""
+    caller = module.PersistentAsyncCaller
+    start, write = caller._get_process.__func__, caller.async_loop
+
+    def get_process(cls: Any, rank: int, mp_mode: str = "fork", *args: Any, **kwargs: Any) -> Any:
+        return start(cls, rank, "fork", *args, **kwargs)
+
+    def async_loop(*args: Any, **kwargs: Any) -> None:
+        torch.set_num_threads(1)  # threads of the parent's are not there
+        write(*args, **kwargs)
+
+    caller._get_process, caller.async_loop = classmethod(get_process), staticmethod(async_loop)
 
 
 # -- expert parallelism ----------------------------------------------------------------------------

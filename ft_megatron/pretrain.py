@@ -12,7 +12,6 @@ import functools
 import inspect
 import itertools
 import logging
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from ft_core import session
 from ft_core.elastic import Membership
 from ft_core.session import Session
-from ft_megatron import moe_metrics, replica_groups
+from ft_megatron import moe_metrics, replica_groups, saves
 from ft_megatron.data import Loaders
 from ft_megatron.optimizer_hooks import hook_optimizer
 from ft_megatron.progress_log import ProgressLog
@@ -138,21 +137,13 @@ class Loop:
         for timer in self._training.get_timers()._timers.values():
             if getattr(timer, "_started", False):
                 timer.stop()
-        self._abandon_asynchronous_saves()
-
-    def _abandon_asynchronous_saves(self) -> None:
-        saves = sys.modules.get("megatron.training.async_utils")
-        queue = getattr(saves, "_async_calls_queue", None)
-        if queue is None or not queue.get_num_unfinalized_calls():
-            return
-        log.warning(
-            "the asynchronous checkpoint under way at iteration %d is abandoned: a role that was writing it "
-            "is lost; the one before it is complete, and the next comes as --save-interval says",
-            self.iteration,
-        )
-        for call in queue.async_calls:
-            call.async_caller.close(abort=True)
-        queue.async_calls.clear()
+        if saves.forget(self._training):
+            log.warning(
+                "the asynchronous checkpoint under way at iteration %d is given up; the one before it is "
+                "complete. It is written again if training goes back to its iteration, else the next comes "
+                "as --save-interval says",
+                self.iteration,
+            )
 
 
 class PretrainAdapter(MegatronAdapter):
@@ -200,6 +191,9 @@ class Hooks:
         self._postponed: Callable[[], None] | None = None
         """The checkpoint that was due last, if it was not written since groups were away."""
         self._parts = 0
+        self._saved_in = 0
+        """The epoch of the newest checkpoint."""
+        self._save = inspect.signature(training.save_checkpoint_and_time)
         self._training_log = inspect.signature(training.training_log)
         self._train_step = inspect.signature(training.train_step)
 
@@ -412,6 +406,9 @@ class Hooks:
             # one that comes before its newest checkpoint, and does not leave there if it leaves after this.
             current.commit_wait()
             torch.distributed.barrier()
+            if self._saved_in != current.epoch:
+                self._saved_in = current.epoch
+                saves.forget_plans(self._save.bind(*args, **kwargs).arguments.get("checkpointing_context"))
             current.point("save")
             original(*args, **kwargs)
 

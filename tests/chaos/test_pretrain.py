@@ -113,13 +113,6 @@ def test_release(release: Path, tmp_path: Path) -> None:
     survives(training, 14, ("0@gradients:3", "3@evaluate:6:worker", "0@save:12:worker"), tmp_path, *SAVES)
 
 
-def test_asynchronous_saves(tmp_path: Path) -> None:
-    """Killed while one is under way, and while the last one is."""
-    flags = ("--async-save", "--save-interval=3")
-    places = ("3@forward:3:worker", "0@optimizer:6", "2@between:8:worker", "0@evaluate:12:worker")
-    survives(Pretrain(more=(*DISTOPT, *EVALUATION)), 10, places, tmp_path, *flags)
-
-
 def test_tensorboard(tmp_path: Path) -> None:
     """Each value once, at its step, whoever wrote it."""
     training, directories = Pretrain(pp=2, more=(*DISTOPT, *EVALUATION)), (tmp_path / "a", tmp_path / "b")

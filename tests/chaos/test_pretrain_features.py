@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from harness import Job, Result, check_clean, read_logs
-from megatron_jobs import DISTOPT, Pretrain, compare_checkpoints, forks
+from megatron_jobs import ASYNC_SAVE, DISTOPT, Pretrain, compare_checkpoints, forks, survives
 
 pytest.importorskip("megatron.training", reason="megatron-core's wheels hold it from 0.17 on, Python 3.12")
 
@@ -120,16 +120,34 @@ def test_exit_interval_sums_and_the_console(tmp_path: Path) -> None:
 
 def test_a_growing_batch_that_is_run_twice(tmp_path: Path) -> None:
     """Killed as the batch grows, when Megatron saves by itself, after it, and in a step's second run."""
-    killed = tmp_path / "killed"
+    killed, written = tmp_path / "killed", tmp_path / "written"
     training = Featured(
         more=(*DISTOPT, *FOR_LONG, "--step-batch-size-schedule", "0:8 1024:16 2048:24",
               "--rerun-mode=report_stats"),
-        variables=(("FT_TEST_KILL", f"1:again:5:{killed}"),),
+        variables=(("FT_TEST_KILL", f"1:again:5:{killed},2:written:4:{written}"),),
     )  # fmt: skip
     # In tokens: 8 samples a step up to the 4th, 16 in the 5th and 6th, then 24. (`--rampup-batch-size` is
     # without effect in 0.19.)
     injected = ("3@between:4:worker", "0@save:4", "2@forward:6:worker", "3@d2h:7")
-    with training.protected(tmp_path, 9, *injected) as job:
+    with training.protected(tmp_path, 15, *injected) as job:
         result = job.finish()
-    assert killed.exists()
-    check(result, training.plain(tmp_path, 9), len(injected))
+    assert killed.exists() and written.exists()
+    check(result, training.plain(tmp_path, 15), len(injected))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(DISTOPT, id="sharded"), pytest.param((), marks=pytest.mark.exhaustive, id="plain")],
+)
+def test_asynchronous_saves(optimizer: tuple[str, ...], tmp_path: Path) -> None:
+    """Killed before, while and after they are written, and while the last one is."""
+    places = ("0:finished:3", "1:writing:6", "2:written:11")
+    killed = {place: tmp_path / place.replace(":", "-") for place in places}
+    training = Featured(
+        # The size of what is written changes with the number of samples: from 256 on it takes another byte.
+        more=(*optimizer, *ASYNC_SAVE, "--ckpt-assume-constant-structure", "--global-batch-size=64"),
+        variables=(("FT_TEST_KILL", ",".join(f"{place}:{file}" for place, file in killed.items())),),
+    )
+    injected = ("3@forward:1:worker", "3@forward:4:worker", "2@save:9")
+    survives(training, 11, injected, tmp_path, "--save-interval=3")
+    assert all(file.exists() for file in killed.values())
