@@ -34,7 +34,7 @@ $(READY312): pyproject.toml constraints-py312.txt $(READY)
 		"or test the rest alone: make test-light" >&2; exit 1; }
 	$(PYTHON312) -m venv $(VENV312)
 	$(BIN)/pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN312)/python -r constraints-py312.txt
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN312)/python -r constraints-py312.txt
 	$(BIN)/uv pip install --quiet --python $(BIN312)/python --no-deps -e .
 	@touch $@
 
