@@ -26,7 +26,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from ft_core import collector, durable, orphans
+from ft_core import collector, door, durable, orphans
 from ft_core.departure import Departure, leave_in_peace
 from ft_core.errors import AuthenticationError, FtError, ProtocolError
 from ft_core.fetch import bring
@@ -43,7 +43,7 @@ from ft_core.settings import Settings, read_secret
 from ft_core.store import NodeStore
 from ft_core.tasks import Tasks
 from ft_core.transport import TcpTransport
-from ft_core.wire import AsyncChannel
+from ft_core.wire import AsyncChannel, listen
 from ft_core.workers import Exit, Worker, WorkerPool
 
 log = logging.getLogger(__name__)
@@ -100,12 +100,14 @@ class Agent:
         cope with."""
         self._done = asyncio.get_running_loop().create_future()
         self._tasks = Tasks(self._fail)
-        socket = f"\0ft-{uuid.uuid4().hex}"
-        server = await asyncio.start_unix_server(self._accept_worker, path=socket)
+        address = f"unix:\0ft-{uuid.uuid4().hex}"
+        who = f"node {self.node}"
+        workers = self._tasks.spawn(door.serve(listen(address), who, self._accept_worker))
+        stores = self._tasks.spawn(self.stores.serve(self._fail))
         self._tee = Tee(self.settings.tee, f"[{self.node}]: " if self.settings.log_prefix else "")
         self._tasks.spawn(self._tee.run())
         self.pool = WorkerPool(
-            socket=f"unix:{socket}",
+            socket=address,
             secret=self.secret,
             job_dir=self.job_dir,
             log_dir=self._log_dir,
@@ -117,7 +119,6 @@ class Agent:
         self._departure = Departure(self.pool, self._post, self._leave)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._departure.begin)
         self._inquiries = Inquiries(self.node, self.store, self.pool, self.transport)
-        stores = await self.stores.open(self._fail)
         for device in range(self.settings.nproc_per_node):
             self.pool.start(device)
         self.pool.start(-1)  # the standby that takes over from a worker that crashes here
@@ -125,8 +126,8 @@ class Agent:
         self._tasks.spawn(self._heartbeat())
         code = await self._done
         leave_in_peace()
-        server.close()
-        stores.close()
+        workers.cancel()
+        stores.cancel()
         await self._farewell()
         # Threads that still wait for a peer must not hold up the end of a job that is over.
         watchdog = threading.Timer(_FAREWELL, os._exit, [code])
@@ -675,7 +676,9 @@ def main() -> int:
     # Connections break at every failure; c10d would write a C++ stack trace for each.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     collector.exempt()
-    agent = Agent(Settings.read(args.job_dir), args.job_dir, args.node, args.domain, args.node_rank)
+    settings = Settings.read(args.job_dir)
+    door.check_limit(f"node {args.node}", settings)
+    agent = Agent(settings, args.job_dir, args.node, args.domain, args.node_rank)
     return asyncio.run(_serve(agent))
 
 

@@ -23,7 +23,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ft_core import collector, decision, ledger
+from ft_core import collector, decision, door, ledger
 from ft_core.awake import AwakeClock
 from ft_core.configuration import Configuration
 from ft_core.console import Console
@@ -151,7 +151,7 @@ class Controller:
     async def _serve(self) -> int:
         self._done = asyncio.get_running_loop().create_future()
         tasks = Tasks(self._fail)
-        server = await asyncio.start_server(self._accept, sock=await self._listen())
+        tasks.spawn(door.serve(await self._listen(), "the controller", self._accept))
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._leave)
         tasks.spawn(self._tick())
         try:
@@ -159,7 +159,6 @@ class Controller:
             leave_in_peace()
         finally:
             tasks.cancel()
-            server.close()
         told = (node.channel.send({"type": "shutdown", "code": code}) for node in self.nodes.values())
         with contextlib.suppress(TimeoutError):  # of one that takes nothing any more
             async with asyncio.timeout(_LAST_LINES):
@@ -933,8 +932,10 @@ def main() -> int:
     args = parser.parse_args()
     log_to_console()
     collector.exempt()
+    settings = Settings.read(args.job_dir)
+    door.check_limit("the controller", settings)
     try:
-        return asyncio.run(Controller(Settings.read(args.job_dir), args.job_dir, args.failed_before).run())
+        return asyncio.run(Controller(settings, args.job_dir, args.failed_before).run())
     except ConfigError as error:
         say(f"ftrun: {error}")
         return 1

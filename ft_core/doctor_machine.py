@@ -180,11 +180,11 @@ def processors(case: Case) -> Iterator[Finding]:
 def limits(case: Case) -> Iterator[Finding]:
     """Open files, threads, locked memory: what a recovery opens anew must not meet a limit."""
     world = case.settings.world_size if case.settings is not None else 1
-    files = _soft(resource.RLIMIT_NOFILE)
+    files = _hard(resource.RLIMIT_NOFILE)  # the job raises the soft limit to it
     need = max(_FILES, _FILES_PER_ROLE * world)
-    found = f"{_shown(files)} open files (ulimit -n)"
+    found = f"{_shown(files)} open files (ulimit -Hn)"
     advice = (
-        f"ulimit -n {need} or more: agents hold memory files and connections of all roles, and gloo opens "
+        f"ulimit -Hn {need} or more: agents hold memory files and connections of all roles, and gloo opens "
         "one socket per pair and group again in each recovery"
     )
     yield judge("open files", found, advice, bad=files < need, fatal=files < 1024)
@@ -213,7 +213,14 @@ def limits(case: Case) -> Iterator[Finding]:
 
 
 def _soft(which: int) -> int:
-    value = resource.getrlimit(which)[0]
+    return _number_of(resource.getrlimit(which)[0])
+
+
+def _hard(which: int) -> int:
+    return _number_of(resource.getrlimit(which)[1])
+
+
+def _number_of(value: int) -> int:
     return _UNLIMITED if value == resource.RLIM_INFINITY else value
 
 

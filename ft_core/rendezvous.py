@@ -27,7 +27,9 @@ from typing import Any
 
 from torch import distributed as dist
 
+from ft_core import door
 from ft_core.errors import AuthenticationError, FtError, ProtocolError
+from ft_core.refusals import Refusals
 from ft_core.wire import AsyncChannel, Channel, field, listen
 
 log = logging.getLogger(__name__)
@@ -54,31 +56,25 @@ class Stores:
 
     def __init__(self, host: str, secret: bytes) -> None:
         self._secret = secret
-        self.socket = listen(host)
-        port = self.socket.getsockname()[1]
+        self._socket = listen(host)
+        port = self._socket.getsockname()[1]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.loop: asyncio.AbstractEventLoop
+        self._refusals = Refusals(lambda reason: log.warning("the epochs' stores: %s", reason))
         self._first = 0
         self._epochs: dict[int, _Store] = {}
 
-    async def open(self, failed: Callable[[Exception], None]) -> asyncio.Server:
-        """Begin to serve. `failed` is told of errors that no connection explains."""
-        self._failed = failed
-        self.loop = asyncio.get_running_loop()
-        return await asyncio.start_server(self._serve, sock=self.socket, backlog=1024)
+    async def serve(self, failed: Callable[[Exception], None]) -> None:
+        """For ever. `failed` is told of errors that no connection explains."""
+        self._failed, self.loop = failed, asyncio.get_running_loop()
+        await door.serve(self._socket, f"the epochs' stores at {self.address}", self._serve)
 
     @classmethod
     def in_thread(cls, host: str, secret: bytes) -> Stores:
         """Served by a thread of their own, for a process that is no agent."""
-        stores, ready = cls(host, secret), threading.Event()
-
-        async def serve() -> None:
-            async with await stores.open(lambda error: log.error("a store", exc_info=error)) as server:
-                ready.set()
-                await server.serve_forever()
-
-        threading.Thread(target=asyncio.run, args=(serve(),), name="ft-stores", daemon=True).start()
-        ready.wait()
+        stores = cls(host, secret)
+        serve = stores.serve(lambda error: log.error("a store", exc_info=error))
+        threading.Thread(target=asyncio.run, args=(serve,), name="ft-stores", daemon=True).start()
         return stores
 
     def begin(self, epoch: int) -> None:
@@ -102,7 +98,7 @@ class Stores:
             finally:
                 store.channels.discard(channel)
         except (AuthenticationError, ProtocolError) as error:
-            log.warning("the store of an epoch: %s", error)
+            self._refusals.add(str(error))
         except (ConnectionError, asyncio.CancelledError):
             pass  # the worker is gone or has begun another epoch, or this agent ends
         except Exception as error:

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
+from ft_core.door import connections
 from ft_core.errors import AuthenticationError, FtError, ProtocolError, TransportError
 from ft_core.manifest import CHUNK, Segment
+from ft_core.refusals import Refusals
 from ft_core.wire import Channel, as_bytes, field, listen
 
 if TYPE_CHECKING:
@@ -28,9 +30,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_SEGMENT_BYTES = 256 << 30
-_MAX_HANDSHAKES = 64
-"""Connections that may be in the handshake at once; more wait in the kernel's queue."""
-
 _MISSING, _COMING, _VERIFIED = range(3)
 
 
@@ -215,7 +214,7 @@ class PeerServer:
         self._sockets: set[socket.socket] = set()
         self._threads: set[threading.Thread] = set()
         self._closed = False
-        self._handshakes = threading.BoundedSemaphore(_MAX_HANDSHAKES)
+        self._refusals = Refusals(lambda reason: log.warning("transport at %s: %s", self.address, reason))
         self._acceptor = threading.Thread(target=self._accept, name="ft-transport-accept", daemon=True)
         self._acceptor.start()
 
@@ -233,38 +232,30 @@ class PeerServer:
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
-            self._handshakes.acquire()
-            try:
-                sock, _ = self._listener.accept()
-            except OSError as error:
-                self._handshakes.release()
-                if self._closed:
-                    return
-                log.warning("transport at %s cannot accept a connection: %s", self.address, error)
-                time.sleep(0.1)  # out of descriptors: some come back as connections end
-                continue
+        for sock in connections(self._listener, f"transport at {self.address}", lambda: self._closed):
             thread = threading.Thread(
                 target=self._connection, args=(sock,), name="ft-transport-peer", daemon=True
             )
             with self._lock:
                 if self._closed:
                     sock.close()
-                    self._handshakes.release()
                     return
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    log.error("transport at %s refuses a connection: %s", self.address, error)
+                    sock.close()
+                    continue
                 self._sockets.add(sock)
                 self._threads.add(thread)
-                thread.start()
 
     def _connection(self, sock: socket.socket) -> None:
         try:
             try:
                 channel = Channel.accept(sock, self._secret)
             except AuthenticationError as error:
-                log.warning("transport at %s: %s", self.address, error)
+                self._refusals.add(str(error))
                 return
-            finally:
-                self._handshakes.release()
             self._serve(channel)
         finally:
             with self._lock:

@@ -27,8 +27,10 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ft_core.door import lobby
 from ft_core.errors import AuthenticationError, ProtocolError
 
 HANDSHAKE_SECONDS = 5.0
@@ -56,7 +58,15 @@ def field(message: dict[str, Any], name: str, kind: type[T]) -> T:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A listening TCP socket on this interface alone; port 0 picks a free one (see `getsockname`)."""
+    """A listening TCP socket on this interface alone; port 0 picks a free one (see `getsockname`).
+
+    For "unix:/path" as `host`, one there.
+    """
+    if host.startswith("unix:"):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.bind(host.removeprefix("unix:"))
+        sock.listen(1024)
+        return sock
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=1024)
 
@@ -245,6 +255,18 @@ def _send(sock: socket.socket, data: memoryview, end: float | None, peer: str, f
             raise _lost(peer, error) from error
 
 
+def _at(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+    """Have another thread's loop do it, if that still runs."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call)
+
+
+def _shut(sock: socket.socket) -> None:
+    """Wake whoever is blocked in it."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
 class Channel:
     """A blocking connection. `send` may be called by several threads, receiving is for one thread at a time.
 
@@ -307,17 +329,18 @@ class Channel:
         peer = _peer_name(sock, sock.family)
         end = time.monotonic() + min(timeout, HANDSHAKE_SECONDS)
         try:
-            sock.settimeout(None)
-            _tune(sock, sock.family)
-            hands = _Handshake(secret, peer)
-            _send(sock, memoryview(hands.hello), end, peer)
-            answer = _receive_exactly(sock, _Handshake.ANSWER_BYTES, end, peer)
-            try:
-                proof = hands.admit(answer)
-            except AuthenticationError:
-                _send(sock, memoryview(_REFUSED), end, peer)
-                raise
-            _send(sock, memoryview(proof), end, peer)
+            with lobby.stay(lambda: _shut(sock)):
+                sock.settimeout(None)
+                _tune(sock, sock.family)
+                hands = _Handshake(secret, peer)
+                _send(sock, memoryview(hands.hello), end, peer)
+                answer = _receive_exactly(sock, _Handshake.ANSWER_BYTES, end, peer)
+                try:
+                    proof = hands.admit(answer)
+                except AuthenticationError:
+                    _send(sock, memoryview(_REFUSED), end, peer)
+                    raise
+                _send(sock, memoryview(proof), end, peer)
         except OSError as error:
             sock.close()
             raise AuthenticationError(f"{peer} did not finish the handshake: {error}") from error
@@ -411,8 +434,7 @@ class Channel:
 
     def abort(self) -> None:
         """From any thread: whoever is blocked in this channel gets ConnectionError. `close` is still due."""
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        _shut(self._sock)
 
     def close(self) -> None:
         self.abort()
@@ -457,15 +479,17 @@ class AsyncChannel:
     async def accept(
         cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes
     ) -> AsyncChannel:
-        """As `Channel.accept`; for use in the callback of `asyncio.start_server`."""
+        """As `Channel.accept`; for what `door.serve` calls."""
         sock = writer.get_extra_info("socket")
         peer = _peer_name(sock, sock.family)
         hands = _Handshake(secret, peer)
+        loop, transport = asyncio.get_running_loop(), writer.transport
         try:
-            async with asyncio.timeout(HANDSHAKE_SECONDS):
+            with lobby.stay(lambda: _at(loop, transport.abort)):
                 _tune(sock, sock.family)
                 writer.write(hands.hello)
-                answer = await reader.readexactly(_Handshake.ANSWER_BYTES)
+                async with asyncio.timeout(HANDSHAKE_SECONDS):
+                    answer = await reader.readexactly(_Handshake.ANSWER_BYTES)
                 try:
                     writer.write(hands.admit(answer))
                 except AuthenticationError:

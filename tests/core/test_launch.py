@@ -340,7 +340,10 @@ def test_a_program_of_torchs_runs_as_under_torchrun(tmp_path: Path):
     command = [sys.executable, "-m", "ft_core.launch", "--standalone", "--nproc-per-node=2", "--no-python"]
     command += [f"--job-dir={tmp_path / 'job'}", sys.executable, str(script)]
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run(command, env=environment, cwd=root, timeout=110, capture_output=True, text=True)
+    few = ["bash", "-c", 'ulimit -Sn 20; exec "$@"', "bash"]  # the hard limit is what counts
+    done = subprocess.run(
+        [*few, *command], env=environment, cwd=root, timeout=110, capture_output=True, text=True
+    )
     assert (done.returncode, sums.read_text()) == (0, "2.0 2.0 "), done.stderr
 
 

@@ -1,0 +1,57 @@
+"""Run by test_strangers.py: somebody connects while this process cannot open another file.
+
+He still waits when it can. The argument says who accepts connections, a thread or an event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import resource
+import socket
+import sys
+import threading
+
+from ft_core import door
+
+found: queue.Queue[bool] = queue.Queue()
+ready = threading.Event()
+sock = socket.create_server(("127.0.0.1", 0))
+
+
+def take() -> None:
+    ready.set()
+    for _ in door.connections(sock, "node a", lambda: False):
+        found.put(True)
+
+
+async def serve() -> None:
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        found.put(True)
+
+    ready.set()
+    await door.serve(sock, "node a", connected)
+
+
+def main(kind: str) -> None:
+    client = socket.socket()
+    target, *arguments = (take,) if kind == "thread" else (asyncio.run, serve())
+    threading.Thread(target=target, args=arguments, daemon=True).start()  # type: ignore[arg-type]
+    ready.wait()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull) as free:
+        lowest = free.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    client.connect(sock.getsockname())
+    try:
+        found.get(timeout=0.5)
+    except queue.Empty:
+        print("nobody came in", end="; ", flush=True)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    found.get(timeout=30)
+    print("then somebody did", flush=True)
+    os._exit(0)
+
+
+main(sys.argv[1])
