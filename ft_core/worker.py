@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 
 from ft_core import ordinary, plugins, unprotected
+from ft_core.errors import ConfigError
 from ft_core.logs import redirect
 from ft_core.session import Session, exit_code
 from ft_core.settings import Command
@@ -65,6 +66,9 @@ def main(
             print(stop.code, file=sys.stderr)
         if code:
             session.failed(f"the script ended itself: sys.exit({stop.code!r})")
+    except ConfigError as error:  # ours: ftrun says it once, in place of a traceback from each role
+        code = 1
+        session.failed(str(error))
     except BaseException:
         code = 1
         text = traceback.format_exc()

@@ -172,6 +172,45 @@ class Backward(Call):
         return [g for f in self._forwards for g in f.gradients or ()]
 
 
+class Direct(Call):
+    """`loss.backward()`, where DeepSpeed allows it, once it has come to the engine's outputs.
+
+    The script's part of the graph is behind it, and is not run again: what it left at the leaves is passed to
+    the engine's newest outputs.
+    """
+
+    kind = "backward"
+
+    def __init__(
+        self, engine: Any, backward: Any, losses: Any, forwards: list[Forward], retained: bool
+    ) -> None:
+        """`backward`: torch's own. `losses`: what it was given."""
+        super().__init__(engine, backward, (), {"retain_graph": retained})
+        self._forwards, self._losses = forwards, _tensors(losses)
+        self.loss = [loss.detach().clone() for loss in self._losses]
+        """The values that the script's losses had."""
+        for forward in forwards:
+            forward.gradients = [leaf.grad for leaf in forward.leaves]
+            for leaf in forward.leaves:
+                leaf.grad = None
+
+    def execute(self) -> None:
+        """Backward through the engine's part of the graph."""
+        self.engine.ft_protection.point("backward")
+        gradients = [g for f in self._forwards for g in f.gradients or ()]
+        outputs = [t for f in self._forwards for t in f.outputs]
+        reached = [(t, g) for t, g in zip(outputs, gradients, strict=True) if g is not None]
+        self.method([t for t, _ in reached], [g for _, g in reached], **self.kwargs)
+        if not self.kwargs["retain_graph"]:
+            for forward in self._forwards:
+                forward.release()
+
+    def ghost(self, results: Results, number: int) -> None:
+        """The script's losses, made of outputs without content, get their true values."""
+        for loss, value in zip(self._losses, super().ghost(results, number) or (), strict=False):
+            loss.detach().copy_(value)
+
+
 class _Bridge(torch.autograd.Function):
     """Joins a loss to the engine's outputs, in place of the graph in between."""
 

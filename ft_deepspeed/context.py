@@ -12,7 +12,7 @@ import torch
 from ft_core import rng
 from ft_deepspeed.zero import inner_optimizer
 
-_FLAGS = ("_is_gradient_accumulation_boundary", "inside_no_sync_ctxt")
+_FLAGS = ("_is_gradient_accumulation_boundary", "inside_no_sync_ctxt", "_manual_backward_expected")
 """Of the engine, set by the script around its calls."""
 
 

@@ -78,6 +78,7 @@ def _unannounced() -> Iterator[None]:
 
 def _protected(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
+    protected = False
 
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -85,6 +86,13 @@ def _protected(original: Callable[..., Any]) -> Callable[..., Any]:
         from ft_core.errors import ConfigError
         from ft_deepspeed import config
 
+        nonlocal protected
+        if protected:
+            raise ConfigError(
+                "deepspeed.initialize was called again: fault_tolerance protects one engine per process, and "
+                "what a second one does could not be done again after a failure, with or without a section "
+                'of its own; set "enabled": false in the first, or do without the second'
+            )
         given = signature.bind_partial(*args, **kwargs).arguments
         found = given.get("config") or given.get("config_params")
         if found is None:
@@ -110,6 +118,7 @@ def _protected(original: Callable[..., Any]) -> Callable[..., Any]:
             engine, *others = original(*args, **kwargs)
         given_here = "policy" in section.model_fields_set
         Protection(engine, current, section.policy == "shrink" if given_here else current.elastic)
+        protected = True
         return engine, *others
 
     initialize.ft_original = original  # type: ignore[attr-defined]

@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ft_core.adapter import State, StateTensor
 from ft_core.errors import ConfigError, EpochChanged
 from ft_core.kept import Kept
 from ft_core.session import Session
 from ft_deepspeed import boundary, checkpoints
-from ft_deepspeed.calls import Backward, Batch, Call, Forward, Save, Step
+from ft_deepspeed.calls import Backward, Batch, Call, Direct, Forward, Save, Step
 from ft_deepspeed.context import Context
 from ft_deepspeed.dealing import POLICY, Dealing
 from ft_deepspeed.exchange import Exchange
@@ -55,16 +56,11 @@ _NEAR = 8
 class Protection:
     """Stands between the script and one engine. The engine's public methods are replaced by guarded ones."""
 
-    engines = 0
-    """How many this process has protected."""
-
     def __init__(self, engine: Any, session: Session, shrink: bool) -> None:
         """`shrink`: others go on when a replica group is lost, if this engine's state allows it.
 
         Raises ConfigError when this engine cannot be protected; it is untouched then.
         """
-        if Protection.engines:
-            raise ConfigError("fault_tolerance protects one engine per process, and there are two")
         if (reason := unsupported(engine)) is not None:
             raise ConfigError(reason)
         self._engine, self._session = engine, session
@@ -92,13 +88,14 @@ class Protection:
         """Steps that the script has done, which on a newcomer is less than the engine has; see `_reached`."""
         self._counted: Counter[str] = Counter()
         self._forwards: list[Forward] = []
+        self._touched = False
+        """Whether the newest `backward` has come to what a ghost has answered."""
         self._ghost: Ghost | None = None
         self._sample: Forward | None = None
         self._gap = math.inf
         """Steps that this role's script was behind when it began to pass them, see `_goes_ahead`."""
         self._script: Any = None
         """Counters, random states and schedules where a newcomer's script is: the engine is further on."""
-        Protection.engines += 1
         engine.ft_protection = self
         boundary.install(engine, session)
         self.dealing: Dealing | None = None
@@ -110,6 +107,7 @@ class Protection:
             log.warning("%s: %s, so the job waits when one is lost", POLICY, reason)
         self._guard("forward", Forward)
         self._guard("backward", self._backward)
+        self._guard_direct_backward()
         self._guard("step", Step)
         for name in ("train_batch", "eval_batch"):
             if hasattr(engine, name):
@@ -180,6 +178,32 @@ class Protection:
 
         setattr(owner, name, functools.wraps(method)(guarded))
 
+    def _guard_direct_backward(self) -> None:
+        """`loss.backward()` ends at the leaves that the script was given, and goes on from here."""
+        backward = torch.autograd.backward
+
+        def guarded(
+            tensors: Any,
+            grad_tensors: Any = None,
+            retain_graph: bool | None = None,
+            create_graph: bool = False,
+            *args: Any,
+            **kwargs: Any,
+        ) -> None:
+            self._touched = False
+            backward(tensors, grad_tensors, retain_graph, create_graph, *args, **kwargs)
+            if self._busy:
+                return
+            reached = [f for f in self._forwards if any(leaf.grad is not None for leaf in f.leaves)]
+            if reached or self._touched:
+                retained = create_graph if retain_graph is None else retain_graph
+                call = Direct(self._engine, backward, tensors, reached, retained)
+                if not retained:
+                    self._forwards = [f for f in self._forwards if f not in reached]
+                self._call(call)
+
+        torch.autograd.backward = functools.wraps(backward)(guarded)
+
     def _backward(self, engine: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backward:
         call = Backward(engine, method, args, kwargs, self._forwards)
         if not kwargs.get("retain_graph"):
@@ -237,7 +261,7 @@ class Protection:
                 before = sum(self._session.comms.counts.values())
                 result = self._perform(call, action)
                 if call.kind not in ("step", "save"):
-                    given = call.loss if isinstance(call, Backward) else result
+                    given = call.loss if isinstance(call, (Backward, Direct)) else result
                     self.results.record(call.kind, call.version, given)
                 if ends:
                     self._check_drawn(call)
@@ -281,7 +305,7 @@ class Protection:
         if self.dealing is None:
             return
         if not isinstance(call, Batch):
-            many = sum(c.version == call.version and isinstance(c, Backward) for c in self._tape)
+            many = sum(c.version == call.version and c.kind == "backward" for c in self._tape)
         elif engine.is_first_stage() or engine.is_last_stage():
             many = engine.micro_batches
         else:
@@ -393,9 +417,21 @@ class Protection:
                 elif not self._goes_ahead():
                     self._session.rehearse(self._adapter, self._rehearse)
                     self._session.begin(self._adapter, self._position, self._redo)
-        elif isinstance(call, Forward) and not self._session.protecting:
-            self._sample = call
+        elif isinstance(call, Forward):
+            self._watch(result)
+            if not self._session.protecting:
+                self._sample = call
         return result
+
+    def _watch(self, result: Any) -> None:
+        """Notice where the script calls `backward` for what a ghost has answered."""
+
+        def touched(_: Any) -> None:
+            self._touched = True
+
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(touched)
 
     def _rehearse(self) -> None:
         """The forward pass that the script has asked for last, and back: see `Session.rehearse`."""

@@ -155,9 +155,11 @@ class OwnLoop:
     gas: int = 3
     checkpoints: Path | None = None
     seeded: bool = False
+    direct: bool = False
 
     def __str__(self) -> str:
-        return f"own-zero{self.stage}-dp{self.dp}-gas{self.gas}" + "-seeded" * self.seeded
+        name = f"own-zero{self.stage}-dp{self.dp}-gas{self.gas}"
+        return name + "-seeded" * self.seeded + "-direct" * self.direct
 
     @property
     def world(self) -> int:
@@ -176,7 +178,7 @@ class OwnLoop:
         }
         path = write_config(str(self), config, protected)
         flags = [f"--deepspeed_config={path}", f"--micro-batches={self.gas}", f"--train-iters={iterations}"]
-        flags += ["--seeded"] * self.seeded
+        flags += ["--seeded"] * self.seeded + ["--direct"] * self.direct
         return [*flags, f"--checkpoints={self.checkpoints}"] if self.checkpoints else flags
 
     def environment(self) -> dict[str, str]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
-from deepspeed_jobs import HuggingFace, OwnLoop, Zero
-from harness import Job, Training, check_clean, check_identical, check_survivors
+from deepspeed_jobs import SCRIPTS, HuggingFace, OwnLoop, Zero
+from harness import ROOT, Job, Training, check_clean, check_identical, check_survivors, environment
 
 ITERATIONS = 14
 
@@ -21,10 +23,12 @@ ITERATIONS = 14
             *(OwnLoop(0), "0@forward:3,1@between:6:worker,2@backward:10:worker"), marks=pytest.mark.exhaustive
         ),
         pytest.param(
-            *(OwnLoop(2), "2@gradients:3,0@between:6:worker,0@d2h:10:worker"), marks=pytest.mark.exhaustive
+            *(OwnLoop(2, direct=True), "2@gradients:3,0@between:6:worker,0@d2h:10:worker"),
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param(
-            *(OwnLoop(3), "1@backward:3,2@between:6:worker,0@forward:10:worker"), marks=pytest.mark.exhaustive
+            *(OwnLoop(3, direct=True), "1@backward:3,2@between:6:worker,0@forward:10:worker"),
+            marks=pytest.mark.exhaustive,
         ),
         (HuggingFace(2, more=("--dataloader_num_workers=2",)), "0@backward:4,1@between:8:worker"),
     ],
@@ -40,13 +44,25 @@ def test_variant(training: Training, injected: str, tmp_path):
     assert result.recoveries == injected.count("@")
 
 
+def test_a_second_engine_is_refused_by_name_and_once(tmp_path):
+    command = [sys.executable, "-m", "ft_core.launch", "--standalone", "--nproc-per-node=2"]
+    command += [f"--job-dir={tmp_path / 'job'}", str(SCRIPTS / "two_engines.py")]
+    variables = environment() | OwnLoop(1).environment()
+    done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    refusal = "deepspeed.initialize was called again: fault_tolerance protects one engine per process"
+    assert done.returncode == 1
+    assert done.stderr.count(refusal) == 1 and "Traceback" not in done.stderr
+    assert done.stdout.count(f"refused: {refusal}") == 2 * 2
+    assert {f"step {step}" for step in (1, 2)} <= set(done.stdout.splitlines())  # the first engine goes on
+
+
 def test_checkpoints_of_the_script(tmp_path):
     """A failure while it saves; and newcomers find a checkpoint that was not there when their peers began."""
-    training = OwnLoop(1, checkpoints=tmp_path / "checkpoints", seeded=True)
+    training = OwnLoop(1, checkpoints=tmp_path / "checkpoints", seeded=True, direct=True)
     ftrun = ("--respawn", "--ft-inject", "0@save:5:worker,1@forward:7,0@save:10,2@forward:13:worker")
     with Job(tmp_path / "job", training, ITERATIONS, ftrun=ftrun) as job:
         result = job.finish()
-    check_identical(result, OwnLoop(1, seeded=True), ITERATIONS)
+    check_identical(result, OwnLoop(1, seeded=True, direct=True), ITERATIONS)
     check_survivors(result, training.world)
     assert result.recoveries == 4
     ftrun = ("--ft-inject", "1@backward:12:worker")

@@ -25,6 +25,7 @@ parser.add_argument("--train-iters", type=int)
 parser.add_argument("--micro-batches", type=int)
 parser.add_argument("--checkpoints", type=Path)
 parser.add_argument("--seeded", action="store_true", help="shuffle so that a resumed run shuffles alike")
+parser.add_argument("--direct", action="store_true", help="loss.backward() in place of engine.backward(loss)")
 parser.add_argument("--deepspeed_config")
 args = parser.parse_args()
 
@@ -105,7 +106,10 @@ for step in range(done + 1, args.train_iters + 1):
         logits = engine(x.to(engine.device))
         loss = torch.nn.functional.cross_entropy(logits.float(), y.to(engine.device), label_smoothing=0.1)
         loss *= 2.0
-        engine.backward(loss)
+        if args.direct:
+            loss.backward()
+        else:
+            engine.backward(loss)
         engine.step()
         total += loss.item()
     schedule.step()
