@@ -14,6 +14,7 @@ import faulthandler
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -24,9 +25,9 @@ import uuid
 from collections import deque
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from ft_core import collector, door, durable, orphans
+from ft_core import collector, door, durable, orphans, parent
 from ft_core.departure import Departure, leave_in_peace
 from ft_core.errors import AuthenticationError, FtError, ProtocolError
 from ft_core.fetch import bring
@@ -243,16 +244,15 @@ class Agent:
             worker.post({**message, "type": "reply"})
 
     async def _heartbeat(self) -> None:
-        parent = os.getppid()
         stalls = (self._log_dir / "stalls.txt").open("w")
         while True:
             # An agent that is held up looks dead from outside: leave a trace of what held it up.
             faulthandler.dump_traceback_later(2 * self.settings.heartbeat, file=stalls)
             self._post(self._reports.heartbeat())
             self._departure.tell()
-            if os.getppid() != parent:
+            if parent.gone():
                 log.error("node %s: ftrun is gone; this agent stops", self.node)
-                os.killpg(os.getpgrp(), signal.SIGKILL)
+                _stop()
             await asyncio.sleep(self.settings.heartbeat)
 
     def _post(self, message: Message) -> None:
@@ -663,7 +663,9 @@ def main() -> int:
     parser.add_argument("--domain", default="", help="failure domain label (rack, switch); default: the node")
     parser.add_argument("--node-rank", type=int, default=-1, help="position at the start; -1: a spare")
     parser.add_argument("--temporary", help="directory for sockets, which whoever gives it removes")
+    parent.add_argument(parser)
     args = parser.parse_args()
+    parent.expect(args.parent)
     if args.temporary:  # multiprocessing would make one, and leave it behind when this process is killed
         multiprocessing.current_process()._config["tempdir"] = args.temporary  # type: ignore[attr-defined]
     logging.basicConfig(format="%(asctime)s ft %(levelname)s %(message)s", level=logging.WARNING)
@@ -676,10 +678,20 @@ def main() -> int:
     # Connections break at every failure; c10d would write a C++ stack trace for each.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     collector.exempt()
+    if parent.gone():
+        _stop()
     settings = Settings.read(args.job_dir)
     door.check_limit(f"node {args.node}", settings)
     agent = Agent(settings, args.job_dir, args.node, args.domain, args.node_rank)
     return asyncio.run(_serve(agent))
+
+
+def _stop() -> NoReturn:
+    """End this node and leave nothing behind: `ftrun`, who would see to that, is gone."""
+    if temporary := multiprocessing.current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
+        shutil.rmtree(temporary, ignore_errors=True)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+    raise AssertionError("unreachable")
 
 
 async def _serve(agent: Agent) -> int:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import secrets
 import signal
 import socket
@@ -23,7 +22,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ft_core import collector, decision, door, ledger
+from ft_core import collector, decision, door, ledger, parent
 from ft_core.awake import AwakeClock
 from ft_core.configuration import Configuration
 from ft_core.console import Console
@@ -599,10 +598,9 @@ class Controller:
 
     async def _tick(self) -> None:
         limit = self.settings.silence_limit
-        parent = os.getppid()
         while True:
             await asyncio.sleep(_TICK)
-            if os.getppid() != parent:
+            if parent.gone():
                 self.end(1, "ftrun is gone")
             now = self.clock.tick()
             for node in list(self.nodes.values()):
@@ -929,7 +927,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m ft_core.controller", description=__doc__)
     parser.add_argument("--job-dir", type=Path, required=True)
     parser.add_argument("--failed-before", type=int, help="given to a controller that takes another's place")
+    parent.add_argument(parser)
     args = parser.parse_args()
+    parent.expect(args.parent)
     log_to_console()
     collector.exempt()
     settings = Settings.read(args.job_dir)

@@ -364,8 +364,8 @@ class Launcher:
             time.sleep(_POLL)
 
     def _start(self, module: str, *arguments: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", module, "--job-dir", str(self._job_dir), *arguments]
-        return subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
+        command = [sys.executable, "-m", module, f"--parent={os.getpid()}", "--job-dir", str(self._job_dir)]
+        return subprocess.Popen([*command, *arguments], start_new_session=True, stdin=subprocess.DEVNULL)
 
 
 def main(argv: list[str] | None = None) -> int:
