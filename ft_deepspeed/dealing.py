@@ -8,6 +8,7 @@ step again with fewer groups, and what was drawn for later steps stands (see `el
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,8 @@ from ft_core.elastic import Deal, Membership, positions
 from ft_core.errors import ConfigError
 from ft_core.session import Session
 from ft_deepspeed.stream import Stream
+
+log = logging.getLogger(__name__)
 
 KEPT = 4
 """Steps whose deals are kept: a recovery goes back by two at most."""
@@ -51,6 +54,7 @@ class Dealing:
         self._batches: Counter[int] = Counter()
         """... the batches that they made."""
         self._under_way: tuple[int, Deal] | None = None
+        self._told = False
         self._resumed: int | None = None
         """The step of the checkpoint that the script goes on from, until it draws its first batch."""
         self._install()
@@ -66,7 +70,8 @@ class Dealing:
 
         def checked(loader: Any) -> Any:
             self._check(loader)
-            return begin(loader)
+            ahead = self._deals(loader.batch_sampler) and loader.num_workers > 0
+            return self._not_ahead(begin, loader) if ahead else begin(loader)
 
         BatchSampler.__iter__ = drawn  # type: ignore[method-assign]
         DataLoader.__iter__ = checked  # type: ignore[method-assign]
@@ -83,12 +88,26 @@ class Dealing:
                 f"{POLICY} needs a DataLoader over torch's DistributedSampler, and accelerate (Hugging Face's"
                 ' Trainer) deals samples in its own way: use "wait"'
             )
-        if self._deals(batches) and loader.num_workers > 0:
-            raise ConfigError(
-                f"{POLICY} needs num_workers=0 in the training DataLoader, not {loader.num_workers}: they "
-                "draw samples for later steps, before it is known which groups will be there. DeepSpeed's "
-                "own loader has some by default: set engine.training_dataloader.num_local_io_workers to 0"
+
+    def _not_ahead(self, begin: Callable[[Any], Any], loader: Any) -> Any:
+        """An iteration in which this process reads the samples itself, though the script wants others to.
+
+        They would read those of later steps, before it is known which groups will be there. To read these
+        again would move their random states, besides.
+        """
+        if not self._told and self._group == 0:
+            log.warning(
+                "%s: this process reads its training samples itself, and not by num_workers=%d others: they "
+                "read ahead, before it is known which groups will be there",
+                *(POLICY, loader.num_workers),
             )
+        self._told = True
+        asked = {name: getattr(loader, name) for name in ("num_workers", "timeout")}
+        try:
+            loader.num_workers, loader.timeout = 0, 0
+            return begin(loader)
+        finally:
+            vars(loader).update(asked)
 
     def _deal_to(self, batches: BatchSampler) -> Iterator[list[int]]:
         if self._stream is None:

@@ -85,7 +85,7 @@ ON_DEMAND = pytest.mark.exhaustive
         pytest.param(Pipelines(dp=3, gas=2), 2, 2, marks=ON_DEMAND),
         pytest.param(Pipelines(dp=3, zero=1, gas=2, bf16=True), 2, 6, marks=ON_DEMAND),
         pytest.param(Plain(1), 1, 3, marks=ON_DEMAND),
-        (Plain(2, gas=2, bf16=True), 1, 4),
+        (Plain(2, gas=2, bf16=True, more=(*SAMPLES, "--num-workers=2")), 1, 4),
         pytest.param(Plain(2, owners=True), 1, 5, marks=ON_DEMAND),
         pytest.param(Plain(3), 1, 6, marks=ON_DEMAND),
         (Plain(3, gas=2, bf16=True), 1, 7),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -175,10 +176,17 @@ def test_other_samplers_are_left_alone():
     assert role.trained[1]["next"] == 2 * GROUPS
 
 
-def test_a_loader_whose_workers_draw_ahead_is_refused():
-    role = Role(0, 40, 2, micro=1, num_workers=1)
-    with pytest.raises(ConfigError, match="num_workers=0"):
+def test_a_loader_with_processes_that_would_draw_ahead_has_none(caplog: pytest.LogCaptureFixture):
+    expected = plain(0, 13, 2, 7)
+    role = Role(0, 13, 2, micro=1, num_workers=2, persistent_workers=True, timeout=9)
+    for _ in range(7):  # into a third epoch
         role.draw()
+        assert not multiprocessing.active_children()
+        role.step()
+    assert [batch for step in role.drawn.values() for batch in step] == expected
+    assert (role.loader.num_workers, role.loader.timeout) == (2, 9)
+    [message] = caplog.messages
+    assert "not by num_workers=2 others: they read ahead" in message
 
 
 def test_a_script_that_draws_ahead_is_refused():
