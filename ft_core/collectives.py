@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,14 +59,26 @@ def is_transport_error(error: Exception) -> bool:
 
     torch checks arguments before anything is queued, and gloo's collectives only queue: so an error at
     issue is the caller's, unless its text is one of the transport's (gloo's point-to-point operations
-    and NCCL touch the connection at issue). An error out of `wait` is always the transport's; when it
-    was not (ranks passed different sizes), no epoch follows and it is raised after the grace period.
+    and NCCL touch the connection at issue). An error out of `wait` is always the transport's, unless it
+    `is_the_scripts`; when it was not (ranks passed different sizes), no epoch follows and it is raised after
+    the grace period.
     """
     if isinstance(error, (TypeError, ValueError, NotImplementedError)):
         return False
     return isinstance(error, dist.DistError) or (
         "ProcessGroupGloo::" not in str(error) and _TRANSPORT.search(str(error)) is not None
     )
+
+
+def is_the_scripts(error: BaseException) -> bool:
+    """Whether Python code that is not the engine's raised it: a signal's handler, a hook.
+
+    Such code runs while an operation is waited for. What a backend raises comes out of C++.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and Path(trace.tb_frame.f_code.co_filename).parent != Path(__file__).parent
 
 
 class FtWork(dist.Work):

@@ -22,7 +22,14 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ft_core.backend import install
-from ft_core.collectives import COLLECTIVES, AnySourceWork, FtProcessGroup, FtWork, is_transport_error
+from ft_core.collectives import (
+    COLLECTIVES,
+    AnySourceWork,
+    FtProcessGroup,
+    FtWork,
+    is_the_scripts,
+    is_transport_error,
+)
 from ft_core.errors import EpochChanged, FtError
 from ft_core.inner import Inner, Opener, start
 from ft_core.partial import Partial
@@ -165,8 +172,11 @@ class Communicators:
     def failed(self, epoch: int, error: Exception) -> NoReturn:
         """An operation of `epoch` failed with `error`: find out why, and raise accordingly.
 
-        Raises EpochChanged if the epoch is over, or ends within the grace period; else `error`.
+        Raises EpochChanged if the epoch is over, or ends within the grace period; else `error`. That at once
+        where it is the script's own.
         """
+        if is_the_scripts(error):
+            raise error
         with self._condition:
             first = epoch >= self.aborted and self._reported < epoch
             if first:

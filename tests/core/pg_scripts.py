@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from datetime import timedelta
@@ -333,6 +334,29 @@ def fail_alone(worker: Any) -> None:
         threading.Event().wait()
     worker.tell("blocked")
     dist.all_reduce(torch.ones(1))
+
+
+def interrupted(worker: Any) -> dict[str, Any]:
+    """Role 0 has a signal while it waits in a collective for role 1."""
+    dist.init_process_group("gloo")
+    worker.begin_training()
+    dist.barrier()
+    if worker.role == 1:
+        time.sleep(0.5)
+
+    def handler(*_: object) -> None:
+        raise KeyError("own")
+
+    signal.signal(signal.SIGUSR1, handler)
+    if worker.role == 0:
+        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGUSR1]).start()
+    error, one = None, torch.ones(1)
+    try:
+        dist.all_reduce(one)
+    except KeyError as caught:
+        error = caught
+    dist.barrier()
+    return {"error": repr(error), "sum": one.item()}
 
 
 def stop_here(worker: Any, stop: Any, point: int) -> None:

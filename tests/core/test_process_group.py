@@ -114,6 +114,13 @@ def test_a_failure_that_no_epoch_follows_is_raised() -> None:
         assert len(job.wait("failed", [0])) == 1
 
 
+def test_an_error_of_the_scripts_own_in_a_wait_is_raised_at_once() -> None:
+    """A signal's handler runs in it, a loader's for one: its error is no lost peer."""
+    with Job(2, "interrupted") as job:
+        assert job.results()[0] == {"error": "KeyError('own')", "sum": 2.0}
+        assert not [event for event in job.events if event[0] == "failed"]
+
+
 def test_thirty_epochs_leave_no_threads_and_no_descriptors() -> None:
     epochs = 30
     with Job(4, "endure", epochs) as job:
