@@ -56,6 +56,8 @@ def _fork_the_collector(module: ModuleType) -> None:
 def _fork_the_writer(module: ModuleType) -> None:
     """Fork the process that writes asynchronous checkpoints: one that is started anew has no shadow."""
     caller = module.PersistentAsyncCaller
+    if not hasattr(caller, "_get_process"):
+        return  # megatron-core 0.16, which comes without megatron.training, its only caller
     start, write = caller._get_process.__func__, caller.async_loop
 
     def get_process(cls: Any, rank: int, mp_mode: str = "fork", *args: Any, **kwargs: Any) -> Any:
