@@ -23,7 +23,7 @@ import time
 import traceback
 import uuid
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -207,6 +207,8 @@ class Agent:
             self._abort(message["epoch"])
         elif kind == "plan":
             self._apply(message)
+        elif kind == "nodes" and message["id"] == self.plan.get("id"):
+            self._know(message["nodes"])
         elif kind == "kill":
             self._kill(message.get("role"))
         elif kind == "state":
@@ -216,7 +218,7 @@ class Agent:
         elif kind in ("release", "counts", "hold", "issued"):
             for worker in self.pool.playing():
                 worker.post(message)
-        elif kind == "prepare" and message["epoch"] == self.plan["epoch"]:
+        elif kind == "prepare" and message["epoch"] == self.plan.get("epoch"):
             for role in message["roles"]:
                 if self.pool.of_role(role) is None:
                     self._assign(role, message["changes"])
@@ -329,6 +331,15 @@ class Agent:
             # Otherwise it has died since this node reported: the plan relies on it, so there will be another.
             if worker is not None:
                 self._tasks.spawn(self._restore(worker, role, plan))
+
+    def _know(self, nodes: Mapping[str, Message | None]) -> None:
+        """Nodes without a role that have come, or gone (None), since the plan was made."""
+        known = self.plan["nodes"]
+        now = {name: about for name, about in {**known, **nodes}.items() if about is not None}
+        self.plan = {**self.plan, "nodes": now}
+        self.replicator.begin(self.plan)
+        for gone in set(known) - set(now):
+            self.transport.close_peers(known[gone]["data"])  # what is being sent there goes elsewhere
 
     def _withdraw(self, roles: Collection[int | None]) -> None:
         """Replace the workers of a replica group that takes no part: others may need the places."""

@@ -54,7 +54,7 @@ class Console:
         for role, name in self._c.plan.get("roles", {}).items():
             host = self._c.nodes.get(name)
             beat = host.heartbeat["roles"].get(role, {}) if host else {}
-            segments = host.holdings.get("roles", {}).get(role, {}).get("segments", []) if host else []
+            segments = self._c.catalogue.get(role, {})
             rows.append(
                 {
                     "role": int(role),

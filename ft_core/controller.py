@@ -31,7 +31,18 @@ from ft_core.endings import Endings
 from ft_core.errors import FAILED, AuthenticationError, ConfigError, ProtocolError, Unrecoverable
 from ft_core.groups import Groups
 from ft_core.ledger import Ledger
-from ft_core.nodes import Message, Node, alive, check_hello, common_durable, completed, report, versions
+from ft_core.nodes import (
+    Message,
+    Node,
+    alive,
+    check_hello,
+    common_durable,
+    completed,
+    copies,
+    report,
+    versions,
+    where,
+)
 from ft_core.outlet import FileOutlet, console, log_to_console, say
 from ft_core.refusals import Refusals
 from ft_core.rejoin import Rejoin
@@ -292,6 +303,9 @@ class Controller:
         if self._parts:
             node.post({"type": "release", "parts": self._parts})
         self._remind(node, hello)
+        if self.running:
+            self._tell_of_nodes()
+            node.post({"type": "nodes", "id": self.plan["id"], "nodes": self.plan["nodes"]})
         self.rejoin.back(node)
         self._decide_if_ready()  # a greeting is a report too
         return node
@@ -338,6 +352,20 @@ class Controller:
         elif others := set(map(int, shown["roles"])) - here - self.rejoin.roles_on(node.name):
             # Of a group whose start was given up, perhaps by a former controller.
             node.post({"type": "withdraw", "roles": sorted(others)})
+
+    def _tell_of_nodes(self) -> None:
+        """Nodes without a role have come or gone in the epoch under way: they keep copies for others."""
+        if not self.running:
+            return
+        here = where(self.nodes.values())
+        known = self.plan["nodes"]
+        gone = {name: None for name in set(known) - set(here) - set(self.plan["roles"].values())}
+        changes = {name: about for name, about in here.items() if known.get(name) != about} | gone
+        if changes:
+            merged = {**known, **changes}
+            self.plan["nodes"] = {name: about for name, about in merged.items() if about is not None}
+            for node in self.nodes.values():
+                node.post({"type": "nodes", "id": self.plan["id"], "nodes": changes})
 
     def _send_plan(self, node: Node) -> None:
         node.planned = self.clock.now
@@ -538,6 +566,7 @@ class Controller:
             self._failed(f"node {node.name} lost: {why}", roles)
         else:
             self.event("spare_lost", f"node {node.name}: {why}", node=node.name)
+            self._tell_of_nodes()
             self._decide_if_ready()
 
     def _leave(self) -> None:
@@ -666,6 +695,7 @@ class Controller:
         dead = [role for role, node in places.items() if not alive(self.nodes, role, node)]
         for reason, roles in self._undone:
             self.event("detected", reason, roles)
+        self._tell_of_nodes()
         if dead or self._undone or self.epoch > self.plan["epoch"]:
             self.fenced |= missing
             self._failed("lost while the controller was away" if dead else "recovery was under way", dead)
@@ -691,7 +721,8 @@ class Controller:
             self.phase = Phase.WAITING
             return
         capacity = self.settings.nproc_per_node
-        assignment = decision.assign(places, idle, lost, capacity)
+        near = copies(self.nodes.values(), self.catalogue, lost)
+        assignment = decision.assign(places, idle, lost, capacity, near)
         roles = assignment.roles
         if assignment.unplaced:
             roles = self._shrink(roles, assignment.unplaced)
@@ -858,9 +889,7 @@ class Controller:
             "epoch": self.epoch,
             "id": f"{self.epoch}-{secrets.token_hex(4)}",
             "roles": {str(role): node for role, node in sorted(roles.items())},
-            "nodes": {
-                n.name: {"data": n.about["data"], "domain": n.about["domain"]} for n in self.nodes.values()
-            },
+            "nodes": where(self.nodes.values()),
             "store": lead.holdings["store"],
             "master": lead.holdings["master"],
             "version": version,

@@ -135,7 +135,11 @@ class Assignment:
 
 
 def assign(
-    placements: Mapping[int, str], idle: Mapping[str, int], lost: Collection[int], capacity: int
+    placements: Mapping[int, str],
+    idle: Mapping[str, int],
+    lost: Collection[int],
+    capacity: int,
+    copies: Mapping[int, Collection[str]] | None = None,
 ) -> Assignment:
     """Find workers for the `lost` roles.
 
@@ -144,7 +148,8 @@ def assign(
     crashed on its own node. A role goes back to its node while that has idle workers, for its state is in
     memory there. The roles of a dead node go together to one node if one has enough idle workers, else
     they are spread. Nodes that play no role come first, then those that play few; of equals, the one that
-    fits most tightly.
+    has most `copies` (role -> nodes, one for each of its segments that a node holds), then the one that fits
+    most tightly.
     """
     free = {node: count for node, count in idle.items() if count > 0}
     roles = {r: n for r, n in placements.items() if r not in lost}
@@ -164,12 +169,13 @@ def assign(
         pending = group
         while pending:
             load = Counter(roles.values())
-            order = sorted((n for n in free if free[n] > 0), key=lambda n: (load[n], free[n], n))
+            near = Counter(node for role in pending for node in (copies or {}).get(role, ()))
+            order = sorted((n for n in free if free[n] > 0), key=lambda n: (load[n], -near[n], free[n], n))
             whole = [n for n in order if free[n] >= len(pending)]
             if not order:
                 break
             # Split over as few nodes as possible: those with most idle workers among the least loaded.
-            node = whole[0] if whole else min(order, key=lambda n: (load[n], -free[n], n))
+            node = whole[0] if whole else min(order, key=lambda n: (load[n], -free[n], -near[n], n))
             count = min(free[node], len(pending))
             roles |= dict.fromkeys(pending[:count], node)
             free[node] -= count

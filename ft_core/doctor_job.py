@@ -90,24 +90,24 @@ def replicas(case: Case) -> Iterator[Finding]:
             "domains that are really one (--ft-domain)",
         )
     elif domains <= k:
-        found_domains = f"roles are in {domains} failure domain(s) only, and k is {k}"
-        yield warn("replicas", found_domains, "use more nodes, or truthful --ft-domain labels")
+        found_domains = f"there are {domains} failure domain(s) only, and k is {k}"
+        yield warn("replicas", found_domains, "use more nodes, spares, or truthful --ft-domain labels")
     else:
         yield ok("replicas", f"verified copies suffice after the loss of any {least} failure domain(s)")
     yield from _reachable({node: about for node, about in nodes.items() if node in alive})
 
 
 def _domains(state: Mapping[str, Any]) -> set[str]:
-    """Those that may hold copies: spares hold none."""
+    """Those that may hold copies."""
     domains = {node: about["domain"] for node, about in state["nodes"].items()}
-    return {domain_of(node, domains) for node in state["roles"].values()}
+    return {domain_of(node, domains) for node in domains}
 
 
 def _copies(row: Mapping[str, Any], state: Mapping[str, Any], alive: Container[str]) -> int:
     """How many failure domains may be lost, judging by the role's worst segment; -1 before training."""
     domains = {node: about["domain"] for node, about in state["nodes"].items()}
     roles = {int(role): node for role, node in state["roles"].items() if node in alive}
-    worst = len({domain_of(node, domains) for node in roles.values()})
+    worst = len({domain_of(node, domains) for node in domains if node in alive})
     segments = [Segment.from_json(s) for s in state["segments"]]
     for segment in segments:
         holding = [node for node, versions in row["replicas"].get(segment.id, {}).items() if versions]

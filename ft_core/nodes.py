@@ -81,6 +81,27 @@ def report(node: Node, catalogue: dict[str, list[int]]) -> decision.NodeReport:
     )
 
 
+def copies(
+    nodes: Iterable[Node], catalogue: Mapping[str, Iterable[str]], roles: Collection[int]
+) -> dict[int, list[str]]:
+    """For each of `roles` the nodes that keep copies for others, once for each of the role's segments."""
+    held = {node.name: set(node.holdings["replicas"]) for node in nodes}
+    return {
+        role: [
+            name
+            for name, found in held.items()
+            for segment in catalogue.get(str(role), ())
+            if segment in found
+        ]
+        for role in roles
+    }
+
+
+def where(nodes: Iterable[Node]) -> dict[str, Message]:
+    """For the plan: where their memory is asked for, and what they may be lost with."""
+    return {n.name: {"data": n.about["data"], "domain": n.about["domain"]} for n in nodes}
+
+
 def common_durable(nodes: Iterable[Node]) -> dict[int, str]:
     """Versions of which all of `nodes` can read a durable checkpoint, oldest first, with its name.
 

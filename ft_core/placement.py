@@ -31,6 +31,7 @@ def replica_nodes(
     domains: Mapping[str, str],
     replicas: int,
     ring: Sequence[int] | None = None,
+    spares: Iterable[str] = (),
 ) -> list[str]:
     """Nodes that must keep a copy, beyond the holders' own, for `replicas` lost domains to be survived.
 
@@ -40,6 +41,9 @@ def replica_nodes(
     all other roles in cyclic order. In a domain of several nodes the one is taken that stands where the
     sender's node stands in its own domain, so that racks of equal size mirror each other instead of loading
     their first node.
+
+    Where these are in too few domains, `spares` (nodes without a role) keep copies as well: all that a node
+    sends goes to the same ones, so that one of them has what its roles need to go on there.
     """
     source = sender(segment, role_nodes)
     covered = _domains(segment, role_nodes, domains)
@@ -49,7 +53,18 @@ def replica_nodes(
         chosen += _choose(source, tier, role_nodes, domains, covered, replicas + 1)
     if len(covered) <= replicas:
         chosen += _choose(source, sorted(role_nodes), role_nodes, domains, covered, replicas + 1)
+    if len(covered) <= replicas and (others := sorted(spares)):
+        at = sorted(set(role_nodes.values())).index(role_nodes[source]) % len(others)
+        for node in others[at:] + others[:at]:
+            if len(covered) <= replicas and domain_of(node, domains) not in covered:
+                covered.add(domain_of(node, domains))
+                chosen.append(node)
     return chosen
+
+
+def spares_of(nodes: Iterable[str], role_nodes: Mapping[int, str]) -> list[str]:
+    """Those of `nodes` that play no role."""
+    return sorted(set(nodes) - set(role_nodes.values()))
 
 
 def survives(

@@ -11,7 +11,7 @@ from typing import Any
 
 from ft_core.errors import ConfigError
 from ft_core.manifest import Segment
-from ft_core.placement import replica_nodes, sender
+from ft_core.placement import replica_nodes, sender, spares_of
 from ft_core.razor import Job, Plan, failure_domains, plan, summarise
 from ft_core.survival import failure_probability, loss_bound, recovery_probability
 
@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ours.add_argument(
         "--ft-replicas", type=int, default=1, metavar="K", help="domains that may be lost at once"
     )
+    ours.add_argument("--spares", type=int, default=0, metavar="N", help="nodes that stand by")
     ours.add_argument("--nodes-per-domain", type=int, default=1, metavar="N", help="nodes behind one switch")
     ours.add_argument("--network-gbps", type=float, default=0, metavar="X", help="Gbit/s per device")
     ours.add_argument(
@@ -77,10 +78,11 @@ def of_running(state: dict[str, Any], as_json: bool) -> int:
     segments = [Segment.from_json(s) for s in state["segments"]]
     roles = {int(role): node for role, node in state["roles"].items()}
     domains = {node: about["domain"] for node, about in state["nodes"].items()}
-    rows = summarise(segments, roles, domains, state["replicas"], state["role"], state["ring"])
+    spares = spares_of(domains, roles)
+    rows = summarise(segments, roles, domains, state["replicas"], state["role"], state["ring"], spares)
     unique = sum(s.nbytes for s in segments if len(s.holders) == 1)
     sent = sum(
-        s.nbytes * len(replica_nodes(s, roles, domains, state["replicas"], state["ring"]))
+        s.nbytes * len(replica_nodes(s, roles, domains, state["replicas"], state["ring"], spares))
         for s in segments
         if sender(s, roles) == state["role"]
     )
@@ -164,6 +166,7 @@ def _job(args: argparse.Namespace) -> Job:
         precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         optimizer=args.optimizer,
         replicas=args.ft_replicas,
+        spares=args.spares,
         global_batch_size=args.global_batch_size,
     )
 
@@ -257,7 +260,7 @@ def _warnings(job: Job, found: Plan) -> list[str]:
     if found.survives < job.replicas:
         lines.append(
             f"\nWARNING: {job.replicas} lost domains cannot be survived: there are {failure_domains(job)}, "
-            f"and each segment needs {job.replicas + 1}. Use more nodes, or a smaller --ft-replicas."
+            f"each segment needs {job.replicas + 1}. Use more nodes or spares, or a smaller --ft-replicas."
         )
     if found.same_domain:
         lines.append(

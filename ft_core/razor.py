@@ -39,11 +39,12 @@ def summarise(
     replicas: int,
     role: int,
     ring: Sequence[int] | None = None,
+    spares: Sequence[str] = (),
 ) -> list[TensorRow]:
     """The tensors of `role`, largest first. `domains` counts copies that replication adds, too."""
     rows = []
     for segment in segments:
-        nodes = replica_nodes(segment, role_nodes, domains, replicas, ring)
+        nodes = replica_nodes(segment, role_nodes, domains, replicas, ring, spares)
         copies = survives(segment, role_nodes, domains, nodes) + 1
         sent = tuple(nodes) if sender(segment, role_nodes) == role else ()
         held = len(segment.holders)
@@ -87,6 +88,7 @@ class Job:
     precision: str = "fp32"
     optimizer: str = "adam"
     replicas: int = 1
+    spares: int = 0
     global_batch_size: int = 0
 
     def __post_init__(self) -> None:
@@ -149,9 +151,15 @@ class Job:
         return {r: f"node{r // self.nproc_per_node}" for r in range(self.world_size)}
 
     @cached_property
+    def spare_nodes(self) -> list[str]:
+        """They come after the others."""
+        first = len(set(self.role_nodes.values()))
+        return [f"node{first + number}" for number in range(self.spares)]
+
+    @cached_property
     def domains(self) -> dict[str, str]:
         """Nodes fill failure domains in order."""
-        nodes = enumerate(dict.fromkeys(self.role_nodes.values()))
+        nodes = enumerate([*dict.fromkeys(self.role_nodes.values()), *self.spare_nodes])
         return (
             {n: f"domain{i // self.nodes_per_domain}" for i, n in nodes} if self.nodes_per_domain > 1 else {}
         )
@@ -310,7 +318,7 @@ def plan(job: Job) -> Plan:
                 continue
             segment = Segment(holders, ())
             ring = job.peers(role, expert)
-            nodes = replica_nodes(segment, job.role_nodes, job.domains, job.replicas, ring)
+            nodes = replica_nodes(segment, job.role_nodes, job.domains, job.replicas, ring, job.spare_nodes)
             sent[role] += nbytes * len(nodes)
             received.update(dict.fromkeys(nodes, nbytes))
             copies[survives(segment, job.role_nodes, job.domains, nodes) + 1] += 1
@@ -364,4 +372,4 @@ def _row(job: Job, tensor: Tensor, role: int) -> PlanRow:
 
 def failure_domains(job: Job) -> int:
     """How many there are."""
-    return len({domain_of(n, job.domains) for n in job.role_nodes.values()})
+    return len({domain_of(n, job.domains) for n in [*job.role_nodes.values(), *job.spare_nodes]})

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ft_core.errors import TransportError
 from ft_core.inject import Injector
-from ft_core.placement import replica_nodes, sender
+from ft_core.placement import replica_nodes, sender, spares_of
 from ft_core.store import NodeStore
 from ft_core.transport import TcpTransport
 
@@ -47,7 +47,7 @@ class Replicator:
         self._where = _Where(0, {}, {}, {}, {})
 
     def begin(self, plan: dict[str, Any]) -> None:
-        """A new epoch: learn where everybody is."""
+        """A new epoch, or other spares than before: learn where everybody is."""
         self._where = _Where(
             plan["epoch"],
             {int(role): node for role, node in plan["roles"].items()},
@@ -82,10 +82,11 @@ class Replicator:
         if adopter is not None:
             # What it had alone is where its adopter is.
             role_nodes, ring = {**role_nodes, role: role_nodes[adopter]}, self._rings.get(adopter)
+        spares = spares_of(addresses, role_nodes)
         for index, segment in enumerate(buffer.segments):
             if sender(segment, role_nodes) != role:
                 continue
-            for node in replica_nodes(segment, role_nodes, domains, self.replicas, ring=ring):
+            for node in replica_nodes(segment, role_nodes, domains, self.replicas, ring, spares):
                 self._injector.point(role, "h2h", version)
                 sums = list(buffer.checksums(index))
                 total += self._transport.push(

@@ -146,10 +146,10 @@ class Settings:
                 f"{name['stages']} {self.stages} must divide the number of workers, {self.world_size}, and "
                 f"of those that the job starts with, {first}"
             )
-        if self.replicas >= self.nnodes > 1:
+        if self.replicas >= self.nnodes + self.spares > 1:
             raise ConfigError(
                 f"{name['replicas']} {self.replicas} needs {self.replicas + 1} nodes or more; "
-                f"there are {self.nnodes}"
+                f"there are {self.nnodes}" + f" and {self.spares} spares" * bool(self.spares)
             )
 
     def write(self, job_dir: Path) -> None:

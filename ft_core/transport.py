@@ -29,7 +29,9 @@ _ONE_STREAM = 4
 """Segments up to this many chunks use one connection: a second costs more than it saves."""
 
 
-_DROPPED = "this agent dropped its connections because a new epoch began, or it is closing"
+_DROPPED = "this agent dropped its connections because a new epoch began, the peer is gone, or it is closing"
+_CONNECT = 10.0
+"""Seconds that an agent may take to let another in."""
 
 
 class SegmentStore(Protocol):
@@ -102,8 +104,9 @@ class Transport(Protocol):
     def request(self, address: str, message: dict[str, Any], deadline: float) -> dict[str, Any]:
         """Ask another agent a small question. Raises TransportError, also if it answers with an error."""
 
-    def close_peers(self) -> None:
-        """Drop every outgoing connection: calls in progress raise TransportError (a new epoch began)."""
+    def close_peers(self, address: str | None = None) -> None:
+        """Drop every outgoing connection (a new epoch began), or those to one agent, which is gone: calls in
+        progress raise TransportError."""
 
     def close(self) -> None:
         """Also stop serving. Returns when the server's threads have ended."""
@@ -141,7 +144,7 @@ class _Peers:
                     self._busy.add(channel)
                     return channel
                 channel.close()  # the peer restarted since
-        channel = Channel.connect(address, self._secret, limit.left())
+        channel = Channel.connect(address, self._secret, min(limit.left(), _CONNECT))
         with self._lock:
             if drops == self._drops:
                 self._busy.add(channel)
@@ -165,16 +168,15 @@ class _Peers:
         channel.close()
         return mine
 
-    def drop(self) -> None:
+    def drop(self, address: str | None = None) -> None:
         with self._lock:
-            self._drops += 1
-            for channels in self._idle.values():
-                for channel in channels:
+            self._drops += address is None
+            for to in [address] if address is not None else list(self._idle):
+                for channel in self._idle.pop(to, ()):
                     channel.close()
-            self._idle.clear()
-            for channel in self._busy:
+            for channel in [c for c in self._busy if address in (None, c.peer)]:
                 channel.abort()  # its user closes it
-            self._busy.clear()
+                self._busy.remove(channel)
 
 
 class TcpTransport:
@@ -332,9 +334,9 @@ class TcpTransport:
         with self._call(f"asking agent {address}") as use:
             return field(_ask(use(address, limit), {"op": "ask", "message": message}, limit), "message", dict)
 
-    def close_peers(self) -> None:
+    def close_peers(self, address: str | None = None) -> None:
         """As `Transport.close_peers`."""
-        self._peers.drop()
+        self._peers.drop(address)
 
     def close(self) -> None:
         """As `Transport.close`."""

@@ -102,6 +102,22 @@ def test_two_nodes_at_once_with_two_replicas(tmp_path):
     assert all(e["origin"] == "memory" for e in result.of("decided")[1:])
 
 
+def test_the_only_node_is_lost_and_the_job_goes_on_on_the_spare(tmp_path):
+    """The spare has kept copies, since there is no other failure domain."""
+    with Job(tmp_path / "job", LAYOUT, STEPS, nproc=2, script=PACED) as job:
+        job.wait_for("resumed")
+        job.wait_for_step(5)
+        copies = lambda: [set().union(*row["replicas"].values()) for row in job.status()["roles"]]  # noqa: E731
+        wait_for_value(copies, [{"node1"}] * 2)
+        kill_nodes(job, 0)
+        decided = job.wait_for_epoch("decided", 2)
+        assert decided["origin"] == "memory" and set(decided["moved"].values()) == {"node1"}
+        result = job.finish()
+    check_identical(result, LAYOUT, STEPS)
+    check_clean(result)
+    assert result.recoveries == 1
+
+
 def test_policy_stop(tmp_path):
     with Job(tmp_path / "job", LAYOUT, STEPS, spares=0, script=PACED, ftrun=("--ft-policy=stop",)) as job:
         job.wait_for("resumed")

@@ -10,8 +10,9 @@ from typing import Any
 import xxhash
 
 from ft_core.agent import Agent
+from ft_core.inquiries import Inquiries
 from ft_core.manifest import layout
-from ft_core.memory import ControlBlock
+from ft_core.memory import ControlBlock, Word
 from ft_core.settings import Settings
 from ft_core.tasks import Tasks
 from ft_core.workers import Exit, Worker, WorkerPool
@@ -67,11 +68,12 @@ class RealAgent(Agent):
     def __init__(self, settings: Settings, job_dir: Path, node: str, node_rank: int) -> None:
         super().__init__(settings, job_dir, node, "", node_rank)
         self.pool = Pool(self)
-        self._tee = self._departure = self._inquiries = Nothing()  # type: ignore[assignment]
+        self._tee = self._departure = Nothing()  # type: ignore[assignment]
         self._log_dir.mkdir(parents=True, exist_ok=True)
 
     def serve(self) -> None:
         self._done = asyncio.get_running_loop().create_future()
+        self._inquiries = Inquiries(self.node, self.store, self.pool, self.transport)
         for device in range(self.settings.nproc_per_node):
             self.pool.start(device)
         self.pool.start(-1)
@@ -97,6 +99,17 @@ class RealAgent(Agent):
         worker = self.pool.of_role(role)
         assert worker is not None
         self.pool.kill(worker)
+
+    def step(self) -> None:
+        """All workers finish a step."""
+        for worker in self.pool.playing():
+            assert worker.role is not None
+            newest = self.store.memory(worker.role).versions()[-1]
+            self._stage(worker, worker.role, newest + 1)
+
+    def committed(self) -> list[int]:
+        """The newest version of each worker that is safe."""
+        return [worker.control[Word.COMMITTED] for worker in self.pool.playing()]
 
     def worker_hears(self, worker: Worker, message: Message) -> None:
         """What a worker does about a message."""

@@ -66,3 +66,16 @@ def test_sender_of_an_unplaced_segment() -> None:
     assert sender(Segment((1, 3), ()), {3: "b"}) == 3
     with pytest.raises(ValueError):
         sender(unique(0), {})
+
+
+def test_spares_keep_what_the_others_cannot() -> None:
+    """All of a node goes to the same one, and as few do as suffice."""
+    one = {0: "a", 1: "a"}
+    assert [replica_nodes(unique(r), one, {}, 1, spares=["s", "t"]) for r in one] == [["s"], ["s"]]
+    assert replica_nodes(unique(0), one, {}, 2, spares=["s", "t"]) == ["s", "t"]
+    assert replica_nodes(unique(0), one, {"s": "rack", "t": "rack"}, 2, spares=["s", "t"]) == ["s"]
+    assert replica_nodes(unique(0), one, {"a": "rack", "s": "rack"}, 1, spares=["s", "t"]) == ["t"]
+    two = {0: "a", 1: "b"}
+    assert replica_nodes(unique(0), two, {}, 1, spares=["s"]) == ["b"]
+    assert [replica_nodes(unique(r), two, {}, 2, spares=["s", "t"]) for r in two] == [["b", "s"], ["a", "t"]]
+    assert replica_nodes(unique(0), one, {}, 0, spares=["s"]) == []

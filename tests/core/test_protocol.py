@@ -282,3 +282,47 @@ def test_nobody_is_said_to_hold_the_state_when_no_node_is_left(tmp_path: Path):
         assert "survivors" not in reason and "no node is left, and no checkpoint" in reason
 
     play(test, tmp_path / "job", nodes=2)
+
+
+def test_a_spare_keeps_the_copies_that_one_node_cannot(tmp_path: Path):
+    """It may come later than the plan, go, and come again; once the node is lost, the job goes on there."""
+
+    async def test(fleet: Fleet) -> None:
+        async def agent(name: str, node_rank: int = -1) -> RealAgent:
+            agents[name] = RealAgent(fleet.settings, fleet.job_dir, name, node_rank)
+            agents[name].serve()
+            return agents[name]
+
+        def held(node: RealAgent) -> list[list[int]]:
+            return list(node.store.replicas.versions().values())
+
+        agents: dict[str, RealAgent] = {}
+        node = await agent("node", 0)
+        await fleet.event("resumed")
+        first = await agent("first")
+        await fleet.until(lambda: "first" in node.plan["nodes"])
+        node.step()
+        await fleet.until(lambda: held(first) == [[2], [2]])
+        await first.end()
+        await fleet.event("spare_lost")
+        await fleet.until(lambda: "first" not in node.plan["nodes"])
+        node.step()
+        await fleet.until(lambda: node.committed() == [3, 3])  # nobody is there to wait for
+        others = [await agent(name) for name in ("other", "second")]
+        await fleet.until(lambda: {"other", "second"} <= set(node.plan["nodes"]))
+        node.step()
+        await fleet.until(lambda: node.committed() == [4, 4])
+        assert [held(spare) for spare in others] == [[[4], [4]], []]
+        controller = fleet.controller
+        assert controller is not None
+        shown = lambda: [list(row["replicas"].values()) for row in controller.console.status()["roles"]]  # noqa: E731
+        await fleet.until(lambda: shown() == [[{"other": [4]}]] * 2)
+        await node.end()
+        decided = await fleet.event("decided", 2)
+        assert (decided["origin"], decided["version"]) == ("memory", 4)
+        assert decided["moved"] == {"0": "other", "1": "other"}
+        await fleet.event("resumed", 2)
+        for spare in others:
+            await spare.end()
+
+    play(test, tmp_path / "job", nodes=1, nproc=2, spares=2, ranks=[], replicas=1)
