@@ -32,11 +32,12 @@ class Snapshots:
         allocate: Allocate,
         on_staged: Callable[[int, int], None],
         on_copy: Callable[[], None],
+        moved: Callable[[], bool],
     ) -> None:
-        """`on_staged(role, version)` is called from a thread."""
-        self._role, self._adapter = role, adapter
+        """`on_staged(role, version)` and `moved` are called from a thread; for `moved` see `Snapshotter`."""
+        self._role, self._adapter, self._moved = role, adapter, moved
         self._allocate, self._on_staged = allocate, on_staged
-        own = Snapshotter(adapter, partial(allocate, role), partial(on_staged, role), on_copy)
+        own = Snapshotter(adapter, partial(allocate, role), partial(on_staged, role), on_copy, moved)
         self._of: dict[int, tuple[Any, Snapshotter]] = {role: (adapter, own)}
 
     def adopt(self, roles: Iterable[int]) -> frozenset[int]:
@@ -50,7 +51,8 @@ class Snapshots:
                 kept[role] = before
             else:
                 staged = partial(self._on_staged, role)
-                kept[role] = state, Snapshotter(state, partial(self._allocate, role), staged)
+                allocate = partial(self._allocate, role)
+                kept[role] = state, Snapshotter(state, allocate, staged, moved=self._moved)
         self._of = kept
         return frozenset(kept)
 

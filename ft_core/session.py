@@ -31,6 +31,7 @@ from ft_core.inject import Injector
 from ft_core.manifest import Segment
 from ft_core.memory import IN_OPTIMIZER, ControlBlock, SharedMemory, Word
 from ft_core.process_group import Communicators
+from ft_core.snapshot import settle
 from ft_core.wire import Channel
 
 log = logging.getLogger(__name__)
@@ -198,7 +199,12 @@ class Session:
         self.version = version
         self.control[Word.VERSION] = self.control[Word.TAG] = version
         self._snapshots = Snapshots(
-            self.role, adapter, self._allocate, self._staged, lambda: self.point("d2h")
+            self.role,
+            adapter,
+            self._allocate,
+            self._staged,
+            on_copy=lambda: self.point("d2h"),
+            moved=lambda: self._pending > self.epoch,
         )
         about = {"version": version, "ring": list(adapter.ring), "resumes": resumes}
         group = {"group": [*adapter.replica_group, adapter.replicated, adapter.adopts]}
@@ -353,9 +359,17 @@ class Session:
         self.control[Word.WAITED_NS] += time.monotonic_ns() - started
 
     def optimizer_begins(self) -> None:
-        """The barrier is passed: from here on the state changes."""
+        """The barrier is passed: from here on the state changes. Raises EpochChanged if it was not.
+
+        With NCCL the host runs ahead of the exchanges, and an aborted one ends like any other, with garbage:
+        so it is waited for them, and only then looked whether the epoch is over. The abort comes after the
+        announcement.
+        """
         if self._snapshots is None:  # a rehearsal
             return
+        if self.control[Word.TAG] != IN_OPTIMIZER:  # some optimizers begin several times in a step
+            settle()
+            self.raise_if_moved()
         self.control[Word.TAG] = IN_OPTIMIZER
         self._snapshots.step_begins()
         self.point("optimizer")

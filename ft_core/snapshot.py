@@ -7,9 +7,11 @@ the copy here is complete, because a survivor may have to roll back on its own.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import xxhash
@@ -19,6 +21,8 @@ from ft_core.adapter import State, StateTensor
 from ft_core.errors import CorruptSnapshot
 from ft_core.manifest import CHUNK, Segment, layout
 from ft_core.memory import TORN, SharedMemory, SnapshotBuffer
+
+log = logging.getLogger(__name__)
 
 ENVELOPE = "ft/envelope"
 Allocate = Callable[[int, list[Segment]], Sequence[int]]
@@ -34,6 +38,12 @@ class _Live:
     volatile: dict[str, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class _Fence:
+    device: torch.device
+    event: Any
+
+
 _Row = tuple[str, torch.dtype, torch.Size, tuple[int, ...]]
 """What a tensor's place depends on: name, dtype, shape, holders."""
 
@@ -47,7 +57,11 @@ class Snapshotter:
         allocate: Allocate,
         on_staged: Callable[[int], None],
         on_copy: Callable[[], None] = lambda: None,
+        moved: Callable[[], bool] = lambda: False,
+        cuda: Any = torch.cuda,
     ) -> None:
+        """`moved`: whether the epoch that the state was made in is over. `cuda`: like torch's module."""
+        self._moved, self._cuda = moved, cuda
         self._state = state
         self._allocate = allocate
         self._on_staged = on_staged
@@ -60,7 +74,7 @@ class Snapshotter:
         """Bytes that the envelope has in the layout."""
         self._rows: list[_Row] = []
         self._layout: list[Segment] = []
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: Any = None
 
     def stage(self, version: int) -> None:
         """Begin to copy the state as version `version`; it must not change until `wait` or the commit.
@@ -76,10 +90,17 @@ class Snapshotter:
         self._live = _Live(version, data, {t.name: t.tensor for t in tensors if t.volatile})
         buffer = self._buffer_for(self._segments(tensors))
         buffer.version = TORN
-        fence = torch.cuda.Event() if any(t.tensor.is_cuda for t in tensors) else None
-        if fence is not None:
-            fence.record()
+        fence = self._fence(tensors)
         self._staging = self._thread.submit(self._copy, buffer, tensors, version, fence)
+
+    def _fence(self, tensors: Sequence[StateTensor]) -> _Fence | None:
+        """Where the device is once all is done that makes the state; None for state on the host."""
+        device = next((t.tensor.device for t in tensors if t.tensor.is_cuda), None)
+        if device is None:
+            return None
+        event = self._cuda.Event()
+        event.record(self._cuda.current_stream(device))
+        return _Fence(device, event)
 
     def wait(self) -> None:
         """Until what was begun is complete in host memory. Raises what the copy raised."""
@@ -143,16 +164,18 @@ class Snapshotter:
 
     def _map(self, slot: int, address: Sequence[int], segments: Sequence[Segment]) -> MappedBuffer:
         buffer = MappedBuffer(address, segments)
-        if has_gpu():
-            # Page-locked memory is what makes the copy asynchronous.
-            torch.cuda.cudart().cudaHostRegister(buffer.memory.pointer, buffer.memory.nbytes, 0)
+        if self._cuda is not torch.cuda or has_gpu():
+            buffer.pin(self._cuda.cudart())
         self._buffers[slot] = buffer
         return buffer
 
     def _copy(
-        self, buffer: SnapshotBuffer, tensors: list[StateTensor], version: int, fence: torch.cuda.Event | None
+        self, buffer: SnapshotBuffer, tensors: list[StateTensor], version: int, fence: _Fence | None
     ) -> None:
         self._on_copy()
+        if fence is not None and not self._passed(fence):
+            self._live = None
+            return
         by_name = {t.name: t.tensor for t in tensors}
         for index, segment in enumerate(buffer.segments):
             data, sums = buffer.data(index), buffer.checksums(index)
@@ -160,7 +183,7 @@ class Snapshotter:
             done = 0
             with torch.no_grad():
                 if fence is not None:
-                    self._copy_from_device(flat, segment, by_name, fence)
+                    self._copy_from_device(flat, segment, by_name)
                 else:
                     for item in segment.items:
                         source = _bytes_of(by_name[item.name])
@@ -178,12 +201,18 @@ class Snapshotter:
         buffer.version = version
         self._on_staged(version)
 
+    def _passed(self, fence: _Fence) -> bool:
+        """Wait until the state is made. False if the epoch ended before: what an aborted NCCL exchange leaves
+        is garbage, of which neither the host nor the device is told."""
+        self._cuda.set_device(fence.device)  # of this thread: else its streams are the first GPU's
+        fence.event.synchronize()
+        return not self._moved()
+
     def _copy_from_device(
-        self, flat: torch.Tensor, segment: Segment, by_name: dict[str, torch.Tensor], fence: torch.cuda.Event
+        self, flat: torch.Tensor, segment: Segment, by_name: dict[str, torch.Tensor]
     ) -> None:
-        self._stream = self._stream or torch.cuda.Stream()
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(fence)
+        self._stream = self._stream or self._cuda.Stream()
+        with self._cuda.stream(self._stream):
             for item in segment.items:
                 source = _bytes_of(by_name[item.name])
                 flat[item.offset : item.offset + item.nbytes].copy_(source, non_blocking=True)
@@ -196,6 +225,29 @@ class MappedBuffer(SnapshotBuffer):
     def __init__(self, address: Sequence[int], segments: Sequence[Segment]) -> None:
         super().__init__(SharedMemory.open(address), segments)
         self.memory_address = list(address)
+        self._unpin: Callable[[], object] = lambda: None
+
+    def pin(self, runtime: Any) -> None:
+        """Lock the pages, which is what makes copies from a device asynchronous. `runtime`: CUDA's."""
+        pointer = self.memory.pointer
+        if code := int(runtime.cudaHostRegister(pointer, self.memory.nbytes, 0)):
+            log.warning(
+                "%d bytes of snapshot memory cannot be page-locked (CUDA error %d): copies hold the GPU up. "
+                "Is the limit of locked memory too low (ulimit -l)?",
+                *(self.memory.nbytes, code),
+            )
+            return
+        self._unpin = lambda: runtime.cudaHostUnregister(pointer)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_unpin"):
+            self._unpin()  # while it is still mapped
+
+
+def settle() -> None:
+    """Wait for what this thread has given its GPU to do, if it has one."""
+    if torch.cuda.is_initialized() and has_gpu():
+        torch.cuda.current_stream().synchronize()
 
 
 def has_gpu() -> bool:
