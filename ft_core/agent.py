@@ -686,6 +686,8 @@ def main() -> int:
     # For the fork server, and for workers until they have a role: Slurm sends it to every process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Or asking whether there is a GPU, as DeepSpeed's import does, leaves the fork server's children none.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # Connections break at every failure; c10d would write a C++ stack trace for each.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     collector.exempt()

@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from ft_core import collector
+from ft_core import collector, cuda_fork
 
 ENV = "FT_PRELOAD"
 
@@ -52,6 +52,7 @@ def _preload() -> None:
 
     with contextlib.suppress(Exception):
         plugins.load(plugins.HOOKS)
+    cuda_fork.look("the hooks of installed packages")
     target = os.environ.get(ENV, "")
     source = source_of(target) if target else None
     if source is None or source.suffix != ".py":
@@ -63,9 +64,11 @@ def _preload() -> None:
             module = importlib.import_module(name)
             for part in parts:  # a module may import only now what is asked of it
                 getattr(module, part, None)
+        cuda_fork.look(name)
     for preload in plugins.load(plugins.PRELOAD):
         with contextlib.suppress(Exception):
             preload()
+        cuda_fork.look(f"what {preload.__module__} preloads")
     sys.path.pop(0)
 
 

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import torch
 
-from ft_core import ordinary, plugins, unprotected
+from ft_core import cuda_fork, ordinary, plugins, unprotected
 from ft_core.errors import ConfigError
 from ft_core.logs import redirect
 from ft_core.session import Session, exit_code
@@ -44,7 +44,7 @@ def main(
     channel = Channel.connect(socket, secret, _CONNECT_TIMEOUT)
     channel.settimeout(None)
     session = Session(channel, secret, Path(job_dir), worker)
-    if device >= 0 and not command.no_python and has_gpu():
+    if device >= 0 and not command.no_python and not cuda_fork.broken() and has_gpu():
         torch.cuda.set_device(device)
         torch.zeros(1, device="cuda")  # a spare has its device context up
     assignment = session.wait_for_role()
@@ -56,6 +56,7 @@ def main(
     session.comms.install()
     unprotected.install(session)
     try:
+        cuda_fork.check()
         for install in plugins.load(plugins.HOOKS):
             install()
         run(command)

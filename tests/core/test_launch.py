@@ -364,3 +364,23 @@ def test_a_range_of_nodes_starts_with_the_smallest_number(script: str) -> None:
     assert settings.start.present == [0, 1, 4, 5]
     whole = settings_of("--standalone", "--nnodes=2:2", script)
     assert whole.min_nodes == 0 and whole.start.present == [0, 1]
+
+
+def test_an_import_that_initializes_cuda_is_named(tmp_path: Path) -> None:
+    """A stand-in, as there is no GPU: a module whose import makes torch say that forks cannot use CUDA."""
+    (tmp_path / "harmless.py").write_text("")
+    (tmp_path / "greedy.py").write_text(
+        "import os, torch\n"
+        "torch.version.cuda = '12.8'\n"
+        "torch.cuda._is_in_bad_fork = lambda: True\n"
+        f"open({str(tmp_path / 'asked')!r}, 'w').write(os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'])\n"
+    )
+    script = tmp_path / "train.py"
+    script.write_text("import harmless\nfrom greedy import torch\nimport json\nprint('trained')\n")
+    root = Path(__file__).resolve().parent.parent.parent
+    command = [sys.executable, "-m", "ft_core.launch", "--standalone", f"--job-dir={tmp_path / 'job'}"]
+    about = {"env": {**os.environ, "PYTHONPATH": str(root)}, "cwd": root, "timeout": 110}
+    done = subprocess.run([*command, str(script)], **about, capture_output=True, text=True)
+    assert done.returncode == 1 and "trained" not in done.stdout
+    assert done.stderr.count("importing greedy initializes CUDA") == 1, done.stderr
+    assert (tmp_path / "asked").read_text() == "1"
