@@ -40,7 +40,7 @@ from ft_core.memory import Word
 from ft_core.rendezvous import Stores, reserve
 from ft_core.replicator import Replicator
 from ft_core.reports import Reports, Said
-from ft_core.settings import Settings, read_secret
+from ft_core.settings import Settings, read_secret, unique
 from ft_core.store import NodeStore
 from ft_core.tasks import Tasks
 from ft_core.transport import TcpTransport
@@ -89,6 +89,7 @@ class Agent:
         """The newest epoch before which no worker here is inside a step any more."""
         self._writing: dict[int, int] = {}
         """Role -> the version of it that is being written to storage."""
+        self._given_up = False
         self._done: asyncio.Future[int] | None = None
         self._tasks: Tasks
         self._served = False
@@ -129,6 +130,8 @@ class Agent:
         leave_in_peace()
         workers.cancel()
         stores.cancel()
+        if self._given_up:
+            self._begin_again()
         await self._farewell()
         # Threads that still wait for a peer must not hold up the end of a job that is over.
         watchdog = threading.Timer(_FAREWELL, os._exit, [code])
@@ -224,6 +227,17 @@ class Agent:
                     self._assign(role, message["changes"])
                 elif (said := self._said.get("prepared", role)) is not None:
                     self._post(said)  # to another controller, which has asked before
+        elif kind == "tell":
+            self._post(self.plan)
+        elif kind == "given_up":
+            log.warning(
+                "node %s was not heard of for too long, and the job has gone on without it: its workers end, "
+                "and it joins again as a spare",
+                self.node,
+            )
+            assert self._done is not None
+            self._given_up = not self._done.done()
+            self._end(0)
         elif kind == "withdraw":
             self._withdraw(message["roles"])
         elif kind == "configured":
@@ -632,6 +646,23 @@ class Agent:
         if not self._done.done():
             self._post({"type": "left"})
             self._end(code)
+
+    def _begin_again(self) -> NoReturn:
+        """Become another agent of this machine: all that is held here is of another past of the job.
+
+        The same process, so that whoever has started it need not know.
+        """
+        if not orphans.end_all(_FAREWELL):
+            log.error(
+                "node %s: processes that it had started do not end, so it does not come back", self.node
+            )
+            sys.exit(1)
+        sys.stdout.flush()
+        about = [parent.argument(), "--job-dir", str(self.job_dir)]
+        about += ["--domain", self.domain, "--node", unique(self.node)]
+        if temporary := multiprocessing.current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
+            about += ["--temporary", temporary]
+        os.execv(sys.executable, [sys.executable, "-m", "ft_core.agent", *about])
 
     async def _farewell(self) -> None:
         for worker in self.pool.playing():

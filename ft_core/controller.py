@@ -60,9 +60,9 @@ _RETURN_GRACE = 0.3
 _SIGNAL_LAG = 0.02
 """Seconds in which this process notices a signal that it was sent before a message."""
 _REBUILD_GRACE = 2.0
-"""Seconds that a restarted controller waits for the nodes of the plan it was told of."""
+"""Seconds without news that a restarted controller waits for the nodes of the plan it was told of."""
 _REPEAT = 1.0
-"""Seconds after which a plan is sent again to a node that has not begun it."""
+"""Seconds after which a plan is sent again to a node that has not begun it, or another is asked for it."""
 _STANDBY_GRACE = 20.0
 """Seconds that a healthy node has to bring up a standby before a crashed worker's role moves elsewhere."""
 _PORT_RETRY = 0.2
@@ -97,7 +97,6 @@ class Controller:
         self.epoch = 0
         self.plan: Message = {}
         self.nodes: dict[str, Node] = {}
-        self.fenced: set[str] = set()
         self.catalogue: dict[str, dict[str, list[int]]] = {}
         """Role -> its segments and their holders: what is lost without a trace must still be missed."""
         self.groups = Groups(settings.start)
@@ -115,6 +114,13 @@ class Controller:
         self._recorded = _recorded(job_dir / "events.jsonl")
         """Of events that come once an epoch, the newest epoch that has them."""
         self.clock = AwakeClock(2 * _TICK)
+        self._arriving = 0
+        """Connections that have not said yet who they are."""
+        self._heard_at = 0.0
+        """When somebody who knows the secret last came, or said who he is."""
+        self._newest = 0
+        """The epoch of the newest plan that is known to be somewhere."""
+        self._asked_at, self._asked = 0.0, 0
         self._restored: dict[int, int] = {}
         self._stepped: set[int] = set()
         self._reopened: set[int] = set()
@@ -235,6 +241,8 @@ class Controller:
                 return
             node = self._greet(channel, hello)
             while node is not None and (message := await self.receive(channel)) is not None:
+                if node.name not in self.nodes:
+                    break  # it is lost: what it had said before is of no use, and it will greet again
                 node.seen = self.clock.now
                 self._on_agent(node, message)
         except asyncio.CancelledError:
@@ -250,8 +258,10 @@ class Controller:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> tuple[AsyncChannel, Message] | None:
         """Shake hands, and hear who it is."""
+        self._arriving += 1
         try:
             channel = await AsyncChannel.accept(reader, writer, self.secret)
+            self._heard_at = self.clock.now
             if (hello := await self.receive(channel)) is None:
                 return None
             if hello.get("kind") != "ctl":
@@ -260,6 +270,8 @@ class Controller:
         except (AuthenticationError, ProtocolError) as error:
             self._refusals.add(str(error))
             return None
+        finally:
+            self._arriving -= 1
 
     async def receive(self, channel: AsyncChannel) -> Message | None:
         """The next message; None at the end of the connection."""
@@ -277,18 +289,17 @@ class Controller:
 
     def _greet(self, channel: AsyncChannel, hello: Message) -> Node | None:
         name = str(hello["node"])
-        if name in self.fenced:
-            # Declared dead and replaced: what still runs there must not meet its successor.
-            channel.post({"type": "kill"})
-            return None
+        self._heard_at = self.clock.now
         node = Node(name, channel, hello, self.clock.now, holdings=hello)
+        if self._given_up(node):
+            return None
         node.heartbeat = {**hello, "roles": {}}
         known = self.nodes.get(name)
         if known is not None:
             known.channel.close()
         self.nodes[name] = node
-        if hello["plan"].get("epoch", 0) > self.plan.get("epoch", 0):
-            self._take(hello["plan"])
+        if node.epoch_begun > max(self._newest, self.plan.get("epoch", 0)):
+            self.phase, self._newest, self._asked_at = Phase.REBUILDING, node.epoch_begun, -_REPEAT
         self.reached = max([self.reached, *versions(hello)])
         if self.phase in (Phase.FORMING, Phase.REBUILDING):
             self.epoch = max(self.epoch, int(hello["epoch"]), self.plan.get("epoch", 0))
@@ -298,8 +309,7 @@ class Controller:
         if known is None:
             self.event("joined", node=name, agent_pid=hello["pid"], domain=hello["domain"])
             self.rejoin.news()
-        for message in hello["said"]:
-            self._on_agent(node, message)
+        self._hear(node)
         if self._parts:
             node.post({"type": "release", "parts": self._parts})
         self._remind(node, hello)
@@ -310,8 +320,25 @@ class Controller:
         self._decide_if_ready()  # a greeting is a report too
         return node
 
+    def _given_up(self, node: Node) -> bool:
+        """Whether a plan was made without this node since it began its own; if so, it is told.
+
+        Its roles are played elsewhere then, and its state is of a past that may have been done again. A node
+        that was thought lost and is back before any such plan takes part as if nothing had been.
+        """
+        if node.name in self.plan.get("nodes", {}) or node.about["begun"] in ("", self.plan.get("id")):
+            return False
+        if node.epoch_begun > self.plan.get("epoch", 0):
+            return False
+        reason = f"node {node.name} is back, too late: it joins again as a spare"
+        self.event("given_up", reason, node=node.name)
+        node.post({"type": "given_up"})
+        return True
+
     def _take(self, plan: Message) -> None:
         """Of another controller, from an agent that has begun it."""
+        if plan["epoch"] <= self.plan.get("epoch", 0):
+            return  # several were asked
         self.catalogue = {**plan["catalogue"], **self.catalogue}
         self.initial, self.reached = plan["initial"], max(self.reached, plan["reached"])
         self._parts = max(self._parts, plan["parts"])
@@ -319,8 +346,22 @@ class Controller:
         self._futile, self._goal = plan["futile"]
         self.groups.take(plan["groups"])
         self._begin(plan)
-        if self.phase is Phase.FORMING:
-            self.phase = Phase.REBUILDING
+        self.epoch = max(self.epoch, plan["epoch"])
+        for node in [n for n in self.nodes.values() if self._given_up(n)]:
+            node.channel.close()
+            del self.nodes[node.name]
+
+    @property
+    def _planned(self) -> bool:
+        """Whether the newest plan is here. Without it, a restarted controller understands little."""
+        return self.plan.get("epoch", 0) >= self._newest
+
+    def _hear(self, node: Node) -> None:
+        """What was said before the plan was here, and with the greeting."""
+        if self._planned:
+            said, node.about["said"] = node.about["said"], []
+            for message in said:
+                self._on_agent(node, message)
 
     def _begin(self, plan: Message) -> None:
         self.plan = plan
@@ -373,7 +414,9 @@ class Controller:
 
     def _on_agent(self, node: Node, message: Message) -> None:
         kind, epoch = message["type"], message.get("epoch")
-        if kind == "heartbeat":
+        if kind == "plan":
+            self._take(message)
+        elif kind == "heartbeat":
             node.heartbeat = message
             self._remind(node, message)
             self.rejoin.beat(node)
@@ -389,6 +432,8 @@ class Controller:
             self.reached = max([self.reached, *versions(message)])
             node.heartbeat["idle"] = message["idle"]
             self._decide_if_ready()
+        elif not self._planned:
+            node.about["said"].append(message)
         elif kind == "worker_lost":
             self._worker_lost(node, message)
         elif kind == "short" and self.rejoin.concerns(int(message["role"])):
@@ -562,7 +607,6 @@ class Controller:
         self.rejoin.node_lost(node.name)
         roles = [int(r) for r, where in self.plan.get("roles", {}).items() if where == node.name]
         if roles:
-            self.fenced.add(node.name)
             self._failed(f"node {node.name} lost: {why}", roles)
         else:
             self.event("spare_lost", f"node {node.name}: {why}", node=node.name)
@@ -644,7 +688,7 @@ class Controller:
             if self.phase is Phase.FORMING:
                 self._form_if_ready()
             elif self.phase is Phase.REBUILDING:
-                self._rebuild(now > _REBUILD_GRACE)
+                self._rebuild()
             elif self.phase is Phase.WAITING:
                 self._decide_if_ready()
             if self.running:
@@ -671,9 +715,23 @@ class Controller:
         origin = "durable" if durable else "initial"
         self._start(roles, max(durable) if durable else None, origin, {}, {})
 
-    def _rebuild(self, late: bool) -> None:
-        missing = set(self.plan["roles"].values()) - set(self.nodes)
-        if missing and not late:
+    def _rebuild(self) -> None:
+        """A restarted controller, once it has heard from everybody, or it is clear who does not come."""
+        self._newest = max((n.epoch_begun for n in self.nodes.values()), default=0)
+        if not self._planned:
+            if self.clock.now - self._asked_at >= _REPEAT:
+                there = [n for n in self.nodes.values() if n.epoch_begun == self._newest]
+                there[self._asked % len(there)].post({"type": "tell"})
+                self._asked_at, self._asked = self.clock.now, self._asked + 1
+            return
+        for node in list(self.nodes.values()):
+            self._hear(node)
+        if not self.plan:
+            self.phase = Phase.FORMING  # those who knew of a plan are gone again
+            return
+        quiet = self.clock.now - self._heard_at
+        late = quiet > _REBUILD_GRACE and (not self._arriving or quiet > self.settings.silence_limit)
+        if not late and set(self.plan["roles"].values()) - set(self.nodes):
             return
         self.phase = Phase.RUNNING
         if self.initial is not None and self.reached > self.initial:
@@ -697,7 +755,6 @@ class Controller:
             self.event("detected", reason, roles)
         self._tell_of_nodes()
         if dead or self._undone or self.epoch > self.plan["epoch"]:
-            self.fenced |= missing
             self._failed("lost while the controller was away" if dead else "recovery was under way", dead)
 
     def _decide_if_ready(self) -> None:

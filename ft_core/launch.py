@@ -27,7 +27,7 @@ from ft_core import inject, plugins
 from ft_core.departure import ENDED
 from ft_core.elastic import INTERVENTIONS
 from ft_core.errors import FAILED, ConfigError
-from ft_core.settings import POLICIES, Command, Settings, write_secret
+from ft_core.settings import POLICIES, Command, Settings, unique, write_secret
 from ft_core.wire import listen
 
 _DEFAULT_PORT = 29400
@@ -404,7 +404,8 @@ def _launch(args: argparse.Namespace) -> Launcher:
     rank = args.node_rank or 0
     if rank == 0:
         launcher.controller()
-    launcher.agent(f"{socket.gethostname()}-{rank}", rank, args.ft_domain)
+    place = f"{socket.gethostname()}-{rank}"
+    launcher.agent(unique(place), rank, args.ft_domain or place)
     return launcher
 
 
@@ -423,7 +424,7 @@ def _join(args: argparse.Namespace) -> Launcher:
     if settings.controller != args.join:
         raise ConfigError(f"--join {args.join}: the job in {job_dir} is at {settings.controller}")
     launcher = Launcher(job_dir)
-    launcher.agent(f"{socket.gethostname()}-{os.getpid()}", -1, args.ft_domain)
+    launcher.agent(unique(socket.gethostname()), -1, args.ft_domain)
     return launcher
 
 

@@ -15,7 +15,7 @@ Message = dict[str, Any]
 
 @dataclass
 class Node:
-    """A live agent."""
+    """A live agent. No other process has had its name: it stands for all that the process holds."""
 
     name: str
     channel: AsyncChannel
@@ -28,6 +28,11 @@ class Node:
     planned: float = float("-inf")
     """When a plan was sent over this connection last."""
 
+    @property
+    def epoch_begun(self) -> int:
+        """The epoch of the plan that it had when it greeted."""
+        return int(self.about["begun"].partition("-")[0] or 0)
+
     def post(self, message: Message) -> None:
         """Send without waiting. A broken connection is noticed by its reader."""
         with contextlib.suppress(ConnectionError):
@@ -35,9 +40,10 @@ class Node:
 
 
 _HELLO: dict[str, type] = {
-    **dict.fromkeys(("node", "domain", "data", "store", "master"), str),
+    **dict.fromkeys(("node", "domain", "data", "store", "master", "begun"), str),
     **dict.fromkeys(("pid", "node_rank", "epoch", "idle"), int),
-    **dict.fromkeys(("plan", "roles", "replicas", "segments"), dict),
+    **dict.fromkeys(("roles", "replicas", "segments"), dict),
+    "said": list,
 }
 
 

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import time
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
@@ -37,6 +38,20 @@ def end() -> bool:
                 if b"multiprocessing.resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, signal.SIGKILL)
     return not left
+
+
+def end_all(seconds: float) -> bool:
+    """SIGKILL all children, and the orphans that come of it. False: not all have ended within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while children := _children():
+        if time.monotonic() > deadline:
+            return False
+        for pid in children:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
+    return True
 
 
 def _children() -> set[int]:

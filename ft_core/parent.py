@@ -23,6 +23,11 @@ def expect(pid: int) -> None:
     _parent = pid
 
 
+def argument() -> str:
+    """For a process that takes the place of this one."""
+    return f"--parent={_parent}"
+
+
 def gone() -> bool:
     """Whether it has ended."""
     return os.getppid() != _parent

@@ -61,7 +61,6 @@ class Reports:
             "node_rank": self._a.node_rank,
             "domain": self._a.domain,
             "data": self._a.transport.address,
-            "plan": self._a.plan,
         }
 
     def holdings(self) -> Message:

@@ -169,6 +169,11 @@ class Settings:
             ) from None
 
 
+def unique(node: str) -> str:
+    """A name for a process that is node `node`: the next one, there or elsewhere, has another."""
+    return f"{node.partition('+')[0]}+{secrets.token_hex(3)}"
+
+
 def write_secret(job_dir: Path) -> None:
     """Put the job's secret into its directory, readable by the owner only.
 

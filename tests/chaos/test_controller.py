@@ -29,6 +29,7 @@ def no_controller(job: Job) -> Iterator[int]:
 def test_training_goes_on_without_a_controller_and_its_successor_recovers(tmp_path):
     with Job(tmp_path / "job", LAYOUT, STEPS, script=PACED) as job:
         job.wait_for("resumed")
+        job.wait_for("joined", 3)
         before = job.status()
         with no_controller(job) as reached:
             job.wait_for_step(reached + 10)
@@ -39,7 +40,9 @@ def test_training_goes_on_without_a_controller_and_its_successor_recovers(tmp_pa
         assert [(r["node"], r["agent_pid"]) for r in after["roles"]] == [
             (r["node"], r["agent_pid"]) for r in before["roles"]
         ]
-        assert after["spares"] == before["spares"]
+        assert [(s["node"], s["agent_pid"]) for s in after["spares"]] == [
+            (s["node"], s["agent_pid"]) for s in before["spares"]
+        ]
         os.killpg(after["roles"][1]["agent_pid"], signal.SIGKILL)
         assert job.wait_for_epoch("decided", 2)["origin"] == "memory"
         result = job.finish()

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_core.controller import Controller
-from ft_core.settings import Command, Settings, write_secret
+from ft_core.settings import Command, Settings, unique, write_secret
 from ft_core.wire import AsyncChannel
 
 Message = dict[str, Any]
@@ -229,7 +229,7 @@ class Node:
                 channel = await AsyncChannel.connect(self.fleet.settings.controller, self.fleet.secret)
                 self.connections += 1
                 identity = {"node": self.name, "pid": self.connections, "node_rank": self.node_rank}
-                where = {"domain": self.domain, "data": "127.0.0.1:1", "plan": self.plan}
+                where = {"domain": self.domain, "data": "127.0.0.1:1"}
                 hello = {"type": "hello", "kind": "agent", **identity, **where, **self.holdings()}
                 hello["said"] = list(self._said.values())
                 if await self._arrives(hello):
@@ -299,6 +299,11 @@ class Node:
             for role in self.workers:
                 if ("completed", role) in self._said:
                     self.finish(role)
+        elif kind == "tell":
+            self.post(self.plan)
+        elif kind == "given_up":
+            self.die()
+            self.fleet.join(unique(self.name), domain=self.domain)
         elif kind == "shutdown":
             self.code = message["code"]
             self.disconnect()

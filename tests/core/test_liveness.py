@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import time
 from pathlib import Path
 
 import pytest
-from core.fleet import Fleet
+from core.fleet import Fleet, Message, Node, Worker
 from core.test_protocol import play
 
 from ft_core.awake import AwakeClock
-from ft_core.settings import Command, Settings
+from ft_core.groups import Groups
+from ft_core.settings import Command, Settings, unique
 
 SHORT = {"heartbeat": 0.1, "heartbeats_missed": 5}
 """A limit of silence of half a second."""
@@ -43,8 +45,7 @@ def test_a_controller_that_was_stopped_holds_nobody_for_lost(tmp_path: Path):
         await fleet.event("resumed")
         assert fleet._process is not None
         fleet._process.send_signal(signal.SIGSTOP)
-        end = time.monotonic() + 1.5
-        await fleet.until(lambda: time.monotonic() > end)
+        await asyncio.sleep(1.5)
         fleet._process.send_signal(signal.SIGCONT)
         fleet["node0"].crash(0)
         assert (await fleet.event("decided", 2))["moved"] == {"0": "node0"}
@@ -69,8 +70,7 @@ def test_nodes_that_pause_for_less_than_the_limit_are_not_lost_and_one_that_is_s
         await fleet.event("resumed")
         for name in ("node0", "node1", "node2"):
             fleet[name].pause()
-        end = time.monotonic() + 0.8  # as 4 s to the default
-        await fleet.until(lambda: time.monotonic() > end)
+        await asyncio.sleep(0.8)  # as 4 s to the default
         for name in ("node0", "node1"):
             fleet[name].go_on()
         await fleet.event("detected")
@@ -79,3 +79,162 @@ def test_nodes_that_pause_for_less_than_the_limit_are_not_lost_and_one_that_is_s
         assert len(fleet.events("detected")) == 1
 
     play(test, tmp_path / "job", nodes=3, spares=1)
+
+
+def test_a_node_that_was_replaced_comes_back_as_a_spare(tmp_path: Path):
+    async def test(fleet: Fleet) -> None:
+        await fleet.event("resumed")
+        fleet["node1"].pause()
+        assert (await fleet.event("decided", 2))["moved"] == {"1": "node2"}
+        await fleet.event("resumed", 2)
+        old = fleet["node1"]
+        said = len(old.sent)
+        old.go_on()
+        name = (await fleet.event("joined", 4))["node"]
+        assert name.startswith("node1+") and old.killed
+        assert {message["type"] for message in old.sent[said:]} <= {"heartbeat", "hello"}
+        fleet["node2"].die()
+        decided = await fleet.event("decided", 3)
+        assert decided["moved"] == {"1": name} and fleet[name].domain == "node1"
+        await fleet.event("resumed", 3)
+        assert fleet[name].plan["sources"]["1"][fleet.segment(1)] == ["node0"]
+
+    play(test, tmp_path / "job", nodes=2, spares=1, **SHORT)
+
+
+def test_a_node_that_nobody_has_replaced_goes_on_where_it_was(tmp_path: Path):
+    async def test(fleet: Fleet) -> None:
+        await fleet.event("resumed")
+        worker = fleet["node1"].workers[1].pid
+        fleet["node1"].pause()
+        await fleet.event("waiting")
+        fleet["node1"].go_on()
+        decided = await fleet.event("decided", 2)
+        assert decided["roles"] == [] and decided["moved"] == {}
+        await fleet.event("resumed", 2)
+        assert fleet["node1"].workers[1].pid == worker
+
+    play(test, tmp_path / "job", nodes=2, **SHORT)
+
+
+def test_another_process_on_the_machine_of_a_lost_node_joins(tmp_path: Path):
+    """A machine that was repaired, on which `ftrun` is started again with the same --node-rank."""
+
+    async def test(fleet: Fleet) -> None:
+        await fleet.event("resumed")
+        fleet["node1"].die()
+        await fleet.event("waiting")
+        again = fleet.join(unique("node1"), 1, "node1")
+        assert (await fleet.event("decided", 2))["moved"] == {"1": again.name}
+        await fleet.event("resumed", 2)
+
+    play(test, tmp_path / "job", nodes=2, **SHORT)
+
+
+def test_a_node_that_was_replaced_meets_a_restarted_controller_before_the_others(tmp_path: Path):
+    async def test(fleet: Fleet) -> None:
+        await fleet.event("resumed")
+        fleet["node1"].pause()
+        await fleet.event("resumed", 2)
+        await fleet.stop_controller()
+        others = [fleet["node0"], fleet["node2"]]
+        for node in others:
+            node.pause()
+        await fleet.start_controller()
+        fleet["node1"].go_on()
+        await fleet.event("joined", 4)
+        for node in others:
+            node.go_on()
+        await fleet.event("controller_restarted")
+        await fleet.until(lambda: fleet["node1"].killed)
+        assert (await fleet.event("joined", 7))["node"].startswith("node1+")
+        assert [event["epoch"] for event in fleet.events("decided")] == [1, 2]
+
+    play(test, tmp_path / "job", nodes=2, spares=1, **SHORT)
+
+
+def test_a_restarted_controller_waits_for_hellos_that_are_on_their_way(tmp_path: Path):
+    async def test(fleet: Fleet) -> None:
+        await fleet.event("resumed")
+        await fleet.stop_controller()
+        for node in fleet.nodes.values():
+            node.pause()
+        await fleet.start_controller()
+        for node in list(fleet.nodes.values()):
+            node.go_on()
+            await asyncio.sleep(0.8)
+        await fleet.event("controller_restarted")
+        assert not lost(fleet) and len(fleet.events("decided")) == 1
+        fleet["node0"].crash(0)
+        await fleet.event("resumed", 2)
+
+    play(test, tmp_path / "job", nodes=5)
+
+
+def test_a_restarted_controller_asks_another_node_if_one_does_not_tell_the_plan(tmp_path: Path):
+    async def test(fleet: Fleet) -> None:
+        async def swallow(_: Message) -> bool:
+            return False
+
+        await fleet.event("resumed")
+        await fleet.stop_controller()
+        for node in fleet.nodes.values():
+            node.on("tell", swallow)
+        await fleet.start_controller()
+        await fleet.event("controller_restarted")
+        fleet["node0"].crash(0)
+        assert (await fleet.event("decided", 2))["origin"] == "memory"
+        await fleet.event("resumed", 2)
+
+    play(test, tmp_path / "job", nodes=3)
+
+
+def test_a_controller_of_thousands_of_roles_is_restarted(tmp_path: Path):
+    """They all come at once. It reads them all before it judges, and the plan once, or little more."""
+    nodes, nproc = 512, 8
+    plan: Message = {}
+
+    def told(node: Node) -> None:
+        node.plan, node.epoch = plan, 1
+        for role in node.roles_here():
+            node.workers[role] = Worker(stage="training", step=100)
+            node.versions[role] = [99, 100]
+
+    async def test(fleet: Fleet) -> None:
+        await fleet.stop_controller()
+        roles = {str(role): f"node{role // nproc}" for role in range(nodes * nproc)}
+        plan.update(PLAN, roles=roles, groups=Groups(fleet.settings.start).to_json())
+        plan["catalogue"] = {role: {fleet.segment(int(role)): [int(role)]} for role in roles}
+        plan["nodes"] = {name: {"data": "127.0.0.1:1", "domain": name} for name in roles.values()}
+        for number in range(nodes):
+            told(fleet.join(f"node{number}"))
+        await fleet.start_controller(process=True)
+        await fleet.event("controller_restarted", seconds=60)
+        assert len(fleet.events("joined")) == nodes
+        assert not fleet.events("detected") and not fleet.events("decided")
+        asked = [node for node in fleet.nodes.values() if any(m["type"] == "tell" for m in node.received)]
+        assert len(asked) < 8
+
+    play(test, tmp_path / "job", nodes=nodes, nproc=nproc, ranks=[], heartbeat=1)
+
+
+PLAN: Message = {
+    "type": "plan",
+    "epoch": 1,
+    "id": "1-1",
+    "futile": [0, 0],
+    "store": "127.0.0.1:1",
+    "version": None,
+    "origin": "initial",
+    "sources": {},
+    "completed": {},
+    "parts": 0,
+    "resumes": False,
+    "started_over": 0,
+    "absent": {},
+    "adopted": {},
+    "newcomers": [],
+    "initial": 0,
+    "reached": 0,
+    "start": [None, "initial"],
+}

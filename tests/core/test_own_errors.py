@@ -172,7 +172,8 @@ def test_a_controller_that_fails_is_replaced_and_fails_for_good_when_it_meets_th
                     "master": "127.0.0.1:3",
                     "configured": None,
                     "durable": [],
-                    "plan": {},
+                    "begun": "",
+                    "said": [],
                 }
                 channel.send({"type": "hello", "kind": "agent", **identity, **held, **more})
                 channel.recv()
