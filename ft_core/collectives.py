@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
+from ft_core.errors import EpochChanged
 from ft_core.inner import Inner, devices_of, start
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class FtWork(dist.Work):
         self,
         comms: Communicators,
         inner: Inner,
+        method: str,
         work: Any,
         generation: int,
         after: Callable[[], None] | None = None,
@@ -95,19 +97,23 @@ class FtWork(dist.Work):
         """`after`: what completes the results once the work is done; called once, and may wait."""
         super().__init__()
         self._comms, self._inner, self._work, self._generation = comms, inner, work, generation
+        self._method = method
         self._flying = True
         self._after = after
 
     def _end(self) -> None:
         if self._flying:
             self._flying = False
-            self._comms.ended(self._generation)
+            self._comms.landing(self._inner, self._method, self._work.is_completed, self._generation)
 
     def __del__(self) -> None:
         self._end()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the result. Raises EpochChanged within milliseconds of an abort."""
+        """Wait for the result. Raises EpochChanged within milliseconds of an abort.
+
+        On a GPU only the caller's stream waits, and an abort is seen by whoever waits for the device.
+        """
         try:
             done = self._work.wait(timeout) if timeout else self._work.wait()
             self._complete()
@@ -115,6 +121,8 @@ class FtWork(dist.Work):
             self._end()
             self._comms.failed(self._inner.epoch, error)
         self._end()
+        if self._inner.asynchronous and self._inner.epoch < self._comms.aborted:
+            raise EpochChanged(f"epoch {self._inner.epoch} ended during {self._method}")
         return bool(done)
 
     def _complete(self) -> None:

@@ -72,14 +72,22 @@ class Inner:
         """Operations that were begun here: of the whole group under "", others by sender and receiver."""
         self.wanted = False
         """Whether an operation of the whole group waits for the communicator to be open."""
-        self._devices, self._timeout, self._options = devices, timeout, options
+        self._devices, self.timeout, self._options = devices, timeout, options
         self._cuda_device = cuda_device
+        self.asynchronous = "nccl" in devices.values()
+        """Whether operations go on after they were waited for: on a GPU's streams, unseen by the host."""
         self._backends: dict[str, Any] = {}
 
     @property
     def size(self) -> int:
         """Members of the group."""
         return len(self.members)
+
+    def marker(self) -> Callable[[], bool]:
+        """Says later whether the device has come to where the caller's stream is now."""
+        event = torch.cuda.Event()
+        event.record()
+        return event.query
 
     def count(self, kind: str | None, args: tuple[Any, ...], by: int = 1) -> None:
         """An operation is begun (`kind`: see `collectives`). Members that do the same count alike."""
@@ -107,11 +115,11 @@ class Inner:
 
     def _connect(self, kind: str, store: dist.Store) -> Any:
         if kind == "gloo":
-            gloo = dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
+            gloo = dist.ProcessGroupGloo(store, self.rank, self.size, self.timeout)
             gloo._set_sequence_number_for_group()
             return gloo
         options = self._options or dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
+        options._timeout = self.timeout
         options.global_ranks_in_group = list(self.members)
         options.group_name = self.name
         nccl = dist.ProcessGroupNCCL(store, self.rank, self.size, options)

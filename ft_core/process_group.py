@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
@@ -31,6 +32,7 @@ from ft_core.collectives import (
     is_transport_error,
 )
 from ft_core.errors import EpochChanged, FtError
+from ft_core.flights import Flight, Flights
 from ft_core.inner import Inner, Opener, start
 from ft_core.partial import Partial
 from ft_core.startup import Fetch, Startup
@@ -67,6 +69,8 @@ class Communicators:
         self.role, self.world_size = role, world_size
         self.traffic: Callable[[int], None] | None = None
         """Called with the number of operations in flight when it becomes 1 or 0. Must be cheap."""
+        self.hung: Callable[[str], None] = lambda reason: None
+        """Called with the reason when an operation on a GPU takes longer than its group's time-out."""
         self.reopened: Callable[[int], None] | None = None
         """Called once per epoch, when the groups that were in use before it are connected again."""
         self.counts: Counter[str] = Counter()
@@ -86,6 +90,7 @@ class Communicators:
         self._to_reopen: list[FtProcessGroup] = []
         self._reported = self._announced = -1
         self._flying, self._generation = 0, 0
+        self._flights = Flights()
         self._traffic_lock = threading.RLock()  # the garbage collector may end an operation inside
 
     # -- epochs -----------------------------------------------------------------------------------
@@ -361,11 +366,35 @@ class Communicators:
                     inner.count(kind, args, -1)  # it was refused
                 raise
             self.failed(inner.epoch, error)
+        if inner.asynchronous:
+            self._flights.begin()
         if work is None:
-            self.ended(generation)
+            self.landing(inner, method, inner.marker() if inner.asynchronous else None, generation)
             return None
         wrapper = AnySourceWork if method == "recv_anysource" else FtWork
-        return wrapper(self, inner, work, generation, after)
+        return wrapper(self, inner, method, work, generation, after)
+
+    def landing(self, inner: Inner, method: str, landed: Callable[[], bool] | None, generation: int) -> None:
+        """An operation that `launch` counted was waited for. It is over once it has `landed`; None: now."""
+        if landed is None or not inner.asynchronous:
+            self.ended(generation)
+            return
+
+        def gone() -> bool:
+            return generation != self._generation or landed()
+
+        def overdue() -> None:
+            what = f"{method} in group {inner.name} of epoch {inner.epoch}"
+            late = RuntimeError(f"{what} has not ended within the group's time-out of {inner.timeout}")
+            try:
+                self.failed(inner.epoch, late)
+            except EpochChanged:
+                return
+            except RuntimeError as error:
+                self.hung(str(error))
+
+        deadline = time.monotonic() + inner.timeout.total_seconds()
+        self._flights.follow(Flight(gone, lambda: self.ended(generation), overdue, deadline))
 
     def ended(self, generation: int) -> None:
         """An operation that `launch` counted is over."""

@@ -648,7 +648,7 @@ class Session:
         self.predecessors = [self.job_dir / "logs" / name for name in message["predecessors"]]
         self._injector = Injector(self.job_dir, message["env"][INJECT_ENV])
         self.comms = Communicators(self.role, self.world_size, self._suspect, self._secret)
-        self.comms.traffic = self._traffic
+        self.comms.traffic, self.comms.hung = self._traffic, self._hung
         self.comms.reopened = lambda epoch: self._send({"type": "reopened", "epoch": epoch})
         plan = message["plan"]
         self._swap(plan)
@@ -681,6 +681,13 @@ class Session:
 
     def _suspect(self, reason: str) -> None:
         self._send({"type": "suspect", "epoch": self.epoch, "reason": reason})
+
+    def _hung(self, reason: str) -> None:
+        """The main thread may wait for the device, which nobody can interrupt: this process ends."""
+        log.error("role %d: %s", self.role, reason)
+        self.failed(reason)
+        logging.shutdown()
+        os._exit(1)
 
     def _traffic(self, in_flight: int) -> None:
         self.control[Word.TRAFFIC] = in_flight

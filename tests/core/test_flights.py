@@ -1,0 +1,109 @@
+"""What is said of operations that go on after they were waited for. The backend is a stand-in for NCCL."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from waiting import wait_for_value
+
+from ft_core.collectives import FtWork
+from ft_core.errors import EpochChanged
+from ft_core.inner import Inner
+from ft_core.process_group import Communicators
+
+
+class Work:
+    """Its `wait` returns at once, as NCCL's does."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return self.done.is_set()
+
+
+class Nccl(Inner):
+    """`inner`: as if it were open."""
+
+    def __init__(self, epoch: int = 1, timeout: float = 600) -> None:
+        super().__init__(
+            "0-1:1#0", (0, 1), 0, {"cuda": "nccl"}, timedelta(seconds=timeout), None, epoch, None
+        )
+        self.pg, self.work = self, Work()
+        self.ready, self.returns_work = True, True
+
+    def allreduce(self, *_: Any) -> Work | None:
+        return self.work if self.returns_work else None
+
+    def marker(self) -> Callable[[], bool]:
+        return self.work.is_completed
+
+
+@pytest.fixture
+def comms() -> Communicators:
+    found = Communicators(0, 2, lambda reason: None, b"s", failure_grace=0.1)
+    found.epoch = 1
+    return found
+
+
+@pytest.mark.parametrize("how", ["waited for", "dropped", "ordered by the backend"])
+def test_traffic_lasts_as_long_as_the_device_is_at_it(comms: Communicators, how: str) -> None:
+    words: list[int] = []
+    comms.traffic = words.append
+    first, second = Nccl(), Nccl()
+    for inner in (first, second):
+        inner.returns_work = how != "ordered by the backend"
+        work = comms.launch(inner, "allreduce", ([],), {})
+        assert (work is None) != inner.returns_work
+        if how == "waited for":
+            assert isinstance(work, FtWork) and work.wait()
+        del work
+    first.work.done.set()
+    wait_for_value(lambda: comms._flying, 1)
+    assert words == [1]
+    second.work.done.set()
+    wait_for_value(lambda: words, [1, 0])
+
+
+def test_what_is_under_way_at_an_abort_counts_no_longer(comms: Communicators) -> None:
+    words: list[int] = []
+    comms.traffic = words.append
+    inner = Nccl()
+    work = comms.launch(inner, "allreduce", ([],), {})
+    assert work is not None
+    comms.abort(2)
+    with pytest.raises(EpochChanged):  # the backend says that all is well
+        work.wait()
+    comms.reset()
+    assert words == [1, 0]
+    comms.launch(Nccl(2), "allreduce", ([],), {})
+    inner.work.done.set()  # late
+    assert words == [1, 0, 1]
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_an_operation_that_takes_too_long_is_told_of(comms: Communicators, lost: bool) -> None:
+    """Unless an epoch ends it."""
+    reasons: list[str] = []
+    suspected = threading.Event()
+    comms.hung, comms._on_failure = reasons.append, lambda reason: suspected.set()
+    comms._grace = 60.0 if lost else 0.1
+    work = comms.launch(Nccl(timeout=0.01), "allreduce", ([],), {})
+    assert work is not None and work.wait()
+    assert suspected.wait(60)
+    if lost:
+        comms.abort(2)
+        wait_for_value(lambda: [t.name for t in threading.enumerate() if t.name == "ft-overdue"], [])
+        assert reasons == []
+    else:
+        about = (
+            "allreduce in group 0-1:1#0 of epoch 1 has not ended within the group's time-out of 0:00:00.01"
+        )
+        wait_for_value(lambda: [r.startswith(about) for r in reasons], [True])
