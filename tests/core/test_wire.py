@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ft_core import wire
 from ft_core.errors import AuthenticationError, ProtocolError
 from ft_core.wire import MAX_JSON, AsyncChannel, Channel, field, listen
 
@@ -356,6 +357,31 @@ def test_asyncio_client_and_blocking_server(pool: ThreadPoolExecutor) -> None:
         with pytest.raises(AuthenticationError):
             accepted.result()
         listener.close()
+
+    asyncio.run(main())
+
+
+def test_a_connection_to_a_peer_that_acknowledges_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a partition; here the peer's kernel has no room for what comes."""
+    monkeypatch.setattr(wire, "_GONE_MS", 500)
+
+    async def main() -> None:
+        taken: asyncio.Future[AsyncChannel] = asyncio.get_running_loop().create_future()
+
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            taken.set_result(await AsyncChannel.accept(reader, writer, SECRET))
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+
+        server = await asyncio.start_server(connected, sock=(listener := listen("127.0.0.1")))
+        channel = await AsyncChannel.connect(f"127.0.0.1:{listener.getsockname()[1]}", SECRET)
+        await taken
+        channel.post({"x": "x" * (MAX_JSON // 2)})
+        async with asyncio.timeout(20):
+            with pytest.raises(ConnectionError):
+                await channel.recv()
+        channel.close()
+        taken.result().close()
+        server.close()
 
     asyncio.run(main())
 
