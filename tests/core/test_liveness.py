@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -115,6 +117,35 @@ def test_a_node_that_nobody_has_replaced_goes_on_where_it_was(tmp_path: Path):
         assert fleet["node1"].workers[1].pid == worker
 
     play(test, tmp_path / "job", nodes=2, **SHORT)
+
+
+def test_a_group_that_was_given_up_comes_back(tmp_path: Path):
+    async def test(fleet: Fleet) -> None:
+        await fleet.event("resumed")
+        fleet["node1"].pause()
+        await fleet.event("left")
+        await fleet.event("resumed", 2)
+        fleet["node1"].go_on()
+        assert (await fleet.event("given_up"))["node"] == "node1"
+        assert (await fleet.event("returned"))["roles"] == [1]
+        await fleet.event("resumed", 3)
+
+    play(test, tmp_path / "job", nodes=2, groups=2, policy="shrink", **SHORT)
+
+
+def test_a_node_given_up_ends_all_that_it_has_started_at_whatever_depth():
+    script = """
+import subprocess
+from ft_core import orphans
+orphans.adopt()
+deep = r'setsid sh -c "setsid sleep 1000 & echo \\$!; sleep 1000" & sleep 1000'
+child = subprocess.Popen(["sh", "-c", deep], stdout=subprocess.PIPE, text=True)
+print(child.pid, child.stdout.readline(), orphans.end_all(20), orphans._children())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    *pids, ended, left = done.stdout.split(maxsplit=3)
+    assert (ended, left.strip()) == ("True", "set()"), done.stderr
+    assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_another_process_on_the_machine_of_a_lost_node_joins(tmp_path: Path):
