@@ -16,11 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from ft_core import envelope
 from ft_core.adapter import StateTensor
 from ft_core.errors import ConfigError, CorruptSnapshot
 
 PREFIX = "kept."
 """Of the names of tensors in a snapshot."""
+
+_REST = f"{PREFIX}ft/rest"
+"""The tensor that has all that is no tensor, encoded."""
 
 _TENSOR = "ft/tensor"
 """In the rest of a state, what stands for a tensor: its name, and the kind of device that it was on."""
@@ -43,12 +47,12 @@ def keep(**objects: Any) -> None:
 class Kept:
     """What all named objects were at one moment of the script, or are to be."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor] | None = None, rest: Any = None) -> None:
-        """As a snapshot has it: of `tensors` (views, which are copied) those that are meant, and `rest`."""
+    def __init__(self, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+        """As it is among the `tensors` of a snapshot, which are views and are copied; else nothing."""
         found = {} if tensors is None else tensors
         self._tensors = {n: t.detach().clone() for n, t in found.items() if n.startswith(PREFIX)}
-        self.rest: dict[str, Any] = rest or {}
-        """What is no tensor, for the envelope."""
+        about = self._tensors.pop(_REST, None)
+        self._rest: dict[str, Any] = {} if about is None else envelope.decode(about.cpu().numpy().tobytes())
 
     @classmethod
     def capture(cls) -> Kept:
@@ -56,17 +60,20 @@ class Kept:
         kept = cls()
         for name, found in _named.items():
             state = found if isinstance(found, torch.Tensor) else found.state_dict()
-            kept.rest[name] = kept._taken(state, name, name)
+            kept._rest[name] = kept._taken(state, name, name)
         return kept
 
     def tensors(self, holders: tuple[int, ...]) -> Iterator[StateTensor]:
-        """For a snapshot."""
+        """For a snapshot. There are none while nothing is named."""
         for name, tensor in self._tensors.items():
             yield StateTensor(name, tensor, holders)
+        if self._rest:
+            about = torch.frombuffer(bytearray(envelope.encode(self._rest)), dtype=torch.uint8)
+            yield StateTensor(_REST, about, holders)
 
     def apply(self) -> None:
         """Put it back into the objects of these names."""
-        for name, rest in self.rest.items():
+        for name, rest in self._rest.items():
             if (found := _named.get(name)) is None:
                 raise ConfigError(
                     f"keep({name}=...) was called by the worker that played this role before, and was not by "

@@ -358,9 +358,8 @@ class Protection:
         That is what it was when the step ended. A script that has come here by its own checkpoint is further:
         it has done what comes after that step, and has loaded what it needs.
         """
-        if not self._live and self._adapter.loaded is not None:
-            kept = self._adapter.loaded["kept"]
-            if kept["began"] or self._position > self._began_at:
+        if not self._live and (loaded := self._adapter.loaded) is not None:
+            if loaded["began"] or self._position > self._began_at:
                 self._adapter.kept.apply()
             self._adapter.kept = Kept()
         self._live = True
@@ -466,9 +465,10 @@ class Protection:
         """Whether the script is where the engine is; else it is a newcomer's, and what it has is made up."""
         return self._live
 
-    def of_script(self) -> Any:
-        """What is kept for the script and is no tensor, for the envelope."""
-        return {"rest": self.kept.rest, "began": self._session.version == self._began_at}
+    @property
+    def began(self) -> bool:
+        """Whether the version is what this worker's script began with, and not the outcome of a step."""
+        return self._session.version == self._began_at
 
     def deal(self) -> Any:
         """Of the samples, for the envelope."""
@@ -505,7 +505,7 @@ class _Adapter:
             "results": self._protection.results.state(),
             "loaders": self._protection.loaders.state(),
             "deal": self._protection.deal(),
-            "kept": self._protection.of_script(),
+            "began": self._protection.began,
         }
 
     def envelope_holders(self) -> tuple[int, ...]:
@@ -515,7 +515,7 @@ class _Adapter:
         with torch.inference_mode(False):  # the script may have been evaluating
             self._engine.restore(tensors, envelope["engine"])
             if not self._protection.live:  # a survivor's script has its own, as it left it
-                self.kept = Kept(tensors, envelope["kept"]["rest"])
+                self.kept = Kept(tensors)
         self.loaded = envelope
 
     def adopt(self, roles: Sequence[int]) -> Mapping[int, State]:

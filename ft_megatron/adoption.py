@@ -70,8 +70,9 @@ class Shard:
             self.optimizers = [_sibling(optimizer) for optimizer in optimizers]
 
     def tensors(self) -> Iterator[StateTensor]:
-        """Main parameters and optimizer state."""
-        return self._adapter.optimizer_tensors(self.optimizers, (self._role,))
+        """Main parameters and optimizer state; what the script has named is as this rank has it."""
+        yield from self._adapter.optimizer_tensors(self.optimizers, (self._role,))
+        yield from self._adapter.kept.tensors((self._role,))
 
     def envelope(self) -> Any:
         """This rank's, whose random states the other takes over, but with the shard's own step counts."""

@@ -24,6 +24,7 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 from ft_core import rng
 from ft_core.adapter import State, StateTensor
 from ft_core.errors import ConfigError, EpochChanged
+from ft_core.kept import Kept
 from ft_megatron.adoption import Shards, can_adopt, remember_parameters
 from ft_megatron.deal import Dealer
 
@@ -69,6 +70,8 @@ class MegatronAdapter:
         self.dealers: list[Dealer] = []
         """Who deals samples to this role, one for each iterator over the training data."""
         self._deals: list[Any] = []
+        self.kept = Kept()
+        """What the script has named, as it was when its newest step ended."""
 
     # -- what there is -------------------------------------------------------------------------
 
@@ -84,6 +87,7 @@ class MegatronAdapter:
         for name, buffer in self._buffers():
             yield StateTensor(name, buffer, self._data_parallel, volatile=True)
         yield from self.optimizer_tensors(self._optimizers)
+        yield from self.kept.tensors((dist.get_rank(),))
 
     def optimizer_tensors(
         self, optimizers: list[Any], shard_holders: Holders | None = None
@@ -165,6 +169,7 @@ class MegatronAdapter:
                 optimizer.grad_scaler.load_state_dict(scaler)
         if self._scheduler is not None:
             _load_scheduler(self._scheduler, envelope["scheduler"])
+        Kept(tensors).apply()
         self.result = envelope["result"]
         self._deals = envelope["deals"]
         for index, dealer in enumerate(self.dealers):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ft_core import session
 from ft_core.elastic import Deal, Membership
 from ft_core.errors import ConfigError
+from ft_core.kept import Kept
 from ft_core.session import Session
 from ft_megatron.deal import Dealer
 from ft_megatron.exchange import Exchange
@@ -139,6 +140,7 @@ class Job:
                     "loop must take its samples from `job.samples`, on every rank; or give another policy"
                 )
             trained = [dealer.step_done() for dealer in self._adapter.dealers]
+            self._adapter.kept = Kept.capture()
             self._session.step_done(trained[0] if trained and self._adapter.leads_group else None)
         self._repeated = self.step <= self._newest
         self._newest = max(self._newest, self.step)
@@ -158,6 +160,7 @@ class Job:
         session, adapter = self._session, self._adapter
         assert adapter is not None
         session.rehearse(adapter, step)
+        adapter.kept = Kept.capture()
 
         def entered() -> Result:
             if self.step > self._newest:

@@ -1,4 +1,7 @@
-"""The recipe with a rest in every step, so that a test has time to do something to a job while it trains."""
+"""The recipe with a rest in every step, so that a test has time to do something to a job while it trains.
+
+It keeps state of its own as well: prints `kept [STEPS, SUM]` in the end, with the sum of the losses.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,33 @@ import time
 from typing import Any
 
 import pretrain_gpt_core as recipe
+import torch
+
+from ft_core.kept import keep
 
 REST = 0.05
 """Seconds. What is trained is the same."""
 
 
+total = torch.zeros(2, dtype=torch.float64)
+keep(total=total)
+
+
 class Trainer(recipe.Trainer):
     """Rests within the forward pass."""
+
+    def train_step(self, step: int) -> Any:
+        """As the recipe's."""
+        result = super().train_step(step)
+        total.add_(torch.tensor([1.0, result[0] or 0.0], dtype=torch.float64))
+        return result
+
+    def train(self) -> str:
+        """As the recipe's."""
+        digest = super().train()
+        if self.is_logger:
+            print(f"kept {total.tolist()!r}")
+        return digest
 
     def forward_step(self, *args: Any) -> Any:
         """As the recipe's."""

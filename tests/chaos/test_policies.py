@@ -15,6 +15,7 @@ from harness import (
     TINY,
     Job,
     Layout,
+    Result,
     check_clean,
     check_identical,
     check_survivors,
@@ -40,6 +41,12 @@ def kill_nodes(job: Job, *roles: int) -> None:
     agents = {row["agent_pid"] for row in job.status()["roles"] if row["role"] in roles}
     for agent in agents:
         os.killpg(agent, signal.SIGKILL)
+
+
+def check_kept(result: Result) -> None:
+    """What the script keeps of its own is what an undisturbed run would have (see paced.py)."""
+    losses = [float(loss) for _, (loss,) in sorted(result.losses.items())]
+    assert f"kept {[float(STEPS), sum(losses)]!r}\n" in result.output
 
 
 def test_a_crashed_worker_is_restarted_where_it_was(tmp_path):
@@ -93,11 +100,12 @@ def test_without_a_spare_the_survivors_hold_until_a_node_joins(tmp_path):
 def test_two_nodes_at_once_with_two_replicas(tmp_path):
     layout = Layout(1, 1, 3, distributed=True, more=("--global-batch-size=6",))
     with Job(tmp_path / "job", layout, STEPS, spares=2, script=PACED, ftrun=("--ft-replicas=2",)) as job:
-        job.wait_for("resumed")
+        job.wait_for_step(4)
         kill_nodes(job, 0, 1)
         result = job.finish()
     check_identical(result, layout, STEPS)
     check_survivors(result, layout.world)
+    check_kept(result)
     assert {role for e in result.of("decided")[1:] for role in e["roles"]} == {0, 1}
     assert all(e["origin"] == "memory" for e in result.of("decided")[1:])
 
