@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import faulthandler
 import logging
 import multiprocessing
 import os
@@ -41,6 +40,7 @@ from ft_core.rendezvous import Stores, reserve
 from ft_core.replicator import Replicator
 from ft_core.reports import Reports, Said
 from ft_core.settings import Settings, read_secret, unique
+from ft_core.stalls import Stalls
 from ft_core.store import NodeStore
 from ft_core.tasks import Tasks
 from ft_core.transport import TcpTransport
@@ -260,16 +260,19 @@ class Agent:
             worker.post({**message, "type": "reply"})
 
     async def _heartbeat(self) -> None:
-        stalls = (self._log_dir / "stalls.txt").open("w")
-        while True:
-            # An agent that is held up looks dead from outside: leave a trace of what held it up.
-            faulthandler.dump_traceback_later(2 * self.settings.heartbeat, file=stalls)
-            self._post(self._reports.heartbeat())
-            self._departure.tell()
-            if parent.gone():
-                log.error("node %s: ftrun is gone; this agent stops", self.node)
-                _stop()
-            await asyncio.sleep(self.settings.heartbeat)
+        # An agent that is held up looks dead from outside: leave a trace of what held it up.
+        stalls = Stalls(self._log_dir / "stalls.txt", 2 * self.settings.heartbeat)
+        try:
+            while True:
+                stalls.beat()
+                self._post(self._reports.heartbeat())
+                self._departure.tell()
+                if parent.gone():
+                    log.error("node %s: ftrun is gone; this agent stops", self.node)
+                    _stop()
+                await asyncio.sleep(self.settings.heartbeat)
+        finally:
+            stalls.close()
 
     def _post(self, message: Message) -> None:
         if self._controller is not None:
