@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import secrets
 import signal
 import socket
@@ -53,6 +54,8 @@ from ft_core.wire import AsyncChannel, listen
 log = logging.getLogger(__name__)
 
 _TICK = 0.05
+_FRAMES = re.compile(r'^  File ".*\n(?:    .*\n)*', re.M)
+"""Of a traceback."""
 # All limits below, and that of silence, are in time that this process was awake: what it missed by being
 # stopped or held up is nobody else's fault.
 _RETURN_GRACE = 0.3
@@ -594,12 +597,19 @@ class Controller:
         if message["crashed"]:
             self._failed(where, [role])
         elif message["code"]:
-            self.end(1, f"{where}\n{message['traceback']}")
+            self._script_failed(role, where, message["traceback"])
         elif self.initial is None or self._unprotected or self.released:
             self.finished.add(role)
             self._end_if_finished()
         else:
             self.end(1, f"{where}, in the middle of training (os._exit?): the others would wait for it")
+
+    def _script_failed(self, role: int, where: str, said: str) -> None:
+        """`said`: what the worker has told of it. A traceback is in its log, and shown from there."""
+        short = _FRAMES.split(said)[-1].rstrip()
+        if short != said.rstrip():
+            short += f"\nIts traceback is in {self.job_dir}/logs/role-{role}/stderr.log"
+        self.end(1, f"{where}\n{said}", f"{where}\n{short}")
 
     def _node_lost(self, node: Node, why: str) -> None:
         del self.nodes[node.name]
@@ -982,14 +992,14 @@ class Controller:
                 if change:
                     self.event(name, f"replica groups {self.groups.of(change)}", sorted(change))
 
-    def end(self, code: int, reason: str) -> None:
-        """End the job with this exit code, unless it is over."""
+    def end(self, code: int, reason: str, shown: str = "") -> None:
+        """End the job with this exit code, unless it is over. `shown`: on the console, if not `reason`."""
         if self._done is None or self._done.done():
             return
         self.phase = Phase.DONE
         self.event("finished" if code == 0 else "stopped", reason)
         if code:
-            say(f"ftrun: the job stops: {reason}")
+            say(f"ftrun: the job stops: {shown or reason}")
         self._done.set_result(code)
 
 

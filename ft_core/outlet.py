@@ -11,9 +11,11 @@ import logging
 import mmap
 import os
 import select
+import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -154,6 +156,9 @@ def say(line: str) -> None:
     console().write(line + "\n")
 
 
+_FORMAT = "%(asctime)s ft %(levelname)s %(message)s"
+
+
 class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         say(self.format(record))
@@ -161,7 +166,20 @@ class _Handler(logging.Handler):
 
 def log_to_console() -> None:
     """For this process's log and its warnings."""
-    logging.basicConfig(
-        format="%(asctime)s ft %(levelname)s %(message)s", level=logging.WARNING, handlers=[_Handler()]
-    )
+    logging.basicConfig(format=_FORMAT, level=logging.WARNING, handlers=[_Handler()])
     logging.captureWarnings(True)
+
+
+class _BesideScript(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)  # whatever the script has made of it
+
+
+def log_beside_script(packages: Iterable[str]) -> None:
+    """What these packages log goes to stderr; how all else is logged is the script's business."""
+    handler = _BesideScript()
+    handler.setFormatter(logging.Formatter(_FORMAT))
+    for package in packages:
+        logger = logging.getLogger(package)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.WARNING)

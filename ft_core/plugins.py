@@ -15,6 +15,12 @@ PRELOAD = "ft_core.preload"
 
 
 @cache
+def packages() -> tuple[str, ...]:
+    """The engine's own package and those that add hooks to it."""
+    return ("ft_core", *sorted({found.module.partition(".")[0] for found in entry_points(group=HOOKS)}))
+
+
+@cache
 def load(group: str) -> tuple[Callable[..., Any], ...]:
     """The objects that entry points of `group` name. Looked up once per process and its forks."""
     return tuple(found.load() for found in sorted(entry_points(group=group), key=lambda e: e.name))

@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from ft_core import collector, cuda_fork
+from ft_core import collector, cuda_fork, import_output
 
 ENV = "FT_PRELOAD"
 
@@ -74,7 +74,8 @@ def _preload() -> None:
 
 gc.disable()  # nothing is garbage yet
 try:
-    _preload()
+    with import_output.kept():
+        _preload()
     collector.exempt()
 finally:
     gc.enable()

@@ -270,8 +270,8 @@ class PeerServer:
                 channel.settimeout(max(min(ends) - time.monotonic(), 1e-3) if ends else None)
                 self._handle(channel, channel.recv(), owned)
         except (ConnectionError, TimeoutError) as error:
-            if owned:  # otherwise an idle connection ended, as they do
-                log.warning("transport at %s: unfinished transfer given up: %s", self.address, error)
+            if owned:  # the copy that it was to replace is still there
+                log.info("transport at %s: unfinished transfer given up: %s", self.address, error)
         except (ProtocolError, AuthenticationError) as error:
             log.error("transport at %s closes a connection: %s", self.address, error)
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import runpy
 import signal
@@ -13,15 +12,18 @@ from typing import NoReturn
 
 import torch
 
-from ft_core import cuda_fork, ordinary, plugins, unprotected
+from ft_core import cuda_fork, import_output, ordinary, plugins, unprotected
 from ft_core.errors import ConfigError
 from ft_core.logs import redirect
+from ft_core.outlet import log_beside_script
 from ft_core.session import Session, exit_code
 from ft_core.settings import Command
 from ft_core.snapshot import has_gpu
 from ft_core.wire import Channel
 
 _CONNECT_TIMEOUT = 30.0
+_OURS = (__file__, runpy.run_path.__code__.co_filename)
+"""Files whose frames a traceback of the script's does not begin with elsewhere."""
 
 
 def main(
@@ -40,7 +42,7 @@ def main(
     """
     ordinary.begin()
     redirect(logs[0], Path(logs[1]))
-    logging.basicConfig(format="%(asctime)s ft %(levelname)s %(message)s", level=logging.WARNING)
+    log_beside_script(plugins.packages())
     channel = Channel.connect(socket, secret, _CONNECT_TIMEOUT)
     channel.settimeout(None)
     session = Session(channel, secret, Path(job_dir), worker)
@@ -48,6 +50,8 @@ def main(
         torch.cuda.set_device(device)
         torch.zeros(1, device="cuda")  # a spare has its device context up
     assignment = session.wait_for_role()
+    if session.role == 0 and not assignment["predecessors"]:
+        import_output.show()
     os.environ.update(assignment["env"])
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ignored until here, see ft_core.departure
     if command.no_python:
@@ -70,11 +74,13 @@ def main(
     except ConfigError as error:  # ours: ftrun says it once, in place of a traceback from each role
         code = 1
         session.failed(str(error))
-    except BaseException:
+    except BaseException as error:
         code = 1
-        text = traceback.format_exc()
-        print(text, file=sys.stderr)
-        session.failed(text)
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        session.failed("".join(traceback.format_exception(error)))
     if code == 0:
         session.leave()
     ordinary.end(code)

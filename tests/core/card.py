@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -14,6 +15,7 @@ import threading
 import warnings
 from pathlib import Path
 
+import noisy  # noqa: F401
 import numpy.random
 
 
@@ -32,6 +34,7 @@ def told() -> dict[str, object]:
         "main thread": threading.current_thread() is threading.main_thread(),
         "collects": gc.isenabled(),
         "umask": os.umask(0o22),
+        "root logger": [len(logging.getLogger().handlers), logging.getLogger().level],
         "trackers": sum("resource_tracker" in line for line in _children()),
     }
 
@@ -57,6 +60,7 @@ def main() -> None:
     import torch  # not in those that are spawned
 
     card = told()
+    os.environ["QUIET"] = "in processes of this script's own"
     card["spawned"] = multiprocessing.get_context("spawn").Pool(1).map(square, [3])
     card["served"] = multiprocessing.get_context("forkserver").Pool(1).map(square, [3])
     own = [random.random(), numpy.random.rand(), torch.rand(1).item()]
@@ -65,6 +69,9 @@ def main() -> None:
         target=lambda: (threading.main_thread().join(), path.with_suffix(".thread").touch())
     ).start()
     atexit.register(path.with_suffix(".exit").touch)
+    logging.basicConfig(format="as the script wants it: %(message)s", level=logging.INFO)
+    logging.info("told")
+    logging.getLogger("ft_core.anything").warning("of ftrun's own")
     path.write_text(json.dumps({"told": card, "own": own}))
 
 

@@ -26,7 +26,11 @@ def test_a_script_is_told_what_a_plain_process_is_told(tmp_path: Path):
     flags = ["--standalone", "--nproc-per-node=2", f"--job-dir={tmp_path / 'job'}"]
     job = run("-m", "ft_core.launch", *flags, str(CARD), str(tmp_path), cwd=tmp_path)
     assert job.returncode == 0, job.stderr
-    assert job.stderr == plain.stderr == "", "no tracker complains of what was left"
+    said = [line.split(" ft ")[-1] for line in job.stderr.splitlines()]
+    told, warned = ["as the script wants it: told", "WARNING of ftrun's own"], plain.stderr.splitlines()[:2]
+    assert plain.stderr.splitlines()[2:] == [told[0], f"as the script wants it: {told[1][8:]}"]
+    assert sorted(said) == sorted([*warned, *told, *told]), "no tracker complains of what was left"
+    assert plain.stdout == job.stdout == "imported\nimported by C\n"
     expected, *cards = (json.loads((tmp_path / rank).read_text()) for rank in ("plain", "0", "1"))
     for card in cards:
         assert card["told"] == expected["told"]
@@ -34,3 +38,31 @@ def test_a_script_is_told_what_a_plain_process_is_told(tmp_path: Path):
         assert len(set(numbers)) == 3, "a generator's state is inherited"
     for rank in ("0", "1"):
         assert (tmp_path / f"{rank}.exit").exists() and (tmp_path / f"{rank}.thread").exists()
+
+
+FAILS = """
+import multiprocessing, os, sys
+lock = multiprocessing.Lock()
+def hook(kind, error, trace):
+    print("the hook has", kind.__name__, file=sys.stderr)
+    sys.__excepthook__(kind, error, trace)
+sys.excepthook = hook
+if os.environ["RANK"] == "1":
+    raise ValueError("the script's own,\\nof two lines")
+import time
+time.sleep(1000)
+"""
+
+
+def test_a_script_that_fails(tmp_path: Path):
+    """The console has its traceback once, as it would be without `ftrun`; nothing complains of the end."""
+    (tmp_path / "fails.py").write_text(FAILS)
+    flags = ["--standalone", "--nproc-per-node=2", f"--job-dir={tmp_path / 'job'}"]
+    job = run("-m", "ft_core.launch", *flags, "fails.py", cwd=tmp_path)
+    assert job.returncode == 1
+    said = job.stderr
+    assert said.count("Traceback") == 1 and "the hook has ValueError" in said
+    assert "ft_core" not in said and "runpy" not in said and "leaked" not in said
+    _, _, reason = said.partition("ftrun: the job stops: ")
+    assert "of role 1 on node0: exit code 1\nValueError: the script's own,\nof two lines\n" in reason
+    assert (tmp_path / "job" / "logs" / "role-1" / "stderr.log").read_text().count("Traceback") == 1
