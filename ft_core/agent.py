@@ -33,9 +33,10 @@ from ft_core.fetch import bring
 from ft_core.inject import ENV as INJECT_ENV
 from ft_core.inject import Injector
 from ft_core.inquiries import Inquiries
-from ft_core.logs import Tee
+from ft_core.logs import Tee, players
 from ft_core.manifest import Segment
 from ft_core.memory import Word
+from ft_core.outlet import console, log_to_console
 from ft_core.rendezvous import Stores, reserve
 from ft_core.replicator import Replicator
 from ft_core.reports import Reports, Said
@@ -53,6 +54,10 @@ Message = dict[str, Any]
 _RECONNECT = 0.05
 _WARN_EVERY = 60.0
 _FAREWELL = 10.0
+_LAST_OUTPUT = 5.0
+"""Seconds that the console has to take what workers have printed last."""
+_LAST_WORD = 2.0
+"""Seconds that it has to take what this agent itself has to say."""
 _TRAINED = 256
 """Steps that may pass while the controller is restarted, without the ledger missing one."""
 
@@ -106,8 +111,8 @@ class Agent:
         who = f"node {self.node}"
         workers = self._tasks.spawn(door.serve(listen(address), who, self._accept_worker))
         stores = self._tasks.spawn(self.stores.serve(self._fail))
-        self._tee = Tee(self.settings.tee, f"[{self.node}]: " if self.settings.log_prefix else "")
-        self._tasks.spawn(self._tee.run())
+        prefix = f"[{self.node}]: " if self.settings.log_prefix else ""
+        self._tee = Tee(self.settings.tee, prefix, self._fail)
         self.pool = WorkerPool(
             socket=address,
             secret=self.secret,
@@ -131,12 +136,12 @@ class Agent:
         workers.cancel()
         stores.cancel()
         if self._given_up:
-            self._begin_again()
-        await self._farewell()
-        # Threads that still wait for a peer must not hold up the end of a job that is over.
-        watchdog = threading.Timer(_FAREWELL, os._exit, [code])
+            await self._begin_again()
+        # Threads that still wait for a peer, or for storage, must not hold up the end of a job that is over.
+        watchdog = threading.Timer(1.5 * _FAREWELL, os._exit, [code])
         watchdog.daemon = True
         watchdog.start()
+        await self._farewell()
         return code
 
     def roles_here(self) -> list[int]:
@@ -269,6 +274,7 @@ class Agent:
                 self._departure.tell()
                 if parent.gone():
                     log.error("node %s: ftrun is gone; this agent stops", self.node)
+                    await asyncio.to_thread(console().flush, _LAST_WORD)
                     _stop()
                 await asyncio.sleep(self.settings.heartbeat)
         finally:
@@ -332,9 +338,6 @@ class Agent:
         elif plan["started_over"] == self.epoch:
             self.store.drop_after(-1)
             self._said.keep_only([])
-            for role in self.roles_here():
-                self._predecessors(role)
-                self._known(role).unlink(missing_ok=True)
         self._withdraw({worker.role for worker in self.pool.playing()} - set(self.roles_here()))
         self._said.keep_only([*self.roles_here(), *self._adopted_here()])
         # A role that has moved away may still be fetched from here: its memory goes one epoch later.
@@ -400,35 +403,17 @@ class Agent:
             taken = {w.device for w in self.pool.workers.values()}
             worker.device = min(set(range(self.settings.nproc_per_node)) - taken, default=local_rank)
         worker.role = role
-        predecessors = self._predecessors(role)
-        with self._known(role).open("a") as file:
-            file.write(f"{self._log_dir.name}/worker-{worker.number}\n")
+        self._tee.succeed(players(self._log_dir.parent, role))
         worker.post(
             {
                 "type": "assign",
-                "predecessors": predecessors,
                 "role": role,
                 "world_size": self.settings.world_size,
                 "env": self._environment(role, worker.device),
                 "plan": {**self._worker_plan(), **(changes or {})},
             }
         )
-        link = self._log_dir.parent / f"role-{role}"
-        with contextlib.suppress(OSError):
-            link.unlink(missing_ok=True)
-            link.symlink_to(f"{self._log_dir.name}/worker-{worker.number}")
         return worker
-
-    def _known(self, role: int) -> Path:
-        """Names the log directories of all workers that have played `role`, one a line."""
-        return self._log_dir.parent / f"role-{role}.workers"
-
-    def _predecessors(self, role: int) -> list[str]:
-        """The log directories of those who have played `role`; all that they have printed is on a console."""
-        known = self._known(role)
-        found = known.read_text().splitlines() if known.exists() else []
-        self._tee.rest(self._log_dir.parent / name for name in found)
-        return found
 
     def _environment(self, role: int, local_rank: int) -> dict[str, str]:
         """The variables torchrun sets, and those by which an executed program could find us."""
@@ -634,8 +619,11 @@ class Agent:
             self._say({**message, "crashed": ended.crashed, "code": ended.code, "traceback": ended.message})
         if not worker.finished:
             self.pool.start(worker.device if worker.role is None else -1)
-        orphans.end()
+        self._tasks.spawn(self._end_orphans())
         self._report_if_quiet()
+
+    async def _end_orphans(self) -> None:
+        await asyncio.to_thread(orphans.end)  # reads of every process of the machine
 
     def _kill(self, role: int | None) -> None:
         if role is None:
@@ -650,17 +638,18 @@ class Agent:
             self._post({"type": "left"})
             self._end(code)
 
-    def _begin_again(self) -> NoReturn:
+    async def _begin_again(self) -> NoReturn:
         """Become another agent of this machine: all that is held here is of another past of the job.
 
         The same process, so that whoever has started it need not know.
         """
-        if not orphans.end_all(_FAREWELL):
+        if not await asyncio.to_thread(orphans.end_all, _FAREWELL):
             log.error(
                 "node %s: processes that it had started do not end, so it does not come back", self.node
             )
             sys.exit(1)
-        sys.stdout.flush()
+        await self._tee.close(_LAST_OUTPUT)
+        await asyncio.to_thread(console().flush, _LAST_WORD)
         about = [parent.argument(), "--job-dir", str(self.job_dir)]
         about += ["--domain", self.domain, "--node", unique(self.node)]
         if temporary := multiprocessing.current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
@@ -677,9 +666,14 @@ class Agent:
         self.transport.close()
         while True:
             await asyncio.sleep(0.02)  # for the kernel to hand over what killed workers had started
-            if orphans.end() or time.monotonic() > deadline:
+            if await asyncio.to_thread(orphans.end) or time.monotonic() > deadline:
                 break
-        self._tee.close()
+        if not await self._tee.close(_LAST_OUTPUT):
+            log.error(
+                "node %s: the console, or storage, does not take what workers have printed last: see %s",
+                *(self.node, self._log_dir),
+            )
+        await asyncio.to_thread(console().flush, _LAST_WORD)
 
     def _fail(self, error: Exception) -> None:
         """An error of this agent's own: its node is lost, rather than there and of no use."""
@@ -713,7 +707,7 @@ def main() -> int:
     parent.expect(args.parent)
     if args.temporary:  # multiprocessing would make one, and leave it behind when this process is killed
         multiprocessing.current_process()._config["tempdir"] = args.temporary  # type: ignore[attr-defined]
-    logging.basicConfig(format="%(asctime)s ft %(levelname)s %(message)s", level=logging.WARNING)
+    log_to_console()
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # a node's processes are one group: killed together, as a node would be
     orphans.adopt()
@@ -746,6 +740,7 @@ async def _serve(agent: Agent) -> int:
         return await agent.run()
     except Exception:
         log.critical("node %s fails, and is lost to the job:\n%s", agent.node, traceback.format_exc())
+        console().flush(_LAST_WORD)
         os.killpg(os.getpgrp(), signal.SIGKILL)  # at once: the workers are of no use without their agent
         raise
 

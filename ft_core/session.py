@@ -645,7 +645,6 @@ class Session:
 
     def _assigned(self, message: Message) -> None:
         self.role, self.world_size = message["role"], message["world_size"]
-        self.predecessors = [self.job_dir / "logs" / name for name in message["predecessors"]]
         self._injector = Injector(self.job_dir, message["env"][INJECT_ENV])
         self.comms = Communicators(self.role, self.world_size, self._suspect, self._secret)
         self.comms.traffic, self.comms.hung = self._traffic, self._hung

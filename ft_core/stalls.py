@@ -47,6 +47,7 @@ class Stalls:
             for ident, frame in sys._current_frames().items()
         ]
         try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text("\n".join(stacks))
         except OSError as error:
             log.warning("held up for %.1f s; where could not be written down: %s", self._limit, error)

@@ -14,7 +14,7 @@ import torch
 
 from ft_core import cuda_fork, import_output, ordinary, plugins, unprotected
 from ft_core.errors import ConfigError
-from ft_core.logs import redirect
+from ft_core.logs import redirect, take_over
 from ft_core.outlet import log_beside_script
 from ft_core.session import Session, exit_code
 from ft_core.settings import Command
@@ -50,7 +50,8 @@ def main(
         torch.cuda.set_device(device)
         torch.zeros(1, device="cuda")  # a spare has its device context up
     assignment = session.wait_for_role()
-    if session.role == 0 and not assignment["predecessors"]:
+    session.predecessors = take_over(Path(logs[1]), assignment["role"], assignment["plan"]["started_over"])
+    if session.role == 0 and not session.predecessors:
         import_output.show()
     os.environ.update(assignment["env"])
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ignored until here, see ft_core.departure

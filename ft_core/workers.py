@@ -122,7 +122,6 @@ class WorkerPool:
         """Fork a worker, which reports to the agent's socket and waits for a role there."""
         number = next(self._numbers)
         directory = self._log_dir / f"worker-{number}"
-        directory.mkdir(parents=True)
         logs = (self._redirects, str(directory))
         process = self._context.Process(
             target=worker.main,

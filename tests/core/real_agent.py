@@ -69,7 +69,6 @@ class RealAgent(Agent):
         super().__init__(settings, job_dir, node, "", node_rank)
         self.pool = Pool(self)
         self._tee = self._departure = Nothing()  # type: ignore[assignment]
-        self._log_dir.mkdir(parents=True, exist_ok=True)
 
     def serve(self) -> None:
         self._done = asyncio.get_running_loop().create_future()

@@ -1,38 +1,170 @@
-"""What workers print gets to a console once, also when the agent that copied it is gone."""
+"""What workers print gets to a console once, also when the agent that copied it is gone; it costs no step."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from harness import environment
 
-from ft_core.logs import ERR, OUT, Tee
+from ft_core.logs import ERR, OUT, Copier, take_over
 
 
-def test_another_tee_goes_on_where_one_has_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_another_tee_goes_on_where_one_has_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     (tmp_path / "w").mkdir()
     log = tmp_path / "w" / "stdout.log"
-    first, second = Tee(OUT | ERR, ""), Tee(OUT | ERR, "[n2]: ")
+    first, second = Copier(OUT | ERR, ""), Copier(OUT | ERR, "[n2]: ")
     first.follow(tmp_path / "w")
     log.write_text("a\nb\nhal")
     first.copy()
-    assert capsys.readouterr().out == "a\nb\n"  # an unfinished line may be gone on with
+    assert capfd.readouterr().out == "a\nb\n"  # an unfinished line may be gone on with
     with log.open("a") as file:
         file.write("f\nlast")
     second.rest([tmp_path / "w", tmp_path / "not here"])
-    assert capsys.readouterr().out == "[n2]: half\n[n2]: last\n"  # nobody goes on with it now
+    assert capfd.readouterr().out == "[n2]: half\n[n2]: last\n"  # nobody goes on with it now
     first.copy()
     first.unfollow(tmp_path / "w")
     second.rest([tmp_path / "w"])
-    assert capsys.readouterr().out == ""
+    assert capfd.readouterr().out == ""
 
 
-def test_what_is_printed_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    tee = Tee(ERR, "")
+def test_what_is_printed_last(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    copier = Copier(ERR, "")
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        tee.follow(tmp_path / name)
+        copier.follow(tmp_path / name)
         (tmp_path / name / "stdout.log").write_text("not asked for\n")
         (tmp_path / name / "stderr.log").write_text(f"{name}: 10 %\r20 %")
-    tee.close()
-    assert capsys.readouterr() == ("", "a: 10 %\r20 %\nb: 10 %\r20 %\n")
+    copier.close()
+    assert capfd.readouterr() == ("", "a: 10 %\r20 %\nb: 10 %\r20 %\n")
+
+
+def test_more_than_is_copied_at_a_time(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    lines = "".join(f"{number:07}\n" for number in range(300_000)) + "x" * 3_000_000 + "\nunfinished"
+    (tmp_path / "stdout.log").write_text(lines)
+    copier = Copier(OUT, "")
+    copier.follow(tmp_path)
+    copier.copy()
+    # A line of that length is one that nobody finishes in time: it goes out in pieces.
+    assert capfd.readouterr().out.replace("\n", "") == lines.replace("\n", "").removesuffix("unfinished")
+    copier.unfollow(tmp_path)
+    assert capfd.readouterr().out == "unfinished\n"
+
+
+def test_a_full_disk_keeps_nothing_from_the_console(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """How far a file is copied cannot be noted."""
+    (tmp_path / "stdout.log").write_text("a\n")
+    (tmp_path / "stdout.copied").symlink_to("/dev/full")
+    copier = Copier(OUT, "")
+    copier.follow(tmp_path)
+    for _ in range(3):
+        copier.copy()
+    assert capfd.readouterr().out == "a\n"
+
+
+def test_who_has_played_a_role(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    logs = tmp_path / "logs"
+    first, second, third = (logs / node / "worker-0" for node in ("n0-1", "n1-2", "n2-3"))
+    for directory in (first, second, third):
+        directory.mkdir(parents=True)
+        (directory / "stdout.log").write_text(f"{directory.parent.name}\n")
+    assert take_over(first, 3, 0) == []
+    assert take_over(second, 3, 0) == [first]
+    assert (logs / "role-3").resolve() == second
+    assert take_over(third, 3, 7) == [], "all scripts have begun anew, and print everything again"
+    copier = Copier(OUT, "")
+    copier.follow(third)
+    copier.succeed(logs / "role-3.workers")
+    copier.succeed(logs / "role-4.workers")
+    assert capfd.readouterr().out == "n0-1\nn1-2\n"
+    (logs / "role-3.workers").unlink()
+    (logs / "role-3.workers").mkdir()
+    assert take_over(first, 3, 7) == []
+    assert "role-3" in capfd.readouterr().err
+
+
+FULL = """
+import logging, resource, signal, subprocess, sys
+from pathlib import Path
+from ft_core.logs import redirect
+redirect(3, Path(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
+log = logging.getLogger()
+log.addHandler(logging.StreamHandler())
+for number in range(100):
+    print("line", number)
+    log.error("error %d", number)
+    sys.stdout.buffer.write(b"bytes\\n")
+    sys.__stdout__.flush()
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print("there is room again")
+print("of errors", file=sys.stderr, end="")
+sys.stdout.flush()
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_costs_a_worker_output_and_nothing_else(tmp_path: Path, unbuffered: str):
+    variables = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path / "w")], env=variables, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    for name, last in (("stdout", "there is room again\n"), ("stderr", "of errors")):
+        text = (tmp_path / "w" / f"{name}.log").read_text()
+        assert len(text) > 500 and text.endswith(f"bytes of output are missing here\n{last}"), text[-300:]
+
+
+def test_a_worker_without_a_log_directory_prints_where_its_agent_does(tmp_path: Path):
+    (tmp_path / "logs").write_text("not a directory")
+    command = [sys.executable, "-c", FULL, str(tmp_path / "logs" / "w")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "ftrun: no log file for a worker's stdout, which is shown here" in done.stderr
+    assert done.returncode == 0 and "line 99" in done.stdout and "error 99" in done.stderr
+
+
+PRINTS = """
+import os, sys
+from pathlib import Path
+for number in range(2000):
+    print("step", number, "x" * 40)
+    print("error", number, "x" * 40, file=sys.stderr)
+Path(sys.argv[1], "done-" + os.environ["RANK"]).touch()
+"""
+
+
+def test_a_job_ends_though_its_disk_is_full_and_nobody_reads_its_console(tmp_path: Path):
+    (tmp_path / "train.py").write_text(PRINTS)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    command = [sys.executable, "-m", "ft_core.launch", "--standalone", "--nnodes=2"]
+    command += [f"--job-dir={tmp_path / 'job'}", str(tmp_path / "train.py"), str(tmp_path)]
+    limit = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); "
+    with subprocess.Popen(
+        [sys.executable, "-c", limit + "os.execvp(sys.argv[1], sys.argv[1:])", *command],
+        env=environment() | {"TMPDIR": str(tmp_path)},
+        stdout=writer,
+        stderr=writer,
+        start_new_session=True,
+    ) as job:
+        os.close(writer)
+        try:
+            assert job.wait(100) == 0
+        finally:
+            job.send_signal(signal.SIGTERM)
+            os.close(reader)
+    assert (tmp_path / "done-0").exists() and (tmp_path / "done-1").exists()
+    events = [json.loads(line) for line in (tmp_path / "job" / "events.jsonl").read_text().splitlines()]
+    assert [e["event"] for e in events] == ["joined", "joined", "decided", "finished"]
+    for log in (tmp_path / "job").glob("logs/role-*/*.log"):
+        assert log.stat().st_size == 20000
