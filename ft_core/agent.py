@@ -22,9 +22,10 @@ import time
 import traceback
 import uuid
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from ft_core import collector, door, durable, orphans, parent
 from ft_core.departure import Departure, leave_in_peace
@@ -50,6 +51,7 @@ from ft_core.workers import Exit, Worker, WorkerPool
 
 log = logging.getLogger(__name__)
 Message = dict[str, Any]
+T = TypeVar("T")
 
 _RECONNECT = 0.05
 _WARN_EVERY = 60.0
@@ -95,6 +97,11 @@ class Agent:
         self._writing: dict[int, int] = {}
         """Role -> the version of it that is being written to storage."""
         self._given_up = False
+        roles = settings.nproc_per_node
+        self._storage = ThreadPoolExecutor(2 * roles + 1, "ft-storage")
+        """A save and a load for each role, and a list."""
+        self._network = ThreadPoolExecutor(4 * roles + 8, "ft-network")
+        """A copy and a fetch for each role and another that it has adopted; questions and names."""
         self._done: asyncio.Future[int] | None = None
         self._tasks: Tasks
         self._served = False
@@ -107,6 +114,7 @@ class Agent:
         cope with."""
         self._done = asyncio.get_running_loop().create_future()
         self._tasks = Tasks(self._fail)
+        asyncio.get_running_loop().set_default_executor(self._network)
         address = f"unix:\0ft-{uuid.uuid4().hex}"
         who = f"node {self.node}"
         workers = self._tasks.spawn(door.serve(listen(address), who, self._accept_worker))
@@ -221,6 +229,8 @@ class Agent:
             self._kill(message.get("role"))
         elif kind == "state":
             self._post({"type": "state", **self._reports.state_of(message["role"])})
+        elif kind == "durable":
+            self._tasks.spawn(self._list_durable(message["id"]))
         elif kind == "beat":
             self._post(self._reports.heartbeat())
         elif kind in ("release", "counts", "hold", "issued"):
@@ -256,7 +266,7 @@ class Agent:
         """Use the settings that the script brings, from now on. The controller has checked them."""
         self.configured, self.settings = values, dataclasses.replace(self.settings, **values)
         self.replicator.replicas = self.settings.replicas
-        self._post({"type": "configured", **self._reports.configured()})
+        self._post({"type": "configured", "configured": values})
 
     def _answered(self, message: Message) -> None:
         """The controller has taken the settings that a worker here brings, or says why not."""
@@ -456,7 +466,11 @@ class Agent:
                 continue  # its script makes the initial state by itself
             if found is None:
                 try:
-                    found = await asyncio.to_thread(bring, held, plan, memory, self.transport, self.settings)
+                    about = (held, plan, memory, self.transport, self.settings)
+                    if plan["origin"] == "durable":
+                        found = await self._on_storage(bring, *about)
+                    else:
+                        found = await asyncio.to_thread(bring, *about)
                 except FtError as error:
                     log.error("node %s: role %d, version %d: %s", self.node, held, version, error)
                     self._say({"type": "restore_failed", "epoch": epoch, "role": role, "reason": str(error)})
@@ -585,6 +599,20 @@ class Agent:
                     await self._write_durable(worker, worker.role, version)
             return
 
+    async def _list_durable(self, number: int) -> None:
+        """The controller needs to know which durable checkpoints can be read here."""
+        where = self.settings.durable_dir, self.settings.world_size
+        answer: Message = {"type": "durable_list", "id": number, "names": [], "error": ""}
+        try:
+            answer["names"] = await self._on_storage(durable.complete, *where)
+        except OSError as error:
+            answer["error"] = str(error)
+        self._post(answer)
+
+    async def _on_storage(self, call: Callable[..., T], *arguments: Any) -> T:
+        """In a thread of those that may wait for storage: there are others for the network and for names."""
+        return await asyncio.get_running_loop().run_in_executor(self._storage, call, *arguments)
+
     async def _write_durable(self, worker: Worker, role: int, version: int) -> None:
         interval, plan = self.settings.durable_interval, self.plan
         if not interval or version % interval:
@@ -599,9 +627,8 @@ class Agent:
         self._writing[role] = version
         where = (self.settings.durable_dir, self.settings.world_size, self.store)
         try:
-            for each in await asyncio.to_thread(
-                durable.save, *where, role, version, plan, worker.state_is_replicated
-            ):
+            about = (role, version, plan, worker.state_is_replicated)
+            for each in await self._on_storage(durable.save, *where, *about):
                 self._post({"type": "durable", "role": each, "version": version})
         except (OSError, FtError) as error:
             # A failed save must not end training: the in-memory copies are what protects it.

@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from ft_core.errors import ConfigError
-from ft_core.nodes import Message, Node, common_durable
+from ft_core.nodes import Message, Node
 
 if TYPE_CHECKING:
     from ft_core.controller import Controller
@@ -50,6 +50,7 @@ class Configuration:
         if self._values is None:
             self._c.settings = self._c.settings.configured(values, _SOURCE)
             self._values = values
+            self._c.checkpoints.forget()
             for node in self._c.nodes.values():
                 self.tell(node)
         elif values != self._values:
@@ -65,7 +66,7 @@ class Configuration:
 
     def used(self, node: Node, message: Message) -> None:
         """An agent uses them."""
-        node.holdings |= {key: message[key] for key in ("configured", "durable")}
+        node.holdings["configured"] = message["configured"]
         self.settle()
 
     def settle(self) -> None:
@@ -76,8 +77,8 @@ class Configuration:
         if any(node is None or node.holdings["configured"] != self._values for node in playing):
             return
         # The directory may be known only now; no role has begun to train without what is in it.
-        durable = common_durable(node for node in playing if node is not None)
-        if durable and self._c.start_from(max(durable)):
+        durable = self._c.checkpoints.common(set(self._c.plan["roles"].values()))
+        if durable is None or (durable and self._c.start_from(max(durable))):
             return
         for node, question in self._asking:
             node.post(_answer(question))

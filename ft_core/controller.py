@@ -20,11 +20,13 @@ import time
 from collections import Counter
 from collections.abc import Collection
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ft_core import collector, decision, door, ledger, parent
 from ft_core.awake import AwakeClock
+from ft_core.checkpoints import Checkpoints
 from ft_core.configuration import Configuration
 from ft_core.console import Console
 from ft_core.departure import ENDED, GRACE, leave_in_peace
@@ -37,7 +39,6 @@ from ft_core.nodes import (
     Node,
     alive,
     check_hello,
-    common_durable,
     completed,
     copies,
     report,
@@ -135,6 +136,7 @@ class Controller:
         self.finished: set[int] = set()
         self.console = Console(self)
         self.configuration = Configuration(self)
+        self.checkpoints = Checkpoints(self)
         self._completed: dict[int, Message] = {}
         self._parts = 0
         """Parts of the script that every role has come to the end of."""
@@ -482,6 +484,8 @@ class Controller:
         elif kind == "suspect":
             self._suspected = self.epoch
             self.event("suspected", str(message["reason"]), [int(message["role"])])
+        elif kind == "durable_list":
+            self.checkpoints.answered(node, message)
         elif kind == "durable":
             self.event("durable", roles=[int(message["role"])], version=message["version"])
         elif kind == "durable_failed":
@@ -674,6 +678,7 @@ class Controller:
         self.epoch += 1
         self.phase = Phase.QUIESCING
         self._ended_at = self.clock.now
+        self.checkpoints.forget()
         self.event(event, reason, roles)
         for node in self.nodes.values():
             node.post({"type": "abort", "epoch": self.epoch})
@@ -720,7 +725,14 @@ class Controller:
             return
         places = (node.name for node in first if node for _ in range(n))
         roles = dict(zip(self.settings.start.present, places, strict=True))
-        durable = common_durable(node for node in first if node)
+        if (durable := self.checkpoints.common(set(roles.values()))) is None:
+            return
+        if (
+            self.checkpoints.errors
+        ):  # to begin anew, where there may be something to go on from, would be wrong
+            where = f"durable checkpoints in {self.settings.durable_dir} cannot be read"
+            self.end(1, f"{where}: {'; '.join(self.checkpoints.errors.values())}")
+            return
         self.epoch += 1
         origin = "durable" if durable else "initial"
         self._start(roles, max(durable) if durable else None, origin, {}, {})
@@ -767,6 +779,13 @@ class Controller:
         if dead or self._undone or self.epoch > self.plan["epoch"]:
             self._failed("lost while the controller was away" if dead else "recovery was under way", dead)
 
+    def reconsider(self) -> None:
+        """More is known of the durable checkpoints."""
+        if self.phase is Phase.FORMING:
+            self._form_if_ready()
+        self.configuration.settle()
+        self._decide_if_ready()
+
     def _decide_if_ready(self) -> None:
         if self.phase not in (Phase.QUIESCING, Phase.WAITING):
             return
@@ -798,13 +817,17 @@ class Controller:
         elif self.settings.policy == "shrink":
             roles = {**roles, **self.rejoin.places}
         try:
-            version, origin, sources = self._choose(roles, places)
+            chosen = self._choose(roles, places)
         except Unrecoverable as error:
             if self._resumes and not self.groups.adopted(roles):
                 self._start_over(str(error), roles, lost)
             else:
-                self.end(1, str(error))
+                unread = [f"\nCheckpoints cannot be read: {why}" for why in self.checkpoints.errors.values()]
+                self.end(1, "".join([str(error), *unread]))
             return
+        if chosen is None:
+            return
+        version, origin, sources = chosen
         if origin == "initial" and (bare := self._never_copied(roles, sources)):
             if bare <= set(assignment.unplaced):
                 self._wait(sorted(bare), "what they have alone has not been copied yet")
@@ -845,7 +868,10 @@ class Controller:
         limit = self.settings.return_limit
         self.end_epoch("not_returning", f"roles {late} did not have their state within {limit:g} s", roles)
 
-    def _choose(self, roles: dict[int, str], places: dict[int, str]) -> tuple[int | None, str, Message]:
+    def _choose(
+        self, roles: dict[int, str], places: dict[int, str]
+    ) -> tuple[int | None, str, Message] | None:
+        """What to go on from; None if that depends on durable checkpoints, which are being looked for."""
         catalogue = {name: held for found in self.catalogue.values() for name, held in found.items()}
         reports = [report(node, catalogue) for node in self.nodes.values()]
         if self.initial is None:
@@ -853,7 +879,8 @@ class Controller:
             version, origin = self.plan["start"]
             if origin == "durable":
                 # Unless the newest has turned out to be damaged, the same again.
-                durable = common_durable(self.nodes.values())
+                if (durable := self.checkpoints.common(set(roles.values()))) is None:
+                    return None
                 if not durable:
                     raise Unrecoverable(
                         f"Every durable checkpoint in {self.settings.durable_dir} is damaged (see the errors "
@@ -873,16 +900,23 @@ class Controller:
         adopted = self.groups.adopted(roles)
         for role in map(int, adopted):
             known[role] = self.groups.held_alone(role, self.catalogue.get(str(role), {}), roles)
-        choice = decision.choose_version(
+        choose = partial(
+            decision.choose_version,
             reports,
             [*roles, *map(int, adopted)],
             self.initial,
-            common_durable(self.nodes.values()),
             placements={**roles, **{int(role): roles[adopter] for role, adopter in adopted.items()}},
             previous=places,
             reached=self.reached,
             catalogue=known,
         )
+        choice = None
+        with contextlib.suppress(Unrecoverable):
+            choice = choose(durable=())
+        if choice is None or choice.origin != "memory":  # storage is asked only where memory does not suffice
+            if (durable := self.checkpoints.common(set(roles.values()))) is None:
+                return None
+            choice = choose(durable=durable)
         sources = {str(role): found for role, found in choice.sources.items()}
         for name in adopted:  # without what its adopter has anyway
             sources[name] = {s: nodes for s, nodes in sources[name].items() if s in known[int(name)]}
@@ -945,7 +979,7 @@ class Controller:
         lost: list[int] | None = None,
     ) -> None:
         lead = self.nodes[roles[min(roles)]]
-        durable = common_durable(self.nodes[node] for node in set(roles.values()))
+        durable = self.checkpoints.common(set(roles.values())) if origin == "durable" else None
         self.rejoin.epoch_begins()
         before = {int(role) for role in self.plan.get("roles", {})}
         away = {int(role) for role in self.plan.get("absent", {})}
@@ -961,7 +995,7 @@ class Controller:
             "master": lead.holdings["master"],
             "version": version,
             "origin": origin,
-            "durable": durable[version] if origin == "durable" and version is not None else "",
+            "durable": durable[version] if durable and version is not None else "",
             "job": self.plan.get("job") or secrets.token_hex(4),
             "sources": sources,
             "completed": completed,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ft_core import decision, wire
+from ft_core.errors import ProtocolError
 from ft_core.wire import AsyncChannel
 
 Message = dict[str, Any]
@@ -41,7 +42,7 @@ class Node:
 
 _HELLO: dict[str, type] = {
     **dict.fromkeys(("node", "domain", "data", "store", "master", "begun"), str),
-    **dict.fromkeys(("pid", "node_rank", "epoch", "idle"), int),
+    **dict.fromkeys(("pid", "node_rank", "epoch", "reported", "idle"), int),
     **dict.fromkeys(("roles", "replicas", "segments"), dict),
     "said": list,
 }
@@ -51,6 +52,8 @@ def check_hello(hello: Message) -> None:
     """Raises ProtocolError for the greeting of an agent of another version of this software."""
     for name, kind in _HELLO.items():
         wire.field(hello, name, kind)
+    if "configured" not in hello:
+        raise ProtocolError("a greeting without the field 'configured'")
 
 
 def versions(held: Message) -> list[int]:
@@ -106,15 +109,6 @@ def copies(
 def where(nodes: Iterable[Node]) -> dict[str, Message]:
     """For the plan: where their memory is asked for, and what they may be lost with."""
     return {n.name: {"data": n.about["data"], "domain": n.about["domain"]} for n in nodes}
-
-
-def common_durable(nodes: Iterable[Node]) -> dict[int, str]:
-    """Versions of which all of `nodes` can read a durable checkpoint, oldest first, with its name.
-
-    Of several of one version it is that of the latest epoch.
-    """
-    sets = [set(n.holdings["durable"]) for n in nodes]
-    return {int(name.split("-")[1]): name for name in sorted(set.intersection(*sets))} if sets else {}
 
 
 def completed(nodes: Iterable[Node], roles: Collection[int]) -> dict[str, list[int]]:

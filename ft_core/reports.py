@@ -7,7 +7,6 @@ import os
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ft_core import durable
 from ft_core.memory import Word
 
 if TYPE_CHECKING:
@@ -98,28 +97,12 @@ class Reports:
             "idle": len(self._a.pool.idle()),
             "store": self._a.stores.address,
             "master": self._a.master,
-            **self.configured(),
+            "configured": self._a.configured,
         }
 
     def progress(self) -> Message:
         """What this node has heard from the controller."""
         return {"epoch": self._a.epoch, "begun": self._a.plan.get("id", "")}
-
-    def configured(self) -> Message:
-        """The settings that the script has brought, and what they let this node read from storage."""
-        return {"configured": self._a.configured, "durable": self._durable()}
-
-    def _durable(self) -> list[str]:
-        """The durable checkpoints that can be read here. Raises OSError for a job that is still to begin: it
-        would begin anew, where it should go on from one of them."""
-        settings = self._a.settings
-        try:
-            return durable.complete(settings.durable_dir, settings.world_size)
-        except OSError as error:
-            if not self._a.plan:
-                raise
-            log.error("node %s: no durable checkpoint can be read for now: %s", self._a.node, error)
-            return []
 
     def state_of(self, role: int) -> Message:
         """A role's segments and what protecting them has taken so far, for `ftctl plan`."""

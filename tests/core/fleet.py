@@ -63,6 +63,8 @@ class Node:
         """Segments kept for others."""
         self.durable: list[str] = []
         """Names of the durable checkpoints that it sees."""
+        self.durable_error = ""
+        """Why it sees none."""
         self.sent: list[Message] = []
         """Everything that has gone out."""
         self.received: list[Message] = []
@@ -202,7 +204,7 @@ class Node:
         about |= {"replicas": replicas, "segments": segments}
         about |= {"store": "127.0.0.1:1", "master": "127.0.0.1:2"}
         more = {"idle": self.idle, "configured": None}
-        return {**about, **more, "durable": list(self.durable)}
+        return {**about, **more}
 
     def heartbeat(self) -> Message:
         """As `ft_core.reports`."""
@@ -282,6 +284,9 @@ class Node:
             self.crash(message["role"])
         elif kind == "beat":
             self.post(self.heartbeat())
+        elif kind == "durable":
+            found = {"names": [] if self.durable_error else list(self.durable), "error": self.durable_error}
+            self.post({"type": "durable_list", "id": message["id"], **found})
         elif kind == "counts":
             for role in self.workers:
                 self.post({"type": "counts", "role": role, "counts": {}})

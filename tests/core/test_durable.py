@@ -167,12 +167,17 @@ def test_parts_of_two_pasts_do_not_complete_each_other(others: Any, tmp_path: Pa
     assert durable.complete(directory, 2) == [other]
 
 
+def stored(directory: Path) -> dict[str, Any]:
+    """Settings of a job with durable checkpoints."""
+    return {"durable_dir": str(directory / "durable"), "durable_interval": 5}
+
+
 def test_all_roles_read_the_newest_that_every_node_sees(tmp_path: Path):
     """The plan names it: nodes may see different lists for a while, and two epochs may have had a step."""
     old, new, last = (durable.name_of(5, plan(epoch)) for epoch in (9, 10, 11))
 
     async def job() -> None:
-        async with Fleet(tmp_path, nodes=2, spares=1) as fleet:
+        async with Fleet(tmp_path, nodes=2, spares=1, **stored(tmp_path)) as fleet:
             fleet["node0"].durable = [durable.name_of(3, plan()), old, new]
             fleet["node1"].durable = [old, new, last]
             begun = await fleet.event("decided")
@@ -246,13 +251,68 @@ def agent(tmp_path: Path, store: NodeStore) -> Iterator[Agent]:
     agent.transport.close()
 
 
-def test_storage_that_cannot_be_read_ends_no_job_that_has_begun(agent: Agent, tmp_path: Path):
-    """One that is to begin it does: it would begin anew, though there may be a checkpoint."""
+def test_storage_that_cannot_be_read_is_told(agent: Agent, tmp_path: Path):
+    said: list[dict[str, Any]] = []
+    agent._controller = SimpleNamespace(post=said.append)  # type: ignore[assignment]
     (tmp_path / "durable").symlink_to(tmp_path / "durable")
-    assert agent._reports.configured()["durable"] == []
-    agent.plan = {}
-    with pytest.raises(OSError, match="symbolic links"):
-        agent._reports.configured()
+    asyncio.run(agent._list_durable(7))
+    [answer] = said
+    assert (answer["type"], answer["id"], answer["names"]) == ("durable_list", 7, [])
+    assert "symbolic links" in answer["error"]
+
+
+def test_a_job_does_not_begin_anew_because_storage_cannot_be_read(tmp_path: Path):
+    """There may be a checkpoint to go on from."""
+
+    async def job() -> None:
+        async with Fleet(tmp_path, nodes=2, **stored(tmp_path)) as fleet:
+            fleet["node1"].durable_error = "Input/output error"
+            assert await fleet.ended() == 1
+            [stopped] = fleet.events("stopped")
+            assert stopped["reason"] == (
+                f"durable checkpoints in {tmp_path / 'durable'} cannot be read: node1: Input/output error"
+            )
+
+    asyncio.run(job())
+
+
+@pytest.mark.parametrize("readable", [False, True])
+def test_nodes_look_for_checkpoints_when_memory_does_not_suffice_and_never_else(
+    tmp_path: Path, readable: bool
+):
+    name = durable.name_of(5, plan())
+
+    def asked() -> set[str]:
+        return {n.name for n in fleet.nodes.values() if "durable" in [m["type"] for m in n.received]}
+
+    async def job() -> None:
+        nonlocal fleet
+        async with Fleet(tmp_path, nodes=2, spares=5, **stored(tmp_path)) as fleet:
+            await fleet.event("resumed")
+            for node in fleet.nodes.values():
+                node.received.clear()
+                node.durable, node.durable_error = [name], "" if readable else "Input/output error"
+            fleet["node6"].durable = []  # it has no role
+            fleet["node0"].crash(0)
+            await fleet.event("resumed", 2)
+            fleet["node1"].die()
+            await fleet.event("resumed", 3)
+            assert asked() == set()
+            holders = [n for n in fleet.nodes.values() if n.versions or n.replicas]
+            assert len(holders) < 5
+            for node in holders:
+                node.die()
+            if readable:
+                decided = await fleet.event("decided", 4)
+                assert (decided["origin"], decided["version"]) == ("durable", 5)
+                assert asked() == set(decided["moved"].values())
+            else:
+                assert await fleet.ended() == 1
+                [stopped] = fleet.events("stopped")
+                assert "cannot be read: node" in stopped["reason"] and "Input/output" in stopped["reason"]
+
+    fleet: Fleet
+    asyncio.run(job())
 
 
 def test_one_that_falls_due_while_another_is_written_is_left_out(agent: Agent, tmp_path: Path):

@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 from core.fleet import Fleet
+from core.real_agent import RealAgent
 from harness import environment
 
+from ft_core import refusals
 from ft_core.errors import AuthenticationError, ProtocolError
 from ft_core.launch import Launcher
 from ft_core.settings import Command, Settings, read_secret, write_secret
@@ -165,17 +167,11 @@ def test_a_controller_that_fails_is_replaced_and_fails_for_good_when_it_meets_th
         while not over.is_set():
             with contextlib.suppress(OSError):
                 channel = Channel.connect(settings.controller, read_secret(tmp_path / "job"), 5.0)
-                identity = {"node": "node0", "pid": 1, "node_rank": 0, "domain": "", "data": "127.0.0.1:1"}
-                held: dict[str, Any] = {"epoch": 0, "roles": {}, "replicas": {}, "segments": {}, "idle": 2}
-                more = {
-                    "store": "127.0.0.1:2",
-                    "master": "127.0.0.1:3",
-                    "configured": None,
-                    "durable": [],
-                    "begun": "",
-                    "said": [],
-                }
-                channel.send({"type": "hello", "kind": "agent", **identity, **held, **more})
+                words = dict.fromkeys(("node", "domain", "data", "store", "master"), "x") | {"begun": ""}
+                numbers = dict.fromkeys(("pid", "node_rank", "epoch", "reported"), 0) | {"idle": 2}
+                held: dict[str, Any] = {"roles": {}, "replicas": {}, "segments": {}, "said": []}
+                about = {**words, **numbers, **held, "configured": None}
+                channel.send({"type": "hello", "kind": "agent", **about})
                 channel.recv()
                 channel.send({**POISON, "epoch": 1})
                 with contextlib.suppress(ConnectionError):
@@ -201,16 +197,25 @@ def test_a_controller_that_fails_is_replaced_and_fails_for_good_when_it_meets_th
 
 
 def test_a_hello_of_another_version_is_refused_and_costs_no_controller(tmp_path: Path):
+    """Whichever field of a hello it has not."""
+
     async def test() -> None:
-        async with Fleet(tmp_path / "job") as fleet:
+        async with Fleet(tmp_path / "job", nodes=1, replicas=0) as fleet:
             await fleet.event("resumed")
-            channel = await AsyncChannel.connect(fleet.settings.controller, fleet.secret)
-            channel.post({"type": "hello", "kind": "agent", "node": "old"})
-            with pytest.raises(ConnectionError):
-                await channel.recv()
-            refused = await fleet.event("refused")
-            assert "field 'domain' of a message must be str" in refused["reason"]
-            assert not fleet.events("detected")
+            agent = RealAgent(fleet.settings, fleet.job_dir, "spare", -1)
+            agent.serve()
+            await fleet.event("joined", 2)
+            hello = {**agent._reports.identity(), **agent._reports.holdings(), "said": []}
+            await agent.end()
+            await fleet.event("spare_lost")
+            for name in hello:
+                channel = await AsyncChannel.connect(fleet.settings.controller, fleet.secret)
+                found = {key: value for key, value in hello.items() if key != name}
+                channel.post({"type": "hello", "kind": "agent", **found})
+                with pytest.raises(ConnectionError):
+                    await channel.recv()
+            await fleet.until(lambda: len(fleet.events("refused")) == min(len(hello), refusals.TOLD))
+            assert not fleet.events("detected") and len(fleet.events("joined")) == 2
 
     asyncio.run(test())
 
