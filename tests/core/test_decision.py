@@ -130,6 +130,22 @@ def test_roles_of_a_dead_node_go_to_one_spare() -> None:
     assert found == Assignment({0: "x", 1: "x", 2: "u", 3: "u"})
 
 
+def test_of_equal_spares_the_one_that_has_copies_takes_over() -> None:
+    copies = {2: ["t", "x"], 3: ["t"]}
+    assert assign(PLACES, {"x": 2, "s": 3, "t": 3}, [2, 3], 4, copies).roles == {
+        0: "x",
+        1: "x",
+        2: "t",
+        3: "t",
+    }
+    assert assign(PLACES, {"x": 2, "s": 3, "t": 1}, [2, 3], 4, copies).roles == {
+        0: "x",
+        1: "x",
+        2: "s",
+        3: "s",
+    }
+
+
 def test_they_are_spread_when_no_spare_has_room() -> None:
     assert assign(PLACES, {"s": 1, "x": 1}, [2, 3], 4).roles == {0: "x", 1: "x", 2: "s", 3: "x"}
 

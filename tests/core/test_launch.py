@@ -50,6 +50,7 @@ def script(tmp_path: Path) -> str:
         ("--spares=1", "--spares"),
         ("--standalone --ft-replicas=-1", "--ft-replicas"),
         ("--standalone --nnodes=2 --ft-replicas=2", "--ft-replicas 2"),
+        ("--standalone --nnodes=2 --ft-replicas=3 --spares=1", "4 nodes or more; there are 2 and 1 spares"),
         ("--standalone --ft-durable-dir=there", "--ft-durable-interval"),
         ("--standalone --ft-durable-interval=10", "--ft-durable-dir"),
         ("--standalone --ft-durable-dir=there --ft-durable-interval=-1", "--ft-durable-interval"),
@@ -118,6 +119,7 @@ def test_the_scripts_own_configuration(framework: Callable[..., list[str]], tmp_
     found = settings_of("--standalone", "--nnodes=3", *framework(**section))
     assert (found.replicas, found.spares, found.policy) == (2, 1, "stop")
     assert (found.durable_dir, found.durable_interval, found.given) == (str(tmp_path), 7, [])
+    assert settings_of("--standalone", "--nnodes=2", *framework(replicas=2, spares=1)).replicas == 2
     same = settings_of("--standalone", "--nnodes=3", "--ft-replicas=2", *framework(**section))
     assert same == dataclasses.replace(found, given=["replicas"], controller=same.controller)
     more = settings_of("--standalone", "--ft-policy=stop", "--spares=0", *framework(replicas=1))

@@ -205,5 +205,7 @@ def test_plan_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plan_says_what_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert ftctl("--ft-replicas", "8") == 1
     assert "WARNING: 8 lost domains cannot be survived: there are 8" in capsys.readouterr().out
+    assert ftctl("--ft-replicas", "8", "--spares", "1") == 0  # which has memory too
+    assert "any 8 lost nodes at once" in capsys.readouterr().out
     assert ftctl("--tensor-model-parallel-size", "3") == 2
     assert "--world-size" in capsys.readouterr().err

@@ -326,6 +326,30 @@ def test_close_peers_wakes_a_blocked_push(mine: TcpTransport, peer: Peer) -> Non
     assert push(mine, peer.address, copy) == copy[0].nbytes  # connections are made anew
 
 
+def test_close_peers_of_one_agent_leaves_the_others_alone(mine: TcpTransport, peer: Peer) -> None:
+    copy, reached, go_on = make(64 * CHUNK), threading.Event(), threading.Event()
+
+    def gate() -> None:
+        if mine.sent_bytes >= 4 * CHUNK:
+            reached.set()
+            go_on.wait(30)
+
+    with ThreadPoolExecutor(1) as pool:
+        pushed = pool.submit(push, mine, peer.address, copy, deadline=60, gate=gate)
+        reached.wait()
+        mine.close_peers("127.0.0.1:1")
+        go_on.set()
+        assert pushed.result(timeout=30) == copy[0].nbytes
+        mine.close_peers(peer.address)
+        reached.clear(), go_on.clear()
+        pushed = pool.submit(push, mine, peer.address, copy, version=2, deadline=60, gate=gate)
+        reached.wait()
+        mine.close_peers(peer.address)
+        go_on.set()
+        with pytest.raises(TransportError, match="dropped its connections"):
+            pushed.result(timeout=30)
+
+
 def test_new_sender_takes_over_from_a_stuck_one(mine: TcpTransport, peer: Peer) -> None:
     copy = make(8 * CHUNK)
     stuck, go_on = threading.Event(), threading.Event()
