@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from harness import Job, Layout, alive, check_clean, check_identical, check_survivors
@@ -23,11 +23,15 @@ def stopped(job: Job, agent: int, waiting: int) -> Iterator[None]:
         job.wait_for("waiting", waiting)
         yield
     finally:
-        os.killpg(agent, signal.SIGCONT)
+        with suppress(ProcessLookupError):  # it has died, of a failed test
+            os.killpg(agent, signal.SIGCONT)
 
 
 def test_nodes_that_were_given_up_come_back_by_themselves(tmp_path):
-    with Job(tmp_path / "job", LAYOUT, STEPS, spares=0, script=PACED, ftrun=("--ft-heartbeat=0.15",)) as job:
+    with (
+        Job(tmp_path / "job", LAYOUT, STEPS, spares=0, script=PACED, ftrun=("--ft-heartbeat=0.15",)) as job,
+        ExitStack() as later,
+    ):
         job.wait_for("resumed")
         first, worker = job.pids(1)
         with stopped(job, first, 1):
@@ -38,13 +42,12 @@ def test_nodes_that_were_given_up_come_back_by_themselves(tmp_path):
             job.join()
             job.wait_for_epoch("resumed", 3)
             second, _ = job.pids(1)
-            os.killpg(second, signal.SIGSTOP)
-            job.wait_for("waiting", 3)
+            later.enter_context(stopped(job, second, 3))
         job.wait_for_epoch("resumed", 4)  # with the first node again, started by `ftrun --standalone`
         assert job.pids(1)[0] == first and not alive(worker)
         os.killpg(first, signal.SIGKILL)
         job.wait_for("waiting", 4)
-        os.killpg(second, signal.SIGCONT)
+        later.close()
         job.wait_for_epoch("resumed", 5)  # and with the second, started by an `ftrun` of its own
         assert job.pids(1)[0] == second
         result = job.finish()
