@@ -153,8 +153,8 @@ class Controller:
         self._not_written = (0, -1)
         """The epoch and version of the last durable checkpoint that failed."""
         self._unprotected = settings.command.no_python
-        self._suspected = -1
-        """The newest epoch in which a worker saw a communicator break."""
+        self._suspicious: set[str] = set()
+        """Nodes of which a worker, or the agent, saw a connection to a peer break in this epoch."""
         self._leaving = False
         """Whether SIGTERM has come: what ends because of it is not replaced."""
         self._done: asyncio.Future[int] | None = None
@@ -482,7 +482,8 @@ class Controller:
         elif kind == "unprotected":
             self._unprotected = True
         elif kind == "suspect":
-            self._suspected = self.epoch
+            if epoch == self.epoch:
+                self._suspicious.add(node.name)
             self.event("suspected", str(message["reason"]), [int(message["role"])])
         elif kind == "durable_list":
             self.checkpoints.answered(node, message)
@@ -676,6 +677,7 @@ class Controller:
     def end_epoch(self, event: str, reason: str, roles: list[int]) -> None:
         """Have all workers leave what they are in, and decide how to go on."""
         self.epoch += 1
+        self._suspicious.clear()
         self.phase = Phase.QUIESCING
         self._ended_at = self.clock.now
         self.checkpoints.forget()
@@ -693,7 +695,7 @@ class Controller:
             now = self.clock.tick()
             for node in list(self.nodes.values()):
                 # A peer that saw its connections break as well leaves no doubt.
-                grace = 0.0 if self._suspected == self.epoch else _RETURN_GRACE
+                grace = 0.0 if self._suspicious - {node.name} else _RETURN_GRACE
                 if node.gone_since is not None and now - node.gone_since > grace:
                     self._node_lost(node, "its agent's connection broke")
                 elif now - node.seen > limit:

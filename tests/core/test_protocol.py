@@ -326,3 +326,26 @@ def test_a_spare_keeps_the_copies_that_one_node_cannot(tmp_path: Path):
             await spare.end()
 
     play(test, tmp_path / "job", nodes=1, nproc=2, spares=2, ranks=[], replicas=1)
+
+
+def test_nobodys_own_suspicion_tells_against_him(tmp_path: Path):
+    """Who sees a peer's connection break, and then loses the controller's for a moment, is not lost."""
+
+    async def test(fleet: Fleet) -> None:
+        await fleet.event("resumed")
+        node = fleet["node1"]
+        node.post({"type": "suspect", "epoch": 1, "role": 1, "reason": "connection reset"})
+        await fleet.event("suspected")
+        back = asyncio.Event()
+        node.delay("hello", back.wait())
+        node.disconnect()
+        controller = fleet.controller
+        assert controller is not None
+        await fleet.until(lambda: controller.nodes["node1"].gone_since is not None)
+        ticks = controller.clock.now
+        await fleet.until(lambda: controller.clock.now > ticks + 0.1)
+        back.set()
+        await fleet.until(lambda: controller.nodes["node1"].gone_since is None)
+        assert not fleet.events("detected") and fleet["node0"].epoch == 1
+
+    play(test, tmp_path / "job", nodes=2)
