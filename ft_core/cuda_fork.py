@@ -22,6 +22,8 @@ def look(name: str) -> None:
     torch = sys.modules.get("torch")
     if _culprit or torch is None or torch.version.cuda is None:
         return
+    if torch.cuda._device_count_nvml() <= 0:
+        return  # no GPU: torch asks the driver after all, which spoils nothing
     if (child := os.fork()) == 0:
         os._exit(int(torch.cuda._is_in_bad_fork()))
     if os.waitpid(child, 0)[1]:
