@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from core.fleet import Fleet
+from full_disk import file_limit
 
 from ft_core import durable
 from ft_core.adapter import StateTensor
@@ -360,18 +361,7 @@ def test_one_that_was_written_again_counts_once(tmp_path: Path, store: NodeStore
     ]
 
 
-@pytest.fixture
-def full_disk() -> Iterator[None]:
-    """The kernel refuses what is larger than some bytes, as a full disk or a quota does."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_write_that_fails_leaves_nothing_behind(
-    tmp_path: Path, store: NodeStore, request: pytest.FixtureRequest
-):
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, store: NodeStore):
     """Nor do others' parts of it, and what others have left torn: on a full disk nothing else makes room.
     What is complete stays, and what a later epoch is writing."""
     for version in (10, 20, 30):
@@ -386,8 +376,7 @@ def test_a_write_that_fails_leaves_nothing_behind(
         30, plan(world=2)
     )  # a job with more roles left it; nobody here knows what is torn
     durable.write_role(str(tmp_path), larger, 0, part)
-    request.getfixturevalue("full_disk")
-    with pytest.raises(OSError, match="File too large"):
+    with file_limit(100), pytest.raises(OSError, match="File too large"):
         write(tmp_path, 40, store, epoch=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, later, larger])
 

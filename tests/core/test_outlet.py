@@ -5,31 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from core.fleet import Fleet
+from full_disk import file_limit
 
 from ft_core import refusals
 from ft_core.outlet import FileOutlet, Outlet
 from ft_core.wire import AsyncChannel
-
-
-@contextlib.contextmanager
-def file_limit(nbytes: int) -> Iterator[None]:
-    """No file of this process grows beyond that: its disk is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
 
 
 def test_a_full_disk_loses_no_line_and_tears_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
