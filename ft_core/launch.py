@@ -28,7 +28,7 @@ from ft_core.departure import ENDED
 from ft_core.elastic import INTERVENTIONS
 from ft_core.errors import FAILED, ConfigError
 from ft_core.settings import POLICIES, Command, Settings, unique, write_secret
-from ft_core.wire import listen
+from ft_core.wire import split_address
 
 _DEFAULT_PORT = 29400
 _POLL = 0.05
@@ -206,6 +206,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise ConfigError("--standalone starts all nodes itself: leave --node-rank out")
     if nnodes > 1 and args.node_rank is None and not args.standalone and not args.join:
         raise ConfigError("--nnodes above 1 needs --node-rank (or --standalone)")
+    controller = _controller_address(args)
+    if controller.endswith(":0") and (args.join or (nnodes > 1 and not args.standalone)):
+        raise ConfigError(f"{controller}: the nodes of a job must know the controller's port; give one")
     inject.parse(args.ft_inject)
     streams = "3" if args.tee is None else args.tee
     for flag, value in (("--redirects", args.redirects), ("--tee", streams)):
@@ -217,7 +220,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         min_nodes=min_nodes if min_nodes < nnodes else 0,
         nproc_per_node=nproc,
         command=Command(script, arguments, args.module, args.no_python),
-        controller=_controller_address(args),
+        controller=controller,
         heartbeat=args.ft_heartbeat,
         quiesce_timeout=args.ft_quiesce_timeout,
         return_limit=args.ft_return_limit,
@@ -261,6 +264,7 @@ class Launcher:
         self._agents: list[subprocess.Popen[bytes]] = []
         self._gone: list[subprocess.Popen[bytes]] = []
         self._temporary: dict[int, str] = {}
+        self._reserved: socket.socket | None = None
         self.numbers = itertools.count()
         self.respawn = False
         """Start a new node for each that dies, as a cluster's scheduler would."""
@@ -271,6 +275,17 @@ class Launcher:
         self._told = 0
         self._pass_on_at = math.inf
         self._deadline = math.inf
+
+    def reserve(self, address: str) -> str:
+        """`address`, of port 0, with a free port. No other program is given it while this process lives.
+
+        Neither before the controller listens there, nor between one and the next.
+        """
+        host, _ = split_address(address)
+        self._reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # shares it with who listens
+        self._reserved.bind((host, 0))
+        return f"{address.rpartition(':')[0]}:{self._reserved.getsockname()[1]}"
 
     def controller(self, *about: str) -> None:
         """Start the controller; `wait` starts another should it die."""
@@ -389,10 +404,12 @@ def main(argv: list[str] | None = None) -> int:
 def _launch(args: argparse.Namespace) -> Launcher:
     settings = settings_of(args)
     job_dir = _job_dir(args)
+    launcher = Launcher(job_dir)
+    if settings.controller.endswith(":0"):
+        settings = dataclasses.replace(settings, controller=launcher.reserve(settings.controller))
     settings.write(job_dir)
     write_secret(job_dir)
     (job_dir / "controller").write_text(settings.controller + "\n")
-    launcher = Launcher(job_dir)
     if args.standalone:
         domains = [d.strip() for d in args.ft_domain.split(",")] if args.ft_domain else []
         launcher.standalone, launcher.respawn = True, args.respawn
@@ -452,8 +469,7 @@ def _controller_address(args: argparse.Namespace) -> str:
             raise ConfigError(f"{given!r} is no HOST:PORT")
         return str(given)
     if args.standalone or args.nnodes == "1":
-        with listen("127.0.0.1") as free:
-            return f"127.0.0.1:{free.getsockname()[1]}"
+        return "127.0.0.1:0"
     return f"{args.master_addr}:{args.master_port}"
 
 

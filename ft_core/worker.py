@@ -60,36 +60,48 @@ def main(
         os.execvp(command.target, [command.target, *command.arguments])
     session.comms.install()
     unprotected.install(session)
+    process = os.getpid()
+    code, reason = _outcome(command)
+    if os.getpid() != process:  # a child that the script has forked; the role is its parent's
+        ordinary.end(code)
+        _exit(code)
+    if code:
+        session.failed(reason)
+    else:
+        session.leave()
+    ordinary.end(code)
+    if code == 0:
+        session.finish()
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the communicators of a finished job are not taken down one by one
+
+
+def _outcome(command: Command) -> tuple[int, str]:
+    """Run the script to its end, and print what it ends of. Its exit code, and why it is not 0."""
     try:
         cuda_fork.check()
         for install in plugins.load(plugins.HOOKS):
             install()
         run(command)
-        code = 0
     except SystemExit as stop:
         code = exit_code(stop)
         if code and not isinstance(stop.code, int):
             print(stop.code, file=sys.stderr)
-        if code:
-            session.failed(f"the script ended itself: sys.exit({stop.code!r})")
+        return code, f"the script ended itself: sys.exit({stop.code!r})"
     except ConfigError as error:  # ours: ftrun says it once, in place of a traceback from each role
-        code = 1
-        session.failed(str(error))
+        return 1, str(error)
     except BaseException as error:
-        code = 1
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-        session.failed("".join(traceback.format_exception(error)))
-    if code == 0:
-        session.leave()
-    ordinary.end(code)
-    if code == 0:
-        session.finish()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # the communicators of a finished job are not taken down one by one
+        return 1, "".join(traceback.format_exception(error))
+    return 0, ""
 
 
 def run(command: Command) -> None:

@@ -60,6 +60,9 @@ def main() -> None:
     import torch  # not in those that are spawned
 
     card = told()
+    if (child := os.fork()) == 0:
+        sys.exit(3)  # as a plain process's child would, with no word to anybody else
+    card["forked"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     os.environ["QUIET"] = "in processes of this script's own"
     card["spawned"] = multiprocessing.get_context("spawn").Pool(1).map(square, [3])
     card["served"] = multiprocessing.get_context("forkserver").Pool(1).map(square, [3])

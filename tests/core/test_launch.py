@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 from ft_core import ctl, inject, launch
 from ft_core.errors import ConfigError
 from ft_core.settings import SECRET_ENV, Settings, read_secret, write_secret
+from ft_core.wire import listen
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +65,7 @@ def script(tmp_path: Path) -> str:
         ("--standalone --tee=4", "--tee"),
         ("--standalone --redirects=0:3", "--redirects"),
         ("--nnodes=2 --node-rank=0 --rdzv-endpoint=host:port", "host:port"),
+        ("--nnodes=2 --node-rank=0 --rdzv-endpoint=host:0", "host:0"),
     ],
 )
 def test_wrong_flags(flags: str, named: str, script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -71,6 +74,24 @@ def test_wrong_flags(flags: str, named: str, script: str, tmp_path: Path, capsys
     error = capsys.readouterr().err
     assert error.startswith("ftrun: ") and named in error
     assert not job_dir.exists()
+
+
+@pytest.mark.parametrize("flags", [[], ["--rdzv-endpoint=localhost:0"]])
+def test_a_free_port_is_nobody_elses(
+    flags: list[str], script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Not in the seconds until the controller listens, nor between one controller and the next."""
+    for start in ("controller", "agent"):
+        monkeypatch.setattr(launch.Launcher, start, lambda *_: None)
+    command = ["--standalone", *flags, f"--job-dir={tmp_path / 'job'}", script]
+    launcher = launch._launch(launch.parser().parse_args(command))
+    host, _, port = Settings.read(tmp_path / "job").controller.rpartition(":")
+    assert int(port) and (tmp_path / "job" / "controller").read_text() == f"{host}:{port}\n"
+    for _ in range(2):
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((host, int(port)))
+        listen(host, int(port)).close()
+    assert launcher.standalone
 
 
 @pytest.mark.parametrize("flags", [["--ft-policy=panic"], ["--nonsense"], ["--nnode=2"]])

@@ -20,7 +20,7 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_script_is_told_what_a_plain_process_is_told(tmp_path: Path):
-    """Start method, parent, `__main__`, path, signals, warnings; random numbers are everybody's own."""
+    """Start method, parent, `__main__`, path, signals, warnings, forks; random numbers are its own."""
     plain = run(str(CARD), str(tmp_path), cwd=tmp_path)
     assert plain.returncode == 0, plain.stderr
     flags = ["--standalone", "--nproc-per-node=2", f"--job-dir={tmp_path / 'job'}"]
