@@ -11,8 +11,11 @@ import multiprocessing
 import os
 import sys
 import threading
+import warnings
+from collections.abc import Iterable
 from multiprocessing import forkserver, process, resource_tracker
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 
@@ -21,6 +24,9 @@ _Main = type(process.current_process())
 
 _PATIENCE = 30.0
 """Seconds that a script which has failed has for its threads and exit handlers; its peers wait meanwhile."""
+
+_START = 1 << 20
+"""Bytes of a log in which a warning is looked for: most come at the beginning."""
 
 
 def begin() -> None:
@@ -37,6 +43,37 @@ def begin() -> None:
     torch.default_generator.seed()
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()  # Python's own does so by itself
+
+
+def warn_once(predecessors: Iterable[Path]) -> None:
+    """Show no warning that a former worker of this role has shown: its successor goes the same way.
+
+    `predecessors`: their log directories.
+    """
+    said = "".join(_start_of(directory / "stderr.log") for directory in predecessors)
+    original = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if file is not None or warnings.formatwarning(message, category, filename, lineno, line) not in said:
+            original(message, category, filename, lineno, file, line)
+
+    if said:
+        warnings.showwarning = show
+
+
+def _start_of(log: Path) -> str:
+    try:
+        with log.open("rb") as file:
+            return file.read(_START).decode(errors="replace")
+    except OSError:  # on another machine; then it comes again
+        return ""
 
 
 def _forget(helper: Any, descriptor: str) -> None:

@@ -53,6 +53,7 @@ def main(
     session.predecessors = take_over(Path(logs[1]), assignment["role"], assignment["plan"]["started_over"])
     if session.role == 0 and not session.predecessors:
         import_output.show()
+    ordinary.warn_once(session.predecessors)
     os.environ.update(assignment["env"])
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ignored until here, see ft_core.departure
     if command.no_python:

@@ -24,4 +24,4 @@ class Loading:
         return [f"--train-iters={iterations}", *self.more, *["--ft"] * protected]
 
     def environment(self) -> dict[str, str]:
-        return {}
+        return {"PYTHONWARNINGS": "default::UserWarning"}

@@ -7,6 +7,7 @@ import hashlib
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -43,13 +44,15 @@ class Model:
         self.replica_group = rank, world
         torch.manual_seed(7)
         self.weight, self.momentum = torch.randn(WIDTH), torch.zeros(WIDTH)
+        self.loss = 0.0
+        """Of the newest step: its worker may die before it has logged it."""
 
     def tensors(self) -> Iterator[StateTensor]:
         yield StateTensor("weight", self.weight, self.ring)
         yield StateTensor("momentum", self.momentum, self.ring)
 
     def envelope(self) -> Any:
-        return rng.capture()
+        return {"rng": rng.capture(), "loss": self.loss}
 
     def envelope_holders(self) -> tuple[int, ...]:
         return self.ring
@@ -57,7 +60,8 @@ class Model:
     def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
         self.weight.copy_(tensors["weight"])
         self.momentum.copy_(tensors["momentum"])
-        rng.restore(envelope)
+        rng.restore(envelope["rng"])
+        self.loss = envelope["loss"]
 
     def adopt(self, roles: Any) -> dict[int, Any]:
         return {}
@@ -122,6 +126,7 @@ def main() -> None:
     parser.add_argument("--leave", default="", help="ROLE:STEP:exit, fail or _exit; ROLE may be `all`")
     parser.add_argument("--ft", action="store_true")
     args = parser.parse_args()
+    warnings.warn(f"told by rank {os.environ['RANK']}", stacklevel=1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     model = Model(rank, world)
@@ -135,9 +140,15 @@ def main() -> None:
     )
     printed = 0
 
+    def log() -> None:
+        nonlocal printed
+        if rank == 0 and job.version > printed:
+            printed = job.version
+            print(f"iteration {printed}/{args.train_iters} | loss {model.loss!r}", flush=True)
+
     def train() -> None:
         """Goes on from the version that is there, with a new iterator."""
-        nonlocal printed
+        log()
         for batch in loader:
             job.point("forward")
             time.sleep(PACE)
@@ -148,10 +159,9 @@ def main() -> None:
             dist.all_reduce(loss)  # the barrier: all have committed
             job.optimizer_begins()
             model.step(gradient / world)
+            model.loss = loss.item()
             job.step_done()
-            if rank == 0 and job.version > printed:
-                printed = job.version
-                print(f"iteration {printed}/{args.train_iters} | loss {loss.item()!r}", flush=True)
+            log()
 
     if isinstance(job, Session):
         job.protect(model, train, 0)

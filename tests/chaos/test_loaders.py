@@ -48,3 +48,5 @@ def test_loaders_with_processes(more: tuple[str, ...], tmp_path: Path):
     check_survivors(result, training.world)
     check_clean(result)
     assert "leaked" not in result.output
+    for rank in range(training.world):
+        assert result.output.count(f"UserWarning: told by rank {rank}") == 1, "successors say it again"
