@@ -825,7 +825,7 @@ class Controller:
                 self._start_over(str(error), roles, lost)
             else:
                 unread = [f"\nCheckpoints cannot be read: {why}" for why in self.checkpoints.errors.values()]
-                self.end(1, "".join([str(error), *unread]))
+                self.end(1, "".join([str(error), *unread, f"\nStart the job again; {self._advice()}"]))
             return
         if chosen is None:
             return
@@ -959,6 +959,14 @@ class Controller:
             what += f"; {self._what_is_left()}"
             self.event("waiting", f"{what}: {how}", lost)
             log.warning("%s; waiting for a node: %s", what, how)
+
+    def _advice(self) -> str:
+        if self._resumes:
+            return "it goes on from the newest checkpoint of the script's own."
+        return (
+            "with checkpoints of its script's own that it resumes from (Megatron-LM's --save), or else with "
+            "--ft-durable-interval, it will have something to fall back to."
+        )
 
     def _what_is_left(self) -> str:
         """While the job waits for nodes."""

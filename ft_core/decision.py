@@ -259,5 +259,4 @@ def _explain(version: int | None, lost: Iterable[Loss], previous: Mapping[int, s
         f"No state that every role could go on from is left in memory ({goal}), and there is no durable "
         "checkpoint. More failure domains were lost at once than --ft-replicas covers. Lost:\n"
         + "\n".join(lines)
-        + "\nStart the job again; with --ft-durable-interval it will have a checkpoint to fall back to."
     )

@@ -361,7 +361,7 @@ class Node:
             "adopted": False,
             "segments": {self.fleet.segment(role): self.fleet.holders(role)},
         }
-        self.say({**layout, "initial": 0, "resumes": False, "group": group})
+        self.say({**layout, "initial": 0, "resumes": self.fleet.resumes, "group": group})
         worker.step = version
         self._keep(role, version)
         self.say({"type": "restored", **about, "version": version, "loaded": True, "pid": worker.pid})
@@ -390,6 +390,8 @@ class Fleet:
         about: Message = {"replicas": 1 if nodes > 1 else 0, "spares": spares, "heartbeat": 0.1, **settings}
         self.settings = Settings(nodes, nproc, Command("train.py"), controller=f"127.0.0.1:{port}", **about)
         self.job_dir, self.groups = job_dir, groups
+        self.resumes = False
+        """Whether the script, started again, goes on from a checkpoint of its own."""
         self._ranks = range(nodes + spares) if ranks is None else ranks
         job_dir.mkdir(exist_ok=True)
         self.settings.write(job_dir)

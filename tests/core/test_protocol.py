@@ -349,3 +349,25 @@ def test_nobodys_own_suspicion_tells_against_him(tmp_path: Path):
         assert not fleet.events("detected") and fleet["node0"].epoch == 1
 
     play(test, tmp_path / "job", nodes=2)
+
+
+@pytest.mark.parametrize("resumes", [False, True], ids=["without", "with"])
+def test_advice_suits_a_script_with_checkpoints_of_its_own(tmp_path: Path, resumes: bool):
+    """Memory does not suffice. `resumes`: then the script is started again, else the job stops."""
+
+    async def test(fleet: Fleet) -> None:
+        fleet.resumes = resumes
+        await fleet.event("resumed")
+        fleet["node0"].die()
+        await fleet.event("waiting")
+        fleet["node1"].die()
+        await fleet.event("waiting", 2)
+        fleet.join("node2")
+        fleet.join("node3")
+        found = await fleet.event("state_restored" if resumes else "stopped", 2 if resumes else 1)
+        if not resumes:
+            assert "--save" in found["reason"] and "--ft-durable-interval" in found["reason"]
+        for event in fleet.events():
+            assert not resumes or "--ft-durable-interval" not in event["reason"]
+
+    play(test, tmp_path / "job", nodes=2)
