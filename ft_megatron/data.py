@@ -8,6 +8,7 @@ moment, and what was drawn in the newest two steps is kept.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,6 +75,10 @@ class Loader:
             self._batches = None
         self._drawn = self._newest = drawn
 
+    def close(self) -> None:
+        """End the loader's processes."""
+        self._batches = None
+
     def _draw(self) -> tuple[Any, torch.Tensor | None]:
         before = torch.get_rng_state()
         if self._batches is None:
@@ -81,7 +86,7 @@ class Loader:
             torch.set_rng_state(before)
         assert self._batches is not None
         try:
-            batch = next(self._batches)
+            batch = _own(next(self._batches))
         except StopIteration:
             self._exhausted = True
             raise
@@ -105,6 +110,17 @@ class Loader:
         self._batches = iter(loader)
         for _ in range(skipped):
             next(self._batches)
+
+
+def _own(batch: Any) -> Any:
+    """The batch, in this process's own memory: what another has sent keeps a file open for each tensor."""
+    if isinstance(batch, torch.Tensor):
+        return batch.clone() if batch.device.type == "cpu" and batch.is_shared() else batch
+    if type(batch) is dict:
+        return {key: _own(value) for key, value in batch.items()}
+    if type(batch) in (tuple, list):
+        return type(batch)(_own(value) for value in batch)
+    return batch
 
 
 class DealtLoader:
@@ -173,6 +189,10 @@ class DealtLoader:
     def seek(self, position: list[int]) -> None:
         """See `mark`."""
 
+    def close(self) -> None:
+        """End the loader's processes."""
+        self._batches = self._loader = None  # which keeps them for its next iteration
+
     def _open(self, first: int) -> None:
         self._batches, self._next = iter(self._loader), first + self._offset
 
@@ -199,10 +219,18 @@ class Loaders:
                 return build(dataset, consumed_samples)
             kind = DealtLoader if elastic(dataset) else Loader
             loader = kind(build, dataset, consumed_samples)
+            if not self._loaders:
+                atexit.register(self._close)
             self._loaders.append(loader)
             return loader
 
         return build_pretraining_data_loader
+
+    def _close(self) -> None:
+        """The script is done. What it has of the loaders does not live as long as what is here, and processes
+        that are left are waited for; with `--exit-signal-handler` they take no SIGTERM."""
+        for loader in self._loaders:
+            loader.close()
 
     def mark(self) -> list[list[int]]:
         """Positions of all, at the end of a step."""

@@ -49,6 +49,7 @@ def install(training: ModuleType) -> None:
         "training_log",
         "evaluate_and_print_results",
         "save_checkpoint_and_time",
+        "save_checkpoint",
         "write_args_to_tensorboard",
     ):
         original = getattr(training, name)
@@ -193,7 +194,7 @@ class Hooks:
         self._parts = 0
         self._saved_in = 0
         """The epoch of the newest checkpoint."""
-        self._save = inspect.signature(training.save_checkpoint_and_time)
+        self._saving = False
         self._training_log = inspect.signature(training.training_log)
         self._train_step = inspect.signature(training.train_step)
 
@@ -408,9 +409,14 @@ class Hooks:
             torch.distributed.barrier()
             if self._saved_in != current.epoch:
                 self._saved_in = current.epoch
-                saves.forget_plans(self._save.bind(*args, **kwargs).arguments.get("checkpointing_context"))
+                found = inspect.signature(original).bind(*args, **kwargs)
+                saves.forget_plans(found.arguments.get("checkpointing_context"))
             current.point("save")
-            original(*args, **kwargs)
+            self._saving = True
+            try:
+                original(*args, **kwargs)
+            finally:
+                self._saving = False
 
         def saved() -> None:
             self._postponed = None
@@ -427,6 +433,11 @@ class Hooks:
                 groups.await_all()
 
         self._made(saved)
+
+    def save_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Without the time in 0.17, after the loop."""
+        save = original if self._saving else functools.partial(self.save_checkpoint_and_time, original)
+        return save(*args, **kwargs)
 
     def write_args_to_tensorboard(self, original: Any, *args: Any, **kwargs: Any) -> None:
         """Once per process."""

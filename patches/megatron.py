@@ -59,6 +59,8 @@ RELIED_ON: dict[str, str] = {
     "process_non_loss_data_func config verbose write_to_tensorboard non_loss_data_func",
     "save_checkpoint_and_time": "iteration model optimizer opt_param_scheduler "
     "num_floating_point_operations_so_far checkpointing_context non_persistent_ckpt train_data_iterator",
+    "save_checkpoint": "iteration model optimizer opt_param_scheduler num_floating_point_operations_so_far "
+    "checkpointing_context",
     "load_checkpoint": "ddp_model optimizer opt_param_scheduler",
     "build_pretraining_data_loader": "dataset consumed_samples",
     "finalize_model_grads": "model num_tokens pg_collection",

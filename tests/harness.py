@@ -377,6 +377,19 @@ def check_clean(result: Result) -> None:
         time.sleep(0.05)
 
 
+def children(parent: int) -> list[int]:
+    """Of a process: those that it has started itself, or taken over, and that run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, of, *_ = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if int(of) == parent and state != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
     return any(found[0] == pid for found in _processes())

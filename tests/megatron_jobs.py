@@ -8,6 +8,8 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import subprocess
+import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
@@ -24,7 +26,7 @@ from harness import RECIPES, Job, Result, check_clean, check_survivors, environm
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 CPU = (
-    "--transformer-impl local --attention-backend unfused --distributed-backend gloo --num-workers 0 "
+    "--transformer-impl local --attention-backend unfused --distributed-backend gloo "
     "--use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
     "--no-bias-dropout-fusion --no-persist-layer-norm"
 ).split()
@@ -170,6 +172,20 @@ LAYOUTS: dict[str, Pretrain] = {
     "dp4-recompute-selective": Pretrain(more=("--recompute-granularity=selective",)),
     "dp4-evaluation": Pretrain(more=("--eval-interval=2", "--eval-iters=1")),
 }
+
+
+RELEASES = ("0.17.1", "0.18.2")
+"""Of megatron-core, beside the one that is installed."""
+
+
+def installed(release: str, directory: Path) -> Path:
+    """That megatron-core, in a directory for PYTHONPATH: it needs nothing else."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", f"--target={directory}"]
+    done = subprocess.run(
+        [*command, f"megatron-core=={release}"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return directory
 
 
 # -- what it prints --------------------------------------------------------------------------------

@@ -27,6 +27,6 @@ if [ $# -eq 0 ]; then
         --use-distributed-optimizer --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion
     if [ ! -e /dev/nvidiactl ]; then
         set -- "$@" --distributed-backend gloo --use-cpu-initialization --attention-backend unfused \
-            --no-masked-softmax-fusion --no-bias-dropout-fusion --num-workers 0
+            --no-masked-softmax-fusion --no-bias-dropout-fusion
     fi
 fi

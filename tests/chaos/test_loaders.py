@@ -7,22 +7,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from harness import Job, alive, check_clean, check_identical, check_survivors
+from harness import Job, alive, check_clean, check_identical, check_survivors, children
 from loading_jobs import Loading
 
 STEPS = 400
-
-
-def children(parent: int) -> list[int]:
-    """Of a process: those that it has started itself."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            if int(path.read_text().rpartition(")")[2].split()[1]) == parent:
-                found.append(int(path.parent.name))
-        except OSError:  # it has ended
-            continue
-    return found
 
 
 @pytest.mark.parametrize("more", [(), ("--persistent-workers",)], ids=["new each time", "kept"])

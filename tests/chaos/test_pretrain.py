@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,10 +19,12 @@ from megatron_jobs import (
     LATEST,
     MOE,
     OVERLAP,
+    RELEASES,
     Pretrain,
     compare_checkpoints,
     forks,
     indexed,
+    installed,
     losses,
     reference,
     scalars,
@@ -71,8 +71,6 @@ ELSEWHERE = (
     "3@evaluate:33:worker",
 )
 """The same, the other way round."""
-RELEASES = ("0.17.1", "0.18.2")
-"""Of megatron-core, beside the one that is installed."""
 
 
 @pytest.fixture(scope="session")
@@ -88,13 +86,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session", params=RELEASES)
 def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where that megatron-core was installed, for PYTHONPATH: it needs nothing else."""
-    directory = tmp_path_factory.mktemp("megatron") / request.param
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", f"--target={directory}"]
-    done = subprocess.run(
-        [*command, f"megatron-core=={request.param}"], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return directory
+    return installed(request.param, tmp_path_factory.mktemp("megatron"))
 
 
 def test_mock_data(tmp_path: Path) -> None:

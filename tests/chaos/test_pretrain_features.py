@@ -13,13 +13,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from harness import Job, Result, check_clean, read_logs
-from megatron_jobs import ASYNC_SAVE, DISTOPT, Pretrain, compare_checkpoints, forks, survives
+from harness import Job, Result, check_clean, children, read_logs
+from megatron_jobs import (
+    ASYNC_SAVE,
+    DISTOPT,
+    RELEASES,
+    Pretrain,
+    compare_checkpoints,
+    forks,
+    installed,
+    survives,
+)
 
 pytest.importorskip("megatron.training", reason="megatron-core's wheels hold it from 0.17 on, Python 3.12")
 
 FOR_LONG = ("--lr-decay-style=constant", "--save-interval=400")
 """What a job has that another than its last iteration ends."""
+LOADERS = 6
+"""Processes of Megatron's loaders, by default: two for each of three data sets."""
+OWN = 2
+"""An agent's processes beside those of orphans: a fork server, and what tracks its resources."""
 
 
 @dataclass(frozen=True)
@@ -80,23 +93,28 @@ def check(result: Result, text: str, failures: int) -> None:
 def test_exit_signal_handler(tmp_path: Path) -> None:
     """SIGTERM to one worker of four, and the job ends with code 0.
 
-    A node is lost while all save, and a worker when all have left training together.
+    A worker is lost before, whose loader's processes go with it; a node while all save, and a worker when all
+    have left training together.
     """
     gate, killed = tmp_path / "gate", tmp_path / "killed"
     training = Featured(
         more=(*DISTOPT, *FOR_LONG, "--exit-signal-handler"),
         variables=(("FT_TEST_GATE", f"4:{gate}"), ("FT_TEST_KILL", f"2:left:{killed}")),
     )
-    with training.protected(tmp_path, 500, "3@save:4") as job:
+    injected = ("1@backward:2:worker", "3@save:4")
+    with training.protected(tmp_path, 500, *injected) as job:
         deadline = time.monotonic() + 100
         while len([*tmp_path.glob("gate-*")]) < training.world:
             assert job.process.poll() is None and time.monotonic() < deadline, job.console()[-3000:]
             time.sleep(0.1)
-        os.kill(job.pids(1)[1], signal.SIGTERM)
+        agents, workers = zip(*(job.pids(role) for role in range(training.world)), strict=True)
+        assert [len(children(worker)) for worker in workers] == [LOADERS] * training.world
+        assert [len(children(agent)) for agent in agents] == [OWN] * training.world, "an orphan is left"
+        os.kill(workers[1], signal.SIGTERM)
         gate.touch()
         result = job.finish()
     assert killed.exists()
-    check(result, training.plain(tmp_path, 500, "--exit-interval=4"), failures=1)
+    check(result, training.plain(tmp_path, 500, "--exit-interval=4"), len(injected))
 
 
 def test_exit_interval_sums_and_the_console(tmp_path: Path) -> None:
@@ -135,11 +153,12 @@ def test_a_growing_batch_that_is_run_twice(tmp_path: Path) -> None:
     check(result, training.plain(tmp_path, 15), len(injected))
 
 
+@pytest.mark.parametrize("release", ["", *(pytest.param(r, marks=pytest.mark.exhaustive) for r in RELEASES)])
 @pytest.mark.parametrize(
     "optimizer",
     [pytest.param(DISTOPT, id="sharded"), pytest.param((), marks=pytest.mark.exhaustive, id="plain")],
 )
-def test_asynchronous_saves(optimizer: tuple[str, ...], tmp_path: Path) -> None:
+def test_asynchronous_saves(optimizer: tuple[str, ...], release: str, tmp_path: Path) -> None:
     """Killed before, while and after they are written, and while the last one is."""
     places = ("0:finished:3", "1:writing:6", "2:written:11")
     killed = {place: tmp_path / place.replace(":", "-") for place in places}
@@ -147,6 +166,7 @@ def test_asynchronous_saves(optimizer: tuple[str, ...], tmp_path: Path) -> None:
         # The size of what is written changes with the number of samples: from 256 on it takes another byte.
         more=(*optimizer, *ASYNC_SAVE, "--ckpt-assume-constant-structure", "--global-batch-size=64"),
         variables=(("FT_TEST_KILL", ",".join(f"{place}:{file}" for place, file in killed.items())),),
+        megatron=installed(release, tmp_path / "megatron") if release else None,
     )
     injected = ("3@forward:1:worker", "3@forward:4:worker", "2@save:9")
     survives(training, 11, injected, tmp_path, "--save-interval=3")
