@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ft_core import collector, door, durable, orphans, parent
+from ft_core.awake import AwakeClock
 from ft_core.departure import Departure, leave_in_peace
 from ft_core.errors import AuthenticationError, FtError, ProtocolError
 from ft_core.fetch import bring
@@ -55,6 +56,12 @@ T = TypeVar("T")
 
 _RECONNECT = 0.05
 _WARN_EVERY = 60.0
+_ATTEMPT = 5.0
+"""Seconds that one attempt to reach the controller may take."""
+_MISSED = 10.0
+"""Seconds without a controller, awake and trying, after which this node says so."""
+_ABANDONED = 600.0
+"""The same after which it leaves if nobody trains here: the job is over, or lost with its controller."""
 _FAREWELL = 10.0
 _LAST_OUTPUT = 5.0
 """Seconds that the console has to take what workers have printed last."""
@@ -164,6 +171,7 @@ class Agent:
     # -- controller ----------------------------------------------------------------------------
 
     async def _serve_controller(self) -> None:
+        clock, met, of_use = AwakeClock(_ATTEMPT), 0.0, 0.0
         while True:
             if (channel := await self._connect()) is not None:
                 self._controller, self._served = channel, True
@@ -176,7 +184,27 @@ class Agent:
                     self._on_controller(message)
                 # Training goes on without a controller; it rebuilds its view when it is back.
                 self._controller = None
+                met = of_use = clock.tick()
+            else:
+                of_use = clock.now if self.pool.playing() else of_use
+                self._alone(clock.tick() - met, clock.now - of_use)
             await asyncio.sleep(_RECONNECT)
+
+    def _alone(self, seconds: float, of_no_use: float) -> None:
+        """No controller has been met for so long, and nobody has trained here either.
+
+        The end of a job is told to those who are there: who comes, or goes on, after it would wait for ever.
+        """
+        address = self.settings.controller
+        if of_no_use > _ABANDONED:
+            log.error(
+                "node %s leaves: nobody trains here, and for %.0f s there was no controller at %s: the job "
+                "is over, or its controller's machine is lost",
+                *(self.node, of_no_use, address),
+            )
+            self._end(1)
+        elif seconds > _MISSED:
+            self._warn(f"no controller answers at {address}")
 
     async def _connect(self) -> AsyncChannel | None:
         """The controller, if it is there."""

@@ -296,6 +296,9 @@ class Controller:
         name = str(hello["node"])
         self._heard_at = self.clock.now
         node = Node(name, channel, hello, self.clock.now, holdings=hello)
+        if self.phase is Phase.DONE and self._done is not None:  # it has come while the others are told
+            node.post({"type": "shutdown", "code": self._done.result()})
+            return None
         if self._given_up(node):
             return None
         node.heartbeat = {**hello, "roles": {}}
@@ -1072,9 +1075,9 @@ def main() -> int:
     parent.expect(args.parent)
     log_to_console()
     collector.exempt()
-    settings = Settings.read(args.job_dir)
-    door.check_limit("the controller", settings)
     try:
+        settings = Settings.read(args.job_dir)
+        door.check_limit("the controller", settings)
         return asyncio.run(Controller(settings, args.job_dir, args.failed_before).run())
     except ConfigError as error:
         say(f"ftrun: {error}")

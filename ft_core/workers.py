@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import itertools
 import logging
 import multiprocessing
 import os
 import signal
+import struct
+import termios
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
@@ -17,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_core import preload, worker
+from ft_core.errors import FtError
 from ft_core.logs import Tee
 from ft_core.memory import ControlBlock, Word
 from ft_core.settings import Command
@@ -138,6 +142,9 @@ class WorkerPool:
 
     def _ended(self, worker: Worker) -> None:
         asyncio.get_running_loop().remove_reader(worker.process.sentinel)
+        # The fork server writes here how its child has ended; nothing but its own end closes the pipe before.
+        if not struct.unpack("i", fcntl.ioctl(worker.process.sentinel, termios.FIONREAD, bytes(4)))[0]:
+            raise FtError("its fork server has ended: no worker can be started, nor its end be known")
         worker.process.join()
         self.workers.pop(worker.number, None)
         self._tee.unfollow(worker.log_dir)

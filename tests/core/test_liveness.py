@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from core.fleet import Fleet, Message, Node, Worker
+from core.real_agent import RealAgent
 from core.test_protocol import play
 
 from ft_core.awake import AwakeClock
@@ -182,6 +183,51 @@ def test_a_node_that_was_replaced_meets_a_restarted_controller_before_the_others
         assert [event["epoch"] for event in fleet.events("decided")] == [1, 2]
 
     play(test, tmp_path / "job", nodes=2, spares=1, **SHORT)
+
+
+def test_a_node_that_comes_when_the_job_has_just_ended_is_told(tmp_path: Path):
+    async def test(fleet: Fleet) -> None:
+        await fleet.event("resumed")
+        late, over = fleet.join("late"), asyncio.Event()
+        late.delay("hello", over.wait())
+        await fleet.until(lambda: late.connections)
+        for role in range(2):
+            fleet[f"node{role}"].complete(role)
+        assert await fleet.ended() == 0
+        over.set()
+        await fleet.until(lambda: late.code is not None)
+        assert late.code == 0 and len(fleet.events("joined")) == 2
+
+    play(test, tmp_path / "job", nodes=2)
+
+
+def test_a_node_without_a_controller_leaves_in_the_end_unless_somebody_trains_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Whoever was given up when the job ended, or joins a job that is over, would wait for ever."""
+
+    async def test(fleet: Fleet) -> None:
+        node, spare = (RealAgent(fleet.settings, fleet.job_dir, f"agent{rank}", rank) for rank in (0, -1))
+        node.serve()
+        spare.serve()
+        await fleet.event("resumed")
+        await fleet.stop_controller()
+        monkeypatch.setattr("ft_core.agent._MISSED", 0.1)
+        monkeypatch.setattr("ft_core.agent._ABANDONED", 0.3)
+        assert spare._done is not None and node._done is not None
+        assert await asyncio.wait_for(spare._done, 10) == 1
+        assert "agent-1 leaves: nobody trains here" in caplog.text
+        await fleet.until(lambda: "node agent0: no controller answers" in caplog.text)
+        assert not node._done.done()
+        await asyncio.sleep(0.5)  # no controller for much longer than the limit, but somebody trains
+        node._kill(0)
+        await asyncio.sleep(0.1)
+        assert not node._done.done()
+        assert await asyncio.wait_for(node._done, 10) == 1
+        for agent in (node, spare):
+            await agent.end()
+
+    play(test, tmp_path / "job", nodes=1, ranks=[], replicas=0)
 
 
 def test_a_restarted_controller_waits_for_hellos_that_are_on_their_way(tmp_path: Path):

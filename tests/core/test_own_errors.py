@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -17,10 +18,12 @@ from typing import Any
 import pytest
 from core.fleet import Fleet
 from core.real_agent import RealAgent
+from core.test_liveness import PLAN
 from harness import environment
 
 from ft_core import refusals
 from ft_core.errors import AuthenticationError, ProtocolError
+from ft_core.groups import Groups
 from ft_core.launch import Launcher
 from ft_core.settings import Command, Settings, read_secret, write_secret
 from ft_core.tasks import Tasks
@@ -98,6 +101,42 @@ def test_an_agent_that_cannot_do_what_it_is_told_ends_with_the_traceback(agent: 
     assert agent.ends() == -signal.SIGKILL
     said = agent.errors.read_text()
     assert "node node0 fails, and is lost to the job" in said and "KeyError: 'roles'" in said
+
+
+def test_the_end_of_the_fork_server_is_not_the_end_of_the_script(agent: Agent):
+    """It takes down the pipes by which the end of workers is told, though they may live."""
+    Path(agent.settings.command.target).write_text("import time; time.sleep(1000)")
+    heard: list[str] = []
+
+    async def controller() -> None:
+        async for reader, writer in agent.connections():
+            channel = await AsyncChannel.accept(reader, writer, agent.secret)
+            message = await channel.recv()
+            while message["idle"] < 2:
+                message = await channel.recv()
+            place = {"roles": {"0": "node0"}, "nodes": {}, "catalogue": {}, "master": "127.0.0.1:2"}
+            channel.post({**PLAN, **place, "groups": Groups(agent.settings.start).to_json()})
+            while not (message["type"] == "heartbeat" and message["roles"]):
+                message = await channel.recv()
+            for left in [pid for pid in children(agent.process.pid) if "forkserver" in command_line(pid)]:
+                os.kill(left, signal.SIGKILL)
+            with pytest.raises(ConnectionError):
+                while True:
+                    heard.append((await channel.recv())["type"])
+            return
+
+    asyncio.run(controller())
+    assert agent.ends() == -signal.SIGKILL
+    assert "its fork server has ended" in agent.errors.read_text()
+    assert set(heard) <= {"heartbeat", "idle"}
+
+
+def children(parent: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
 
 
 def test_whatever_answers_at_the_controllers_port_costs_no_node(agent: Agent):
@@ -261,3 +300,12 @@ def test_a_task_and_a_callback_that_fail_are_heard_of():
         return found
 
     assert sorted(asyncio.run(test())) == ["in a callback", "in a task"]
+
+
+def test_a_controller_whose_job_directory_is_gone_says_so_without_a_traceback(tmp_path: Path):
+    command = [sys.executable, "-m", "ft_core.controller", "--failed-before", "0"]
+    done = subprocess.run(
+        [*command, "--job-dir", str(tmp_path / "gone")], env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("ftrun: ") and "Traceback" not in done.stderr, done.stderr
