@@ -7,6 +7,10 @@ child how its children are to be started, and with a fork server they would impo
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
+import gc
+import io
 import multiprocessing
 import os
 import sys
@@ -84,7 +88,7 @@ def _forget(helper: Any, descriptor: str) -> None:
 
 
 def end(code: int) -> None:
-    """What the interpreter does at a script's end: its threads are waited for, its exit handlers run.
+    """What the interpreter does at a script's end: it waits for threads, runs exit handlers, writes files.
 
     `code`: the exit code. One that is not 0 puts an end to waiting.
     """
@@ -94,3 +98,16 @@ def end(code: int) -> None:
         watchdog.start()
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()  # prints what goes wrong in one, and goes on with the others
+    flush()
+
+
+def flush() -> None:
+    """Write out what is buffered: in files that nobody has closed, in streams, in libraries written in C."""
+    # By type, since `isinstance` asks proxies, too.
+    files = [o for o in gc.get_objects() if issubclass(type(o), (io.TextIOWrapper, io.BufferedWriter))]
+    for file in [sys.stdout, sys.stderr, *files]:
+        with contextlib.suppress(
+            Exception
+        ):  # the script's; closed, None, on a full disk or of its own making
+            file.flush()
+    ctypes.CDLL(None).fflush(None)

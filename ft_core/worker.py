@@ -65,7 +65,7 @@ def main(
     code, reason = _outcome(command)
     if os.getpid() != process:  # a child that the script has forked; the role is its parent's
         ordinary.end(code)
-        _exit(code)
+        os._exit(code)
     if code:
         session.failed(reason)
     else:
@@ -73,12 +73,6 @@ def main(
     ordinary.end(code)
     if code == 0:
         session.finish()
-    _exit(code)
-
-
-def _exit(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(code)  # the communicators of a finished job are not taken down one by one
 
 

@@ -20,7 +20,7 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_script_is_told_what_a_plain_process_is_told(tmp_path: Path):
-    """Start method, parent, `__main__`, path, signals, warnings, forks; random numbers are its own."""
+    """Start method, parent, `__main__`, path, signals, warnings, forks, files; random numbers are its own."""
     plain = run(str(CARD), str(tmp_path), cwd=tmp_path)
     assert plain.returncode == 0, plain.stderr
     flags = ["--standalone", "--nproc-per-node=2", f"--job-dir={tmp_path / 'job'}"]
@@ -30,7 +30,7 @@ def test_a_script_is_told_what_a_plain_process_is_told(tmp_path: Path):
     told, warned = ["as the script wants it: told", "WARNING of ftrun's own"], plain.stderr.splitlines()[:2]
     assert plain.stderr.splitlines()[2:] == [told[0], f"as the script wants it: {told[1][8:]}"]
     assert sorted(said) == sorted([*warned, *told, *told]), "no tracker complains of what was left"
-    assert plain.stdout == job.stdout == "imported\nimported by C\n"
+    assert plain.stdout == job.stdout == "imported\nimported by C\nprinted by C\n"
     expected, *cards = (json.loads((tmp_path / rank).read_text()) for rank in ("plain", "0", "1"))
     for card in cards:
         assert card["told"] == expected["told"]
