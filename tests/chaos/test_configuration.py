@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from harness import Job, Layout, check_clean, check_survivors, read_logs
 
+from ft_core.checkpoints import Checkpoints
 from ft_core.configuration import Configuration
 from ft_core.nodes import Node
 from ft_core.settings import Command, Settings
@@ -119,13 +120,14 @@ def test_fewer_spares_than_the_script_wants(tmp_path: Path, caplog: pytest.LogCa
     plan = {"roles": {"0": "node0"}, "start": [None, "initial"]}
     controller = SimpleNamespace(settings=settings, job_dir=tmp_path, nodes=nodes, plan=plan, running=True)
     controller.event = lambda *_: None
+    controller.checkpoints = Checkpoints(controller)
     configuration = Configuration(controller)
     configuration.asked(nodes["node0"], {"settings": {"spares": 3}, "worker": 0, "id": 0})
     assert sent == [{"type": "configured", "settings": {"spares": 3}}] * 2
     [warning] = caplog.messages
     assert "asks for 3 spares; there are 1" in warning
     assert f"ftrun --join host:1 --job-dir {tmp_path}" in warning and "--spares" in warning
-    configuration.used(nodes["node0"], {"configured": {"spares": 3}, "durable": []})
+    configuration.used(nodes["node0"], {"configured": {"spares": 3}})
     assert sent[2:] == [{"type": "answer", "worker": 0, "id": 0}]
     configuration.asked(nodes["node0"], {"settings": {"spares": 3}, "worker": 1, "id": 0})
     assert len(sent) == 4 and len(caplog.messages) == 1
