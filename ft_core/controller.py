@@ -65,6 +65,8 @@ _SIGNAL_LAG = 0.02
 """Seconds in which this process notices a signal that it was sent before a message."""
 _REBUILD_GRACE = 2.0
 """Seconds without news that a restarted controller waits for the nodes of the plan it was told of."""
+_FORM_GRACE = 30.0
+"""Seconds without a new node after which one that is missing at the start is replaced by a spare."""
 _REPEAT = 1.0
 """Seconds after which a plan is sent again to a node that has not begun it, or another is asked for it."""
 _STANDBY_GRACE = 20.0
@@ -122,6 +124,8 @@ class Controller:
         """Connections that have not said yet who they are."""
         self._heard_at = 0.0
         """When somebody who knows the secret last came, or said who he is."""
+        self._joined_at = 0.0
+        """When the last node came that had not been there."""
         self._newest = 0
         """The epoch of the newest plan that is known to be somewhere."""
         self._asked_at, self._asked = 0.0, 0
@@ -315,6 +319,7 @@ class Controller:
             self.configuration.take(hello["configured"])
         self.configuration.tell(node)
         if known is None:
+            self._joined_at = self.clock.now
             self.event("joined", node=name, agent_pid=hello["pid"], domain=hello["domain"])
             self.rejoin.news()
         self._hear(node)
@@ -722,9 +727,14 @@ class Controller:
     # -- decisions -----------------------------------------------------------------------------
 
     def _form_if_ready(self) -> None:
-        """The first epoch: node rank i plays roles i*n .. i*n+n-1."""
+        """The first epoch: node rank i plays roles i*n .. i*n+n-1; a spare, if that node does not come."""
         wanted, n = self.settings.first_nodes, self.settings.nproc_per_node
         ranked = {node.about["node_rank"]: node for node in self.nodes.values()}
+        missing = [rank for rank in range(wanted) if rank not in ranked]
+        if missing and self.clock.now - self._joined_at > _FORM_GRACE:
+            spares = [s for s in self.nodes.values() if s.about["node_rank"] not in range(wanted)]
+            ranked |= dict(zip(missing, spares, strict=False))
+            self._tell_of_missing(missing[len(spares) :])
         first = [ranked.get(rank) for rank in range(wanted)]
         if any(node is None or node.heartbeat["idle"] < n for node in first):
             return
@@ -741,6 +751,15 @@ class Controller:
         self.epoch += 1
         origin = "durable" if durable else "initial"
         self._start(roles, max(durable) if durable else None, origin, {}, {})
+
+    def _tell_of_missing(self, ranks: list[int]) -> None:
+        """Nodes of these ranks are missing at the start, and there are no spares for them."""
+        which = ", ".join(map(str, ranks))
+        what = f"the job waits to begin: there is no node of rank {which}, and no spare for it"
+        if ranks and what != self._waiting_for:
+            self._waiting_for = what
+            self.event("waiting", what)
+            log.warning("%s", what)
 
     def _rebuild(self) -> None:
         """A restarted controller, once it has heard from everybody, or it is clear who does not come."""

@@ -24,6 +24,22 @@ def play(test: Test, job_dir: Path, **settings: Any) -> None:
     asyncio.run(job())
 
 
+def test_a_job_begins_with_spares_in_the_places_of_nodes_that_do_not_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """They have died while they started. With too few spares it is said who is missing."""
+
+    async def test(fleet: Fleet) -> None:
+        fleet.join("spare")
+        assert "no node of rank 2, and no spare" in (await fleet.event("waiting"))["reason"]
+        fleet.join("another")
+        await fleet.event("resumed")
+        assert fleet["node1"].plan["roles"] == {"0": "spare", "1": "node1", "2": "another"}
+
+    monkeypatch.setattr("ft_core.controller._FORM_GRACE", 0.3)
+    play(test, tmp_path / "job", nodes=3, ranks=[1])
+
+
 @pytest.mark.parametrize("process", [False, True], ids=["task", "process"])
 def test_a_worker_a_node_and_a_controller_are_lost_one_after_the_other(tmp_path: Path, process: bool):
     async def test(fleet: Fleet) -> None:
