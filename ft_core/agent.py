@@ -39,7 +39,7 @@ from ft_core.logs import Tee, players
 from ft_core.manifest import Segment
 from ft_core.memory import Word
 from ft_core.outlet import console, log_to_console
-from ft_core.rendezvous import Stores, reserve
+from ft_core.rendezvous import Stores
 from ft_core.replicator import Replicator
 from ft_core.reports import Reports, Said
 from ft_core.settings import Settings, read_secret, unique
@@ -47,7 +47,7 @@ from ft_core.stalls import Stalls
 from ft_core.store import NodeStore
 from ft_core.tasks import Tasks
 from ft_core.transport import TcpTransport
-from ft_core.wire import AsyncChannel, listen
+from ft_core.wire import AsyncChannel, listen, reserve
 from ft_core.workers import Exit, Worker, WorkerPool
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from ft_core.departure import ENDED
 from ft_core.elastic import INTERVENTIONS
 from ft_core.errors import FAILED, ConfigError
 from ft_core.settings import POLICIES, Command, Settings, unique, write_secret
-from ft_core.wire import split_address
+from ft_core.wire import reserve, split_address
 
 _DEFAULT_PORT = 29400
 _POLL = 0.05
@@ -282,9 +282,7 @@ class Launcher:
         Neither before the controller listens there, nor between one and the next.
         """
         host, _ = split_address(address)
-        self._reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # shares it with who listens
-        self._reserved.bind((host, 0))
+        self._reserved = reserve(host)
         return f"{address.rpartition(':')[0]}:{self._reserved.getsockname()[1]}"
 
     def controller(self, *about: str) -> None:

@@ -18,7 +18,6 @@ import base64
 import contextlib
 import itertools
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -321,14 +320,6 @@ def connected(address: str, secret: bytes, epoch: int, wanted: Callable[[], bool
             if not wanted() or time.monotonic() > end:
                 raise dist.DistStoreError(f"no store of epoch {epoch} at {address}: {error}") from error
         time.sleep(_RETRY)
-
-
-def reserve(host: str) -> socket.socket:
-    """A port for the script's own use: nobody is given it by chance, and whoever asks for it gets it."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind((host, 0))
-    return sock
 
 
 def _place(key: str) -> str:

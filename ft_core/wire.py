@@ -71,6 +71,14 @@ def listen(host: str, port: int = 0) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=1024)
 
 
+def reserve(host: str) -> socket.socket:
+    """A free port while this socket is open: nobody is given it by chance, and who asks for it gets it."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind((host, 0))
+    return sock
+
+
 def split_address(address: str) -> tuple[str, int]:
     """("host", port) of "host:port" or "[v6]:port". Raises ValueError."""
     host, colon, port = address.rpartition(":")
