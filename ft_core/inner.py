@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from datetime import timedelta
@@ -32,6 +33,10 @@ log = logging.getLogger(__name__)
 
 NOW, PATIENCE = timedelta(0), timedelta(seconds=0.5)
 """How long an opening waits for members to come by themselves before it asks them."""
+
+DOUBT = timedelta(seconds=30)
+"""How long an epoch may go on without its store before that is told."""
+_LOOK = 0.05
 
 WAKE_TAG = 0x7F7
 """Tag of the receive that never matches: it only exists to time out."""
@@ -220,8 +225,13 @@ class Opener:
                 self._asked(store.next(f"ask/{self._role}/{number}"))
                 number += 1
         except dist.DistStoreError as error:
-            if self._alive():
-                log.warning("role %d: the store of epoch %d is gone: %s", self._role, self.epoch, error)
+            # Mostly its node has died, and the next epoch is about to come.
+            end = time.monotonic() + DOUBT.total_seconds()
+            while self._alive():
+                if time.monotonic() > end:
+                    log.warning("role %d opens no groups that others ask for any more: %s", self._role, error)
+                    return
+                time.sleep(_LOOK)
 
     def close(self) -> None:
         """The epoch is over: whoever waits at its store is woken."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from ft_core import rendezvous
+from ft_core import inner, rendezvous
 from ft_core.errors import AuthenticationError
 from ft_core.inner import start
 from ft_core.rendezvous import EpochStore, Stores
@@ -112,6 +113,28 @@ def test_the_end_of_an_epoch_wakes_its_members(stores: Stores, connect: Callable
     with pytest.raises(dist.DistStoreError, match="is gone"):
         connect(1).add("n", 1)
     assert new.check(["k"])
+
+
+@pytest.mark.parametrize("dies", [True, False], ids=["with its node", "alone"])
+def test_a_store_that_goes_is_told_of_if_its_epoch_goes_on(
+    dies: bool, stores: Stores, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who hears of a node's death by the end of its store, before the controller's word, says nothing."""
+    monkeypatch.setattr(inner, "DOUBT", timedelta(seconds=60 if dies else 0.1))
+    looked: list[None] = []
+
+    def alive() -> bool:
+        looked.append(None)
+        return not dies or len(looked) < 4
+
+    opener = inner.Opener(1, stores.address, SECRET, 3, alive, lambda _: None)
+    listening = in_thread(opener.listen)
+    while not (store := stores._epochs.get(1)) or not store._waiting:
+        time.sleep(0.01)
+    stores.loop.call_soon_threadsafe(stores.begin, 2)
+    listening()
+    assert len(looked) >= 4
+    assert [r.getMessage().count("is gone") for r in caplog.records] == ([] if dies else [1])
 
 
 def test_who_closes_wakes_his_own_threads(connect: Callable[..., EpochStore]) -> None:
