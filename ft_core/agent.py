@@ -607,16 +607,22 @@ class Agent:
 
     async def _replicate(self, worker: Worker, role: int, version: int, epoch: int) -> None:
         gate = self.replicator.gate(self.pool.traffic, worker.control[Word.STEP_NS])
+        failures = 0
         while self.epoch == epoch == self.plan.get("epoch"):
             try:
                 await asyncio.to_thread(self.replicator.replicate, role, version, epoch, gate)
             except FtError as error:
                 if self.epoch != epoch:
                     return
-                log.warning(
-                    "node %s: role %d, version %d not replicated: %s", self.node, role, version, error
-                )
-                self._post({"type": "suspect", "epoch": epoch, "role": role, "reason": str(error)})
+                failures += 1
+                if failures == 1:  # the receiver is lost, as a rule, and the end of the epoch on its way
+                    self._post({"type": "suspect", "epoch": epoch, "role": role, "reason": str(error)})
+                elif failures == 2:
+                    log.warning(
+                        "node %s: role %d, version %d is not replicated yet, training waits, and it is tried "
+                        "again: %s",
+                        *(self.node, role, version, error),
+                    )
                 await asyncio.sleep(self.settings.heartbeat)
                 continue
             if self.epoch == epoch and worker.role is not None:

@@ -91,7 +91,10 @@ class Exit:
 
     def __str__(self) -> str:
         if self.crashed:
-            return f"killed by {signal.Signals(-self.code).name}"
+            name = signal.strsignal(-self.code) or "?"
+            with contextlib.suppress(ValueError):  # a real-time signal has no name of its own
+                name = signal.Signals(-self.code).name
+            return f"killed by {name}"
         return f"exit code {self.code}"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from core.fleet import Fleet
 
 from ft_core.endings import apart
+from ft_core.workers import Exit
 
 
 def test_apart() -> None:
@@ -56,3 +57,8 @@ def test_a_worker_that_ends_without_a_word(tmp_path: Path) -> None:
             assert "of role 1 on node1: exit code 0, in the middle" in fleet.events("stopped")[0]["reason"]
 
     asyncio.run(job())
+
+
+def test_how_a_worker_has_ended() -> None:
+    assert [str(Exit(code, "")) for code in (3, -9)] == ["exit code 3", "killed by SIGKILL"]
+    assert str(Exit(-40, "")) == "killed by Real-time signal 6"  # has no name

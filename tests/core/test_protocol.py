@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 from core.fleet import Fleet, Message
 from core.real_agent import RealAgent
+
+from ft_core.errors import TransportError
 
 Test = Callable[[Fleet], Awaitable[None]]
 
@@ -342,6 +345,36 @@ def test_a_spare_keeps_the_copies_that_one_node_cannot(tmp_path: Path):
             await spare.end()
 
     play(test, tmp_path / "job", nodes=1, nproc=2, spares=2, ranks=[], replicas=1)
+
+
+def test_copies_that_cannot_be_sent_are_tried_again_and_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """And not at once: as a rule the receiver is lost, and the epoch's end about to be announced."""
+
+    async def test(fleet: Fleet) -> None:
+        agent = RealAgent(fleet.settings, fleet.job_dir, "node1", 1)
+        replicate, refused = agent.replicator.replicate, Counter[int]()
+
+        def refuse(role: int, version: int, *about: Any) -> None:
+            refused[version] += 1
+            if refused[version] < 4:
+                raise TransportError("no route")
+            replicate(role, version, *about)
+
+        agent.replicator.replicate = refuse  # type: ignore[method-assign]
+        agent.serve()
+        await fleet.until(lambda: bool(agent.pool.playing()) and agent.committed() == [1])
+        await fleet.event("suspected", len(refused))
+        assert len(fleet.events("suspected")) == len(refused)
+        told.update(refused)
+        await agent.end()
+
+    told = Counter[int]()
+    play(test, tmp_path / "job", nodes=2, ranks=[0], replicas=0, heartbeat=0.05)
+    warnings = sorted(m for m in caplog.messages if "replicated" in m)
+    for version, warning in zip(sorted(told), warnings, strict=True):
+        assert f"node1: role 1, version {version} is not replicated yet" in warning and "no route" in warning
 
 
 def test_nobodys_own_suspicion_tells_against_him(tmp_path: Path):
