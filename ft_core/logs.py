@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 OUT, ERR = 1, 2
 _INTERVAL = 0.05
 _PIECE = 1 << 20
+_TAIL = 1 << 18
+"""Bytes at the end of a predecessor's output in which a line is looked for."""
 _NAMES = {OUT: "stdout.log", ERR: "stderr.log"}
 
 
@@ -92,11 +94,8 @@ def take_over(directory: Path, role: int, started_over: int) -> list[Path]:
     logs, own = directory.parent.parent, f"{directory.parent.name}/{directory.name}"
     found: list[Path] = []
     try:
-        known = players(logs, role)
-        if known.exists():
-            lines = (line.split() for line in known.read_text().splitlines())
-            found = [logs / name for epoch, name in lines if int(epoch) == started_over]
-        with known.open("a") as file:
+        found = played(logs, role, started_over)
+        with players(logs, role).open("a") as file:
             file.write(f"{started_over} {own}\n")
         link = logs / f"role-{role}"
         link.unlink(missing_ok=True)
@@ -104,6 +103,26 @@ def take_over(directory: Path, role: int, started_over: int) -> list[Path]:
     except (OSError, ValueError) as error:
         print(f"ftrun: {logs}/role-{role}: {error}; lines may come twice on the console", file=sys.stderr)
     return found
+
+
+def played(logs: Path, role: int, started_over: int) -> list[Path]:
+    """Log directories of the workers that have played `role` since the epoch `started_over`."""
+    known = players(logs, role)
+    lines = (line.split() for line in known.read_text().splitlines()) if known.exists() else ()
+    return [logs / name for epoch, name in lines if int(epoch) == started_over]
+
+
+def printed(text: str, directories: Iterable[Path]) -> bool:
+    """Whether a worker with its logs in one of these directories has printed `text`, of late."""
+    for directory in directories:
+        try:
+            with (directory / _NAMES[OUT]).open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+                if text.encode() in file.read():
+                    return True
+        except OSError:
+            continue  # on a node that is gone, together with its lines
+    return False
 
 
 def players(logs: Path, role: int) -> Path:

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -28,6 +28,7 @@ from ft_core.envelope import decode
 from ft_core.errors import ConfigError, CorruptSnapshot, EpochChanged, FtError
 from ft_core.inject import ENV as INJECT_ENV
 from ft_core.inject import Injector
+from ft_core.logs import played, printed
 from ft_core.manifest import Segment
 from ft_core.memory import IN_OPTIMIZER, ControlBlock, SharedMemory, Word
 from ft_core.process_group import Communicators
@@ -268,6 +269,15 @@ class Session:
     def absent(self) -> frozenset[int]:
         """Roles whose replica groups are away."""
         return frozenset(map(int, self._plan["absent"]))
+
+    def printed(self, text: str, roles: Iterable[int] = ()) -> bool:
+        """Whether a worker that has played this role before has printed `text` of late, or any of `roles`.
+
+        As far as its output can be seen here: the job directory is shared, or the node the same.
+        """
+        since = self._plan["started_over"]
+        others = [path for role in roles for path in played(self.job_dir / "logs", role, since)]
+        return printed(text, [*self.predecessors, *others])
 
     @property
     def start(self) -> Start:

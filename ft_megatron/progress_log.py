@@ -13,23 +13,19 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
-from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-_TAIL = 1 << 18
-"""Bytes at the end of a predecessor's log in which a line is looked for."""
 
 
 class ProgressLog:
     """What `megatron.training.training` prints on the last rank, and writes to tensorboard."""
 
     def __init__(
-        self, training: ModuleType, predecessors: Callable[[], list[Path]], is_last: Callable[[], bool]
+        self, training: ModuleType, printed_before: Callable[[str], bool], is_last: Callable[[], bool]
     ) -> None:
-        """`predecessors`: log directories of the workers that have written it before. `is_last`: whether
+        """`printed_before`: whether a worker that has written it before has printed this. `is_last`: whether
         this role is the last, which writes it, or stands in for that."""
-        self._predecessors, self._is_last = predecessors, is_last
+        self._printed_before, self._is_last = printed_before, is_last
         self.doubtful = 2
         """For how many steps what comes now may have been written by another worker: those of the version
         that it was restored to, and of the next, which is the newest that anyone can have finished."""
@@ -90,17 +86,6 @@ class ProgressLog:
             add_scalar(tag, scalar_value, global_step, *args, **kwargs)
 
         return add
-
-    def _printed_before(self, key: str) -> bool:
-        for directory in self._predecessors():
-            try:
-                with (directory / "stdout.log").open("rb") as file:
-                    file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-                    if key.encode() in file.read():
-                        return True
-            except OSError:
-                continue  # on a node that is gone, together with its lines
-        return False
 
 
 def one_run(secret: bytes) -> None:

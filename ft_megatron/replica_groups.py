@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -96,14 +95,9 @@ class ReplicaGroups:
         order = [*ring[at:], *ring[:at]]
         return self._session.role == next(role for role in order if role not in self._session.absent)
 
-    def writers(self) -> list[Path]:
-        """Log directories, as far as can be seen here, of workers that have written Megatron's log before."""
-        if not self._session.elastic:
-            return self._session.predecessors
-        logs = self._session.job_dir / "logs"
-        known = [logs / f"role-{role}.workers" for role in self._adapter.ring]
-        names = [name for path in known if path.exists() for name in path.read_text().splitlines()]
-        return [logs / name for name in dict.fromkeys(names)]
+    def printed(self, text: str) -> bool:
+        """Whether a worker that has written Megatron's log before has printed `text`."""
+        return self._session.printed(text, self._adapter.ring if self._session.elastic else ())
 
     def _contributing(self) -> int:
         return len(self._session.contributing)

@@ -40,6 +40,8 @@ class Job:
         self._adapter: MegatronAdapter | None = None
         self._group = 0
         self._lead = 0
+        self._doubtful = -1
+        """The newest step whose line another worker may have written."""
         self._membership = Membership(1)
         self._exchange: Exchange | None = None
         self.inherited: Any = None
@@ -69,6 +71,12 @@ class Job:
         """Whether this process has been further than `step` already, in the same way: what it logs now, it
         logged before."""
         return self.step < self._newest or self._repeated
+
+    def printed(self, text: str) -> bool:
+        """Whether the worker that logged before this one has printed `text`, which belongs to step `step`."""
+        if self._session is None or self._adapter is None or self.step > self._doubtful:
+            return False
+        return self._session.printed(text, self._adapter.ring if self._session.elastic else ())
 
     @property
     def epoch(self) -> int:
@@ -163,16 +171,21 @@ class Job:
         adapter.kept = Kept.capture()
 
         def entered() -> Result:
-            if self.step > self._newest:
+            newcomer = self.step > self._newest
+            if newcomer:
                 # A worker that takes a role over may find a step complete whose line nobody has logged.
                 self.inherited = adapter.result
-                self._newest = self.step
+                self._newest, self._doubtful = self.step, self.step + 1
             elif self._lead != self.lead == self._group * adapter.member[1]:
+                self._doubtful = self.step
                 self.inherited = adapter.result  # who logged until now has left, and may not have come to it
             self._lead = self.lead
             if self._membership != session.membership:
                 # Steps that are done again are not what they were: other groups take part in them.
                 self._membership, self._newest = session.membership, self.step
+                changes = session.membership.changes
+                if not newcomer or (changes and changes[-1][0] == self.step):
+                    self._doubtful = min(self._doubtful, self.step)
             self._repeated = self.step < self._newest
             for dealer in adapter.dealers:
                 dealer.restart()

@@ -556,8 +556,9 @@ class Trainer:
                 losses += self.forward_backward(self.samples.valid, index, forward_only=True)
         self.model[0].train()
         loss = self.mean_loss(losses, of_training=False)
-        if self.is_logger and not self.job.replaying:
-            print(f"validation after {self.job.step}/{args.train_iters} | loss {loss!r}", flush=True)
+        line = f"validation after {self.job.step}/{args.train_iters} |"
+        if self.is_logger and not self.job.replaying and not self.job.printed(line):
+            print(f"{line} loss {loss!r}", flush=True)
 
     @contextmanager
     def parameters_gathered(self) -> Iterator[None]:
@@ -572,12 +573,13 @@ class Trainer:
     def log_step(self, loss: float | None, lr: float, grad_norm: float | None, seconds: float) -> None:
         """Write the line of the step just done, once per step and job."""
         args, step = self.args, self.job.step
-        if not self.is_logger or self.job.replaying:
+        begin = f"iteration {step}/{args.train_iters} |"
+        if not self.is_logger or self.job.replaying or self.job.printed(begin):
             return
         if step % args.log_interval == 0 or step == args.train_iters:
             norm = "overflow, skipped" if grad_norm is None and args.fp16 else f"{grad_norm or 0.0:.6f}"
             clear = "\r\033[K" if sys.stderr.isatty() else ""
-            line = f"iteration {step}/{args.train_iters} | loss {loss!r} | lr {lr:.6E} | grad norm {norm}"
+            line = f"{begin} loss {loss!r} | lr {lr:.6E} | grad norm {norm}"
             print(f"{clear}{line} | {seconds * 1e3:.1f} ms", flush=True)
         if sys.stderr.isatty():
             done = 40 * step // args.train_iters

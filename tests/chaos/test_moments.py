@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
-from harness import Job, Layout, check_identical, check_survivors
+from harness import Job, Layout, check_identical, check_survivors, read_logs
 
 ITERATIONS = 18
 LAYOUTS = [
@@ -57,6 +59,8 @@ def test_every_moment(layout: Layout, tmp_path):
         result = job.finish()
     check_identical(result, layout, ITERATIONS)
     check_survivors(result, layout.world)
+    lines = re.findall(r"^iteration (\d+)/", read_logs(tmp_path / "job"), re.M)
+    assert sorted(map(int, lines)) == list(range(1, ITERATIONS + 1)), "each step has one line"
     fired = {p.name for p in (tmp_path / "job").glob("injected-*")}
     assert len(fired) == len(injected), f"not every failure happened: {sorted(fired)}"
     assert result.recoveries >= len(injected) - 1  # two that fall together are one recovery
