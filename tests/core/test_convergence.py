@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,11 @@ from benchmarks.convergence import BASELINE, QUICK, SETTINGS, Run, draw, text  #
 
 
 @pytest.fixture(scope="module")
-def data() -> tuple[torch.Tensor, torch.Tensor]:
-    return text(QUICK)
+def data() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several wait for each other more than they compute
+    yield text(QUICK)
+    torch.set_num_threads(threads)
 
 
 def test_every_sample_once_whoever_is_away(data: tuple[torch.Tensor, torch.Tensor]) -> None:
