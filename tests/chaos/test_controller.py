@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,3 +87,13 @@ def test_a_worker_lost_while_the_controller_is_away_is_recovered_in_place(tmp_pa
         result = job.finish()
     check_identical(result, LAYOUT, STEPS)
     check_survivors(result, LAYOUT.world)
+
+
+def test_a_job_whose_directory_is_deleted_recovers_and_ends(tmp_path):
+    with Job(tmp_path / "job", LAYOUT, STEPS, script=PACED) as job:
+        job.wait_for("resumed")
+        _, worker = job.pids(1)
+        shutil.rmtree(job.job_dir)
+        os.kill(worker, signal.SIGKILL)
+        assert job.process.wait(100) == 0, job.console()[-3000:]
+        assert not alive(worker)
