@@ -29,6 +29,9 @@ from ft_core.wire import AsyncChannel
 log = logging.getLogger(__name__)
 
 
+_NO_SERVER = "its fork server has ended: no worker can be started, nor the end of one be known"
+
+
 @dataclass
 class Worker:
     """One worker process. `role` is None while it is a standby."""
@@ -124,6 +127,7 @@ class WorkerPool:
         self._context.set_forkserver_preload(["ft_core.preload"])
         # Now, while this process ignores SIGTERM: what is started from one that handles it dies of it.
         forkserver.ensure_running()
+        self._server = _server()
 
     def start(self, device: int) -> Worker:
         """Fork a worker, which reports to the agent's socket and waits for a role there."""
@@ -137,6 +141,8 @@ class WorkerPool:
         )
         process.start()
         assert process.pid is not None
+        if _server() != self._server:  # multiprocessing has started another
+            raise FtError(_NO_SERVER)
         self._tee.follow(directory)
         found = Worker(number, device, process, process.pid, directory, ControlBlock.create())
         self.workers[number] = found
@@ -146,8 +152,10 @@ class WorkerPool:
     def _ended(self, worker: Worker) -> None:
         asyncio.get_running_loop().remove_reader(worker.process.sentinel)
         # The fork server writes here how its child has ended; nothing but its own end closes the pipe before.
-        if not struct.unpack("i", fcntl.ioctl(worker.process.sentinel, termios.FIONREAD, bytes(4)))[0]:
-            raise FtError("its fork server has ended: no worker can be started, nor its end be known")
+        # Where several have ended at once, `start` has read it already: multiprocessing cleans up by the way.
+        known = worker.process._popen.returncode is not None  # type: ignore[attr-defined]
+        if not known and not _readable(worker.process.sentinel):
+            raise FtError(_NO_SERVER)
         worker.process.join()
         self.workers.pop(worker.number, None)
         self._tee.unfollow(worker.log_dir)
@@ -180,3 +188,13 @@ class WorkerPool:
         """End what is left."""
         for left in list(self.workers.values()):
             self.kill(left)
+
+
+def _server() -> int | None:
+    """The pid of the fork server."""
+    return forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+
+
+def _readable(descriptor: int) -> int:
+    """How many bytes can be read at once."""
+    return int(struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))[0])

@@ -131,6 +131,33 @@ def test_the_end_of_the_fork_server_is_not_the_end_of_the_script(agent: Agent):
     assert set(heard) <= {"heartbeat", "idle"}
 
 
+def test_workers_that_end_at_once_cost_no_node(agent: Agent):
+    """To start another in the place of the first is to hear how the second has ended."""
+
+    async def controller() -> None:
+        async for reader, writer in agent.connections():
+            channel = await AsyncChannel.accept(reader, writer, agent.secret)
+            message = await channel.recv()
+            while message["idle"] < 2:
+                message = await channel.recv()
+            [server] = [pid for pid in children(agent.process.pid) if "forkserver" in command_line(pid)]
+            before = set(children(server))
+            agent.process.send_signal(signal.SIGSTOP)
+            for worker in before:
+                os.kill(worker, signal.SIGKILL)
+            while before & set(children(server)):
+                await asyncio.sleep(0.01)  # until the fork server has told
+            agent.process.send_signal(signal.SIGCONT)
+            while len(set(children(server)) - before) < 2:
+                message = await channel.recv()
+            while message.get("idle", 0) < 2:
+                message = await channel.recv()
+            return
+
+    asyncio.run(controller())
+    assert "fails" not in agent.errors.read_text()
+
+
 def children(parent: int) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
