@@ -65,8 +65,9 @@ _SIGNAL_LAG = 0.02
 """Seconds in which this process notices a signal that it was sent before a message."""
 _REBUILD_GRACE = 2.0
 """Seconds without news that a restarted controller waits for the nodes of the plan it was told of."""
-_FORM_GRACE = 30.0
-"""Seconds without a new node after which one that is missing at the start is replaced by a spare."""
+_FORM_GRACE = 120.0
+"""Seconds without a new node after which one that is missing at the start is replaced by a spare: images are
+pulled and imports are done at each machine's own pace."""
 _REPEAT = 1.0
 """Seconds after which a plan is sent again to a node that has not begun it, or another is asked for it."""
 _STANDBY_GRACE = 20.0
