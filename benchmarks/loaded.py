@@ -121,7 +121,9 @@ def run(command: list[str]) -> tuple[int, str]:
 @contextlib.contextmanager
 def busy(processes: int) -> Iterator[None]:
     """That many processes that do nothing but compute."""
-    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    # Each in a session of its own: the kernel may share the cores out by session first.
+    command = [sys.executable, "-c", "while True: pass"]
+    started = [subprocess.Popen(command, start_new_session=True) for _ in range(processes)]
     try:
         yield
     finally:
