@@ -211,14 +211,12 @@ class Agent:
         address = self.settings.controller
         try:
             return await AsyncChannel.connect(address, self.secret)
-        except AuthenticationError as error:
-            if not self._served:
+        except (AuthenticationError, ProtocolError) as error:
+            if isinstance(error, AuthenticationError) and not self._served:
                 log.error("node %s leaves: %s; check the job's secret file", self.node, error)
                 self._end(2)
             else:
                 self._warn(f"whoever answers at {address} is not this job's controller: {error}")
-        except ProtocolError as error:
-            self._warn(f"whoever answers at {address} is not this job's controller: {error}")
         except OSError as error:
             log.debug("node %s: no controller at %s (%s)", self.node, address, error)
         return None

@@ -110,15 +110,12 @@ def test_the_end_of_the_fork_server_is_not_the_end_of_the_script(agent: Agent):
 
     async def controller() -> None:
         async for reader, writer in agent.connections():
-            channel = await AsyncChannel.accept(reader, writer, agent.secret)
-            message = await channel.recv()
-            while message["idle"] < 2:
-                message = await channel.recv()
+            channel, message = await ready(agent, reader, writer)
             place = {"roles": {"0": "node0"}, "nodes": {}, "catalogue": {}, "master": "127.0.0.1:2"}
             channel.post({**PLAN, **place, "groups": Groups(agent.settings.start).to_json()})
             while not (message["type"] == "heartbeat" and message["roles"]):
                 message = await channel.recv()
-            for left in [pid for pid in children(agent.process.pid) if "forkserver" in command_line(pid)]:
+            for left in fork_servers(agent):
                 os.kill(left, signal.SIGKILL)
             with pytest.raises(ConnectionError):
                 while True:
@@ -136,11 +133,8 @@ def test_workers_that_end_at_once_cost_no_node(agent: Agent):
 
     async def controller() -> None:
         async for reader, writer in agent.connections():
-            channel = await AsyncChannel.accept(reader, writer, agent.secret)
-            message = await channel.recv()
-            while message["idle"] < 2:
-                message = await channel.recv()
-            [server] = [pid for pid in children(agent.process.pid) if "forkserver" in command_line(pid)]
+            channel, message = await ready(agent, reader, writer)
+            [server] = fork_servers(agent)
             before = set(children(server))
             agent.process.send_signal(signal.SIGSTOP)
             for worker in before:
@@ -156,6 +150,21 @@ def test_workers_that_end_at_once_cost_no_node(agent: Agent):
 
     asyncio.run(controller())
     assert "fails" not in agent.errors.read_text()
+
+
+async def ready(
+    agent: Agent, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> tuple[AsyncChannel, dict[str, Any]]:
+    """The agent's connection once both of its workers wait for a role, and its newest message."""
+    channel = await AsyncChannel.accept(reader, writer, agent.secret)
+    message = await channel.recv()
+    while message["idle"] < 2:
+        message = await channel.recv()
+    return channel, message
+
+
+def fork_servers(agent: Agent) -> list[int]:
+    return [pid for pid in children(agent.process.pid) if "forkserver" in command_line(pid)]
 
 
 def children(parent: int) -> list[int]:
