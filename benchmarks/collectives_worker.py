@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from ft_core.comm.inner import Inner, devices_of, start
+from ft_core.comm.process_group import Communicators
+from ft_core.comm.rendezvous import EpochStore
 from ft_core.errors import EpochChanged
-from ft_core.inner import Inner, devices_of, start
-from ft_core.process_group import Communicators
-from ft_core.rendezvous import EpochStore
 
 LIMIT = timedelta(seconds=180)
 """For one operation; only a rank that has gone makes it matter."""

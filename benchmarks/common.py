@@ -30,7 +30,15 @@ def environment() -> dict[str, str]:
 
 def ftrun(job_dir: Path, *flags: str) -> list[str]:
     """The start of a command that runs a job on this machine, quietly: what workers print goes to files."""
-    return [sys.executable, "-m", "ft_core.launch", "--standalone", f"--job-dir={job_dir}", "--tee=0", *flags]
+    return [
+        sys.executable,
+        "-m",
+        "ft_core.cli.launch",
+        "--standalone",
+        f"--job-dir={job_dir}",
+        "--tee=0",
+        *flags,
+    ]
 
 
 def cpu_seconds(pid: int) -> float:

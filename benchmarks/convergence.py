@@ -3,8 +3,8 @@
 A small byte-level GPT is trained on the sources of Python's standard library by eight data-parallel replica
 groups, some of which leave for a stretch. The groups are simulated in one process: the mean of the gradients
 of the groups that took part is the gradient of the batch that they trained together. Which samples those are,
-and what the LR is multiplied by, comes from the engine's own rules (`ft_core.elastic`). Settings share their
-initial weights, the order of the samples and, up to the moment the groups leave, the run itself.
+and what the LR is multiplied by, comes from the engine's own rules (`ft_core.elastic.rules`). Settings share
+their initial weights, the order of the samples and, up to the moment the groups leave, the run itself.
 
 A sample's loss is noted when it is trained. So a setting is compared with the baseline on the same samples
 at the same progress: neither the text's difficulty nor the noisier mean of a smaller batch counts as
@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.common import ROOT, finish, parser, table
-from ft_core.elastic import Deal, Membership, lr_factor, positions
+from ft_core.elastic.rules import Deal, Membership, lr_factor, positions
 
 FIGURE = ROOT / "docs" / "convergence.svg"
 END_OF_DOCUMENT = 256

@@ -25,10 +25,10 @@ import torch
 
 from benchmarks.common import cpu_seconds
 from benchmarks.overhead import WARM_UP
-from ft_core import session
-from ft_core.ctl import ask
-from ft_core.memory import Word
-from ft_core.snapshot import Snapshotter
+from ft_core.cli.ctl import ask
+from ft_core.state.memory import Word
+from ft_core.state.snapshot import Snapshotter
+from ft_core.worker import session
 from recipes.megatron.pretrain_gpt_core import Trainer, initialize, parse_args
 
 _METHODS = ("step", "step_with_ready_grads")

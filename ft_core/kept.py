@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ft_core import envelope
 from ft_core.adapter import StateTensor
 from ft_core.errors import ConfigError, CorruptSnapshot
+from ft_core.state import envelope
 
 PREFIX = "kept."
 """Of the names of tensors in a snapshot."""

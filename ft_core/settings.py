@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ft_core.elastic import INTERVENTIONS, Start
+from ft_core.elastic.rules import INTERVENTIONS, Start
 from ft_core.errors import ConfigError
 
 SECRET_ENV = "FT_JOB_SECRET"
@@ -83,6 +83,11 @@ class Settings:
     def world_size(self) -> int:
         """Number of roles."""
         return self.nnodes * self.nproc_per_node
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Nodes with spares, roles, and roles on a node."""
+        return self.nnodes + self.spares, self.world_size, self.nproc_per_node
 
     @property
     def silence_limit(self) -> float:

@@ -8,7 +8,7 @@ on, that does it for those that it has adopted as well, with DeepSpeed's own cod
 - gradients that were reduced for an adopted partition are kept like those for the own one;
 - norm and overflow are reduced over the partitions of this rank, then over the ranks;
 - each partition is stepped, with the same hyper-parameters, and put in its place in the flat weights, from
-  where the all-gather takes it (`ft_core.partial`);
+  where the all-gather takes it (`ft_core.comm.partial`);
 - checkpoints get its file, too.
 """
 

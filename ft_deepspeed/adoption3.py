@@ -3,7 +3,7 @@
 A slice is a rank's part of one parameter, with its gradient, main parameter and optimizer state. What
 DeepSpeed does for a rank's slices is done once more for each adopted role, by the same methods:
 `Slices.as_role` swaps the attributes of the optimizer that hold a rank's slices for those of that role. Only
-where data move there is more to do, since members of a group that are away take no part (`ft_core.partial`):
+where data move there is more to do: members of a group that are away take no part (`ft_core.comm.partial`):
 
 - gradients: what a reduce-scatter has left in its buffer at the place of an adopted role is kept for it;
 - weights: an adopted slice is put into the buffer that they are gathered in, at the place of its role;
@@ -247,7 +247,7 @@ class Slices:
 
     def _in_place(self, params: list[Any]) -> _Comm:
         """All-gathers of these parameters, each by itself or those of one type in one buffer. All ranks make
-        them in place, as an exchange with adopted slices has to be (`ft_core.partial`)."""
+        them in place, as an exchange with adopted slices has to be (`ft_core.comm.partial`)."""
 
         def gather_from(place: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(output: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ft_core.session import Session
+from ft_core.worker.session import Session
 
 log = logging.getLogger(__name__)
 

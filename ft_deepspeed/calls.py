@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ft_core import rng
+from ft_core.state import rng
 from ft_deepspeed.context import Context
 from ft_deepspeed.results import Results
 

@@ -14,7 +14,7 @@ from typing import Any
 from deepspeed import comm
 from deepspeed.runtime import engine as runtime_engine
 
-from ft_core.session import Session
+from ft_core.worker.session import Session
 
 KEY = "fault_tolerance"
 """In the client state."""

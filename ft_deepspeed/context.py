@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ft_core import rng
+from ft_core.state import rng
 from ft_deepspeed.zero import inner_optimizer
 
 _FLAGS = ("_is_gradient_accumulation_boundary", "inside_no_sync_ctxt", "_manual_backward_expected")

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from ft_core.elastic import Deal, Membership, positions
+from ft_core.elastic.rules import Deal, Membership, positions
 from ft_core.errors import ConfigError
-from ft_core.session import Session
+from ft_core.worker.session import Session
 from ft_deepspeed.stream import Stream
 
 log = logging.getLogger(__name__)

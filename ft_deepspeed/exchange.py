@@ -17,8 +17,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 
-from ft_core.elastic import intervened
-from ft_core.session import Session
+from ft_core.elastic.rules import intervened
+from ft_core.worker.session import Session
 from ft_deepspeed.zero import inner_optimizers
 
 _AVERAGING = ("_aggregate_total_loss", "_reduce_outputs")

@@ -54,7 +54,7 @@ def _not_under_ftrun(build: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(build)
     def build_unless_protected() -> Any:
-        from ft_core import session
+        from ft_core.worker import session
 
         return None if session.current() is not None else build()
 
@@ -82,8 +82,8 @@ def _protected(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
-        from ft_core import session
         from ft_core.errors import ConfigError
+        from ft_core.worker import session
         from ft_deepspeed import config
 
         nonlocal protected

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from ft_core.adapter import State, StateTensor
 from ft_core.errors import ConfigError, EpochChanged
 from ft_core.kept import Kept
-from ft_core.session import Session
+from ft_core.worker.session import Session
 from ft_deepspeed import boundary, checkpoints
 from ft_deepspeed.calls import Backward, Batch, Call, Direct, Forward, Save, Step
 from ft_deepspeed.context import Context

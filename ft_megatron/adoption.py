@@ -1,4 +1,4 @@
-"""Shards of Megatron's distributed optimizer that this role has adopted (see `ft_core.adoption`).
+"""Shards of Megatron's distributed optimizer that this role has adopted (see `ft_core.state.adoption`).
 
 Megatron's buckets hold gradients and parameters of all shards; what is a rank's own are main parameters and
 optimizer state. For each shard adopted there is a second `DistributedOptimizer` over the same buckets, made

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ft_core.elastic import Deal, positions
-from ft_core.session import Session
+from ft_core.elastic.rules import Deal, positions
+from ft_core.worker.session import Session
 
 
 class Dealer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ft_core.session import Session
+from ft_core.worker.session import Session
 
 
 class Exchange:

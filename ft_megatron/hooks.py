@@ -74,9 +74,9 @@ def _patch_global_vars(module: ModuleType) -> None:
 
 def _configure(args: Any) -> None:
     """Raises ConfigError for what the arguments ask for and cannot have, before anything is set up."""
-    from ft_core import session
     from ft_core.errors import ConfigError
     from ft_core.settings import read_secret
+    from ft_core.worker import session
     from ft_megatron import arguments, progress_log
 
     settings = arguments.of(args)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ft_core.collectives import FtProcessGroup
+from ft_core.comm.collectives import FtProcessGroup
 
 _GROUP = "group"
 

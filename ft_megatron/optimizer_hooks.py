@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ft_core.elastic import intervened
-from ft_core.session import Session
+from ft_core.elastic.rules import intervened
+from ft_core.worker.session import Session
 
 log = logging.getLogger(__name__)
 Finalize = Callable[..., Any]

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ft_core import session
-from ft_core.elastic import Membership
-from ft_core.session import Session
+from ft_core.elastic.rules import Membership
+from ft_core.worker import session
+from ft_core.worker.session import Session
 from ft_megatron import moe_metrics, replica_groups, saves
 from ft_megatron.data import Loaders
 from ft_megatron.optimizer_hooks import hook_optimizer

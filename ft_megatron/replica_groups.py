@@ -7,9 +7,9 @@ import time
 from types import ModuleType
 from typing import Any, NoReturn
 
-from ft_core import session
-from ft_core.elastic import Deal
-from ft_core.session import Session
+from ft_core.elastic.rules import Deal
+from ft_core.worker import session
+from ft_core.worker.session import Session
 from ft_megatron.data import Loaders
 from ft_megatron.deal import Dealer
 from ft_megatron.exchange import Exchange

@@ -21,10 +21,10 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
-from ft_core import rng
 from ft_core.adapter import State, StateTensor
 from ft_core.errors import ConfigError, EpochChanged
 from ft_core.kept import Kept
+from ft_core.state import rng
 from ft_megatron.adoption import Shards, can_adopt, remember_parameters
 from ft_megatron.deal import Dealer
 

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ft_core import session
-from ft_core.elastic import Deal, Membership
+from ft_core.elastic.rules import Deal, Membership
 from ft_core.errors import ConfigError
 from ft_core.kept import Kept
-from ft_core.session import Session
+from ft_core.worker import session
+from ft_core.worker.session import Session
 from ft_megatron.deal import Dealer
 from ft_megatron.exchange import Exchange
 from ft_megatron.optimizer_hooks import hook_optimizer

@@ -52,7 +52,7 @@ def main() -> int:
     launcher = [
         sys.executable,
         "-m",
-        "ft_core.launch",
+        "ft_core.cli.launch",
         "--standalone",
         "--nnodes",
         "2",
@@ -102,7 +102,7 @@ class Killer:
 
 def ctl(job_dir: Path, *arguments: str) -> list[str]:
     """A call of ftctl for that job."""
-    return [sys.executable, "-m", "ft_core.ctl", "--job-dir", str(job_dir), *arguments]
+    return [sys.executable, "-m", "ft_core.cli.ctl", "--job-dir", str(job_dir), *arguments]
 
 
 def timeline(events: list[dict], killed_at: float) -> None:

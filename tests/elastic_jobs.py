@@ -10,7 +10,7 @@ from pathlib import Path
 
 from harness import Job
 
-from ft_core import durable
+from ft_core.state import durable
 
 STRIDE = 12
 """Steps in which a failure, or what comes after it, finds its place."""

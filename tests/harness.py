@@ -18,7 +18,7 @@ from getpass import getuser
 from pathlib import Path
 from typing import Protocol
 
-from ft_core.ctl import ask
+from ft_core.cli.ctl import ask
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = (ROOT / "recipes" / "megatron", ROOT / "recipes" / "deepspeed")
@@ -172,7 +172,7 @@ class Job:
         self.job_dir = job_dir
         self._joined: list[subprocess.Popen] = []
         nnodes = layout.world // nproc
-        command = [sys.executable, "-m", "ft_core.launch", "--standalone", f"--nnodes={nnodes}"]
+        command = [sys.executable, "-m", "ft_core.cli.launch", "--standalone", f"--nnodes={nnodes}"]
         command += [f"--nproc-per-node={nproc}", f"--spares={spares}", f"--job-dir={job_dir}", *ftrun]
         command += [str(script or layout.script), *layout.arguments(iterations, protected), *flags]
         # Not below `job_dir`: the path of a socket is 107 bytes long at most.
@@ -211,7 +211,15 @@ class Job:
     def join(self) -> subprocess.Popen:
         """Bring another node, as the `waiting` event says."""
         address = (self.job_dir / "controller").read_text().strip()
-        command = [sys.executable, "-m", "ft_core.launch", "--join", address, "--job-dir", str(self.job_dir)]
+        command = [
+            sys.executable,
+            "-m",
+            "ft_core.cli.launch",
+            "--join",
+            address,
+            "--job-dir",
+            str(self.job_dir),
+        ]
         output = self._output
         self._joined.append(
             subprocess.Popen(command, env=self._environment, cwd=ROOT, stdout=output, stderr=output)
@@ -276,7 +284,7 @@ class Job:
         return agent, workers[str(role)]
 
     def ctl(self, *arguments: str) -> str:
-        command = [sys.executable, "-m", "ft_core.ctl", "--job-dir", str(self.job_dir), *arguments]
+        command = [sys.executable, "-m", "ft_core.cli.ctl", "--job-dir", str(self.job_dir), *arguments]
         done = subprocess.run(
             command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=30
         )

@@ -18,7 +18,7 @@ import pretrain_gpt_core as recipe
 import torch
 import torch.distributed as dist
 
-from ft_core import snapshot
+from ft_core.state import snapshot
 
 rows: list[Any] = []
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ft_core import session
 from ft_core.adapter import State, StateTensor
 from ft_core.errors import FtError
+from ft_core.worker import session
 
 REST = 0.02
 """Seconds in every step, so that a test has time to do something to the job."""

@@ -16,7 +16,7 @@ from typing import Any
 import pretrain_gpt_core as recipe
 import torch.distributed as dist
 
-from ft_core.collectives import COLLECTIVES
+from ft_core.comm.collectives import COLLECTIVES
 
 METHODS = [*COLLECTIVES, "_start_coalescing", "_end_coalescing"]
 counts: Counter[str] = Counter()

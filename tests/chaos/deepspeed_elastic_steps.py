@@ -28,9 +28,9 @@ from digest import state_tensors
 from elastic_told import taking_part, told
 from torch.utils.data import default_collate
 
-from ft_core import session
 from ft_core.errors import EpochChanged
 from ft_core.kept import keep
+from ft_core.worker import session
 
 mark = torch.randint(1 << 40, (3,), generator=torch.Generator().manual_seed(os.getpid()))
 """What a script has of its own: a worker that was not there in the first epoch has it from another."""

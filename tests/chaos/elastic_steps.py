@@ -24,7 +24,7 @@ from elastic_norm import sum_as_held
 from elastic_told import told
 from megatron.core import parallel_state
 
-from ft_core import session
+from ft_core.worker import session
 from ft_megatron import state
 from ft_megatron.state import MegatronAdapter
 

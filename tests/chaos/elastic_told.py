@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ft_core.elastic import Membership
+from ft_core.elastic.rules import Membership
 
 
 def taking_part(path: Path, step: int) -> tuple[int, ...]:

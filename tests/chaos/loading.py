@@ -15,9 +15,10 @@ import torch
 from torch import distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from ft_core import rng, session
 from ft_core.adapter import StateTensor
-from ft_core.session import Session
+from ft_core.state import rng
+from ft_core.worker import session
+from ft_core.worker.session import Session
 
 WIDTH, BATCH = 64, 4
 PACE = 0.005

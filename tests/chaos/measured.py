@@ -21,8 +21,8 @@ import pretrain_clm
 import pretrain_pipeline
 import torch.distributed as dist
 
-from ft_core import snapshot
-from ft_core.collectives import COLLECTIVES
+from ft_core.comm.collectives import COLLECTIVES
+from ft_core.state import snapshot
 
 counts: Counter[str] = Counter()
 snapshots: list[Any] = []

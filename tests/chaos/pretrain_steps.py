@@ -29,7 +29,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.training import get_args, training
 
-from ft_core import session
+from ft_core.worker import session
 
 
 def telling(train_step: Any) -> Any:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from harness import ROOT, TINY, Job, Layout, check_identical, environment, read_logs
 
-from ft_core import razor
-from ft_core.manifest import ALIGN
+from ft_core.cli import razor
+from ft_core.state.manifest import ALIGN
 
 HERE = Path(__file__).parent
 STEPS = 12

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 from harness import Job, Layout, check_clean, check_survivors, read_logs
 
-from ft_core.checkpoints import Checkpoints
-from ft_core.configuration import Configuration
-from ft_core.nodes import Node
+from ft_core.control.checkpoints import Checkpoints
+from ft_core.control.configuration import Configuration
+from ft_core.control.nodes import Node
 from ft_core.settings import Command, Settings
 
 SCRIPT = Path(__file__).parent / "configured.py"

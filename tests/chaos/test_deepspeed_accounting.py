@@ -13,9 +13,9 @@ import pytest
 from deepspeed_jobs import TINY, Pipeline, Zero
 from harness import Job, Result, Training, read_logs, torchrun
 
-from ft_core import plan, razor
-from ft_core.ctl import ask
-from ft_core.snapshot import ENVELOPE
+from ft_core.cli import plan, razor
+from ft_core.cli.ctl import ask
+from ft_core.state.snapshot import ENVELOPE
 
 STEPS = 6
 MEASURED = Path(__file__).parent / "measured.py"

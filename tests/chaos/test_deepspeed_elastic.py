@@ -17,7 +17,7 @@ from deepspeed_jobs import Pipeline, Zero, variables
 from elastic_jobs import STRIDE, go_on, joined, states, wait_for_durable
 from harness import Job, Result, check_clean, read_logs, torchrun
 
-from ft_core.ledger_check import verify
+from ft_core.cli.ledger_check import verify
 
 SCRIPT = Path(__file__).with_name("deepspeed_elastic_steps.py")
 STEPS = 60

@@ -45,7 +45,7 @@ def test_variant(training: Training, injected: str, tmp_path):
 
 
 def test_a_second_engine_is_refused_by_name_and_once(tmp_path):
-    command = [sys.executable, "-m", "ft_core.launch", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "ft_core.cli.launch", "--standalone", "--nproc-per-node=2"]
     command += [f"--job-dir={tmp_path / 'job'}", str(SCRIPTS / "two_engines.py")]
     variables = environment() | OwnLoop(1).environment()
     done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=100)

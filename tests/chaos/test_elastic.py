@@ -15,7 +15,7 @@ from chaos.elastic_told import told
 from elastic_jobs import STRIDE, go_on, joined, lasting_losses, states, wait_for_durable
 from harness import Job, Layout, Result, check_clean, read_logs, torchrun
 
-from ft_core.elastic import Membership
+from ft_core.elastic.rules import Membership
 
 STEPS = 60
 TWELVE = ("--global-batch-size=12",)

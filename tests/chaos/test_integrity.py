@@ -17,7 +17,7 @@ import pytest
 from harness import Job, Layout, check_clean, check_identical, check_survivors
 
 from ft_core.errors import AuthenticationError
-from ft_core.wire import Channel
+from ft_core.protocol.wire import Channel
 
 PACED = Path(__file__).parent / "paced.py"
 LAYOUT = Layout(1, 1, 2, distributed=True)

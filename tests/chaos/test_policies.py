@@ -27,7 +27,7 @@ from harness import (
 from memory_of import memory_files
 from waiting import wait_for_value
 
-from ft_core.durable import complete, version_of
+from ft_core.state.durable import complete, version_of
 
 HERE = Path(__file__).parent
 PACED = HERE / "paced.py"
@@ -213,7 +213,7 @@ def test_a_script_without_ft_ends_with_its_first_crash(tmp_path):
 
 def test_torchs_own_data_parallelism_trains_as_usual_until_a_crash_ends_the_job(tmp_path):
     job_dir = tmp_path / "job"
-    command = [sys.executable, "-m", "ft_core.launch", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "ft_core.cli.launch", "--standalone", "--nproc-per-node=2"]
     command += [f"--job-dir={job_dir}", str(HERE / "accelerated.py")]
     done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1

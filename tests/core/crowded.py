@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 
-from ft_core import door
+from ft_core.protocol import door
 
 found: queue.Queue[bool] = queue.Queue()
 ready = threading.Event()

@@ -10,7 +10,8 @@
     asyncio.run(job())
 
 A node has no processes and no state, only what it tells of them: its workers answer at once, and finish
-one step of each epoch. The controller is `ft_core.controller`'s, in this event loop, or a process of its own.
+one step of each epoch. The controller is `ft_core.control.controller`'s, in this event loop, or a process of
+its own.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ft_core.controller import Controller
+from ft_core.control.controller import Controller
+from ft_core.protocol.wire import AsyncChannel
 from ft_core.settings import Command, Settings, unique, write_secret
-from ft_core.wire import AsyncChannel
 
 Message = dict[str, Any]
 Action = Callable[[Message], Awaitable[bool]]
@@ -184,7 +185,7 @@ class Node:
         return {"epoch": self.epoch, "begun": self.plan.get("id", "")}
 
     def holdings(self) -> Message:
-        """As `ft_core.reports`."""
+        """As `ft_core.node.reports`."""
         roles, segment = {}, self.fleet.segment
         for role in self.roles_here():
             worker, versions = self.workers.get(role), self.versions.get(role, [])
@@ -207,7 +208,7 @@ class Node:
         return {**about, **more}
 
     def heartbeat(self) -> Message:
-        """As `ft_core.reports`."""
+        """As `ft_core.node.reports`."""
         zero = {"committed": -1, "step_s": 0.1, "waited_s": 0.0, "h2h_bytes": 0, "h2h_snapshots": 0}
         roles = {
             str(role): {
@@ -430,7 +431,7 @@ class Fleet:
     async def start_controller(self, process: bool = False) -> None:
         """The first, or the next one after `stop_controller`; `process`: as a process of its own."""
         if process:
-            command = [sys.executable, "-m", "ft_core.controller", "--job-dir", str(self.job_dir)]
+            command = [sys.executable, "-m", "ft_core.control.controller", "--job-dir", str(self.job_dir)]
             self._process = await asyncio.create_subprocess_exec(*command)
         else:
             self.controller = Controller(self.settings, self.job_dir)

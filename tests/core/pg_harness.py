@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from core import pg_scripts
 
+from ft_core.comm.process_group import Communicators
+from ft_core.comm.rendezvous import Stores
 from ft_core.errors import EpochChanged
-from ft_core.process_group import Communicators
-from ft_core.rendezvous import Stores
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.core.pg_preload"])

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from ft_core import process_group  # noqa: F401
+from ft_core.comm import process_group  # noqa: F401

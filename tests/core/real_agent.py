@@ -9,13 +9,13 @@ from typing import Any
 
 import xxhash
 
-from ft_core.agent import Agent
-from ft_core.inquiries import Inquiries
-from ft_core.manifest import layout
-from ft_core.memory import ControlBlock, Word
+from ft_core.node.agent import Agent
+from ft_core.node.inquiries import Inquiries
+from ft_core.node.workers import Exit, Worker, WorkerPool
+from ft_core.process.tasks import Tasks
 from ft_core.settings import Settings
-from ft_core.tasks import Tasks
-from ft_core.workers import Exit, Worker, WorkerPool
+from ft_core.state.manifest import layout
+from ft_core.state.memory import ControlBlock, Word
 
 Message = dict[str, Any]
 

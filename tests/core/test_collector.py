@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ft_core.collector import Pause
+from ft_core.process.collector import Pause
 
 
 @pytest.fixture(autouse=True)

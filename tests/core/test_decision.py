@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ft_core.decision import Assignment, Choice, NodeReport, RoleReport, assign, choose_version
+from ft_core.control.decision import Assignment, Choice, NodeReport, RoleReport, assign, choose_version
 from ft_core.errors import Unrecoverable
 
 # Two data-parallel peers, one a node: "p" are the parameters, "a" and "b" their optimizer shards.

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from harness import Job, check_clean
 
-from ft_core.departure import Departure
+from ft_core.node.departure import Departure
 
 HANDLES = """
 import os, pathlib, signal, sys, time

@@ -15,18 +15,18 @@ import pytest
 import torch
 from core.test_snapshot import Model
 
-from ft_core import session as session_module
 from ft_core.adapter import StateTensor
-from ft_core.elastic import Membership, Start
+from ft_core.comm.inner import start
+from ft_core.elastic.rules import Membership, Start
 from ft_core.errors import EpochChanged
-from ft_core.inject import ENV as INJECT_ENV
-from ft_core.inner import start
-from ft_core.manifest import Segment
-from ft_core.memory import IN_OPTIMIZER, ControlBlock, Word
-from ft_core.session import Session
-from ft_core.snapshot import Snapshotter
-from ft_core.store import RoleMemory
-from ft_core.wire import Channel, listen
+from ft_core.process.inject import ENV as INJECT_ENV
+from ft_core.protocol.wire import Channel, listen
+from ft_core.state.manifest import Segment
+from ft_core.state.memory import IN_OPTIMIZER, ControlBlock, Word
+from ft_core.state.snapshot import Snapshotter
+from ft_core.state.store import RoleMemory
+from ft_core.worker import session as session_module
+from ft_core.worker.session import Session
 
 SECRET = b"s" * 32
 GPU = torch.device("cuda", 3)

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from harness import ROOT, Job, Layout, environment
 
-from ft_core import ctl, doctor_case, doctor_job, doctor_machine, doctor_network, doctor_software
-from ft_core.doctor_case import Case, Finding, Level
+from ft_core.cli import ctl, doctor_case, doctor_job, doctor_machine, doctor_network, doctor_software
+from ft_core.cli.doctor_case import Case, Finding, Level
 from ft_core.settings import Command, Settings
 
 SETTINGS = Settings(nnodes=2, nproc_per_node=2, command=Command("train.py"), controller="127.0.0.1:1")
@@ -36,7 +36,7 @@ def named(findings: Iterator[Finding] | list[Finding], name: str) -> Finding:
 
 def run(*words: str, prefix: str = "") -> tuple[int, list[Finding]]:
     """`ftctl doctor --json` in a process of its own."""
-    command = f'{prefix} exec {sys.executable} -m ft_core.ctl doctor --json "$@"'
+    command = f'{prefix} exec {sys.executable} -m ft_core.cli.ctl doctor --json "$@"'
     done = subprocess.run(
         ["bash", "-c", command, "bash", *words],
         env=environment(),
@@ -62,7 +62,7 @@ def test_this_machine() -> None:
 def test_under_torchrun() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     done = subprocess.run(
-        [*torchrun, "-m", "ft_core.ctl", "doctor"],
+        [*torchrun, "-m", "ft_core.cli.ctl", "doctor"],
         env=environment(),
         cwd=ROOT,
         capture_output=True,

@@ -17,13 +17,13 @@ import torch
 from core.fleet import Fleet
 from full_disk import file_limit
 
-from ft_core import durable
 from ft_core.adapter import StateTensor
-from ft_core.agent import Agent
 from ft_core.errors import CorruptSnapshot, TransportError
+from ft_core.node.agent import Agent
 from ft_core.settings import Command, Settings, write_secret
-from ft_core.snapshot import Snapshotter
-from ft_core.store import NodeStore, RoleMemory
+from ft_core.state import durable
+from ft_core.state.snapshot import Snapshotter
+from ft_core.state.store import NodeStore, RoleMemory
 
 
 class Model:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DistributedSampler
 
-from ft_core.elastic import AHEAD, Deal, Membership, Range, Start, lr_factor, positions
+from ft_core.elastic.rules import AHEAD, Deal, Membership, Range, Start, lr_factor, positions
 
 Hands = list[dict[int, list[Range]]]
 """What a step's turns have dealt."""

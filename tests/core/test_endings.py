@@ -7,8 +7,8 @@ from pathlib import Path
 
 from core.fleet import Fleet
 
-from ft_core.endings import apart
-from ft_core.workers import Exit
+from ft_core.control.endings import apart
+from ft_core.node.workers import Exit
 
 
 def test_apart() -> None:

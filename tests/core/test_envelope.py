@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from ft_core import envelope
 from ft_core.errors import CorruptSnapshot
+from ft_core.state import envelope
 
 
 def test_everything_a_training_state_holds_comes_back_bit_for_bit():

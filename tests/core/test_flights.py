@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from waiting import wait_for_value
 
-from ft_core.collectives import FtWork
+from ft_core.comm.collectives import FtWork
+from ft_core.comm.inner import Inner
+from ft_core.comm.process_group import Communicators
 from ft_core.errors import EpochChanged
-from ft_core.inner import Inner
-from ft_core.process_group import Communicators
 
 
 class Work:

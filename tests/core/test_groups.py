@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ft_core.elastic import Start
-from ft_core.groups import Groups
+from ft_core.control.groups import Groups
+from ft_core.elastic.rules import Start
 
 PLACES = {0: "a", 1: "b", 2: "c", 3: "d", 4: "e", 5: "f"}
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from ft_core.elastic import intervened
+from ft_core.elastic.rules import intervened
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.0, 0.5, math.sqrt(2 / 3)])

@@ -17,10 +17,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from ft_core import ctl, inject, launch
+from ft_core.cli import ctl, launch
 from ft_core.errors import ConfigError
+from ft_core.process import inject
+from ft_core.protocol.wire import listen
 from ft_core.settings import SECRET_ENV, Settings, read_secret, write_secret
-from ft_core.wire import listen
 
 
 @pytest.fixture(autouse=True)
@@ -171,7 +172,7 @@ def test_spares_of_the_scripts_own_configuration_are_started(
     monkeypatch.setattr(launch.Launcher, "stop", lambda _: None)
     flags = ["--standalone", "--nnodes=2", f"--job-dir={tmp_path / 'job'}"]
     assert launch.main([*flags, *framework(spares=1)]) == 0
-    nodes = [about[1] for module, *about in started if module == "ft_core.agent"]
+    nodes = [about[1] for module, *about in started if module == "ft_core.node.agent"]
     assert nodes == ["node0", "node1", "node2"]
     assert Settings.read(tmp_path / "job").spares == 1
 
@@ -328,7 +329,7 @@ def test_ctl_asks_a_job_that_says_no(tmp_path: Path):
     command = [
         sys.executable,
         "-m",
-        "ft_core.launch",
+        "ft_core.cli.launch",
         "--standalone",
         f"--job-dir={tmp_path / 'job'}",
         str(script),
@@ -360,7 +361,14 @@ def test_a_program_of_torchs_runs_as_under_torchrun(tmp_path: Path):
         f"open({str(sums)!r}, 'a').write(f'{{total.item()}} ')\n"
     )
     root = Path(__file__).resolve().parent.parent.parent
-    command = [sys.executable, "-m", "ft_core.launch", "--standalone", "--nproc-per-node=2", "--no-python"]
+    command = [
+        sys.executable,
+        "-m",
+        "ft_core.cli.launch",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--no-python",
+    ]
     command += [f"--job-dir={tmp_path / 'job'}", sys.executable, str(script)]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     few = ["bash", "-c", 'ulimit -Sn 20; exec "$@"', "bash"]  # the hard limit is what counts
@@ -407,7 +415,7 @@ def test_an_import_that_initializes_cuda_is_named(gpus: int, tmp_path: Path) -> 
     script = tmp_path / "train.py"
     script.write_text("import harmless\nfrom greedy import torch\nimport json\nprint('trained')\n")
     root = Path(__file__).resolve().parent.parent.parent
-    command = [sys.executable, "-m", "ft_core.launch", "--standalone", f"--job-dir={tmp_path / 'job'}"]
+    command = [sys.executable, "-m", "ft_core.cli.launch", "--standalone", f"--job-dir={tmp_path / 'job'}"]
     about = {"env": {**os.environ, "PYTHONPATH": str(root)}, "cwd": root, "timeout": 110}
     done = subprocess.run([*command, str(script)], **about, capture_output=True, text=True)
     assert done.returncode == (1 if gpus > 0 else 0) and ("trained" in done.stdout) == (gpus < 0), done.stderr

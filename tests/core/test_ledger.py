@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from ft_core import ctl, ledger
-from ft_core.elastic import Deal, Membership
-from ft_core.ledger import Ledger
-from ft_core.ledger_check import Report, verify
-from ft_core.outlet import FileOutlet
+from ft_core.cli import ctl
+from ft_core.cli.ledger_check import Report, verify
+from ft_core.elastic import ledger
+from ft_core.elastic.ledger import Ledger
+from ft_core.elastic.rules import Deal, Membership
+from ft_core.process.outlet import FileOutlet
 
 TURN, TURNS = 2, 3
 

@@ -14,8 +14,8 @@ from core.fleet import Fleet, Message, Node, Worker
 from core.real_agent import RealAgent
 from core.test_protocol import play
 
-from ft_core.awake import AwakeClock
-from ft_core.groups import Groups
+from ft_core.control.groups import Groups
+from ft_core.process.awake import AwakeClock
 from ft_core.settings import Command, Settings, unique
 
 SHORT = {"heartbeat": 0.1, "heartbeats_missed": 5}
@@ -137,7 +137,7 @@ def test_a_group_that_was_given_up_comes_back(tmp_path: Path):
 def test_a_node_given_up_ends_all_that_it_has_started_at_whatever_depth():
     script = """
 import subprocess
-from ft_core import orphans
+from ft_core.node import orphans
 orphans.adopt()
 deep = r'setsid sh -c "setsid sleep 1000 & echo \\$!; sleep 1000" & sleep 1000'
 child = subprocess.Popen(["sh", "-c", deep], stdout=subprocess.PIPE, text=True)
@@ -212,8 +212,8 @@ def test_a_node_without_a_controller_leaves_in_the_end_unless_somebody_trains_th
         spare.serve()
         await fleet.event("resumed")
         await fleet.stop_controller()
-        monkeypatch.setattr("ft_core.agent._MISSED", 0.1)
-        monkeypatch.setattr("ft_core.agent._ABANDONED", 0.3)
+        monkeypatch.setattr("ft_core.node.agent._MISSED", 0.1)
+        monkeypatch.setattr("ft_core.node.agent._ABANDONED", 0.3)
         assert spare._done is not None and node._done is not None
         assert await asyncio.wait_for(spare._done, 10) == 1
         assert "agent-1 leaves: nobody trains here" in caplog.text

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from harness import environment
 
-from ft_core.logs import ERR, OUT, Copier, take_over
+from ft_core.worker.logs import ERR, OUT, Copier, take_over
 
 
 def test_another_tee_goes_on_where_one_has_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
@@ -92,7 +92,7 @@ def test_who_has_played_a_role(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 FULL = """
 import logging, resource, signal, subprocess, sys
 from pathlib import Path
-from ft_core.logs import redirect
+from ft_core.worker.logs import redirect
 redirect(3, Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
 log = logging.getLogger()
@@ -147,7 +147,7 @@ def test_a_job_ends_though_its_disk_is_full_and_nobody_reads_its_console(tmp_pat
         while True:
             os.write(writer, bytes(4096))
     os.set_blocking(writer, True)
-    command = [sys.executable, "-m", "ft_core.launch", "--standalone", "--nnodes=2"]
+    command = [sys.executable, "-m", "ft_core.cli.launch", "--standalone", "--nnodes=2"]
     command += [f"--job-dir={tmp_path / 'job'}", str(tmp_path / "train.py"), str(tmp_path)]
     limit = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); "
     with subprocess.Popen(

@@ -24,7 +24,7 @@ def test_a_script_is_told_what_a_plain_process_is_told(tmp_path: Path):
     plain = run(str(CARD), str(tmp_path), cwd=tmp_path)
     assert plain.returncode == 0, plain.stderr
     flags = ["--standalone", "--nproc-per-node=2", f"--job-dir={tmp_path / 'job'}"]
-    job = run("-m", "ft_core.launch", *flags, str(CARD), str(tmp_path), cwd=tmp_path)
+    job = run("-m", "ft_core.cli.launch", *flags, str(CARD), str(tmp_path), cwd=tmp_path)
     assert job.returncode == 0, job.stderr
     said = [line.split(" ft ")[-1] for line in job.stderr.splitlines()]
     told, warned = ["as the script wants it: told", "WARNING of ftrun's own"], plain.stderr.splitlines()[:2]
@@ -58,7 +58,7 @@ def test_a_script_that_fails(tmp_path: Path):
     """The console has its traceback once, as it would be without `ftrun`; nothing complains of the end."""
     (tmp_path / "fails.py").write_text(FAILS)
     flags = ["--standalone", "--nproc-per-node=2", f"--job-dir={tmp_path / 'job'}"]
-    job = run("-m", "ft_core.launch", *flags, "fails.py", cwd=tmp_path)
+    job = run("-m", "ft_core.cli.launch", *flags, "fails.py", cwd=tmp_path)
     assert job.returncode == 1
     said = job.stderr
     assert said.count("Traceback") == 1 and "the hook has ValueError" in said

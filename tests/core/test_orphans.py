@@ -25,7 +25,7 @@ child.wait()
 
 AGENT = """
 import os, signal, subprocess, sys, time
-from ft_core import orphans
+from ft_core.node import orphans
 orphans.adopt()
 worker = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
 told = [worker.stdout.readline().strip() for _ in range(2)]
@@ -58,7 +58,7 @@ def test_orphans():
 def test_nothing_outlives_an_ftrun_that_is_killed_at_once(tmp_path: Path):
     """Agents that are still importing then find another parent than the one that has started them."""
     (tmp_path / "train.py").write_text("import time\ntime.sleep(1000)\n")
-    command = [sys.executable, "-m", "ft_core.launch", "--standalone", f"--job-dir={tmp_path / 'job'}"]
+    command = [sys.executable, "-m", "ft_core.cli.launch", "--standalone", f"--job-dir={tmp_path / 'job'}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     with subprocess.Popen([*command, str(tmp_path / "train.py")], env=environment) as job:
         while len(started := _children(job.pid)) < 2:

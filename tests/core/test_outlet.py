@@ -12,9 +12,9 @@ import pytest
 from core.fleet import Fleet
 from full_disk import file_limit
 
-from ft_core import refusals
-from ft_core.outlet import FileOutlet, Outlet
-from ft_core.wire import AsyncChannel
+from ft_core.process import refusals
+from ft_core.process.outlet import FileOutlet, Outlet
+from ft_core.protocol.wire import AsyncChannel
 
 
 def test_a_full_disk_loses_no_line_and_tears_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
@@ -85,7 +85,7 @@ def test_a_job_goes_on_while_the_controllers_disk_is_full_and_its_console_unread
             os.set_blocking(writer, True)
             (tmp_path / "job" / "events.jsonl").rename(tmp_path / "job" / "before")
             os.symlink("/dev/full", tmp_path / "job" / "events.jsonl")
-            command = [sys.executable, "-m", "ft_core.controller", "--job-dir", str(tmp_path / "job")]
+            command = [sys.executable, "-m", "ft_core.control.controller", "--job-dir", str(tmp_path / "job")]
             fleet._process = await asyncio.create_subprocess_exec(*command, stderr=writer)
             os.close(writer)
             node = fleet["node0"]

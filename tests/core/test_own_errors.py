@@ -21,13 +21,13 @@ from core.real_agent import RealAgent
 from core.test_liveness import PLAN
 from harness import environment
 
-from ft_core import refusals
+from ft_core.cli.launch import Launcher
+from ft_core.control.groups import Groups
 from ft_core.errors import AuthenticationError, ProtocolError
-from ft_core.groups import Groups
-from ft_core.launch import Launcher
+from ft_core.process import refusals
+from ft_core.process.tasks import Tasks
+from ft_core.protocol.wire import AsyncChannel, Channel, listen
 from ft_core.settings import Command, Settings, read_secret, write_secret
-from ft_core.tasks import Tasks
-from ft_core.wire import AsyncChannel, Channel, listen
 
 POISON = {"type": "stepped", "epoch": 0}
 """A message without what its handler needs."""
@@ -52,7 +52,7 @@ class Agent:
         self.settings = job(job_dir, self.sock.getsockname()[1], **more)
         self.job_dir, self.secret = job_dir, read_secret(job_dir)
         self.errors = job_dir.parent / "agent.err"
-        command = [sys.executable, "-m", "ft_core.agent", "--job-dir", str(job_dir), "--node", "node0"]
+        command = [sys.executable, "-m", "ft_core.node.agent", "--job-dir", str(job_dir), "--node", "node0"]
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 [*command, "--node-rank", "0"], env=environment(), stderr=errors, start_new_session=True
@@ -339,7 +339,7 @@ def test_a_task_and_a_callback_that_fail_are_heard_of():
 
 
 def test_a_controller_whose_job_directory_is_gone_says_so_without_a_traceback(tmp_path: Path):
-    command = [sys.executable, "-m", "ft_core.controller", "--failed-before", "0"]
+    command = [sys.executable, "-m", "ft_core.control.controller", "--failed-before", "0"]
     done = subprocess.run(
         [*command, "--job-dir", str(tmp_path / "gone")], env=environment(), capture_output=True, text=True
     )

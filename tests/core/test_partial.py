@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ft_core.comm.partial import Partial
 from ft_core.errors import FtError
-from ft_core.partial import Partial
 
 MEMBERS, ABSENT = (4, 5, 6), {5: 6}
 PRESENT = (4, 6)

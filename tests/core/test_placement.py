@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from ft_core.manifest import Segment
-from ft_core.placement import replica_nodes, sender, survives
+from ft_core.state.manifest import Segment
+from ft_core.state.placement import replica_nodes, sender, survives
 
 
 def unique(role: int) -> Segment:

@@ -9,7 +9,7 @@ from core import pg_scripts
 from core.pg_harness import CONTEXT, Job
 from torch import distributed as dist
 
-from ft_core.collectives import group_name, is_transport_error, members_of
+from ft_core.comm.collectives import group_name, is_transport_error, members_of
 
 
 @pytest.fixture(scope="module")

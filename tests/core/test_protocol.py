@@ -39,7 +39,7 @@ def test_a_job_begins_with_spares_in_the_places_of_nodes_that_do_not_come(
         await fleet.event("resumed")
         assert fleet["node1"].plan["roles"] == {"0": "spare", "1": "node1", "2": "another"}
 
-    monkeypatch.setattr("ft_core.controller._FORM_GRACE", 0.3)
+    monkeypatch.setattr("ft_core.control.controller._FORM_GRACE", 0.3)
     play(test, tmp_path / "job", nodes=3, ranks=[1])
 
 

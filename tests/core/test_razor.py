@@ -8,11 +8,11 @@ from itertools import combinations
 
 import pytest
 
-from ft_core import plan as ftctl_plan
+from ft_core.cli import plan as ftctl_plan
+from ft_core.cli.razor import Job, plan, summarise, tensors
+from ft_core.cli.survival import loss_bound, recovery_probability, ring_survival
 from ft_core.errors import ConfigError
-from ft_core.manifest import layout
-from ft_core.razor import Job, plan, summarise, tensors
-from ft_core.survival import loss_bound, recovery_probability, ring_survival
+from ft_core.state.manifest import layout
 
 GPT2_MEDIUM = Job(24, 1024, 16, 1024, 50257, world_size=4, nproc_per_node=1)
 PARAMETERS = 24 * (12 * 1024**2 + 13 * 1024) + 50304 * 1024 + 1024 * 1024 + 2 * 1024

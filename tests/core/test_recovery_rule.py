@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from ft_core.decision import Choice, NodeReport, RoleReport, choose_version
+from ft_core.control.decision import Choice, NodeReport, RoleReport, choose_version
 from ft_core.errors import Unrecoverable
-from ft_core.manifest import Segment
-from ft_core.placement import domain_of, replica_nodes, sender
+from ft_core.state.manifest import Segment
+from ft_core.state.placement import domain_of, replica_nodes, sender
 
 BEFORE_BARRIER = ("compute", "sync", "commit", "norm", "optimizer", "gather")
 BEFORE_SYNC = ("compute", "commit", "sync", "norm", "optimizer", "gather")

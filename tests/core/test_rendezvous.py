@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from ft_core import inner, rendezvous
+from ft_core.comm import inner, rendezvous
+from ft_core.comm.inner import start
+from ft_core.comm.rendezvous import EpochStore, Stores
 from ft_core.errors import AuthenticationError
-from ft_core.inner import start
-from ft_core.rendezvous import EpochStore, Stores
 
 SECRET = b"s" * 32
 LONG, SHORT = timedelta(seconds=60), timedelta(milliseconds=50)

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from ft_core.errors import TransportError
-from ft_core.manifest import Segment, layout
-from ft_core.replicas import ReplicaStore
+from ft_core.state.manifest import Segment, layout
+from ft_core.state.replicas import ReplicaStore
 
 
 def make(role: int = 0, nbytes: int = 100) -> Segment:

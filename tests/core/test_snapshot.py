@@ -9,12 +9,12 @@ from memory_of import memory_files
 from waiting import wait_for_value
 
 from ft_core.adapter import StateTensor
-from ft_core.envelope import decode
 from ft_core.errors import CorruptSnapshot, FtError
-from ft_core.manifest import CHUNK
-from ft_core.memory import TORN, SharedMemory, SnapshotBuffer
-from ft_core.snapshot import Snapshotter
-from ft_core.store import NodeStore, RoleMemory
+from ft_core.state.envelope import decode
+from ft_core.state.manifest import CHUNK
+from ft_core.state.memory import TORN, SharedMemory, SnapshotBuffer
+from ft_core.state.snapshot import Snapshotter
+from ft_core.state.store import NodeStore, RoleMemory
 
 
 class Model:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from waiting import wait_for_value
 
-from ft_core.stalls import Stalls
+from ft_core.process.stalls import Stalls
 
 
 def test_what_holds_a_loop_up_is_written_down_while_other_threads_are_busy(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from core.pg_harness import Job
 
+from ft_core.comm.process_group import Communicators
+from ft_core.comm.startup_log import AT_ONCE, Call, Entry, StartupLog, to_bytes
 from ft_core.errors import EpochChanged, ReplayMismatch
-from ft_core.process_group import Communicators
-from ft_core.startup_log import AT_ONCE, Call, Entry, StartupLog, to_bytes
 
 
 def check(results: list[dict[str, Any]], epoch: int) -> None:

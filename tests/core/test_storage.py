@@ -12,7 +12,7 @@ import pytest
 from core.fleet import Fleet
 from core.real_agent import RealAgent
 
-from ft_core import durable
+from ft_core.state import durable
 
 
 def test_a_node_whose_storage_hangs_trains_recovers_and_connects_anew(

@@ -14,11 +14,11 @@ import pytest
 from core.test_transport import make, push
 from harness import environment
 
-from ft_core import door, wire
-from ft_core.rendezvous import EpochStore, Stores
-from ft_core.replicas import ReplicaStore
-from ft_core.transport import TcpTransport
-from ft_core.wire import split_address
+from ft_core.comm.rendezvous import EpochStore, Stores
+from ft_core.net.transport import TcpTransport
+from ft_core.protocol import door, wire
+from ft_core.protocol.wire import split_address
+from ft_core.state.replicas import ReplicaStore
 
 CROWDED = Path(__file__).with_name("crowded.py")
 SECRET = b"transport test secret"
@@ -109,8 +109,9 @@ def test_running_out_of_descriptors_is_told_once(kind: str) -> None:
 def test_the_limit_is_raised_and_one_that_is_too_low_is_told() -> None:
     """In a process of its own, under `ulimit`."""
     code = (
-        "import resource; from ft_core import door; from ft_core.settings import *\n"
-        "door.check_limit('node a', Settings(100, 8, Command('x'), spares=2))\n"
+        "import resource; from ft_core.settings import *\n"
+        "from ft_core.process.descriptors import check_limit\n"
+        "check_limit('node a', *Settings(100, 8, Command('x'), spares=2).size)\n"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )
     said = []

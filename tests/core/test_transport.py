@@ -18,10 +18,10 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from ft_core.errors import CorruptSnapshot, TransportError
-from ft_core.manifest import CHUNK, Item, Segment, layout
-from ft_core.replicas import ReplicaStore
-from ft_core.transport import TcpTransport
-from ft_core.wire import Channel, listen
+from ft_core.net.transport import TcpTransport
+from ft_core.protocol.wire import Channel, listen
+from ft_core.state.manifest import CHUNK, Item, Segment, layout
+from ft_core.state.replicas import ReplicaStore
 
 PEER = Path(__file__).with_name("transport_peer.py")
 ROOT = Path(__file__).parents[2]

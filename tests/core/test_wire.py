@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from ft_core import wire
 from ft_core.errors import AuthenticationError, ProtocolError
-from ft_core.wire import MAX_JSON, AsyncChannel, Channel, field, listen
+from ft_core.protocol import wire
+from ft_core.protocol.wire import MAX_JSON, AsyncChannel, Channel, field, listen
 
 SECRET = b"s" * 32
 

@@ -6,9 +6,9 @@ import sys
 import threading
 from typing import Any
 
-from ft_core.manifest import Segment
-from ft_core.replicas import ReplicaStore
-from ft_core.transport import TcpTransport
+from ft_core.net.transport import TcpTransport
+from ft_core.state.manifest import Segment
+from ft_core.state.replicas import ReplicaStore
 
 SECRET = b"transport test secret"
 

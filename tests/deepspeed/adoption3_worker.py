@@ -16,8 +16,8 @@ from deepspeed.runtime.zero import stage3
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from state_worker import BF16, CASES, Job, main, stage
 
-from ft_core.process_group import Communicators
-from ft_core.rendezvous import Stores
+from ft_core.comm.process_group import Communicators
+from ft_core.comm.rendezvous import Stores
 
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 CASES |= {"stage3-autocast": AUTOCAST | stage(3), "stage3-bf16-whole": BF16 | stage(3, sub_group_size=10**9)}

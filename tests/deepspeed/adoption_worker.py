@@ -17,7 +17,7 @@ from deepspeed.utils import (
 )
 from state_worker import ACCUMULATED, BF16, CASES, DYNAMIC, Job, main, stage
 
-from ft_core import envelope
+from ft_core.state import envelope
 
 FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 CASES |= {

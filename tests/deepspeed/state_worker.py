@@ -117,7 +117,7 @@ from deepspeed.moe.layer import MoE  # noqa: E402
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # noqa: E402
 from deepspeed.runtime.zero import parameter_offload, partition_parameters  # noqa: E402
 
-from ft_core import envelope  # noqa: E402
+from ft_core.state import envelope  # noqa: E402
 from ft_deepspeed.state import DeepSpeedAdapter  # noqa: E402
 
 WIDTH = 12

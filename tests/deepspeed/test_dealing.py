@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
-from ft_core.elastic import Membership
+from ft_core.elastic.rules import Membership
 from ft_core.errors import ConfigError
 from ft_deepspeed.dealing import Dealing
 

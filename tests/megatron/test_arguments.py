@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from harness import ROOT
 
-from ft_core import launch
+from ft_core.cli import launch
 from ft_core.errors import ConfigError
 from ft_core.settings import FLAGS, Settings
 from ft_megatron import arguments
@@ -159,7 +159,7 @@ import contextlib, io, json, sys
 from pathlib import Path
 from types import SimpleNamespace
 import ft_megatron.hooks  # as patches/*.diff do
-from ft_core import session
+from ft_core.worker import session
 from ft_core.errors import ConfigError
 import megatron.core
 from megatron.training import arguments, global_vars

@@ -24,10 +24,10 @@ if importlib.util.find_spec("megatron") is None:
 import yaml
 from harness import ROOT, TINY, Layout, environment, read_digest, read_logs, read_losses, reference
 
-from ft_core import launch
-from ft_core.ctl import ask
+from ft_core.cli import launch
+from ft_core.cli.ctl import ask
+from ft_core.protocol.wire import listen
 from ft_core.settings import SECRET_ENV
-from ft_core.wire import listen
 
 RECIPES = ROOT / "recipes" / "megatron"
 ITERATIONS = 70

@@ -1,0 +1,1 @@
+"""`ftrun` and `ftctl`: what a person types."""

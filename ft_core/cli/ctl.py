@@ -1,0 +1,109 @@
+"""`ftctl`: looks at a job, injects failures into it, plans one, and finds what would harm one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ft_core.cli import doctor, ledger_check, plan
+from ft_core.errors import FtError
+from ft_core.protocol.wire import Channel
+from ft_core.settings import Settings, read_secret
+
+_TIMEOUT = 10.0
+
+
+def ask(message: dict[str, Any], job_dir: Path | None, address: str = "") -> dict[str, Any]:
+    """Put a question to a job's controller. Raises FtError or OSError when it cannot be asked."""
+    address = address or Settings.read(job_dir or Path()).controller
+    channel = Channel.connect(address, read_secret(job_dir), _TIMEOUT)
+    try:
+        channel.send({"type": "hello", "kind": "ctl"})
+        channel.send(message)
+        return channel.recv()
+    finally:
+        channel.close()
+
+
+def _table(status: dict[str, Any]) -> str:
+    lines = [f"epoch {status['epoch']}  {status['phase']}  controller pid {status['controller_pid']}"]
+    lines.append(
+        f"{'role':>4}  {'node':<16} {'worker':>8} {'agent':>8} {'step':>7} {'tag':>7}  held  replicas"
+    )
+    for row in status["roles"]:
+        copies = ", ".join(f"{n}:{v}" for found in row["replicas"].values() for n, v in found.items())
+        lines.append(
+            f"{row['role']:>4}  {row['node']:<16} {row['worker_pid'] or '-':>8} {row['agent_pid'] or '-':>8} "
+            f"{_or_dash(row['step']):>7} {_or_dash(row['tag']):>7}  {row['held']}  {copies}"
+        )
+    lines += [
+        f"spare {s['node']}  agent {s['agent_pid']}  idle workers {s['idle']}" for s in status["spares"]
+    ]
+    return "\n".join(lines)
+
+
+def _or_dash(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry of `ftctl`. Returns 0, or 1 when the job said no or a check failed, or 2 for a wrong call."""
+    parser = argparse.ArgumentParser(prog="ftctl", description=__doc__)
+    parser.add_argument("--job-dir", type=Path, default=None, help="the job's directory (see ftrun)")
+    parser.add_argument(
+        "--controller", default="", metavar="HOST:PORT", help="its controller, if the directory is elsewhere"
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    status = commands.add_parser("status", help="roles, workers, versions held, replicas, spares")
+    status.add_argument("--json", action="store_true")
+    kill = commands.add_parser("kill", help="inject a failure: SIGKILL a role's worker, or a whole node")
+    victim = kill.add_mutually_exclusive_group(required=True)
+    victim.add_argument("--role", type=int)
+    victim.add_argument("--node")
+    plan.add_arguments(
+        commands.add_parser("plan", help="bytes, memory and what is survived, for given flags")
+    )
+    doctor.add_arguments(
+        commands.add_parser("doctor", help="what would keep a recovery from working here, before it does")
+    )
+    data = commands.add_parser("data", help="the samples that a job with elastic replica groups has trained")
+    ledger_check.add_arguments(
+        data.add_subparsers(dest="action", required=True).add_parser(
+            "verify", help="check that each was trained exactly once"
+        )
+    )
+    args = parser.parse_args(argv)
+    if args.command == "data":
+        return ledger_check.main(args)
+    if args.command == "doctor":
+        return doctor.main(args)
+    if args.command == "plan" and args.job_dir is None and not args.controller:
+        return plan.main(args)
+    try:
+        if args.command == "plan":
+            state = ask({"type": "state", "role": args.role}, args.job_dir, args.controller)
+            if "error" not in state:
+                return plan.of_running(state, args.json)
+            print(f"ftctl: {state['error']}", file=sys.stderr)
+            return 1
+        if args.command == "status":
+            answer = ask({"type": "status"}, args.job_dir, args.controller)
+            print(json.dumps(answer) if args.json else _table(answer))
+            return 0
+        question = {"type": "kill", **({"role": args.role} if args.role is not None else {"node": args.node})}
+        answer = ask(question, args.job_dir, args.controller)
+    except (FtError, OSError) as error:
+        print(f"ftctl: {error}", file=sys.stderr)
+        return 2
+    if "error" in answer:
+        print(f"ftctl: {answer['error']}", file=sys.stderr)
+        return 1
+    print(f"killed {answer['killed']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

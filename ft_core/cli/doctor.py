@@ -1,0 +1,57 @@
+"""`ftctl doctor`: what on this machine, or in this job, would keep a recovery from working.
+
+    ftctl doctor                                      this machine
+    ftctl doctor ftrun --nnodes 4 ... train.py --ft   and this command line, before it is run
+    ftctl doctor --job-dir DIR                        and a running job: what would the next failure find?
+
+Run it on every node, spares too, in the environment of the job (`srun`, `kubectl exec`): it sees one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from ft_core.cli import doctor_job, doctor_machine, doctor_network, doctor_software
+from ft_core.cli.doctor_case import Case, Finding, Level, case
+
+_SIGNS = {Level.OK: "ok  ", Level.WARN: "warn", Level.FAIL: "FAIL"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `ftctl doctor`."""
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    for flag, options in (("--job-dir", {"type": Path}), ("--controller", {"metavar": "HOST:PORT"})):
+        # Also before the word `doctor`, as with ftctl's other commands: what stands there must not be undone.
+        parser.add_argument(flag, default=argparse.SUPPRESS, help="a job's, as above", **options)
+    parser.add_argument("--json", action="store_true", help="the same, for programs")
+    parser.add_argument(
+        "words", nargs=argparse.REMAINDER, metavar="command ...", help="the job's command line, or its script"
+    )
+
+
+def examine(case: Case) -> list[Finding]:
+    """What all checks say, in the order of their reading."""
+    parts = (doctor_software, doctor_machine, doctor_network, doctor_job)
+    return [finding for part in parts for check in part.CHECKS for finding in check(case)]
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the findings. Returns 1 if any check failed."""
+    found = examine(case(args.job_dir, args.controller, args.words))
+    failed = any(f.level is Level.FAIL for f in found)
+    if args.json:
+        print(json.dumps([dataclasses.asdict(f) for f in found], indent=1))
+        return int(failed)
+    for finding in found:
+        print(f"{_SIGNS[finding.level]}  {finding.name}: {finding.found}")
+        if finding.level is not Level.OK:
+            print(f"      {finding.advice}")
+    bad = [f for f in found if f.level is not Level.OK]
+    print(
+        f"{len(found)} checks, {len(bad)} with something to do" if bad else f"{len(found)} checks, all well"
+    )
+    return int(failed)

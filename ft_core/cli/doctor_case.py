@@ -1,0 +1,181 @@
+"""What `ftctl doctor` looks at: the command line, the versions, the job; and what a check says of it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from ft_core.cli import launch
+from ft_core.errors import ConfigError, FtError
+from ft_core.settings import Settings
+
+_LAUNCHERS = {
+    "ftrun": "ftrun",
+    "ft_core.cli.launch": "ftrun",
+    "torchrun": "torchrun",
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "deepspeed": "deepspeed",
+}
+"""Programs and modules that a training command line begins with -> the launcher they are."""
+
+
+class Level(StrEnum):
+    """How bad it is: `fail` keeps a recovery from working, `warn` makes it slower or harder to understand."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The answer of one check."""
+
+    name: str
+    level: Level
+    found: str
+    advice: str = ""
+    """What to do, and why; empty where all is well."""
+
+
+def ok(name: str, found: str) -> Finding:
+    """Nothing to do."""
+    return Finding(name, Level.OK, found)
+
+
+def warn(name: str, found: str, advice: str) -> Finding:
+    """A recovery works, but slower than it could, or with less left for the next one."""
+    return Finding(name, Level.WARN, found, advice)
+
+
+def fail(name: str, found: str, advice: str) -> Finding:
+    """A recovery does not work."""
+    return Finding(name, Level.FAIL, found, advice)
+
+
+def judge(name: str, found: str, advice: str, *, bad: bool, fatal: bool = False) -> Finding:
+    """One of the three, for what has two thresholds."""
+    return fail(name, found, advice) if fatal else warn(name, found, advice) if bad else ok(name, found)
+
+
+@dataclass(frozen=True)
+class Case:
+    """All that the checks are told; the machine they look at themselves. `root` is for their tests."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    gpus: int = 0
+    launcher: str = ""
+    """`ftrun`, `torchrun`, `deepspeed`, or empty where the command line begins with the script."""
+    arguments: Sequence[str] | None = None
+    """The script's; None if no script is known."""
+    settings: Settings | None = None
+    standalone: bool = False
+    """All nodes of the job are on this machine."""
+    problem: str = ""
+    """Why the command line cannot be run."""
+    job_dir: Path | None = None
+    controller: str = ""
+    status: Mapping[str, Any] | None = None
+    """The controller's answer to `ftctl status`."""
+    silence: str = ""
+    """Why there is none."""
+    ask: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    """Puts a further question to the controller."""
+    root: Path = Path("/")
+
+    @property
+    def several_nodes(self) -> bool:
+        """Whether the job spans more machines than this one, as far as is known."""
+        return self.settings is not None and self.settings.nnodes > 1 and not self.standalone
+
+    @property
+    def workers_here(self) -> int:
+        """Workers on this machine, without standbys."""
+        if self.settings is None:
+            return max(1, self.gpus)
+        nodes = self.settings.nnodes + self.settings.spares if self.standalone else 1
+        return nodes * self.settings.nproc_per_node
+
+
+Check = Callable[[Case], Iterator[Finding]]
+"""Says nothing where it has nothing to look at."""
+
+
+def versions() -> dict[str, str]:
+    """Name -> version of what a recovery depends on, of what is installed here."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "megatron-core", "deepspeed"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    import torch  # slow; `ftctl status` does without
+
+    with contextlib.suppress(Exception):  # a build without CUDA has no NCCL, and says so in several ways
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def case(job_dir: Path | None, controller: str, words: Sequence[str]) -> Case:
+    """Everything there is to know about a command line, and about the job in `job_dir` or at `controller`."""
+    import torch
+
+    from ft_core.cli.ctl import ask  # which has this module for one of its commands
+
+    facts: dict[str, Any] = {
+        "environment": dict(os.environ),
+        "versions": versions(),
+        "gpus": torch.cuda.device_count(),
+        **_command(words),
+    }
+    named = bool(job_dir or controller)
+    job_dir = job_dir or facts.get("job_dir")
+    if job_dir is not None and (job_dir / "job.json").exists():
+        try:
+            settings = Settings.read(job_dir)
+            facts |= {"settings": settings, "arguments": facts.get("arguments") or settings.command.arguments}
+            controller = controller or settings.controller
+        except ConfigError as error:
+            facts["problem"] = str(error)
+    elif facts.get("settings") is not None:
+        controller = controller or facts["settings"].controller
+    if controller.startswith("127."):
+        facts["standalone"] = True
+    facts |= {"job_dir": job_dir, "controller": controller}
+    begun = job_dir is None or (job_dir / "events.jsonl").exists()
+    if named and controller and begun and facts.get("launcher") != "ftrun":
+        put = facts["ask"] = lambda message: ask(message, job_dir, controller)
+        try:
+            facts["status"] = put({"type": "status"})
+        except (FtError, OSError) as error:
+            facts["silence"] = str(error)
+    return Case(**facts)
+
+
+def _command(words: Sequence[str]) -> dict[str, Any]:
+    """What a command line says: that of a launcher with a script, or a script with its arguments."""
+    while words and (Path(words[0]).name.startswith("python") or words[0] == "-m"):
+        words = words[1:]
+    if not words:
+        return {}
+    launcher = _LAUNCHERS.get(Path(words[0]).name, "")
+    if launcher != "ftrun":
+        return {"launcher": launcher, "arguments": list(words[1:])}
+    args = launch.parser().parse_args(words[1:])
+    about: dict[str, Any] = {
+        "launcher": launcher,
+        "arguments": args.command[1:],
+        "standalone": args.standalone,
+        "job_dir": args.job_dir or args.log_dir,
+    }
+    try:
+        return {**about, "settings": launch.settings_of(args)}
+    except ConfigError as error:
+        return {**about, "problem": str(error)}

@@ -1,0 +1,131 @@
+"""Checks of `ftctl doctor` on a running job: what the next failure would find."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+from ft_core.cli.doctor_case import Case, Check, Finding, fail, judge, ok, warn
+from ft_core.errors import FtError
+from ft_core.protocol.wire import split_address
+from ft_core.state.manifest import Segment
+from ft_core.state.placement import domain_of, survives
+
+_REACH = 3.0
+_CALM = ("forming", "running", "done")
+"""Phases in which nobody waits for anything."""
+
+
+def controller(case: Case) -> Iterator[Finding]:
+    """It answers, and the job is not held up."""
+    if case.silence:
+        over = _last_event(case)
+        if over in ("finished", "stopped"):
+            yield ok("controller", f"the job is over ({over})")
+        else:
+            yield fail(
+                "controller",
+                f"no answer from {case.controller}: {case.silence}",
+                "is ftrun of node rank 0 alive? It restarts the controller. Until then training goes on, and "
+                "no failure is repaired",
+            )
+    if case.status is None:
+        return
+    phase = case.status["phase"]
+    advice = (
+        f"the newest `reason` in {case.job_dir or 'the job directory'}/events.jsonl says what it waits for"
+    )
+    found = f"epoch {case.status['epoch']}, {phase}"
+    yield judge("controller", found, advice, bad=phase not in _CALM, fatal=phase == "waiting")
+
+
+def _last_event(case: Case) -> str:
+    if case.job_dir is None:
+        return ""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = (case.job_dir / "events.jsonl").read_text().splitlines()
+        return str(json.loads(lines[-1])["event"])
+    return ""
+
+
+def spares(case: Case) -> Iterator[Finding]:
+    """Somebody is there to take a lost node's roles."""
+    if case.status is None or case.settings is None:
+        return
+    ready = [s["node"] for s in case.status["spares"] if s["idle"] >= case.settings.nproc_per_node]
+    found = f"{len(ready)} of {len(case.status['spares'])} spare nodes have their workers up"
+    advice = f"ftrun --join {case.controller} on a free machine: without a spare a lost node is waited for"
+    yield judge("spares", found, advice, bad=not ready)
+
+
+def replicas(case: Case) -> Iterator[Finding]:
+    """Every segment has complete copies in k + 1 failure domains right now; and the agents can be reached."""
+    if case.status is None or case.ask is None or case.settings is None or not case.status["roles"]:
+        return
+    k = case.settings.replicas
+    alive = {a["node"] for a in [*case.status["roles"], *case.status["spares"]] if a["agent_pid"] is not None}
+    few: list[str] = []
+    least, domains, nodes = len(case.status["roles"]), 0, {}
+    for row in case.status["roles"]:
+        try:
+            state = case.ask({"type": "state", "role": row["role"]})
+        except (FtError, OSError) as error:
+            state = {"error": str(error)}
+        if "error" in state:
+            few.append(f"role {row['role']}: {state['error']}")
+            continue
+        nodes, domains = state["nodes"], len(_domains(state))
+        found = _copies(row, state, alive)
+        if found < min(k, domains - 1):
+            few.append(f"role {row['role']} on {row['node']}")
+        least = min(least, found)
+    if few:
+        yield fail(
+            "replicas",
+            f"{len(few)} roles have too few copies for {k} lost failure domains: {'; '.join(few[:3])}",
+            "if training has begun and it stays so: look for `not replicated` in the console, and for "
+            "domains that are really one (--ft-domain)",
+        )
+    elif domains <= k:
+        found_domains = f"there are {domains} failure domain(s) only, and k is {k}"
+        yield warn("replicas", found_domains, "use more nodes, spares, or truthful --ft-domain labels")
+    else:
+        yield ok("replicas", f"verified copies suffice after the loss of any {least} failure domain(s)")
+    yield from _reachable({node: about for node, about in nodes.items() if node in alive})
+
+
+def _domains(state: Mapping[str, Any]) -> set[str]:
+    """Those that may hold copies."""
+    domains = {node: about["domain"] for node, about in state["nodes"].items()}
+    return {domain_of(node, domains) for node in domains}
+
+
+def _copies(row: Mapping[str, Any], state: Mapping[str, Any], alive: Container[str]) -> int:
+    """How many failure domains may be lost, judging by the role's worst segment; -1 before training."""
+    domains = {node: about["domain"] for node, about in state["nodes"].items()}
+    roles = {int(role): node for role, node in state["roles"].items() if node in alive}
+    worst = len({domain_of(node, domains) for node in domains if node in alive})
+    segments = [Segment.from_json(s) for s in state["segments"]]
+    for segment in segments:
+        holding = [node for node, versions in row["replicas"].get(segment.id, {}).items() if versions]
+        worst = min(worst, survives(segment, roles, domains, holding))
+    return worst if segments and row["held"] else -1
+
+
+def _reachable(nodes: Mapping[str, Any]) -> Iterator[Finding]:
+    """From here: the machine on which a firewall is wrong is not always the first."""
+    deaf = []
+    for node, about in nodes.items():
+        try:
+            socket.create_connection(split_address(about["data"]), timeout=_REACH).close()
+        except OSError as error:
+            deaf.append(f"{node} at {about['data']}: {error}")
+    advice = "let the nodes reach each other on all ephemeral ports; state comes from there in a recovery"
+    found = "; ".join(deaf) if deaf else f"all {len(nodes)} answer"
+    yield judge("agents", found, advice, bad=bool(deaf), fatal=bool(deaf))
+
+
+CHECKS: tuple[Check, ...] = (controller, spares, replicas)

@@ -1,0 +1,231 @@
+"""Checks of `ftctl doctor` on what this machine gives: memory, processors, limits."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ft_core.cli import plan
+from ft_core.cli.doctor_case import Case, Check, Finding, fail, judge, warn
+from ft_core.state.memory import SharedMemory
+
+_GIB = 1 << 30
+_FILES, _FILES_PER_ROLE = 4096, 16
+_THREADS_PER_WORKER = 256
+"""torch's, NCCL's and the libraries' of one worker with Megatron's dozens of process groups, rounded up."""
+_UNLIMITED = 1 << 60
+
+
+def memory(case: Case) -> Iterator[Finding]:
+    """Snapshots and replicas have room: two snapshots of each role, two slots for each replica."""
+    text = (case.root / "proc/meminfo").read_text()
+    meminfo = {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+): +(\d+) kB", text, re.M)}
+    total, free = meminfo["MemTotal"], meminfo["MemAvailable"]
+    for limit, used in _cgroup_memory(case.root):
+        if limit < total:
+            total = limit
+        free = min(free, max(0, limit - used))
+    room = f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free, cgroup limits counted in"
+    if case.status is not None:
+        advice = "the kernel is about to kill something; `ftctl plan` says what the job takes of it"
+        yield judge("memory", room, advice, bad=free < total / 20)
+        return
+    need = _needed(case)
+    copies = 2 + 2 * (case.settings.replicas if case.settings is not None else 1)
+    if need is None:
+        found = f"{room}: enough for {free / copies / 1e9:.1f} GB of state on this node, {copies} GB for each"
+        advice = "others use most of this machine; `ftctl plan` says what the job needs"
+        yield judge("memory", found, advice, bad=free < total / 2)
+        return
+    found = f"{room}; snapshots and replicas need {need / 1e9:.1f} GB, the script's own memory comes on top"
+    advice = "more memory, fewer workers per node, or a smaller --ft-replicas (`ftctl plan` has the sum)"
+    yield judge("memory", found, advice, bad=need > 0.8 * free, fatal=need > free)
+
+
+def _needed(case: Case) -> int | None:
+    """Bytes on this machine, if the script's arguments say enough of the model for `ftctl plan`."""
+    if case.settings is None or not case.arguments:
+        return None
+    settings = case.settings
+    flags = argparse.ArgumentParser(allow_abbrev=False)
+    plan.add_arguments(flags)
+    given = [*case.arguments, f"--world-size={settings.world_size}", "--json"]
+    given += [f"--nproc-per-node={settings.nproc_per_node}", f"--ft-replicas={settings.replicas}"]
+    if not any(word.startswith("--vocab-size") for word in given):
+        given.append("--vocab-size=131072")  # the tokenizer knows; this is a large one
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            if plan.main(flags.parse_known_args(given)[0]) == 2:
+                return None
+        except SystemExit:  # a value that `ftctl plan` does not know
+            return None
+    nodes = settings.nnodes if case.standalone else 1
+    return int(json.loads(output.getvalue())["host_memory_bytes_per_node"]) * nodes
+
+
+def cgroup(root: Path, controller: str) -> Iterator[Path]:
+    """The directories of this process's cgroup and all above it: any of them may set a limit."""
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, names, path = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / (controller if names else "")
+        place = top / path.lstrip("/")
+        if not place.is_dir():  # inside a container the path may be the host's
+            place = top
+        for directory in (place, *place.parents):
+            yield directory
+            if directory == top:
+                break
+
+
+def _cgroup_memory(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, used) in bytes; what the page cache holds is not counted as used."""
+    for directory in cgroup(root, "memory"):
+        limit = _number(directory, "memory.max", "memory.limit_in_bytes")
+        used = _number(directory, "memory.current", "memory.usage_in_bytes")
+        if limit is None or used is None or limit >= _UNLIMITED:
+            continue
+        stat = (directory / "memory.stat").read_text() if (directory / "memory.stat").exists() else ""
+        cache = re.search(r"^total_inactive_file (\d+)|^inactive_file (\d+)", stat, re.M)
+        yield limit, used - (int(cache[1] or cache[2]) if cache else 0)
+
+
+def _number(directory: Path, *names: str) -> int | None:
+    """The number in the first file of these that exists; None for `max`."""
+    for name in names:
+        with contextlib.suppress(OSError):
+            text = (directory / name).read_text().strip()
+            return int(text) if text.isdigit() else None
+    return None
+
+
+def out_of_memory(case: Case) -> Iterator[Finding]:
+    """Running out of memory should cost a worker, which is restarted from its snapshot, and not the node."""
+    for directory in cgroup(case.root, "memory"):
+        if _number(directory, "memory.oom.group") == 1:
+            yield warn(
+                "out of memory",
+                f"{directory}/memory.oom.group is 1",
+                "set it to 0 (Kubernetes: singleProcessOOMKill of the kubelet): else the kernel kills the "
+                "agent, with all snapshots of the node, along with the worker that took too much",
+            )
+            return
+    score = _number(case.root / "proc/self", "oom_score_adj")
+    if score is not None and score >= 900:
+        yield warn(
+            "out of memory",
+            f"oom_score_adj is {score}: the kernel kills this job first",
+            "give the container requests equal to its limits (Kubernetes: class Guaranteed)",
+        )
+
+
+def shared_memory(case: Case) -> Iterator[Finding]:
+    """Workers can map the agent's memory, and /dev/shm has room for NCCL and data loaders."""
+    memory = SharedMemory.create("ft-doctor", 8)
+    owner, descriptor, *_ = memory.address
+    try:
+        with open(f"/proc/{owner}/fd/{descriptor}", "r+b"):
+            pass
+        code = f"import os; f = os.open('/proc/{owner}/fd/{descriptor}', os.O_RDWR); os.write(f, b'seen')"
+        child = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True)
+        trouble = "" if bytes(memory.view[:4]) == b"seen" else child.stderr.strip().rpartition("\n")[2]
+    except OSError as error:
+        trouble = str(error)
+    memory.close()
+    if trouble:
+        yield fail(
+            "snapshot memory",
+            f"one process cannot open another's memory file: {trouble}",
+            "workers map their agent's memory through /proc/PID/fd: mount /proc without hidepid, let both "
+            "run as one user in one PID namespace, and use no sandbox that forbids it (gVisor)",
+        )
+    shm = os.statvfs("/dev/shm")
+    free = shm.f_bavail * shm.f_frsize
+    found = f"/dev/shm has {free / _GIB:.2f} GiB free"
+    advice = (
+        "make it larger (docker --shm-size, Kubernetes: emptyDir with medium Memory). Snapshots are not "
+        "there, but NCCL and data loaders are, and a recovery opens new communicators before all old ones "
+        "are closed"
+    )
+    yield judge("shared memory", found, advice, bad=free < _GIB, fatal=free < _GIB // 8)
+
+
+def processors(case: Case) -> Iterator[Finding]:
+    """The agent gets to run: it says twice a second that it lives, and must not be silent for long."""
+    cores: float = len(os.sched_getaffinity(0))
+    for directory in cgroup(case.root, "cpu"):
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (directory / "cpu.max").read_text().split()
+            cores = min(cores, int(quota) / int(period))
+    workers = case.workers_here
+    found = f"{cores:g} cores for {workers} workers and an agent"
+    advice = (
+        "give one core more than there are workers (srun --cpus-per-task, cpu of the container): an agent "
+        "that does not get to run holds up recoveries, and after seconds of silence its node counts as lost"
+    )
+    yield judge("processors", found, advice, bad=cores <= workers)
+
+
+def limits(case: Case) -> Iterator[Finding]:
+    """Open files, threads, locked memory: what a recovery opens anew must not meet a limit."""
+    world = case.settings.world_size if case.settings is not None else 1
+    files = _hard(resource.RLIMIT_NOFILE)  # the job raises the soft limit to it
+    need = max(_FILES, _FILES_PER_ROLE * world)
+    found = f"{_shown(files)} open files (ulimit -Hn)"
+    advice = (
+        f"ulimit -Hn {need} or more: agents hold memory files and connections of all roles, and gloo opens "
+        "one socket per pair and group again in each recovery"
+    )
+    yield judge("open files", found, advice, bad=files < need, fatal=files < 1024)
+
+    tasks = _soft(resource.RLIMIT_NPROC)
+    for directory in cgroup(case.root, "pids"):
+        allowed, used = _number(directory, "pids.max"), _number(directory, "pids.current")
+        if allowed is not None and used is not None:
+            tasks = min(tasks, allowed - used)
+    need = _THREADS_PER_WORKER * (case.workers_here + 1)
+    found = f"{_shown(tasks)} processes and threads (ulimit -u, pids.max)"
+    advice = (
+        f"allow {need} (Kubernetes: podPidsLimit): a recovery forks workers and starts threads for each "
+        "communicator, and where it cannot the survivors die too"
+    )
+    yield judge("threads", found, advice, bad=tasks < need, fatal=tasks < need // 8)
+
+    locked = _soft(resource.RLIMIT_MEMLOCK)
+    if any((case.root / "sys/class/infiniband").glob("*")) and locked < _GIB:
+        yield fail(
+            "locked memory",
+            f"{_shown(locked)} bytes (ulimit -l), and there is InfiniBand",
+            "ulimit -l unlimited (Slurm: PropagateResourceLimitsExcept=MEMLOCK): NCCL registers its buffers "
+            "with the adapter each time it connects, in every recovery",
+        )
+
+
+def _soft(which: int) -> int:
+    return _number_of(resource.getrlimit(which)[0])
+
+
+def _hard(which: int) -> int:
+    return _number_of(resource.getrlimit(which)[1])
+
+
+def _number_of(value: int) -> int:
+    return _UNLIMITED if value == resource.RLIM_INFINITY else value
+
+
+def _shown(value: int) -> str:
+    return "unlimited" if value >= _UNLIMITED else str(value)
+
+
+CHECKS: Sequence[Check] = (memory, out_of_memory, shared_memory, processors, limits)

@@ -1,0 +1,212 @@
+"""Checks of `ftctl doctor` that need no look at the machine: launcher, versions, variables, arguments."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+from ft_core.cli.doctor_case import Case, Check, Finding, fail, ok, warn
+
+_SUPPORTED = {
+    "python": ((3, 11), (3, 12)),
+    "torch": ((2, 7), (2, 13)),
+    "megatron-core": ((0, 16), (0, 19)),
+    "deepspeed": ((0, 17), (0, 19)),
+}
+"""Lowest version that is supported, and the highest that was tested (docs/compatibility.md)."""
+_NCCL_WITHOUT_ABORT = ((2, 28, 3), (2, 28, 8))
+_TEARS_DOWN = ("1", "3")
+"""TORCH_NCCL_ASYNC_ERROR_HANDLING with which torch's watchdog ends the process. 3 is torch's default."""
+_RIVALS = ("--enable-ft-package", "--inprocess-restart")
+
+
+def launcher(case: Case) -> Iterator[Finding]:
+    """Workers must be ftrun's: other launchers kill all of them when one dies."""
+    under = "TORCHELASTIC_RUN_ID" in case.environment and "FT_JOB_DIR" not in case.environment
+    started = "torchrun" if under else case.launcher
+    if case.problem:
+        yield fail("command line", case.problem, "ftrun would refuse to start; correct this")
+    if started and started != "ftrun":
+        what = "this process was started by torchrun" if under else f"the command line begins with {started}"
+        yield fail(
+            "launcher",
+            what,
+            f"put ftrun in its place, the flags stay: {started} kills every worker when one of them dies, "
+            "so nobody would be left to go on",
+        )
+    elif started:
+        yield ok("launcher", "ftrun")
+
+
+def versions(case: Case) -> Iterator[Finding]:
+    """Python, torch, the frameworks and NCCL are ones that recoveries were tested with."""
+    for name, text in case.versions.items():
+        version = tuple(map(int, re.findall(r"\d+", text.partition("+")[0])[:3]))
+        if name == "nccl":
+            low, high = _NCCL_WITHOUT_ABORT
+            if low <= version <= high:
+                yield fail(
+                    "version of nccl",
+                    text,
+                    "use 2.28.9 or later, or one before 2.28.3: aborting a communicator hangs in 2.28.3 "
+                    "to 2.28.8, and a recovery begins by aborting all of them",
+                )
+            else:
+                yield ok("version of nccl", text)
+            continue
+        low2, high2 = _SUPPORTED[name]
+        if version[:2] < low2:
+            least = ".".join(map(str, low2))
+            advice = f"use {least} or later: the hooks were not written for this one"
+            yield fail(f"version of {name}", text, advice)
+        elif version[:2] > high2:
+            most = ".".join(map(str, high2))
+            advice = f"nothing above {most} was tested (docs/compatibility.md): kill a node on purpose first"
+            yield warn(f"version of {name}", text, advice)
+        elif name == "deepspeed" and (0, 18, 7) <= version <= (0, 18, 9):
+            advice = "use another: this one fails by itself in the first step of ZeRO 1 and 2 on CPUs"
+            yield warn("version of deepspeed", text, advice)
+        else:
+            yield ok(f"version of {name}", text)
+
+
+def nccl_errors(case: Case) -> Iterator[Finding]:
+    """torch's NCCL watchdog must not end a survivor before the controller's abort reaches it."""
+    old, new = "NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    name = new if new in case.environment or old not in case.environment else old
+    value = case.environment.get(name)
+    if value is None and not case.gpus:
+        return
+    found = f"{name}={value}" if value is not None else f"{name} is not set, which means 3"
+    if value is None or value in _TEARS_DOWN:
+        yield fail(
+            "nccl errors",
+            found,
+            f"export {new}=0: else torch's watchdog ends each survivor that notices the loss of a peer, and "
+            "one failure becomes one of every worker. The controller notices it without the watchdog",
+        )
+    elif value == "2":
+        yield warn(
+            "nccl errors",
+            found,
+            f"export {new}=0: with 2 torch drops a communicator by itself after a time-out, and what the "
+            "collective has left in its tensors looks like a result",
+        )
+    else:
+        yield ok("nccl errors", found)
+
+
+def nccl_waits(case: Case) -> Iterator[Finding]:
+    """Waiting for NCCL on the host costs every step time, and a short-tempered monitor costs workers."""
+    for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
+        if case.environment.get(name, "0") not in ("0", ""):
+            yield warn(
+                "nccl blocking wait",
+                f"{name}={case.environment[name]}",
+                f"unset {name}: an abort ends collectives with or without it, and with it the training "
+                "thread stands still in each one until the GPU is through",
+            )
+    patience = case.environment.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "")
+    monitored = case.environment.get("TORCH_NCCL_ENABLE_MONITORING", "1") != "0"
+    quiesce = case.settings.quiesce_timeout if case.settings is not None else 60.0
+    if patience.isdigit() and monitored and int(patience) <= quiesce:
+        yield warn(
+            "nccl monitor",
+            f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={patience}",
+            f"give more than --ft-quiesce-timeout ({quiesce:.0f} s), or leave it out (480): "
+            "torch's monitor ends a worker whose abort takes that long, which then must be replaced",
+        )
+
+
+def interfaces(case: Case) -> Iterator[Finding]:
+    """Interfaces that are named to NCCL and gloo exist: each recovery opens communicators on them anew."""
+    here = {path.name for path in (case.root / "sys/class/net").glob("*")}
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        text = case.environment.get(variable, "")
+        if not text:
+            continue
+        prefixes = variable.startswith("NCCL") and "=" not in text[:2]
+        exclude = variable.startswith("NCCL") and text[0] == "^"
+        names = [name for name in text.lstrip("^=").split(",") if name]
+
+        def matches(name: str, prefixes: bool = prefixes, names: list[str] = names) -> bool:
+            return any(name.startswith(n) if prefixes else name == n for n in names)
+
+        usable = sorted(name for name in here if name != "lo" and matches(name) != exclude)
+        usable += ["lo"] * (not exclude and matches("lo"))
+        if usable:
+            yield ok("interfaces", f"{variable}={text}: {', '.join(usable)}")
+        else:
+            yield fail(
+                "interfaces",
+                f"{variable}={text}, but there are only {', '.join(sorted(here))}",
+                "name one of these, or unset it. All nodes must be right, spares too: a spare opens "
+                " its first communicators in the middle of a recovery",
+            )
+
+
+def script(case: Case) -> Iterator[Finding]:
+    """The script is protected, and by one engine only."""
+    if case.arguments is None:
+        return
+    flags = {word.partition("=")[0] for word in case.arguments}
+    for rival in _RIVALS:
+        if rival in flags:
+            yield fail(
+                "other fault tolerance",
+                rival,
+                f"leave {rival} out: it restarts or kills workers on time-outs of its own, in the middle of "
+                "what ftrun is repairing",
+            )
+    protected = "--ft" in flags or any(flag.startswith("--deepspeed") for flag in flags)
+    if protected:
+        yield ok("protection", "the script's arguments ask for it")
+    else:
+        yield warn(
+            "protection",
+            "no --ft among the script's arguments",
+            "add --ft, unless the script itself has a fault_tolerance section for DeepSpeed: without either "
+            "the first failure ends the job",
+        )
+
+
+def slurm(case: Case) -> Iterator[Finding]:
+    """Slurm must not end the job step because one of its tasks has died."""
+    if "SLURM_JOB_ID" not in case.environment:
+        return
+    kills = case.environment.get("SLURM_KILL_BAD_EXIT", "")
+    where = f"SLURM_KILL_BAD_EXIT={kills}"
+    if not kills and shutil.which("scontrol"):
+        answer = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, timeout=20)
+        setting = re.search(r"^KillOnBadExit\s*=\s*(\d+)", answer.stdout, re.M)
+        kills, where = (setting[1], "KillOnBadExit=1 in slurm.conf") if setting else ("", "")
+    if kills not in ("", "0"):
+        yield fail(
+            "slurm",
+            where,
+            "start the agents with `srun --kill-on-bad-exit=0 --no-kill --wait=0`: else Slurm kills all "
+            "nodes as soon as one has failed (recipes/megatron/slurm.sbatch)",
+        )
+    else:
+        yield ok("slurm", "one task's failure does not end the others")
+    nodes = int(case.environment.get("SLURM_NNODES", "0") or 0)
+    if case.settings is not None and nodes and nodes <= case.settings.nnodes:
+        yield warn(
+            "slurm spares",
+            f"{nodes} nodes are allocated and {case.settings.nnodes} train",
+            "allocate more nodes than --nnodes; the rest are spares. Without one a lost node is waited for, "
+            "and Slurm brings none into a running allocation",
+        )
+
+
+CHECKS: tuple[Check, ...] = (
+    launcher,
+    script,
+    versions,
+    nccl_errors,
+    nccl_waits,
+    interfaces,
+    slurm,
+)

@@ -1,0 +1,288 @@
+"""`ftctl plan`: what protecting a job costs and what it survives, from its flags, without running it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from ft_core.cli.razor import Job, Plan, failure_domains, plan, summarise
+from ft_core.cli.survival import failure_probability, loss_bound, recovery_probability
+from ft_core.errors import ConfigError
+from ft_core.state.manifest import Segment
+from ft_core.state.placement import replica_nodes, sender, spares_of
+
+HOURS = 12
+"""The time for which FFTrainer gives its recovery probability."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags are named as Megatron-LM's, so that a job's command line can be pasted; others are ours."""
+    model = parser.add_argument_group("model")
+    for name in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--vocab-size"):
+        model.add_argument(name, type=int, default=0, metavar="N")
+    model.add_argument("--ffn-hidden-size", type=int, default=0, metavar="N", help="default: 4 * hidden size")
+    model.add_argument("--kv-channels", type=int, default=0, metavar="N", help="default: hidden size / heads")
+    model.add_argument("--num-query-groups", type=int, default=0, metavar="N", help="default: one per head")
+    model.add_argument("--swiglu", action="store_true")
+    model.add_argument("--disable-bias-linear", action="store_true")
+    model.add_argument("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm")
+    kinds = ["learned_absolute", "rope", "none"]
+    model.add_argument("--position-embedding-type", choices=kinds, default=kinds[0])
+    model.add_argument("--untie-embeddings-and-output-weights", action="store_true")
+    model.add_argument("--num-experts", type=int, default=0, metavar="N")
+    model.add_argument("--moe-router-topk", type=int, default=2, metavar="N")
+    model.add_argument("--moe-ffn-hidden-size", type=int, default=0, metavar="N")
+
+    job = parser.add_argument_group("parallel layout")
+    job.add_argument("--world-size", type=int, default=0, metavar="N")
+    job.add_argument("--nproc-per-node", type=int, default=8, metavar="N")
+    job.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N")
+    job.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="N")
+    job.add_argument("--expert-model-parallel-size", type=int, default=1, metavar="N")
+    job.add_argument("--expert-tensor-parallel-size", type=int, default=0, metavar="N", help="default: as TP")
+    job.add_argument("--use-distributed-optimizer", action="store_true")
+    job.add_argument("--num-distributed-optimizer-instances", type=int, default=1, metavar="N")
+    job.add_argument(
+        "--zero-stage", type=int, choices=range(4), default=0, help="DeepSpeed's, in place of those"
+    )
+    job.add_argument("--global-batch-size", type=int, default=0, metavar="N", help="sequences a step")
+    job.add_argument("--optimizer", choices=["adam", "sgd"], default="adam")
+    precision = job.add_mutually_exclusive_group()
+    precision.add_argument("--bf16", action="store_true")
+    precision.add_argument("--fp16", action="store_true")
+
+    ours = parser.add_argument_group("fault tolerance")
+    ours.add_argument("--role", type=int, default=0, metavar="R", help="of a running job (with --job-dir)")
+    ours.add_argument(
+        "--ft-replicas", type=int, default=1, metavar="K", help="domains that may be lost at once"
+    )
+    ours.add_argument("--spares", type=int, default=0, metavar="N", help="nodes that stand by")
+    ours.add_argument("--nodes-per-domain", type=int, default=1, metavar="N", help="nodes behind one switch")
+    ours.add_argument("--network-gbps", type=float, default=0, metavar="X", help="Gbit/s per device")
+    ours.add_argument(
+        "--device-tflops", type=float, default=0, metavar="X", help="sustained, with --global-batch-size"
+    )
+    ours.add_argument(
+        "--step-seconds", type=float, default=0, metavar="X", help="measured, in place of those two"
+    )
+    ours.add_argument("--mtbf-hours", type=float, default=0, metavar="X", help="of one device")
+    ours.add_argument("--json", action="store_true", help="the same, for programs")
+
+
+def of_running(state: dict[str, Any], as_json: bool) -> int:
+    """Print the plan of a role of a running job, from what its agent says of it."""
+    segments = [Segment.from_json(s) for s in state["segments"]]
+    roles = {int(role): node for role, node in state["roles"].items()}
+    domains = {node: about["domain"] for node, about in state["nodes"].items()}
+    spares = spares_of(domains, roles)
+    rows = summarise(segments, roles, domains, state["replicas"], state["role"], state["ring"], spares)
+    unique = sum(s.nbytes for s in segments if len(s.holders) == 1)
+    sent = sum(
+        s.nbytes * len(replica_nodes(s, roles, domains, state["replicas"], state["ring"], spares))
+        for s in segments
+        if sender(s, roles) == state["role"]
+    )
+    step, rate = state["step_seconds"], state["bytes_per_second"]
+    figures = {
+        "role": state["role"],
+        "tensors": [asdict(row) for row in rows],
+        "state_bytes": sum(s.nbytes for s in segments),
+        "unique_bytes": unique,
+        "h2h_bytes_per_step": sent,
+        "host_memory_bytes": 2 * sum(s.nbytes for s in segments) + 2 * sent,
+        "step_seconds": step,
+        "bytes_per_second": rate,
+        "free_checkpointing_ratio": step * rate / sent if sent and rate else None,
+        "survives": min((row.domains for row in rows), default=1) - 1,
+    }
+    if as_json:
+        print(json.dumps(figures))
+        return 0
+    for row in rows:
+        kind = "unique" if row.unique else f"{row.holders} holders"
+        print(f"{row.tensor:<70} {_size(row.nbytes):>10}  {kind:<10}  {', '.join(row.sent_to)}")
+    print(f"\nstate {_size(figures['state_bytes'])}, unique {_size(unique)}, sent per step {_size(sent)}")
+    print(f"memory suffices for the loss of any {figures['survives']} failure domain(s)")
+    if figures["free_checkpointing_ratio"] is not None:
+        print(
+            f"free-checkpointing ratio {figures['free_checkpointing_ratio']:.3g} "
+            f"(step {_seconds(step)}, {_size(rate)}/s measured; 1 or more: hidden)"
+        )
+    return 0
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the plan. Returns 2 if the flags cannot work, 1 if the job would survive less than asked for."""
+    needed = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "world_size")
+    if missing := [f"--{name.replace('_', '-')}" for name in needed if getattr(args, name) < 1]:
+        print(
+            f"ftctl plan: give {', '.join(missing)}, or --job-dir of a running job (before the word plan)",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        job = _job(args)
+        found = plan(job)
+    except ConfigError as error:
+        print(f"ftctl plan: {error}", file=sys.stderr)
+        return 2
+    figures = _figures(args, job, found)
+    print(json.dumps(figures, indent=1) if args.json else _text(job, found, figures))
+    return 0 if found.survives >= job.replicas else 1
+
+
+def _job(args: argparse.Namespace) -> Job:
+    return Job(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        seq_length=args.seq_length,
+        vocab_size=args.vocab_size,
+        world_size=args.world_size,
+        nproc_per_node=args.nproc_per_node,
+        nodes_per_domain=args.nodes_per_domain,
+        ffn_hidden_size=args.ffn_hidden_size,
+        kv_channels=args.kv_channels,
+        num_query_groups=args.num_query_groups,
+        swiglu=args.swiglu,
+        bias=not args.disable_bias_linear,
+        rmsnorm=args.normalization == "RMSNorm",
+        learned_positions=args.position_embedding_type == "learned_absolute",
+        untied=args.untie_embeddings_and_output_weights,
+        num_experts=args.num_experts,
+        topk=args.moe_router_topk,
+        moe_ffn_hidden_size=args.moe_ffn_hidden_size,
+        tp=args.tensor_model_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        ep=args.expert_model_parallel_size,
+        etp=args.expert_tensor_parallel_size,
+        distributed_optimizer=args.use_distributed_optimizer,
+        instances=args.num_distributed_optimizer_instances,
+        zero_stage=args.zero_stage,
+        precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        optimizer=args.optimizer,
+        replicas=args.ft_replicas,
+        spares=args.spares,
+        global_batch_size=args.global_batch_size,
+    )
+
+
+def _figures(args: argparse.Namespace, job: Job, found: Plan) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        "pipeline_stage": found.stage,
+        "tensors": [asdict(row) for row in found.rows],
+        "state_bytes_per_rank": found.nbytes,
+        "unique_bytes_per_rank": found.unique,
+        "sent_bytes_per_rank_and_step": found.sent_per_rank,
+        "received_bytes_per_node_and_step": found.received_per_node,
+        "snapshot_bytes_per_rank": found.snapshots_per_rank,
+        "host_memory_bytes_per_node": found.memory_per_node,
+        "replicas": job.replicas,
+        "survives": found.survives,
+        "segments_by_domains": {str(k): v for k, v in found.copies.items()},
+        "segments_redundant_in_one_domain_only": found.same_domain,
+    }
+    step = args.step_seconds
+    if not step and args.device_tflops and found.tokens:
+        step = found.compute_seconds(args.device_tflops * 1e12)
+    if step:
+        figures["step_seconds"] = step
+    if args.network_gbps:
+        bandwidth = args.network_gbps * 1e9 / 8
+        figures["transfer_seconds"] = found.transfer_seconds(bandwidth)
+        if step:
+            ratio = found.free_checkpointing_ratio(step, bandwidth)
+            figures["free_checkpointing_ratio"] = None if math.isinf(ratio) else ratio
+    if args.mtbf_hours:
+        if found.sent_per_rank and found.survives >= job.replicas:
+            nodes = len(set(job.role_nodes.values()))
+            figures["recovery_probability_12h"] = recovery_probability(
+                nodes, job.nproc_per_node, args.mtbf_hours, HOURS, job.replicas
+            )
+        if step:
+            devices = job.nproc_per_node * job.nodes_per_domain
+            lost = failure_probability(devices, args.mtbf_hours, step)
+            figures["loss_probability_bound_per_step"] = loss_bound(found.copies, lost)
+    return figures
+
+
+def _text(job: Job, found: Plan, figures: dict[str, Any]) -> str:
+    lines = [f"State of a role of pipeline stage {found.stage}, the heaviest (data parallel {job.dp}):", ""]
+    columns = ("parameters", "weights", "main params", "optimizer", "unique")
+    lines.append(f"{'':<20}" + "".join(f"{c:>13}" for c in columns))
+    for row in found.rows:
+        sizes = (row.weights, row.main, row.optimizer, row.unique)
+        lines.append(f"{row.tensor:<20}{row.parameters:>13,}" + "".join(f"{_size(s):>13}" for s in sizes))
+    total = [sum(getattr(r, a) for r in found.rows) for a in ("weights", "main", "optimizer", "unique")]
+    parameters = sum(r.parameters for r in found.rows)
+    lines += [f"{'total':<20}{parameters:>13,}" + "".join(f"{_size(s):>13}" for s in total), ""]
+
+    def say(what: str, value: str) -> None:
+        lines.append(f"{what:<52}{value}")
+
+    share = f"{_size(found.unique)} of {_size(found.nbytes)} ({found.unique / found.nbytes:.0%})"
+    say("unique state per role", share)
+    what = f"for {job.replicas} lost domain{_s(job.replicas)}"
+    say(f"sent per step {what}, busiest role", _size(found.sent_per_rank))
+    say(f"received per step {what}, busiest node", _size(found.received_per_node))
+    say("host memory: two snapshots per role", _size(found.snapshots_per_rank))
+    say("host memory: per node, with two replica slots", _size(found.memory_per_node))
+    if "transfer_seconds" in figures:
+        say("time to send", _seconds(figures["transfer_seconds"]))
+    if "step_seconds" in figures:
+        say("time of a step", _seconds(figures["step_seconds"]))
+    if "free_checkpointing_ratio" in figures:
+        ratio = figures["free_checkpointing_ratio"]
+        verdict = (
+            "nothing is sent"
+            if ratio is None
+            else f"{ratio:.2f}: "
+            + ("hidden behind the step" if ratio >= 1 else "longer than the step, which will wait for it")
+        )
+        say("free-checkpointing ratio (FFTrainer, eq. 2)", verdict)
+    what = "node" if job.nodes_per_domain == 1 else f"group of {job.nodes_per_domain} nodes"
+    say("survives, from memory", f"any {found.survives} lost {what}{_s(found.survives)} at once")
+    if "recovery_probability_12h" in figures:
+        value = figures["recovery_probability_12h"]
+        say(f"memory suffices for {HOURS} h without repair", f"{value:.6f} (FFTrainer, eq. 3-5)")
+    if "loss_probability_bound_per_step" in figures:
+        value = figures["loss_probability_bound_per_step"]
+        say("chance of loss per step, at most", f"{value:.2g} (DeadPool, eq. 1)")
+    return "\n".join(lines + _warnings(job, found))
+
+
+def _warnings(job: Job, found: Plan) -> list[str]:
+    lines = []
+    if found.survives < job.replicas:
+        lines.append(
+            f"\nWARNING: {job.replicas} lost domains cannot be survived: there are {failure_domains(job)}, "
+            f"each segment needs {job.replicas + 1}. Use more nodes or spares, or a smaller --ft-replicas."
+        )
+    if found.same_domain:
+        lines.append(
+            f"\nNote: {found.same_domain} segments are held by several roles, but in too few failure domains "
+            "to count as redundant; they are replicated like unique state. Spreading data-parallel peers "
+            "over more nodes saves that traffic."
+        )
+    return lines
+
+
+def _size(nbytes: float) -> str:
+    """Decimal units, as networks and memory vendors count."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.4g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.4g} TB"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _s(count: int) -> str:
+    return "" if count == 1 else "s"

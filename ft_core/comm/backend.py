@@ -1,0 +1,80 @@
+"""Registers the `ft` backend with torch, so that an unmodified script gets repairable groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ft_core.comm.collectives import FtProcessGroup
+from ft_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ft_core.comm.process_group import Communicators
+
+NAME = "ft"
+
+
+def install(comms: Communicators) -> None:
+    """Make `init_process_group` and `new_group` create `ft` groups, whichever backend they ask for.
+
+    Two functions that both of them go through are replaced in torch's module, so it does not matter who
+    imported what before: `rendezvous` (no network: a local store) and `_new_process_group_helper`.
+    `get_backend` still returns what was asked for, because frameworks branch on "gloo" and "nccl".
+    """
+    original: Any = c10d._new_process_group_helper
+    asked_for = ""
+
+    def creator(options: Any, backend_options: Any) -> FtProcessGroup:
+        members = tuple(options.global_ranks_in_group) or tuple(range(comms.world_size))
+        return comms.create(members, asked_for, options.timeout, options.store, backend_options)
+
+    def rendezvous(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[Any]:
+        _check_place(comms, rank, world_size)
+        yield dist.HashStore(), comms.role, comms.world_size
+
+    def helper(
+        size: int, rank: Any, ranks: list[int], backend: Any, store: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        nonlocal asked_for
+        if str(backend) == c10d.Backend.FAKE:
+            return original(size, rank, ranks, backend, store, *args, **kwargs)
+        if not ranks:
+            _check_place(comms, rank, size)
+        asked_for = str(backend)
+        _check_backend(asked_for)
+        # A bound device would make torch look for a communicator to split from.
+        kwargs.pop("device_id", None)
+        group, prefix = original(size, rank, ranks, NAME, store, *args, **kwargs)
+        if isinstance(group, FtProcessGroup):
+            backend = c10d.Backend(asked_for)
+            c10d._world.pg_map[group] = (backend, c10d._world.pg_map[group][1])
+            c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(backend))
+        return group, prefix
+
+    c10d.Backend.register_backend(NAME, creator, extended_api=True, devices=["cpu", "cuda"])
+    module: Any = c10d
+    module.rendezvous = rendezvous
+    module._new_process_group_helper = helper
+    module._store_based_barrier = lambda *args, **kwargs: None  # the store has one client
+
+
+def _check_place(comms: Communicators, rank: int, world_size: int) -> None:
+    if rank not in (-1, comms.role) or world_size not in (-1, comms.world_size):
+        raise ConfigError(
+            f"init_process_group was called with rank {rank} of {world_size}, but this worker plays "
+            f"role {comms.role} of {comms.world_size}: pass neither, or RANK and WORLD_SIZE as given"
+        )
+
+
+def _check_backend(requested: str) -> None:
+    names = {part.rpartition(":")[2] for part in requested.split(",")}
+    if unknown := names - {"gloo", "nccl", "undefined", NAME}:
+        raise ConfigError(
+            "fault tolerance supports the backends gloo and nccl, not "
+            f"{', '.join(sorted(unknown))} (asked for: {requested})"
+        )
+    if "nccl" in names and not dist.is_nccl_available():
+        raise RuntimeError("Distributed package doesn't have NCCL built in")

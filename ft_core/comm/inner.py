@@ -1,0 +1,246 @@
+"""The communicator inside a process group: it belongs to one epoch and is thrown away with it.
+
+Opening is a rendezvous over the epoch's store. Every opening runs in a helper thread, so that nobody who
+waits for one opening can hold up another. The end of the epoch closes the connection to its store, which
+wakes them all.
+
+Opening is lazy, but connecting needs every member. A member that would not come by itself, because it
+has no business with the group yet, is *asked* through the store and opens in the background: at once
+for point-to-point operations, which concern two members only, and after `PATIENCE` for collectives. Workers
+that are new in their roles have not used any group: peers who connect theirs again ask those at once.
+Without this, two processes that first use two groups in a different order would wait for each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.distributed_c10d import Backend, BackendConfig
+
+from ft_core.comm.partial import Partial
+from ft_core.comm.rendezvous import EpochStore, connected
+from ft_core.errors import EpochChanged
+
+log = logging.getLogger(__name__)
+
+NOW, PATIENCE = timedelta(0), timedelta(seconds=0.5)
+"""How long an opening waits for members to come by themselves before it asks them."""
+
+DOUBT = timedelta(seconds=30)
+"""How long an epoch may go on without its store before that is told."""
+_LOOK = 0.05
+
+WAKE_TAG = 0x7F7
+"""Tag of the receive that never matches: it only exists to time out."""
+
+
+def devices_of(requested: str) -> dict[str, str]:
+    """Device type -> "gloo" or "nccl", from what the script asked for, such as "cpu:gloo,cuda:nccl"."""
+    if requested == "ft":
+        requested = Backend.UNDEFINED
+    return {d: str(b) for d, b in BackendConfig(Backend(requested)).get_device_backend_map().items()}
+
+
+class Inner:
+    """One group's communicator in one epoch, as a plain `ProcessGroup` over gloo and/or NCCL.
+
+    `ready` and `error` are set once, by the helper thread that opens it. `partial` is set where members
+    of the group are away: `members` and `rank` are then those of the ones that are there.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        members: tuple[int, ...],
+        rank: int,
+        devices: dict[str, str],
+        timeout: timedelta,
+        options: Any,
+        epoch: int,
+        cuda_device: int | None,
+        partial: Partial | None = None,
+    ) -> None:
+        self.partial = partial
+        self.name, self.members, self.rank, self.epoch = name, members, rank, epoch
+        self.ready = False
+        self.error: Exception | None = None
+        self.pg: Any = None
+        self.issued: Counter[str] = Counter()
+        """Operations that were begun here: of the whole group under "", others by sender and receiver."""
+        self.wanted = False
+        """Whether an operation of the whole group waits for the communicator to be open."""
+        self._devices, self.timeout, self._options = devices, timeout, options
+        self._cuda_device = cuda_device
+        self.asynchronous = "nccl" in devices.values()
+        """Whether operations go on after they were waited for: on a GPU's streams, unseen by the host."""
+        self._backends: dict[str, Any] = {}
+
+    @property
+    def size(self) -> int:
+        """Members of the group."""
+        return len(self.members)
+
+    def marker(self) -> Callable[[], bool]:
+        """Says later whether the device has come to where the caller's stream is now."""
+        event = torch.cuda.Event()
+        event.record()
+        return event.query
+
+    def count(self, kind: str | None, args: tuple[Any, ...], by: int = 1) -> None:
+        """An operation is begun (`kind`: see `collectives`). Members that do the same count alike."""
+        if kind is None:
+            return
+        if kind not in ("send", "recv"):
+            self.issued[""] += by
+        elif len(args) > 2:  # a receive from any source is nobody's in particular
+            roles = self.members if self.partial is None else self.partial.members
+            me, peer = self.members[self.rank], roles[args[1]]
+            self.issued[f"/{me}>{peer}" if kind == "send" else f"/{peer}>{me}"] += by
+
+    def connect(self, store: dist.Store) -> None:
+        """Build the communicator; blocks until every member does. RuntimeError if a member is lost."""
+        pg: Any = dist.ProcessGroup(store, self.rank, self.size)
+        kinds = set(self._devices.values())
+        default = "nccl" if "nccl" in kinds else "gloo"
+        pg._set_default_backend(Backend.backend_type_map[default])
+        pg._set_group_name(self.name)
+        pg._set_group_desc(f"epoch {self.epoch}")
+        self._backends = {kind: self._connect(kind, dist.PrefixStore(f"{kind}/", store)) for kind in kinds}
+        for device, kind in self._devices.items():
+            pg._register_backend(torch.device(device), Backend.backend_type_map[kind], self._backends[kind])
+        self.pg = pg
+
+    def _connect(self, kind: str, store: dist.Store) -> Any:
+        if kind == "gloo":
+            gloo = dist.ProcessGroupGloo(store, self.rank, self.size, self.timeout)
+            gloo._set_sequence_number_for_group()
+            return gloo
+        options = self._options or dist.ProcessGroupNCCL.Options()
+        options._timeout = self.timeout
+        options.global_ranks_in_group = list(self.members)
+        options.group_name = self.name
+        nccl = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+        nccl._set_sequence_number_for_group()
+        if self._cuda_device is not None:
+            # Here in the helper, because the lazy way blocks the main thread beyond reach of an abort.
+            nccl.eager_connect_single_device(torch.device("cuda", self._cuda_device))
+        return nccl
+
+    def wake(self) -> None:
+        """Make every pending operation fail now. From any thread; the communicator is useless afterwards.
+
+        gloo ignores `abort`, but a receive that times out closes all pairs of its context. A receive
+        from a peer whose pair is closed already fails at once, without touching the others: hence the
+        loop.
+        """
+        if nccl := self._backends.get("nccl"):
+            nccl.abort()
+        if gloo := self._backends.get("gloo"):
+            for step in range(1, self.size):
+                try:
+                    peer = (self.rank + step) % self.size
+                    gloo.recv([torch.zeros(1)], peer, WAKE_TAG).wait(timedelta(milliseconds=1))
+                except RuntimeError as error:
+                    if "imed out" in str(error):
+                        return
+
+    def close(self) -> None:
+        """Give threads, sockets and memory back. May wait for operations that are still running."""
+        self.pg = None
+        self._backends = {}
+
+
+class Opener:
+    """Opens an epoch's communicators over the epoch's store at `address` ("host:port")."""
+
+    def __init__(
+        self,
+        epoch: int,
+        address: str,
+        secret: bytes,
+        role: int,
+        alive: Callable[[], bool],
+        asked: Callable[[str], None],
+        newcomers: Collection[int] = (),
+    ) -> None:
+        """`alive`: whether the epoch is under way. `asked` is given the names of groups that others open.
+        `newcomers`: roles that have other workers than in the epoch before."""
+        self.epoch, self._newcomers = epoch, frozenset(newcomers)
+        self._address, self._secret, self._role = address, secret, role
+        self._alive, self._asked = alive, asked
+        self._lock = threading.Lock()
+        self._connected: EpochStore | None = None
+
+    def _store(self) -> EpochStore:
+        with self._lock:
+            if self._connected is None:
+                self._connected = connected(self._address, self._secret, self.epoch, self._alive)
+            store = self._connected
+        if not self._alive():  # it ended meanwhile, and `close` may have come too early
+            store.close()
+        return store
+
+    def open(self, inner: Inner, urgent: bool) -> None:
+        """Meet the other members and connect. Raises EpochChanged if the epoch ends while waiting."""
+        try:
+            store = self._store()
+            self._meet(store, inner, urgent)
+            inner.connect(dist.PrefixStore(f"{inner.name}/", store))
+        except dist.DistStoreError as error:
+            if self._alive():
+                raise
+            over = f"epoch {self.epoch} ended while group {inner.name} was being opened"
+            raise EpochChanged(over) from error
+
+    def _meet(self, store: EpochStore, inner: Inner, urgent: bool) -> None:
+        # Meeting first means that the blocking part of connecting takes milliseconds.
+        def ask() -> None:
+            self._ask(store, inner, "all", inner.members)
+
+        self._ask(store, inner, "newcomers", self._newcomers)
+        store.meet(f"{inner.name}/met", inner.size, NOW if urgent else PATIENCE, ask)
+
+    def _ask(self, store: EpochStore, inner: Inner, whom: str, roles: Collection[int]) -> None:
+        wanted = [member for member in inner.members if member in roles and member != self._role]
+        if not wanted or store.add(f"{inner.name}/asked/{whom}", 1) > 1:
+            return
+        for member in wanted:
+            number = store.add(f"asks/{member}", 1)
+            store.set(f"ask/{member}/{number}", inner.name)
+
+    def listen(self) -> None:
+        """Report the groups that this role is asked to open, until the epoch is over."""
+        number = 1
+        try:
+            store = self._store()
+            while True:
+                self._asked(store.next(f"ask/{self._role}/{number}"))
+                number += 1
+        except dist.DistStoreError as error:
+            # Mostly its node has died, and the next epoch is about to come.
+            end = time.monotonic() + DOUBT.total_seconds()
+            while self._alive():
+                if time.monotonic() > end:
+                    log.warning("role %d opens no groups that others ask for any more: %s", self._role, error)
+                    return
+                time.sleep(_LOOK)
+
+    def close(self) -> None:
+        """The epoch is over: whoever waits at its store is woken."""
+        if (store := self._connected) is not None:
+            store.close()
+
+
+def start(name: str, target: Callable[..., None], *args: Any) -> threading.Thread:
+    """Run something that may block for long, in a thread that keeps nobody from exiting."""
+    thread = threading.Thread(target=target, args=args, name=f"ft-{name}", daemon=True)
+    thread.start()
+    return thread

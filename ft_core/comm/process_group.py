@@ -1,0 +1,486 @@
+"""The `ft` backend: process groups that are repaired in place when the job moves to a new epoch.
+
+`Communicators` is the registry of a worker's groups and all that the session talks to:
+
+    comms = Communicators(role, world_size, on_failure=report)
+    comms.install()                       # init_process_group and new_group now make `ft` groups
+    comms.swap(epoch, "host:port", ...)   # a plan arrived: communicators of this epoch may open
+    comms.abort(epoch)                    # watcher thread: epochs below this one are over
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ft_core.comm.backend import install
+from ft_core.comm.collectives import (
+    COLLECTIVES,
+    AnySourceWork,
+    FtProcessGroup,
+    FtWork,
+    is_the_scripts,
+    is_transport_error,
+)
+from ft_core.comm.flights import Flight, Flights
+from ft_core.comm.inner import Inner, Opener, start
+from ft_core.comm.partial import Partial
+from ft_core.comm.startup import Fetch, Startup
+from ft_core.errors import EpochChanged, FtError
+
+log = logging.getLogger(__name__)
+
+OPENERS = 4
+"""How many communicators are re-opened at once after a swap."""
+
+CLOSE_TIMEOUT = 5.0
+"""Seconds that destroying a group waits for its operations to end."""
+
+_POINT_TO_POINT = ("send", "recv")
+
+
+class Communicators:
+    """All process groups of the worker that plays `role`, in creation order.
+
+    `on_failure(reason)` is called once per epoch, from the thread whose operation failed, when a
+    communicator fails before the watcher heard of a new epoch. `failure_grace` is how long (seconds)
+    such an operation then waits for the new epoch before the original error is raised after all. `secret`
+    is the job's.
+    """
+
+    def __init__(
+        self,
+        role: int,
+        world_size: int,
+        on_failure: Callable[[str], None],
+        secret: bytes,
+        failure_grace: float = 30.0,
+    ) -> None:
+        self._secret = secret
+        self.role, self.world_size = role, world_size
+        self.traffic: Callable[[int], None] | None = None
+        """Called with the number of operations in flight when it becomes 1 or 0. Must be cheap."""
+        self.hung: Callable[[str], None] = lambda reason: None
+        """Called with the reason when an operation on a GPU takes longer than its group's time-out."""
+        self.reopened: Callable[[int], None] | None = None
+        """Called once per epoch, when the groups that were in use before it are connected again."""
+        self.counts: Counter[str] = Counter()
+        """Collectives issued, by kind (the values of `collectives.COLLECTIVES`)."""
+        self.epoch = -1
+        self.aborted = 0
+        """Epochs below this one are over."""
+        self.startup = Startup(self)
+        self._on_failure, self._grace = on_failure, failure_grace
+        self._condition = threading.Condition()
+        self._groups: list[FtProcessGroup] = []
+        self._created: Counter[tuple[int, ...]] = Counter()
+        self._absent: Mapping[int, int] = {}
+        self._adopted = False
+        self._opener = Opener(-1, "", b"", role, lambda: False, lambda name: None)
+        self._asked: set[str] = set()
+        self._to_reopen: list[FtProcessGroup] = []
+        self._reported = self._announced = -1
+        self._flying, self._generation = 0, 0
+        self._flights = Flights()
+        self._traffic_lock = threading.RLock()  # the garbage collector may end an operation inside
+
+    # -- epochs -----------------------------------------------------------------------------------
+
+    def swap(
+        self,
+        epoch: int,
+        store_address: str,
+        completed: Mapping[str, Any] | None = None,
+        fetch: Fetch | None = None,
+        absent: Mapping[int, int] | None = None,
+        adopted: bool = False,
+        newcomers: Collection[int] = (),
+    ) -> None:
+        """Begin `epoch`. Any thread; returns at once.
+
+        `absent` roles take no part; each with its counterpart, which has `adopted` its state or has the same
+        anyway: see `partial`. `newcomers`: roles that have other workers than before.
+
+        `store_address` ("host:port") is where this epoch's store is, see `rendezvous`. `completed` and
+        `fetch` serve operations of the start-up phase, see `startup`. Ignored when a newer epoch was
+        already announced.
+        """
+        with self._condition:
+            if epoch <= self.epoch or epoch < self.aborted:
+                return
+            old, _ = self._bury(epoch)
+            self._opener.close()
+            alive = lambda: epoch >= self.aborted  # noqa: E731
+            about = (self.role, alive, self._on_asked, newcomers)
+            opener = Opener(epoch, store_address, self._secret, *about)
+            self.epoch, self._opener = epoch, opener
+            self._absent, self._adopted = dict(absent or {}), adopted
+            self._asked.clear()
+            self.startup.plan(completed or {}, fetch)
+            self._to_reopen = [g for g in self._groups if g.used]
+            reopen, many = iter(self._to_reopen), len(self._to_reopen)
+            self._condition.notify_all()
+        if old:
+            start("reaper", _close, old)
+        if self.world_size > 1:
+            start("listener", opener.listen)
+        for _ in range(min(OPENERS, many)):
+            start("reopen", self._reopen, epoch, reopen)
+
+    def abort(self, epoch: int) -> None:
+        """Epochs below `epoch` are over: whatever is blocked in them, or issued from now on, raises
+        EpochChanged within milliseconds. Any thread; never touches a communicator of `epoch` or later."""
+        with self._condition:
+            if epoch <= self.aborted:
+                return
+            self._bury(epoch)
+            if self._opener.epoch < epoch:
+                self._opener.close()
+            self._condition.notify_all()
+
+    def _bury(self, epoch: int) -> tuple[list[Inner], list[Inner]]:
+        """With the lock: mark epochs below `epoch` dead, wake their operations. Returns what to close."""
+        woken, dead = [], []
+        for group in self._groups:
+            inner = group.inner
+            if inner is None or inner.size == 1 or inner.epoch >= epoch:
+                continue
+            if inner.ready:
+                dead.append(inner)
+                if inner.epoch >= self.aborted:
+                    woken.append(inner)
+        self.aborted = max(self.aborted, epoch)
+        for inner in woken:
+            start("wake", inner.wake)
+        return dead, woken
+
+    def reset(self) -> None:
+        """After an epoch change, main thread: forget half-coalesced operations and what was in flight."""
+        c10d._world.pg_coalesce_state.clear()
+        for group in self._groups:
+            group.coalescing = False
+        with self._traffic_lock:
+            self._generation += 1
+            busy, self._flying = self._flying > 0, 0
+            if busy and self.traffic is not None:
+                self.traffic(0)
+
+    def failed(self, epoch: int, error: Exception) -> NoReturn:
+        """An operation of `epoch` failed with `error`: find out why, and raise accordingly.
+
+        Raises EpochChanged if the epoch is over, or ends within the grace period; else `error`. That at once
+        where it is the script's own.
+        """
+        if is_the_scripts(error):
+            raise error
+        with self._condition:
+            first = epoch >= self.aborted and self._reported < epoch
+            if first:
+                self._reported = epoch
+        if first:
+            self._on_failure(f"{type(error).__name__}: {error}")
+        with self._condition:
+            if not self._condition.wait_for(lambda: epoch < self.aborted, self._grace):
+                raise error
+        raise EpochChanged(f"epoch {epoch} ended during a collective of role {self.role}") from error
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is a live epoch."""
+        return self.epoch >= self.aborted
+
+    def wait_live(self) -> int:
+        """Block until there is a live epoch; return it."""
+        with self._condition:
+            self._condition.wait_for(lambda: self.epoch >= self.aborted)
+            return self.epoch
+
+    def wait_for(self, predicate: Callable[[], bool], epoch: int) -> None:
+        """Block until `predicate` or the end of `epoch`. Whoever makes it true calls `notify`."""
+        with self._condition:
+            self._condition.wait_for(lambda: predicate() or epoch < self.aborted)
+
+    def notify(self) -> None:
+        """Have waiters look again."""
+        with self._condition:
+            self._condition.notify_all()
+
+    def if_alive(self, epoch: int, action: Callable[[], None]) -> bool:
+        """Run `action` unless `epoch` is over; no abort comes in between."""
+        with self._condition:
+            if epoch < self.aborted:
+                return False
+            action()
+            return True
+
+    # -- communicators ----------------------------------------------------------------------------
+
+    def communicator(self, group: FtProcessGroup, kind: str, epoch: int | None = None) -> Inner:
+        """The group's communicator in the current epoch, opened if need be. Blocks until it is open.
+
+        Raises EpochChanged if there is no live epoch, if it is not `epoch` or if it ends, and otherwise
+        what the opening failed with.
+        """
+        with self._condition:
+            if group.size() == 1:
+                return self._local(group)
+            if self.epoch < self.aborted or epoch not in (None, self.epoch):
+                raise EpochChanged(
+                    f"epoch {epoch or self.epoch} is over; role {self.role} goes on in the next"
+                )
+            # What only start-up needs is not opened again in later epochs.
+            group.used |= not self.startup.recording
+            group.p2p_used |= kind in _POINT_TO_POINT and group.size() > 2
+            if "cuda" in group.devices and torch.cuda.is_available():
+                group.cuda_device = torch.cuda.current_device()
+            inner, fresh = self._claim(group)
+            inner.wanted |= kind not in _POINT_TO_POINT
+            opener = self._opener
+        if fresh:
+            start("open", self._open, inner, opener, group.p2p_used)
+        self.wait_for(lambda: inner.ready or inner.error is not None, inner.epoch)
+        if inner.error is not None:
+            self.failed(inner.epoch, inner.error)
+        if inner.epoch < self.aborted:
+            raise EpochChanged(f"epoch {inner.epoch} ended while role {self.role} opened {inner.name}")
+        return inner
+
+    def _claim(self, group: FtProcessGroup) -> tuple[Inner, bool]:
+        """With the lock: the current epoch's inner communicator, and whether the caller must open it."""
+        if group.inner is not None and group.inner.epoch == self.epoch:
+            return group.inner, False
+        present = tuple(role for role in group.members if role not in self._absent)
+        partial = None
+        if present != group.members:
+            partial = Partial(group.ft_name, group.members, self._absent, self.role, self._adopted)
+        group.inner = Inner(
+            group.ft_name,
+            present,
+            present.index(self.role),
+            group.devices,
+            group.timeout,
+            group.options,
+            self.epoch,
+            group.cuda_device,
+            partial,
+        )
+        return group.inner, True
+
+    def _local(self, group: FtProcessGroup) -> Inner:
+        # A group of one has no peer to lose: it stays open over all epochs.
+        if self.epoch < self.aborted and not self.startup.recording:
+            raise EpochChanged(f"epoch {self.epoch} is over; role {self.role} goes on in the next")
+        if group.inner is None:
+            inner, _ = self._claim(group)
+            inner.connect(dist.HashStore())
+            inner.ready = True
+        assert group.inner is not None
+        group.inner.epoch = max(self.epoch, self.aborted)
+        return group.inner
+
+    def _open(self, inner: Inner, opener: Opener, urgent: bool) -> None:
+        error: Exception | None = None
+        try:
+            opener.open(inner, urgent)
+        except Exception as caught:
+            error = caught
+        with self._condition:
+            inner.error, inner.ready = error, error is None
+            dead = inner.epoch < self.aborted
+            complete = not dead and self._all_reopened(inner.epoch)
+            self._condition.notify_all()
+        if complete and self.reopened is not None:
+            self.reopened(inner.epoch)
+        if dead:
+            inner.close()
+
+    def _all_reopened(self, epoch: int) -> bool:
+        """With the lock: whether this opening was the last of those that the swap began."""
+        if self._announced >= epoch or not self._to_reopen:
+            return False
+        inners = [g.inner for g in self._to_reopen]
+        if any(i is None or i.epoch < epoch or not i.ready for i in inners):
+            return False
+        self._announced = epoch
+        return True
+
+    def _reopen(self, epoch: int, groups: Iterator[FtProcessGroup]) -> None:
+        while True:
+            with self._condition:
+                group = next(groups, None)
+                if group is None or self.epoch != epoch or epoch < self.aborted:
+                    return
+                # A group whose members wait for each other is opened by its user, not by this queue.
+                inner, fresh = self._claim(group)
+                opener = self._opener
+            if fresh:
+                self._open(inner, opener, group.p2p_used)
+
+    def _on_asked(self, name: str) -> None:
+        with self._condition:
+            group = self.named(name)
+            if group is None:
+                self._asked.add(name)  # its creation is still to come
+                return
+            inner, fresh = self._claim(group)
+            opener = self._opener
+        if fresh:
+            start("open", self._open, inner, opener, False)
+
+    # -- operations -------------------------------------------------------------------------------
+
+    def launch(
+        self, inner: Inner, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> FtWork | None:
+        """Issue an operation. None where the backend has already ordered it on the caller's stream."""
+        with self._traffic_lock:
+            generation = self._generation
+            inner.count(kind := COLLECTIVES.get(method), args)
+            self._flying += 1
+            if self._flying == 1 and self.traffic is not None:
+                self.traffic(1)
+        try:
+            if inner.pg is None:
+                raise EpochChanged(f"epoch {inner.epoch} is over")
+            after: Callable[[], None] | None = None
+            if inner.partial is not None and kind is not None:
+                work, after = inner.partial.issue(inner.pg, method, kind, args, kwargs)
+            else:
+                work = getattr(inner.pg, method)(*args, **kwargs)
+        except Exception as error:
+            self.ended(generation)
+            if isinstance(error, (EpochChanged, FtError)):
+                raise
+            alive = inner.epoch >= self.aborted
+            if alive and method != "monitored_barrier" and not is_transport_error(error):
+                with self._traffic_lock:
+                    inner.count(kind, args, -1)  # it was refused
+                raise
+            self.failed(inner.epoch, error)
+        if inner.asynchronous:
+            self._flights.begin()
+        if work is None:
+            self.landing(inner, method, inner.marker() if inner.asynchronous else None, generation)
+            return None
+        wrapper = AnySourceWork if method == "recv_anysource" else FtWork
+        return wrapper(self, inner, method, work, generation, after)
+
+    def landing(self, inner: Inner, method: str, landed: Callable[[], bool] | None, generation: int) -> None:
+        """An operation that `launch` counted was waited for. It is over once it has `landed`; None: now."""
+        if landed is None or not inner.asynchronous:
+            self.ended(generation)
+            return
+
+        def gone() -> bool:
+            return generation != self._generation or landed()
+
+        def overdue() -> None:
+            what = f"{method} in group {inner.name} of epoch {inner.epoch}"
+            late = RuntimeError(f"{what} has not ended within the group's time-out of {inner.timeout}")
+            try:
+                self.failed(inner.epoch, late)
+            except EpochChanged:
+                return
+            except RuntimeError as error:
+                self.hung(str(error))
+
+        deadline = time.monotonic() + inner.timeout.total_seconds()
+        self._flights.follow(Flight(gone, lambda: self.ended(generation), overdue, deadline))
+
+    def ended(self, generation: int) -> None:
+        """An operation that `launch` counted is over."""
+        with self._traffic_lock:
+            if generation == self._generation:
+                self._flying -= 1
+                if self._flying == 0 and self.traffic is not None:
+                    self.traffic(0)
+
+    def issued(self) -> dict[str, int]:
+        """Operations begun in this epoch, by group (and sender and receiver). Any thread.
+
+        Who has come to the end of its script takes part in no more than it has told here.
+        """
+        with self._condition, self._traffic_lock:
+            found: dict[str, int] = {}
+            for inner in (group.inner for group in self._groups):
+                if inner is not None and inner.epoch == self.epoch and inner.size > 1:
+                    found |= {inner.name + key: count for key, count in inner.issued.items()}
+                    if inner.wanted and not inner.ready:
+                        found[inner.name] = 1
+            return found
+
+    # -- start-up phase ---------------------------------------------------------------------------
+
+    def end_startup(self) -> None:
+        """The first training section begins. Raises ReplayMismatch if peers did more start-up than this."""
+        with self._condition:
+            self.startup.end({g.ft_name: g.rank() for g in self._groups})
+
+    def reached(self, step: int) -> None:
+        """See `Startup.reached`."""
+        with self._condition:
+            self.startup.reached(step)
+
+    def startup_counts(self) -> dict[str, int]:
+        """What is on record here, see `StartupLog.counts`. Any thread."""
+        with self._condition:
+            return self.startup.counts()
+
+    def learn(self, completed: Mapping[str, Any]) -> None:
+        """Start-up operations that others have completed since this epoch's plan was made, as in `swap`."""
+        with self._condition:
+            self.startup.learn(completed)
+
+    def startup_entries(self, name: str, start: int) -> dict[str, list[dict[str, Any]]]:
+        """What a peer needs to replay operations, see `StartupLog.to_json`. Any thread."""
+        with self._condition:
+            return self.startup.log.to_json(name, start)
+
+    # -- groups -----------------------------------------------------------------------------------
+
+    def create(
+        self, members: tuple[int, ...], requested: str, timeout: timedelta, store: dist.Store, options: Any
+    ) -> FtProcessGroup:
+        """Make a group; local to this process."""
+        with self._condition:
+            key = tuple(sorted(members))
+            group = FtProcessGroup(self, members, self._created[key], requested, timeout, store, options)
+            self._created[key] += 1
+            self._groups.append(group)
+            asked = group.ft_name in self._asked
+        if asked:
+            self._on_asked(group.ft_name)
+        return group
+
+    def named(self, name: str) -> FtProcessGroup | None:
+        """The group of that name, the same on all members; None while there is none."""
+        return next((g for g in self._groups if g.ft_name == name), None)
+
+    def forget(self, group: FtProcessGroup, wake: bool) -> None:
+        """Destroy a group."""
+        with self._condition:
+            if group in self._groups:
+                self._groups.remove(group)
+            inner, group.inner = group.inner, None
+        if inner is not None and inner.ready:
+            if wake:
+                inner.wake()
+            start("closer", inner.close).join(CLOSE_TIMEOUT)
+
+    def install(self) -> None:
+        """Make `init_process_group` and `new_group` create `ft` groups, see `backend`. Once per process."""
+        install(self)
+
+
+def _close(inners: list[Inner]) -> None:
+    for inner in inners:
+        inner.close()

@@ -1,0 +1,1 @@
+"""The controller: one process per job. Membership, detection, decisions; control messages only."""

@@ -1,0 +1,147 @@
+"""The controller's view of the replica groups: which can leave, and which can come back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ft_core.control import decision
+from ft_core.elastic.rules import AHEAD, Membership, Start
+
+Message = dict[str, Any]
+Places = dict[int, str]
+"""Role -> node."""
+
+
+class Groups:
+    """What the roles have told of the groups they belong to, and who takes part since when.
+
+    Soft state like all of the controller's: it travels in the plan.
+    """
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self._of: dict[int, int] = {}
+        self.replicated = False
+        """Whether every group has all the state."""
+        self._adopts = False
+        self.membership = Membership(0)
+        self.withdrawn: set[int] = set()
+        """Roles whose workers are being ended, so that they can fill the holes of another group."""
+
+    def told(self, role: int, group: int, groups: int, replicated: bool, adopts: bool) -> None:
+        """A role says which of how many groups it belongs to, whether each of them has all the state, and if
+        not, whether its counterparts can adopt what it has alone."""
+        self._of[role], self.replicated, self._adopts = group, replicated, adopts
+        if not self.membership.groups:
+            self.membership = self._start.membership(groups)
+            for missing in set(range(self._start.roles)) - set(self._start.present):
+                self._of.setdefault(missing, self._start.group(missing, groups))
+
+    def to_json(self) -> Message:
+        """For the plan."""
+        of = {str(role): group for role, group in self._of.items()}
+        held = {"replicated": self.replicated, "adopts": self._adopts}
+        return {"of": of, **held, "membership": self.membership.to_json()}
+
+    def take(self, found: Message) -> None:
+        """From a plan that another controller has made."""
+        self._of = {int(role): int(group) for role, group in found["of"].items()}
+        self.replicated, self._adopts = bool(found["replicated"]), bool(found["adopts"])
+        self.membership = Membership.from_json(found["membership"])
+
+    def forget(self) -> None:
+        """The job starts over."""
+        there = self.membership.taking_part(1 << 62)
+        self.membership = Membership(self.membership.groups).changed(-AHEAD, there)
+
+    @property
+    def known(self) -> bool:
+        """Whether all roles have told."""
+        return len(self._of) == self._start.roles
+
+    def of(self, roles: Collection[int]) -> list[int]:
+        """The groups that `roles` belong to."""
+        return sorted({self._of[role] for role in roles})
+
+    def roles(self, groups: Collection[int]) -> list[int]:
+        """The roles of `groups`."""
+        return sorted(role for role, group in self._of.items() if group in groups)
+
+    def changed(self, version: int | None, roles: Collection[int]) -> None:
+        """An epoch starts from `version` with `roles`."""
+        if self.known:
+            self.membership = self.membership.changed(version or 0, self.of(roles))
+
+    def without(self, placed: Places, unplaced: Collection[int]) -> tuple[Places, str]:
+        """What is left when the groups of the `unplaced` roles leave: empty, with the reason, if they cannot.
+
+        They can where other groups remain whole, and hold all the state that those who leave had.
+        """
+        if not self.known:
+            return {}, "training has not begun"
+        if not self.replicated and not self._adopts:
+            return {}, "the replica groups share one sharded state"
+        gone = self.of(unplaced)
+        left = {role: node for role, node in placed.items() if self._of[role] not in gone}
+        return left, "" if left else "no replica group is whole"
+
+    def counterpart(self, role: int, present: Collection[int]) -> int:
+        """The role in the same place of the next replica group that is there.
+
+        Groups that are away have different counterparts as far as there are enough: they may adopt a shard.
+        """
+        group, groups, there = self._of[role], self.membership.groups, self.of(present)
+        load = dict.fromkeys(there, 0)
+        for away in sorted(set(range(groups)) - set(there)):
+            found = min(there, key=lambda g: (load[g], (g - away) % groups))
+            load[found] += 1
+            if away == group:
+                return self.roles([found])[self.roles([group]).index(role)]
+        raise ValueError(f"replica group {group} of role {role} is there")
+
+    def absent(self, present: Collection[int]) -> dict[str, int]:
+        """For the plan: the roles that are away, each with its counterpart among those who are there."""
+        away = sorted(set(range(self._start.roles)) - set(present))
+        find = self.counterpart if self.known else lambda role, _: self._start.counterpart(role)
+        return {str(role): find(role, present) for role in away}
+
+    def adopted(self, present: Collection[int]) -> dict[str, int]:
+        """For the plan: the roles that are away whose counterpart holds what they had alone."""
+        return {} if self.replicated else self.absent(present)
+
+    def held_alone(
+        self, role: int, segments: Mapping[str, Collection[int]], present: Collection[int]
+    ) -> set[str]:
+        """Of the segments (with their holders) of a role that is away, those that nobody who is there has."""
+        return {
+            s for s, holders in segments.items() if min(holders) == role and not set(holders) & set(present)
+        }
+
+    def to_combine(self, placed: Places, unplaced: Collection[int]) -> list[int]:
+        """Where no group is whole: the roles whose nodes shall fill the holes of the one that lacks least.
+
+        Empty if that would not do.
+        """
+        if not self.known or not (self.replicated or self._adopts):
+            return []
+        lacking = {group: [r for r in unplaced if self._of[r] == group] for group in self.of(unplaced)}
+        keep = min(lacking, key=lambda group: (len(lacking[group]), group))
+        others = [role for role in placed if self._of[role] != keep]
+        return others if len(others) >= len(lacking[keep]) else []
+
+    def returning(self, placed: Places, idle: Mapping[str, int], capacity: int) -> Places:
+        """The places of the groups that can come back: those for which there are idle workers enough."""
+        found = dict(placed)
+        if not self.known:
+            return found
+        away = set(range(self._start.roles)) - set(placed) - self.withdrawn
+        for group in self.of(away):
+            roles = [role for role in self.roles([group]) if role in away]
+            taken = Counter(node for role, node in found.items() if role not in placed)
+            free = {node: count - taken[node] for node, count in idle.items()}
+            assignment = decision.assign(found, free, roles, capacity)
+            if not assignment.unplaced:
+                found = assignment.roles
+        return found

@@ -1,0 +1,1 @@
+"""Moving bytes between nodes."""

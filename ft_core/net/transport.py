@@ -1,0 +1,414 @@
+"""Moves segments between agents: `Transport`, the interface, and `TcpTransport`, which needs nothing special.
+
+A *push* leaves a verified copy of a segment with another agent (replication, in each step); a *fetch* gets
+one (recovery). Both move 1 MiB chunks, each checked against its xxh3_64 while it is hot in the cache, striped
+over a few connections. Every call has one deadline for the whole of it: a peer that is stopped, not dead,
+would otherwise hold it for ever. The other side of the conversation is `transport_server.PeerServer`.
+
+Requests on a connection: `push` (may I? -> a token), `chunk` (no answer), `end` (-> which chunks of this
+connection were bad), `commit` (-> the copy is valid now), `fetch` (-> layout, checksums, token), `read` (-> a
+run of chunks), `done`, `ask` (a question to the agent itself).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from xxhash import xxh3_64_intdigest
+
+from ft_core.errors import AuthenticationError, CorruptSnapshot, FtError, ProtocolError, TransportError
+from ft_core.net.transport_server import MAX_SEGMENT_BYTES, PeerServer, chunk, describe, parse_segment
+from ft_core.protocol.wire import Channel, as_bytes, field
+from ft_core.state.manifest import Segment
+
+_ONE_STREAM = 4
+"""Segments up to this many chunks use one connection: a second costs more than it saves."""
+
+
+_DROPPED = "this agent dropped its connections because a new epoch began, the peer is gone, or it is closing"
+_CONNECT = 10.0
+"""Seconds that an agent may take to let another in."""
+
+
+class SegmentStore(Protocol):
+    """Where a transport's server puts the segments pushed to it and finds those asked for. Thread-safe.
+
+    `begin`, writes into the view, then exactly one of `commit` and `discard`; a `commit` that raises is also
+    followed by `discard`. Methods may raise FtError: its text goes to the sender.
+    """
+
+    def begin(
+        self, segment: Segment, version: int, epoch: int, checksums: Sequence[int]
+    ) -> memoryview | None:
+        """Writable memory of `segment.nbytes` bytes, or None: a verified copy is here already."""
+
+    def commit(self, segment: Segment, version: int) -> None:
+        """Every chunk was verified: the copy is valid from now on."""
+
+    def discard(self, segment: Segment, version: int) -> None:
+        """The push ended early; nobody writes into the view any more."""
+
+    def find(self, segment_id: str, version: int) -> tuple[Segment, memoryview, Sequence[int]] | None:
+        """A valid copy with its checksums. Its bytes must not change while the view is referenced."""
+
+
+class Transport(Protocol):
+    """What the agent needs from a transport. Every `deadline` is in seconds, for the call as a whole."""
+
+    address: str
+    """Where peers reach this agent, "host:port"."""
+    sent_bytes: int
+    """Payload pushed to peers so far, repeated chunks included."""
+    received_bytes: int
+    """Payload received so far: pushed by peers, and fetched."""
+
+    def push(
+        self,
+        address: str,
+        segment: Segment,
+        version: int,
+        data: memoryview,
+        checksums: Sequence[int],
+        *,
+        epoch: int,
+        gate: Callable[[], None],
+        deadline: float,
+    ) -> int:
+        """Leave a verified copy of `data` with the agent at `address`; on return it is committed there.
+
+        `gate` is called before each chunk, by several threads, and returns when the network is free (TRAIN
+        before STATE). Returns the payload bytes sent: `segment.nbytes`, or 0 if the peer had the copy. Raises
+        TransportError (peer gone, deadline, refused) or CorruptSnapshot (`data` is not what was checksummed).
+        """
+
+    def fetch(
+        self,
+        address: str,
+        segment_id: str,
+        version: int,
+        *,
+        allocate: Callable[[Segment], memoryview],
+        deadline: float,
+    ) -> tuple[Segment, list[int]]:
+        """Get a segment from the agent at `address` into the memory `allocate` gives for it.
+
+        Returns its layout and checksums once every chunk is verified. Raises TransportError (peer gone,
+        deadline, has no such copy) or CorruptSnapshot (its copy is bad); the memory's content is then
+        undefined and must not be used.
+        """
+
+    def request(self, address: str, message: dict[str, Any], deadline: float) -> dict[str, Any]:
+        """Ask another agent a small question. Raises TransportError, also if it answers with an error."""
+
+    def close_peers(self, address: str | None = None) -> None:
+        """Drop every outgoing connection (a new epoch began), or those to one agent, which is gone: calls in
+        progress raise TransportError."""
+
+    def close(self) -> None:
+        """Also stop serving. Returns when the server's threads have ended."""
+
+
+class _Deadline:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"the deadline of {self.seconds:g} s passed")
+        return left
+
+
+class _Peers:
+    """Outgoing connections, kept for reuse. Each is used by one call at a time."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._lock = threading.Lock()
+        self._idle: dict[str, list[Channel]] = {}
+        self._busy: set[Channel] = set()
+        self._drops = 0
+
+    def take(self, address: str, limit: _Deadline) -> Channel:
+        with self._lock:
+            drops = self._drops
+            idle = self._idle.get(address, [])
+            while idle:
+                channel = idle.pop()
+                if channel.idle():
+                    self._busy.add(channel)
+                    return channel
+                channel.close()  # the peer restarted since
+        channel = Channel.connect(address, self._secret, min(limit.left(), _CONNECT))
+        with self._lock:
+            if drops == self._drops:
+                self._busy.add(channel)
+                return channel
+        channel.close()
+        raise ConnectionAbortedError(_DROPPED)
+
+    def give_back(self, channel: Channel, address: str) -> None:
+        with self._lock:
+            if channel in self._busy:
+                self._busy.remove(channel)
+                self._idle.setdefault(address, []).append(channel)
+                return
+        channel.close()
+
+    def discard(self, channel: Channel) -> bool:
+        """Close a connection after a failure; False if the failure came from `drop`."""
+        with self._lock:
+            mine = channel in self._busy
+            self._busy.discard(channel)
+        channel.close()
+        return mine
+
+    def drop(self, address: str | None = None) -> None:
+        with self._lock:
+            self._drops += address is None
+            for to in [address] if address is not None else list(self._idle):
+                for channel in self._idle.pop(to, ()):
+                    channel.close()
+            for channel in [c for c in self._busy if address in (None, c.peer)]:
+                channel.abort()  # its user closes it
+                self._busy.remove(channel)
+
+
+class TcpTransport:
+    """Segments over plain TCP: 2 streams of 1 MiB chunks were the fastest and cheapest here (FINDINGS.md)."""
+
+    def __init__(
+        self,
+        store: SegmentStore,
+        secret: bytes,
+        host: str = "127.0.0.1",
+        streams: int = 2,
+        answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        max_segment_bytes: int = MAX_SEGMENT_BYTES,
+    ) -> None:
+        """Listens on `host` at once; `answer` serves `request` of other agents, in threads of the server."""
+        self._streams = streams
+        self._max_segment_bytes = max_segment_bytes
+        self._peers = _Peers(secret)
+        self._server = PeerServer(store, secret, host, answer, max_segment_bytes)
+        self.address = self._server.address
+        self._count_lock = threading.Lock()
+        self._fetched_bytes = 0
+        self.sent_bytes = 0
+
+    @property
+    def received_bytes(self) -> int:
+        return self._server.received_bytes + self._fetched_bytes
+
+    def push(
+        self,
+        address: str,
+        segment: Segment,
+        version: int,
+        data: memoryview,
+        checksums: Sequence[int],
+        *,
+        epoch: int,
+        gate: Callable[[], None],
+        deadline: float,
+    ) -> int:
+        """As `Transport.push`."""
+        data = as_bytes(data)
+        if len(data) != segment.nbytes or len(checksums) != segment.chunks:
+            raise ValueError(
+                f"segment {segment.id} has {segment.nbytes} bytes and {segment.chunks} chunks, "
+                f"got {len(data)} bytes and {len(checksums)} checksums"
+            )
+        limit = _Deadline(deadline)
+        what = describe(segment, version)
+
+        def stripe(channel: Channel, first: int, step: int) -> None:
+            mine = range(first, segment.chunks, step)
+            todo: Sequence[int] = mine
+            for _ in range(2):
+                for index in todo:
+                    gate()
+                    part = chunk(data, index)
+                    channel.settimeout(limit.left())
+                    channel.send({"op": "chunk", "token": token, "index": index}, part)
+                    with self._count_lock:
+                        self.sent_bytes += len(part)
+                todo = field(_ask(channel, {"op": "end", "token": token}, limit), "bad", list)
+                if not todo:
+                    return
+                if not all(type(index) is int and index in mine for index in todo):
+                    raise ProtocolError(f"{channel.peer} complains of chunks that it was not sent")
+            raise CorruptSnapshot(
+                f"{what}: chunk {todo[0]} does not match its checksum at agent {address}, sent twice by "
+                f"agent {self.address}: the sender's memory changed since it was checksummed, or its network "
+                f"is bad; the copy is not used"
+            )
+
+        with self._call(f"pushing {what} to agent {address}") as use:
+            control = use(address, limit)
+            reply = _ask(
+                control,
+                {
+                    "op": "push",
+                    "segment": segment.to_json(),
+                    "version": version,
+                    "epoch": epoch,
+                    "checksums": list(checksums),
+                    "seconds": limit.left(),
+                },
+                limit,
+            )
+            if field(reply, "have", bool):
+                return 0
+            token = field(reply, "token", str)
+            self._striped(control, lambda: use(address, limit), segment, stripe)
+            _ask(control, {"op": "commit", "token": token}, limit)
+        return segment.nbytes
+
+    def fetch(
+        self,
+        address: str,
+        segment_id: str,
+        version: int,
+        *,
+        allocate: Callable[[Segment], memoryview],
+        deadline: float,
+    ) -> tuple[Segment, list[int]]:
+        """As `Transport.fetch`."""
+        limit = _Deadline(deadline)
+
+        def read(channel: Channel, run: range) -> list[int]:
+            """Ask for the chunks of `run`; returns those that came bad."""
+            bad = []
+            channel.settimeout(limit.left())
+            channel.send(
+                {"op": "read", "token": token, "first": run.start, "stop": run.stop, "step": run.step}
+            )
+            for index in run:
+                channel.settimeout(limit.left())
+                message = _checked(channel.recv(), channel)
+                part = chunk(data, index)
+                if message.get("index") != index or channel.payload_bytes != len(part):
+                    raise ProtocolError(f"{channel.peer} did not send chunk {index} when it was due")
+                channel.recv_payload_into(part)
+                with self._count_lock:
+                    self._fetched_bytes += len(part)
+                if xxh3_64_intdigest(part) != checksums[index]:
+                    bad.append(index)
+            return bad
+
+        def stripe(channel: Channel, first: int, step: int) -> None:
+            for index in read(channel, range(first, segment.chunks, step)):
+                if read(channel, range(index, index + 1)):
+                    raise CorruptSnapshot(
+                        f"{describe(segment, version)}: chunk {index} of the copy held by agent {address} "
+                        f"does not match its checksum, read twice by agent {self.address}: that node's "
+                        f"memory or network is bad; nothing was loaded"
+                    )
+
+        with self._call(f"fetching segment {segment_id} version {version} from agent {address}") as use:
+            control = use(address, limit)
+            question = {"op": "fetch", "segment": segment_id, "version": version, "seconds": limit.left()}
+            reply = _ask(control, question, limit)
+            token = field(reply, "token", str)
+            segment, checksums = parse_segment(reply, self._max_segment_bytes)
+            if segment.id != segment_id:
+                raise ProtocolError(f"it answered with segment {segment.id}")
+            data = as_bytes(allocate(segment))
+            if len(data) != segment.nbytes:
+                raise ValueError(
+                    f"allocate() gave {len(data)} bytes for the {segment.nbytes} of {segment_id}"
+                )
+            self._striped(control, lambda: use(address, limit), segment, stripe)
+            _ask(control, {"op": "done", "token": token}, limit)
+        return segment, checksums
+
+    def request(self, address: str, message: dict[str, Any], deadline: float) -> dict[str, Any]:
+        """As `Transport.request`."""
+        limit = _Deadline(deadline)
+        with self._call(f"asking agent {address}") as use:
+            return field(_ask(use(address, limit), {"op": "ask", "message": message}, limit), "message", dict)
+
+    def close_peers(self, address: str | None = None) -> None:
+        """As `Transport.close_peers`."""
+        self._peers.drop(address)
+
+    def close(self) -> None:
+        """As `Transport.close`."""
+        self._peers.drop()
+        self._server.close()
+
+    @contextmanager
+    def _call(self, doing: str) -> Iterator[Callable[[str, _Deadline], Channel]]:
+        """Yields what gets connections; gives them back after success, closes them (so that the peer forgets
+        the call too) after failure, and makes TransportErrors that say what was being done."""
+        taken: list[tuple[Channel, str]] = []
+
+        def use(address: str, limit: _Deadline) -> Channel:
+            taken.append((self._peers.take(address, limit), address))
+            return taken[-1][0]
+
+        try:
+            yield use
+        except BaseException as error:
+            dropped = [channel for channel, _ in taken if not self._peers.discard(channel)]
+            if isinstance(error, TransportError | OSError | AuthenticationError | ProtocolError):
+                raise TransportError(f"{doing} failed: {_DROPPED if dropped else error}") from error
+            raise
+        for channel, address in taken:
+            self._peers.give_back(channel, address)
+
+    def _striped(
+        self,
+        control: Channel,
+        another: Callable[[], Channel],
+        segment: Segment,
+        stripe: Callable[[Channel, int, int], None],
+    ) -> None:
+        """Run stripe(channel, i, n) on n connections at once, the first in this thread.
+
+        The first failure wakes the other stripes and is the one that is raised.
+        """
+        extra = 0 if segment.chunks <= _ONE_STREAM else self._streams - 1
+        channels = [control] + [another() for _ in range(extra)]
+        failures: list[BaseException] = []
+
+        def run(i: int) -> None:
+            try:
+                stripe(channels[i], i, len(channels))
+            except BaseException as error:
+                failures.append(error)
+                for channel in channels:
+                    channel.abort()
+
+        threads = [
+            threading.Thread(target=run, args=(i,), name=f"ft-stripe-{i}") for i in range(1, len(channels))
+        ]
+        for thread in threads:
+            thread.start()
+        run(0)
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+
+def _checked(message: dict[str, Any], channel: Channel) -> dict[str, Any]:
+    """The answer, unless it is an error, which is raised as it was at the peer."""
+    if message.get("ok") is True:
+        return message
+    text = f"agent {channel.peer} answered: {message.get('error')}"
+    kind: type[FtError] = CorruptSnapshot if message.get("kind") == "CorruptSnapshot" else TransportError
+    raise kind(text)
+
+
+def _ask(channel: Channel, message: dict[str, Any], limit: _Deadline) -> dict[str, Any]:
+    channel.settimeout(limit.left())
+    channel.send(message)
+    channel.settimeout(limit.left())
+    return _checked(channel.recv(), channel)

@@ -1,0 +1,393 @@
+"""Serves other agents: takes segments they push into the store, and gives them those that they fetch.
+
+One thread listens, one serves each connection. Whatever a peer sends, the worst it gets is an error and a
+closed connection; nothing is allocated by its numbers before they were checked against the limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from xxhash import xxh3_64_intdigest
+
+from ft_core.errors import AuthenticationError, FtError, ProtocolError, TransportError
+from ft_core.process.refusals import Refusals
+from ft_core.protocol.door import connections
+from ft_core.protocol.wire import Channel, as_bytes, field, listen
+from ft_core.state.manifest import CHUNK, Segment
+
+if TYPE_CHECKING:
+    from ft_core.net.transport import SegmentStore
+
+log = logging.getLogger(__name__)
+
+MAX_SEGMENT_BYTES = 256 << 30
+_MISSING, _COMING, _VERIFIED = range(3)
+
+
+def chunk(data: memoryview, index: int) -> memoryview:
+    """Chunk `index` of a segment's bytes; the last may be shorter."""
+    return data[index * CHUNK : (index + 1) * CHUNK]
+
+
+def describe(segment: Segment, version: int) -> str:
+    """For messages: which segment, whose, of which step."""
+    roles = ", ".join(map(str, segment.holders[:8])) + (", ..." if len(segment.holders) > 8 else "")
+    return f"segment {segment.id} (of role {roles}) version {version}"
+
+
+def parse_segment(message: dict[str, Any], max_bytes: int) -> tuple[Segment, list[int]]:
+    """The layout and checksums in a peer's message. Raises ProtocolError unless they make sense together."""
+    try:
+        segment = Segment.from_json(field(message, "segment", dict))
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"not a segment: {error!r}") from None
+    if not segment.holders or min(segment.holders) < 0 or len(set(segment.holders)) != len(segment.holders):
+        raise ProtocolError("a segment needs distinct, non-negative holders")
+    end = 0
+    for item in segment.items:
+        if item.offset < end or item.nbytes < 0 or any(n < 0 for n in item.shape):
+            raise ProtocolError(f"item {item.name!r} overlaps the one before it or has a negative size")
+        end = item.offset + item.nbytes
+        if end > max_bytes:
+            raise ProtocolError(f"a segment of {end} bytes or more is over the limit of {max_bytes}")
+    checksums = field(message, "checksums", list)
+    if len(checksums) != segment.chunks:
+        raise ProtocolError(f"{len(checksums)} checksums for {segment.chunks} chunks")
+    if not all(type(c) is int and 0 <= c < 1 << 64 for c in checksums):
+        raise ProtocolError("checksums must be unsigned 64-bit numbers")
+    return segment, checksums
+
+
+def _natural(message: dict[str, Any], name: str) -> int:
+    value = field(message, name, int)
+    if value < 0:
+        raise ProtocolError(f"field {name!r} of a message must not be negative")
+    return value
+
+
+def _end_of(message: dict[str, Any]) -> float:
+    """The caller's deadline, as time.monotonic() here: when it has given up, so may we."""
+    seconds = field(message, "seconds", float)
+    if not math.isfinite(seconds) or seconds <= 0:
+        raise ProtocolError("field 'seconds' of a message must be positive")
+    return time.monotonic() + seconds
+
+
+class _Push:
+    """A segment on its way in. Several connections write chunks; `commit` or `cancel` ends it, once."""
+
+    def __init__(
+        self,
+        store: SegmentStore,
+        segment: Segment,
+        version: int,
+        epoch: int,
+        data: memoryview,
+        checksums: Sequence[int],
+        end: float,
+    ) -> None:
+        self.segment = segment
+        self.version = version
+        self.epoch = epoch
+        self.end = end
+        self._store = store
+        self._data = data
+        self._checksums = checksums
+        self._changed = threading.Condition()
+        self._chunks = bytearray(segment.chunks)  # _MISSING, _COMING or _VERIFIED
+        self._writers: set[Channel] = set()
+        self._bad: dict[Channel, list[int]] = {}
+        self._over = False  # no chunk is taken any more
+        self._ended = False  # the store knows, too
+
+    def receive(self, channel: Channel, index: int) -> int:
+        """Take chunk `index`, the payload that follows on `channel`. Returns its size."""
+        with self._changed:
+            if self._over:
+                raise TransportError(f"the push of {describe(self.segment, self.version)} was superseded")
+            if not 0 <= index < len(self._chunks) or self._chunks[index] != _MISSING:
+                raise ProtocolError(f"chunk {index} does not exist or came already")
+            part = chunk(self._data, index)
+            if channel.payload_bytes != len(part):
+                raise ProtocolError(f"chunk {index} has {channel.payload_bytes} bytes instead of {len(part)}")
+            self._chunks[index] = _COMING
+            self._writers.add(channel)
+        good = False
+        try:
+            channel.settimeout(max(self.end - time.monotonic(), 1e-3))
+            channel.recv_payload_into(part)
+            good = xxh3_64_intdigest(part) == self._checksums[index]
+        finally:
+            with self._changed:
+                self._chunks[index] = _VERIFIED if good else _MISSING
+                self._writers.discard(channel)
+                self._changed.notify_all()
+        if not good:
+            self._bad.setdefault(channel, []).append(index)
+        return len(part)
+
+    def take_bad(self, channel: Channel) -> list[int]:
+        """Chunks that came on this connection since last asked and did not match their checksums."""
+        return self._bad.pop(channel, [])
+
+    def commit(self) -> None:
+        with self._changed:
+            if self._over:
+                raise TransportError(f"the push of {describe(self.segment, self.version)} was superseded")
+            missing = len(self._chunks) - self._chunks.count(_VERIFIED)
+            if missing:
+                raise ProtocolError(f"commit of a push with {missing} chunks missing")
+            self._over = self._ended = True  # for others only once this block is left
+            try:
+                self._store.commit(self.segment, self.version)
+            except BaseException:
+                self._store.discard(self.segment, self.version)
+                raise
+
+    def cancel(self) -> None:
+        """Forget the push unless it was committed. On return nobody writes into its memory any more."""
+        with self._changed:
+            if self._over:
+                self._changed.wait_for(lambda: self._ended)  # another thread cancels and waits for writers
+                return
+            self._over = True
+            for channel in self._writers:
+                channel.abort()
+            self._changed.wait_for(lambda: not self._writers)
+            try:
+                self._store.discard(self.segment, self.version)
+            finally:
+                self._ended = True
+                self._changed.notify_all()
+
+
+class _Lease:
+    """A copy that a peer is fetching, kept from being overwritten by the reference to its view."""
+
+    def __init__(self, data: memoryview, chunks: int, end: float) -> None:
+        self.data = data
+        self.chunks = chunks
+        self.end = end
+
+    def cancel(self) -> None:
+        pass
+
+
+_Owned = dict[str, _Push | _Lease]
+"""By token, what a connection began and what ends with it."""
+
+J = TypeVar("J", _Push, _Lease)
+
+
+class PeerServer:
+    """Listens at `address` until `close`; `received_bytes` counts the payload pushed to it."""
+
+    def __init__(
+        self,
+        store: SegmentStore,
+        secret: bytes,
+        host: str,
+        answer: Callable[[dict[str, Any]], dict[str, Any]] | None,
+        max_segment_bytes: int,
+    ) -> None:
+        self._store = store
+        self._secret = secret
+        self._answer = answer
+        self._max_segment_bytes = max_segment_bytes
+        self._listener = listen(host)
+        port = self._listener.getsockname()[1]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.received_bytes = 0
+        self._lock = threading.Lock()
+        self._begin_lock = threading.Lock()
+        self._jobs: _Owned = {}
+        self._coming: dict[str, _Push] = {}  # segment id -> its push in progress
+        self._sockets: set[socket.socket] = set()
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+        self._refusals = Refusals(lambda reason: log.warning("transport at %s: %s", self.address, reason))
+        self._acceptor = threading.Thread(target=self._accept, name="ft-transport-accept", daemon=True)
+        self._acceptor.start()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            threads = [self._acceptor, *self._threads]
+            for sock in [self._listener, *self._sockets]:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that is blocked in it
+        for thread in threads:
+            thread.join(timeout=10)
+            if thread.is_alive():  # in the agent's `answer`, most likely
+                log.warning("transport at %s: thread %s does not end", self.address, thread.name)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        for sock in connections(self._listener, f"transport at {self.address}", lambda: self._closed):
+            thread = threading.Thread(
+                target=self._connection, args=(sock,), name="ft-transport-peer", daemon=True
+            )
+            with self._lock:
+                if self._closed:
+                    sock.close()
+                    return
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    log.error("transport at %s refuses a connection: %s", self.address, error)
+                    sock.close()
+                    continue
+                self._sockets.add(sock)
+                self._threads.add(thread)
+
+    def _connection(self, sock: socket.socket) -> None:
+        try:
+            try:
+                channel = Channel.accept(sock, self._secret)
+            except AuthenticationError as error:
+                self._refusals.add(str(error))
+                return
+            self._serve(channel)
+        finally:
+            with self._lock:
+                self._sockets.discard(sock)
+                self._threads.discard(threading.current_thread())
+
+    def _serve(self, channel: Channel) -> None:
+        owned: _Owned = {}
+        try:
+            while True:
+                ends = [job.end for job in owned.values()]
+                channel.settimeout(max(min(ends) - time.monotonic(), 1e-3) if ends else None)
+                self._handle(channel, channel.recv(), owned)
+        except (ConnectionError, TimeoutError) as error:
+            if owned:  # the copy that it was to replace is still there
+                log.info("transport at %s: unfinished transfer given up: %s", self.address, error)
+        except (ProtocolError, AuthenticationError) as error:
+            log.error("transport at %s closes a connection: %s", self.address, error)
+        finally:
+            for token in list(owned):
+                self._finish(token, owned)
+            channel.close()
+
+    def _handle(self, channel: Channel, message: dict[str, Any], owned: _Owned) -> None:
+        """Serve one request. A refusal is answered; nonsense is answered and then raised, to close."""
+        try:
+            operation = message.get("op")
+            if channel.payload_bytes and operation != "chunk":
+                raise ProtocolError(f"request {operation!r} has no payload")
+            if operation == "chunk":
+                size = self._job(message, _Push).receive(channel, _natural(message, "index"))
+                with self._lock:
+                    self.received_bytes += size
+                return
+            if operation == "read":
+                self._read(channel, self._job(message, _Lease), message)
+                return
+            reply = self._reply(channel, operation, message, owned)
+        except (ConnectionError, TimeoutError):
+            raise
+        except Exception as error:
+            if not isinstance(error, FtError):
+                log.exception("transport at %s: request %r failed", self.address, message.get("op"))
+            if not isinstance(error, ProtocolError):
+                channel.skip_payload()
+            reply = {"ok": False, "kind": type(error).__name__, "error": str(error)}
+            channel.settimeout(5)
+            channel.send(reply)
+            if isinstance(error, ProtocolError):
+                raise
+            return
+        channel.settimeout(5)
+        channel.send({"ok": True} | reply)
+
+    def _reply(
+        self, channel: Channel, operation: Any, message: dict[str, Any], owned: _Owned
+    ) -> dict[str, Any]:
+        if operation == "push":
+            return self._begin(message, owned)
+        if operation == "end":
+            return {"bad": self._job(message, _Push).take_bad(channel)}
+        if operation == "commit":
+            self._job(message, _Push, owned).commit()
+            self._finish(message["token"], owned)
+            return {}
+        if operation == "fetch":
+            return self._lend(message, owned)
+        if operation == "done":
+            self._job(message, _Lease, owned)
+            self._finish(message["token"], owned)
+            return {}
+        if operation == "ask":
+            question = field(message, "message", dict)
+            if self._answer is None:
+                raise TransportError("this agent answers no questions")
+            try:
+                return {"message": self._answer(question)}
+            except OSError as error:  # not one of this connection's
+                raise TransportError(str(error)) from error
+        raise ProtocolError(f"unknown request {str(operation)[:100]!r}")
+
+    def _job(self, message: dict[str, Any], kind: type[J], owned: _Owned | None = None) -> J:
+        job = (self._jobs if owned is None else owned).get(field(message, "token", str))
+        if not isinstance(job, kind):
+            raise TransportError("the transfer is over: it was superseded, or its first connection was lost")
+        return job
+
+    def _finish(self, token: str, owned: _Owned) -> None:
+        job = owned.pop(token)
+        job.cancel()
+        with self._lock:
+            self._jobs.pop(token, None)
+            if isinstance(job, _Push) and self._coming.get(job.segment.id) is job:
+                del self._coming[job.segment.id]
+
+    def _begin(self, message: dict[str, Any], owned: _Owned) -> dict[str, Any]:
+        segment, checksums = parse_segment(message, self._max_segment_bytes)
+        version, epoch, end = _natural(message, "version"), _natural(message, "epoch"), _end_of(message)
+        with self._begin_lock:
+            before = self._coming.get(segment.id)
+            if before is not None:
+                if epoch < before.epoch:
+                    raise TransportError(
+                        f"stale sender: {describe(segment, version)} of epoch {epoch} while one of epoch "
+                        f"{before.epoch} is coming in"
+                    )
+                before.cancel()  # its sender was replaced, or gave up and tries again
+            data = self._store.begin(segment, version, epoch, checksums)
+            if data is None:
+                return {"have": True}
+            push = _Push(self._store, segment, version, epoch, data, checksums, end)
+            token = secrets.token_hex(8)
+            with self._lock:
+                self._jobs[token] = owned[token] = self._coming[segment.id] = push
+        return {"have": False, "token": token}
+
+    def _lend(self, message: dict[str, Any], owned: _Owned) -> dict[str, Any]:
+        segment_id, version = field(message, "segment", str), _natural(message, "version")
+        end = _end_of(message)
+        found = self._store.find(segment_id, version)
+        if found is None:
+            raise TransportError(f"no valid copy of segment {segment_id} version {version} here")
+        segment, data, checksums = found
+        token = secrets.token_hex(8)
+        with self._lock:
+            self._jobs[token] = owned[token] = _Lease(as_bytes(data), segment.chunks, end)
+        return {"token": token, "segment": segment.to_json(), "checksums": list(checksums)}
+
+    def _read(self, channel: Channel, lease: _Lease, message: dict[str, Any]) -> None:
+        first, stop, step = (_natural(message, name) for name in ("first", "stop", "step"))
+        if stop > lease.chunks or step < 1:
+            raise ProtocolError(f"chunks {first} to {stop} by {step} of a segment that has {lease.chunks}")
+        for index in range(first, stop, step):
+            channel.settimeout(max(lease.end - time.monotonic(), 1e-3))
+            channel.send({"ok": True, "index": index}, chunk(lease.data, index))

@@ -1,0 +1,1 @@
+"""The agent: one process per node. Workers, their memory, replication, reports."""

@@ -1,0 +1,1 @@
+"""What the processes of a job say to each other, and how: messages, framing, handshake, listeners."""

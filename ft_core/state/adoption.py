@@ -1,0 +1,83 @@
+"""The snapshots that one worker makes: of its own role, and of those that it has adopted.
+
+Where one optimizer is sharded over all replica groups, a role that leaves takes a shard away that nobody
+else has in use. Its counterpart in another group adopts it: restores it from the ring replicas, steps it
+beside its own, and snapshots it under the name of the role that is away, which therefore finds it when it
+comes back. So nothing is laid out anew, whoever leaves or returns (see docs/elastic.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from ft_core.adapter import Adapter
+from ft_core.state.manifest import Segment
+from ft_core.state.snapshot import Snapshotter
+
+Allocate = Callable[[int, int, list[Segment]], Sequence[int]]
+"""(role, slot, segments) -> address of fresh memory for that slot, owned by the agent."""
+Part = Mapping[str, Any]
+"""Where a snapshot of one role is: `role`, `slot`, `address`, `segments`."""
+
+
+class Snapshots:
+    """Stages, and loads, all that one worker holds."""
+
+    def __init__(
+        self,
+        role: int,
+        adapter: Adapter,
+        allocate: Allocate,
+        on_staged: Callable[[int, int], None],
+        on_copy: Callable[[], None],
+        moved: Callable[[], bool],
+    ) -> None:
+        """`on_staged(role, version)` and `moved` are called from a thread; for `moved` see `Snapshotter`."""
+        self._role, self._adapter, self._moved = role, adapter, moved
+        self._allocate, self._on_staged = allocate, on_staged
+        own = Snapshotter(adapter, partial(allocate, role), partial(on_staged, role), on_copy, moved)
+        self._of: dict[int, tuple[Any, Snapshotter]] = {role: (adapter, own)}
+
+    def adopt(self, roles: Iterable[int]) -> frozenset[int]:
+        """From now on hold what these roles had alone, and no others. Returns all roles of which this has
+        something: where every group has all the state, nothing is adopted."""
+        states = self._adapter.adopt(sorted(roles))
+        kept = {self._role: self._of[self._role]}
+        for role, state in states.items():
+            before = self._of.get(role)
+            if before is not None and before[0] is state:
+                kept[role] = before
+            else:
+                staged = partial(self._on_staged, role)
+                allocate = partial(self._allocate, role)
+                kept[role] = state, Snapshotter(state, allocate, staged, moved=self._moved)
+        self._of = kept
+        return frozenset(kept)
+
+    def stage(self, version: int) -> None:
+        """Begin to copy everything as `version`; see `Snapshotter.stage`."""
+        for _, snapshotter in self._of.values():
+            snapshotter.stage(version)
+
+    def step_begins(self) -> None:
+        """The optimizer is about to change everything."""
+        for _, snapshotter in self._of.values():
+            snapshotter.step_begins()
+
+    def load(self, part: Part, version: int) -> None:
+        """Put `version` of one role back into the framework; see `Snapshotter.load`."""
+        segments = [Segment.from_json(segment) for segment in part["segments"]]
+        _, snapshotter = self._of[part["role"]]
+        snapshotter.load(part["slot"], part["address"], segments, version)
+
+    def wait(self) -> None:
+        """Until what was begun is complete in host memory. Raises what a copy raised."""
+        for _, snapshotter in self._of.values():
+            snapshotter.wait()
+
+    @property
+    def failed(self) -> BaseException | None:
+        """What stopped a copy under way, if anything did."""
+        return next((error for _, s in self._of.values() if (error := s.failed) is not None), None)

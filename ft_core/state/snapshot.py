@@ -1,0 +1,283 @@
+"""Worker side of snapshots: device to host into ping-pong buffers, behind the next forward pass, and back.
+
+DeadPool, sections V-B and VI-A: two host buffers change roles every step, so a failure during a copy
+never costs the older one. FFTrainer, section 4.2: what leaves the host later is the unique part only;
+the copy here is complete, because a survivor may have to roll back on its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import xxhash
+
+from ft_core.adapter import State, StateTensor
+from ft_core.errors import CorruptSnapshot
+from ft_core.state import envelope
+from ft_core.state.manifest import CHUNK, Segment, layout
+from ft_core.state.memory import TORN, SharedMemory, SnapshotBuffer
+
+log = logging.getLogger(__name__)
+
+ENVELOPE = "ft/envelope"
+Allocate = Callable[[int, list[Segment]], Sequence[int]]
+"""(slot, segments) -> address of fresh memory for that slot, owned by the agent."""
+
+
+@dataclass(frozen=True)
+class _Live:
+    """The version that the framework's state is, and of it what may change before the next optimizer step."""
+
+    version: int
+    envelope: bytes
+    volatile: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Fence:
+    device: torch.device
+    event: Any
+
+
+_Row = tuple[str, torch.dtype, torch.Size, tuple[int, ...]]
+"""What a tensor's place depends on: name, dtype, shape, holders."""
+
+
+class Snapshotter:
+    """Stages a role's state version by version, in a thread of its own."""
+
+    def __init__(
+        self,
+        state: State,
+        allocate: Allocate,
+        on_staged: Callable[[int], None],
+        on_copy: Callable[[], None] = lambda: None,
+        moved: Callable[[], bool] = lambda: False,
+        cuda: Any = torch.cuda,
+    ) -> None:
+        """`moved`: whether the epoch that the state was made in is over. `cuda`: like torch's module."""
+        self._moved, self._cuda = moved, cuda
+        self._state = state
+        self._allocate = allocate
+        self._on_staged = on_staged
+        self._on_copy = on_copy
+        self._buffers: list[MappedBuffer | None] = [None, None]
+        self._thread = ThreadPoolExecutor(1, "ft-d2h")
+        self._staging: Future[None] | None = None
+        self._live: _Live | None = None
+        self._room = 0
+        """Bytes that the envelope has in the layout."""
+        self._rows: list[_Row] = []
+        self._layout: list[Segment] = []
+        self._stream: Any = None
+
+    def stage(self, version: int) -> None:
+        """Begin to copy the state as version `version`; it must not change until `wait` or the commit.
+
+        Volatile tensors and the envelope are copied before this returns.
+        """
+        self.wait()
+        data = envelope.encode(self._state.envelope(), self._room)
+        self._room = len(data)
+        small = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        tensors = [StateTensor(ENVELOPE, small, self._state.envelope_holders()), *self._state.tensors()]
+        tensors = [replace(t, tensor=t.tensor.detach().clone()) if t.volatile else t for t in tensors]
+        self._live = _Live(version, data, {t.name: t.tensor for t in tensors if t.volatile})
+        buffer = self._buffer_for(self._segments(tensors))
+        buffer.version = TORN
+        fence = self._fence(tensors)
+        self._staging = self._thread.submit(self._copy, buffer, tensors, version, fence)
+
+    def _fence(self, tensors: Sequence[StateTensor]) -> _Fence | None:
+        """Where the device is once all is done that makes the state; None for state on the host."""
+        device = next((t.tensor.device for t in tensors if t.tensor.is_cuda), None)
+        if device is None:
+            return None
+        event = self._cuda.Event()
+        event.record(self._cuda.current_stream(device))
+        return _Fence(device, event)
+
+    def wait(self) -> None:
+        """Until what was begun is complete in host memory. Raises what the copy raised."""
+        if self._staging is not None:
+            staging, self._staging = self._staging, None
+            staging.result()
+
+    @property
+    def failed(self) -> BaseException | None:
+        """What stopped the copy under way, if anything did."""
+        if self._staging is not None and self._staging.done():
+            return self._staging.exception()
+        return None
+
+    def load(self, slot: int, address: Sequence[int], segments: Sequence[Segment], version: int) -> None:
+        """Put version `version`, held in the agent's buffer `slot`, back into the framework.
+
+        Every chunk is verified first; raises CorruptSnapshot without having touched anything. Where the
+        framework still has that version, only what an abandoned step may have changed is put back.
+        """
+        if self._live is not None and self._live.version == version:
+            live = {t.name: t.tensor.detach() for t in self._state.tensors()}
+            self._state.restore(live | self._live.volatile, envelope.decode(self._live.envelope))
+            return
+        buffer = self._buffers[slot]
+        if buffer is None or buffer.memory_address != list(address):
+            buffer = self._map(slot, address, segments)
+        if buffer.version != version:
+            raise CorruptSnapshot(f"snapshot buffer {slot} holds version {buffer.version}, not {version}")
+        verify(buffer)
+        views: dict[str, torch.Tensor] = {}
+        for index, segment in enumerate(buffer.segments):
+            flat = torch.frombuffer(buffer.data(index), dtype=torch.uint8)
+            for item in segment.items:
+                raw = flat[item.offset : item.offset + item.nbytes]
+                views[item.name] = raw.view(getattr(torch, item.dtype)).view(item.shape)
+        data = views.pop(ENVELOPE).numpy().tobytes()
+        self._live, self._room = None, max(self._room, len(data))
+        self._state.restore(views, envelope.decode(data))
+        volatile = {t.name: t.tensor.detach().clone() for t in self._state.tensors() if t.volatile}
+        self._live = _Live(version, data, volatile)
+
+    def step_begins(self) -> None:
+        """From here on the framework's state is no version's, until the next is staged or one is loaded."""
+        self._live = None
+
+    def _segments(self, tensors: Sequence[StateTensor]) -> list[Segment]:
+        """Those of the step before, unless it had other tensors."""
+        rows = [(t.name, t.tensor.dtype, t.tensor.shape, t.holders) for t in tensors]
+        if rows != self._rows:
+            self._rows, self._layout = rows, _laid_out(rows)
+        return self._layout
+
+    def _buffer_for(self, segments: list[Segment]) -> MappedBuffer:
+        held = [TORN - 1 if b is None else b.version for b in self._buffers]
+        slot = held.index(min(held))
+        buffer = self._buffers[slot]
+        if buffer is None or [s.signature for s in buffer.segments] != [s.signature for s in segments]:
+            buffer = self._map(slot, self._allocate(slot, segments), segments)
+        return buffer
+
+    def _map(self, slot: int, address: Sequence[int], segments: Sequence[Segment]) -> MappedBuffer:
+        buffer = MappedBuffer(address, segments)
+        if self._cuda is not torch.cuda or has_gpu():
+            buffer.pin(self._cuda.cudart())
+        self._buffers[slot] = buffer
+        return buffer
+
+    def _copy(
+        self, buffer: SnapshotBuffer, tensors: list[StateTensor], version: int, fence: _Fence | None
+    ) -> None:
+        self._on_copy()
+        if fence is not None and not self._passed(fence):
+            self._live = None
+            return
+        by_name = {t.name: t.tensor for t in tensors}
+        for index, segment in enumerate(buffer.segments):
+            data, sums = buffer.data(index), buffer.checksums(index)
+            flat = torch.frombuffer(data, dtype=torch.uint8)
+            done = 0
+            with torch.no_grad():
+                if fence is not None:
+                    self._copy_from_device(flat, segment, by_name)
+                else:
+                    for item in segment.items:
+                        source = _bytes_of(by_name[item.name])
+                        start = 0
+                        while start < item.nbytes:  # piecewise, so that a chunk is hashed while in cache
+                            at = item.offset + start
+                            size = min(item.nbytes - start, CHUNK - at % CHUNK)
+                            flat[at : at + size].copy_(source[start : start + size])
+                            start += size
+                            while (done + 1) * CHUNK <= at + size:
+                                sums[done] = _hash(data, done)
+                                done += 1
+            for chunk in range(done, segment.chunks):
+                sums[chunk] = _hash(data, chunk)
+        buffer.version = version
+        self._on_staged(version)
+
+    def _passed(self, fence: _Fence) -> bool:
+        """Wait until the state is made. False if the epoch ended before: what an aborted NCCL exchange leaves
+        is garbage, of which neither the host nor the device is told."""
+        self._cuda.set_device(fence.device)  # of this thread: else its streams are the first GPU's
+        fence.event.synchronize()
+        return not self._moved()
+
+    def _copy_from_device(
+        self, flat: torch.Tensor, segment: Segment, by_name: dict[str, torch.Tensor]
+    ) -> None:
+        self._stream = self._stream or self._cuda.Stream()
+        with self._cuda.stream(self._stream):
+            for item in segment.items:
+                source = _bytes_of(by_name[item.name])
+                flat[item.offset : item.offset + item.nbytes].copy_(source, non_blocking=True)
+        self._stream.synchronize()
+
+
+class MappedBuffer(SnapshotBuffer):
+    """A snapshot buffer in another process's memory (the agent's)."""
+
+    def __init__(self, address: Sequence[int], segments: Sequence[Segment]) -> None:
+        super().__init__(SharedMemory.open(address), segments)
+        self.memory_address = list(address)
+        self._unpin: Callable[[], object] = lambda: None
+
+    def pin(self, runtime: Any) -> None:
+        """Lock the pages, which is what makes copies from a device asynchronous. `runtime`: CUDA's."""
+        pointer = self.memory.pointer
+        if code := int(runtime.cudaHostRegister(pointer, self.memory.nbytes, 0)):
+            log.warning(
+                "%d bytes of snapshot memory cannot be page-locked (CUDA error %d): copies hold the GPU up. "
+                "Is the limit of locked memory too low (ulimit -l)?",
+                *(self.memory.nbytes, code),
+            )
+            return
+        self._unpin = lambda: runtime.cudaHostUnregister(pointer)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_unpin"):
+            self._unpin()  # while it is still mapped
+
+
+def settle() -> None:
+    """Wait for what this thread has given its GPU to do, if it has one."""
+    if torch.cuda.is_initialized() and has_gpu():
+        torch.cuda.current_stream().synchronize()
+
+
+def has_gpu() -> bool:
+    """Whether there is a real GPU: a shadowed `torch.cuda` (CPU runs) says it is available, too."""
+    return torch.version.cuda is not None and torch._C._cuda_getDeviceCount() > 0
+
+
+def verify(buffer: SnapshotBuffer) -> None:
+    """Check every chunk against its checksum. Raises CorruptSnapshot naming the first bad one."""
+    for index, segment in enumerate(buffer.segments):
+        data, sums = buffer.data(index), buffer.checksums(index)
+        for chunk in range(segment.chunks):
+            if _hash(data, chunk) != sums[chunk]:
+                raise CorruptSnapshot(
+                    f"local snapshot of version {buffer.version}: chunk {chunk} of segment {segment.id} "
+                    "does not match its checksum; this copy is not used"
+                )
+
+
+def _hash(data: memoryview, chunk: int) -> int:
+    return xxhash.xxh3_64_intdigest(data[chunk * CHUNK : (chunk + 1) * CHUNK])
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _laid_out(rows: list[_Row]) -> list[Segment]:
+    groups: dict[tuple[int, ...], list[tuple[str, str, tuple[int, ...], int]]] = {}
+    for name, dtype, shape, holders in rows:
+        about = (name, str(dtype).removeprefix("torch."), tuple(shape), shape.numel() * dtype.itemsize)
+        groups.setdefault(holders, []).append(about)
+    return [layout(holders, groups[holders]) for holders in sorted(groups)]

@@ -1,0 +1,110 @@
+"""The entry of a worker process: waits for a role, then runs the user's script in it."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from ft_core import plugins
+from ft_core.errors import ConfigError
+from ft_core.process.outlet import log_beside_script
+from ft_core.protocol.wire import Channel
+from ft_core.settings import Command
+from ft_core.state.snapshot import has_gpu
+from ft_core.worker import cuda_fork, import_output, ordinary, unprotected
+from ft_core.worker.logs import redirect, take_over
+from ft_core.worker.session import Session, exit_code
+
+_CONNECT_TIMEOUT = 30.0
+_OURS = (__file__, runpy.run_path.__code__.co_filename)
+"""Files whose frames a traceback of the script's does not begin with elsewhere."""
+
+
+def main(
+    socket: str,
+    secret: bytes,
+    job_dir: str,
+    worker: int,
+    device: int,
+    command: Command,
+    logs: tuple[int, str],
+) -> NoReturn:
+    """Run in a process forked by the agent, and leave it when the whole job is done.
+
+    `device` is the index of the GPU this worker would use, or -1 for one that may serve any. `logs`:
+    which streams (1 out, 2 err, 3 both) go to files, and in which directory.
+    """
+    ordinary.begin()
+    redirect(logs[0], Path(logs[1]))
+    log_beside_script(plugins.packages())
+    channel = Channel.connect(socket, secret, _CONNECT_TIMEOUT)
+    channel.settimeout(None)
+    session = Session(channel, secret, Path(job_dir), worker)
+    if device >= 0 and not command.no_python and not cuda_fork.broken() and has_gpu():
+        torch.cuda.set_device(device)
+        torch.zeros(1, device="cuda")  # a spare has its device context up
+    assignment = session.wait_for_role()
+    session.predecessors = take_over(Path(logs[1]), assignment["role"], assignment["plan"]["started_over"])
+    if session.role == 0 and not session.predecessors:
+        import_output.show()
+    ordinary.warn_once(session.predecessors)
+    os.environ.update(assignment["env"])
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ignored until here, see ft_core.node.departure
+    if command.no_python:
+        # Another program cannot be hooked from here; it runs as under torchrun, in the same process.
+        os.execvp(command.target, [command.target, *command.arguments])
+    session.comms.install()
+    unprotected.install(session)
+    process = os.getpid()
+    code, reason = _outcome(command)
+    if os.getpid() != process:  # a child that the script has forked; the role is its parent's
+        ordinary.end(code)
+        os._exit(code)
+    if code:
+        session.failed(reason)
+    else:
+        session.leave()
+    ordinary.end(code)
+    if code == 0:
+        session.finish()
+    os._exit(code)  # the communicators of a finished job are not taken down one by one
+
+
+def _outcome(command: Command) -> tuple[int, str]:
+    """Run the script to its end, and print what it ends of. Its exit code, and why it is not 0."""
+    try:
+        cuda_fork.check()
+        for install in plugins.load(plugins.HOOKS):
+            install()
+        run(command)
+    except SystemExit as stop:
+        code = exit_code(stop)
+        if code and not isinstance(stop.code, int):
+            print(stop.code, file=sys.stderr)
+        return code, f"the script ended itself: sys.exit({stop.code!r})"
+    except ConfigError as error:  # ours: ftrun says it once, in place of a traceback from each role
+        return 1, str(error)
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        return 1, "".join(traceback.format_exception(error))
+    return 0, ""
+
+
+def run(command: Command) -> None:
+    """Execute the script or module as `__main__`, as the interpreter would."""
+    sys.argv = [command.target, *command.arguments]
+    if command.module:
+        runpy.run_module(command.target, run_name="__main__", alter_sys=True)
+        return
+    sys.path[0] = str(Path(command.target).resolve().parent)  # in place of where `ftrun` was called
+    runpy.run_path(os.path.abspath(command.target), run_name="__main__")

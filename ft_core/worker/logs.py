@@ -1,0 +1,293 @@
+"""Workers' output: into files, and from there to the console."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import errno
+import io
+import logging
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ft_core.process.outlet import put
+
+log = logging.getLogger(__name__)
+
+OUT, ERR = 1, 2
+_INTERVAL = 0.05
+_PIECE = 1 << 20
+_TAIL = 1 << 18
+"""Bytes at the end of a predecessor's output in which a line is looked for."""
+_NAMES = {OUT: "stdout.log", ERR: "stderr.log"}
+
+
+# -- in a worker -------------------------------------------------------------------------------
+
+
+def redirect(streams: int, directory: Path) -> None:
+    """Send this process's stdout (1), stderr (2) or both (3) to files in `directory`, line by line.
+
+    On the level of descriptors, so that what libraries written in C print goes there as well. The directory
+    is made. A disk that is full costs output, and no training: what cannot be written is counted, and what
+    has no file goes where the agent's own output goes.
+    """
+    for stream, name in ((OUT, "stdout"), (ERR, "stderr")):
+        if not streams & stream:
+            continue
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            descriptor = os.open(directory / _NAMES[stream], flags, 0o644)
+        except OSError as error:
+            print(f"ftrun: no log file for a worker's {name}, which is shown here ({error})", file=sys.stderr)
+            continue
+        os.dup2(descriptor, stream)
+        os.close(descriptor)
+        before, raw = getattr(sys, name), _Raw(stream, name)
+        unbuffered = isinstance(before.buffer, io.RawIOBase)
+        file = io.TextIOWrapper(
+            raw if unbuffered else io.BufferedWriter(raw),
+            encoding=before.encoding,
+            errors=before.errors,
+            line_buffering=True,
+            write_through=unbuffered,
+        )
+        setattr(sys, name, file)
+        setattr(sys, f"__{name}__", file)
+
+
+class _Raw(io.FileIO):
+    """What the file does not take is lost, and the script does not hear of it."""
+
+    def __init__(self, descriptor: int, name: str) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._lost = 0
+        self.name = f"<{name}>"
+
+    def write(self, data: Any) -> int:
+        try:
+            if self._lost:
+                super().write(f"\nftrun: {self._lost} bytes of output are missing here\n".encode())
+                self._lost = 0
+            return super().write(data)
+        except OSError as error:
+            if error.errno == errno.EBADF:  # the script has closed it
+                raise
+            self._lost += memoryview(data).nbytes
+            return memoryview(data).nbytes
+
+
+def take_over(directory: Path, role: int, started_over: int) -> list[Path]:
+    """A worker with its logs in `directory` plays `role`: make that known, for operators and successors.
+
+    Returns the directories of those who have played it before, since the epoch `started_over`, in which all
+    scripts were begun anew.
+    """
+    logs, own = directory.parent.parent, f"{directory.parent.name}/{directory.name}"
+    found: list[Path] = []
+    try:
+        found = played(logs, role, started_over)
+        with players(logs, role).open("a") as file:
+            file.write(f"{started_over} {own}\n")
+        link = logs / f"role-{role}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(own)
+    except (OSError, ValueError) as error:
+        print(f"ftrun: {logs}/role-{role}: {error}; lines may come twice on the console", file=sys.stderr)
+    return found
+
+
+def played(logs: Path, role: int, started_over: int) -> list[Path]:
+    """Log directories of the workers that have played `role` since the epoch `started_over`."""
+    known = players(logs, role)
+    lines = (line.split() for line in known.read_text().splitlines()) if known.exists() else ()
+    return [logs / name for epoch, name in lines if int(epoch) == started_over]
+
+
+def printed(text: str, directories: Iterable[Path]) -> bool:
+    """Whether a worker with its logs in one of these directories has printed `text`, of late."""
+    for directory in directories:
+        try:
+            with (directory / _NAMES[OUT]).open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+                if text.encode() in file.read():
+                    return True
+        except OSError:
+            continue  # on a node that is gone, together with its lines
+    return False
+
+
+def players(logs: Path, role: int) -> Path:
+    """The file that names the log directories of all workers that have played `role`, one a line."""
+    return logs / f"role-{role}.workers"
+
+
+# -- in an agent -------------------------------------------------------------------------------
+
+
+class Tee:
+    """Copies what workers' log files gain to this process's own streams, in a thread.
+
+    A console that nobody reads, or storage that hangs, holds up the copying and nothing else.
+    """
+
+    def __init__(self, streams: int, prefix: str, failed: Callable[[Exception], None]) -> None:
+        """`failed` is told, in the event loop that is running now, of an error that ends the thread."""
+        self._copier = Copier(streams, prefix)
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._failed, self._loop = failed, asyncio.get_running_loop()
+        self._over: concurrent.futures.Future[None] = concurrent.futures.Future()
+        threading.Thread(target=self._run, name="ft-tee", daemon=True).start()
+
+    def follow(self, directory: Path) -> None:
+        """Begin to copy the files that a worker will make in `directory`."""
+        self._orders.put(partial(self._copier.follow, directory))
+
+    def unfollow(self, directory: Path) -> None:
+        """The worker has ended: copy the rest, and forget it."""
+        self._orders.put(partial(self._copier.unfollow, directory))
+
+    def succeed(self, players: Path) -> None:
+        """Somebody here takes over from those whom the file names: copy the rest of what they printed."""
+        self._orders.put(partial(self._copier.succeed, players))
+
+    async def close(self, seconds: float) -> bool:
+        """No worker is left: copy what they have printed last. Returns whether that was done in time."""
+        self._orders.put(self._close)
+        done, _ = await asyncio.wait([asyncio.wrap_future(self._over)], timeout=seconds)
+        return bool(done)
+
+    def _close(self) -> None:
+        self._copier.close()
+        self._over.set_result(None)
+
+    def _run(self) -> None:
+        try:
+            while not self._over.done():
+                with contextlib.suppress(queue.Empty):
+                    self._orders.get(timeout=_INTERVAL)()
+                self._copier.copy()
+        except Exception as error:
+            with contextlib.suppress(RuntimeError):  # the event loop is over as well
+                self._loop.call_soon_threadsafe(self._failed, error)
+
+
+class Copier:
+    """What a tee does.
+
+    How far a file is copied is noted beside it: a worker that takes a role over does not print again what
+    its predecessor's log has, so what the predecessor's agent has not copied, its own agent must.
+    """
+
+    def __init__(self, streams: int, prefix: str) -> None:
+        self._streams, self._prefix = [s for s in (OUT, ERR) if streams & s], prefix
+        self._followed: dict[Path, dict[int, int]] = {}
+        """Log directory -> stream -> how much of its file is copied."""
+        self._complained = False
+
+    def follow(self, directory: Path) -> None:
+        self._followed[directory] = dict.fromkeys(self._streams, 0)
+
+    def unfollow(self, directory: Path) -> None:
+        for stream, position in self._followed.pop(directory, {}).items():
+            self._copy(directory, stream, position, ended=True)
+
+    def succeed(self, players: Path) -> None:
+        """Of workers that have ended, wherever they ran, if their logs can be seen."""
+        try:
+            found = [line.split()[-1] for line in players.read_text().splitlines()]
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, IndexError) as error:
+            self._complain(players, error)
+            return
+        self.rest(players.parent / name for name in found)
+
+    def rest(self, directories: Iterable[Path]) -> None:
+        """Copy what is left in the logs of workers that have ended."""
+        for directory in directories:
+            for stream in self._streams if directory not in self._followed else ():
+                self._copy(directory, stream, 0, ended=True)
+
+    def copy(self) -> None:
+        """Copy complete lines that have come since the last call."""
+        for directory, positions in self._followed.items():
+            for stream, position in positions.items():
+                positions[stream] = self._copy(directory, stream, position, ended=False)
+
+    def close(self) -> None:
+        """No worker is left: copy what they have printed last."""
+        for directory in list(self._followed):
+            self.unfollow(directory)
+
+    def _copy(self, directory: Path, stream: int, position: int, ended: bool) -> int:
+        """From `position` on, or where another agent has come to. Returns how far it is copied now."""
+        path = directory / _NAMES[stream]
+        try:
+            if path.stat().st_size <= position:
+                return position
+            note = _Note(path)
+            with path.open("rb") as file:
+                position = max(position, note.read())
+                file.seek(position)
+                while data := file.read(_PIECE):
+                    if len(data) < _PIECE and not ended:
+                        data = data[: data.rfind(b"\n") + 1]
+                    elif len(data) == _PIECE:
+                        data = data[: data.rfind(b"\n") + 1] or data
+                    if not data:
+                        break
+                    self._print(stream, data)
+                    position += len(data)
+                    file.seek(position)
+                    note.write(position)
+        except FileNotFoundError:
+            pass  # not there yet, or on a node that is gone
+        except OSError as error:
+            self._complain(path, error)
+        return position
+
+    def _print(self, stream: int, data: bytes) -> None:
+        if self._prefix:
+            lines = data.decode(errors="replace").removesuffix("\n").split("\n")
+            data = "".join(f"{self._prefix}{line}\n" for line in lines).encode()
+        elif not data.endswith(b"\n"):
+            data += b"\n"
+        with contextlib.suppress(OSError):  # nobody is there who could read it
+            put(stream, data)
+
+    def _complain(self, path: Path, error: Exception) -> None:
+        if not self._complained:
+            log.warning("%s: %s; workers' output may be missing on the console", path, error)
+        self._complained = True
+
+
+class _Note:
+    """How many bytes of a log file are copied, in a file of its own that outlives the agent."""
+
+    def __init__(self, log: Path) -> None:
+        self._path = log.with_suffix(".copied")
+
+    def read(self) -> int:
+        try:
+            with self._path.open("rb") as file:
+                return int(file.read(20))
+        except (FileNotFoundError, ValueError):
+            return 0
+
+    def write(self, position: int) -> None:
+        """In place: never torn, never empty. Where it cannot be, another agent may copy something twice."""
+        with contextlib.suppress(OSError):
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+            try:
+                os.pwrite(descriptor, b"%020d" % position, 0)
+            finally:
+                os.close(descriptor)

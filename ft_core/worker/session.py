@@ -1,0 +1,714 @@
+"""A worker's runtime: its link to the agent, its step boundary, and its way through a recovery.
+
+One watcher thread listens to the agent; it aborts the communicators of an epoch that ended, which
+makes the main thread unwind to `Session.protect`, or to the engine call of a script that is protected in
+place (`begin`, `recover`). Everything else happens in the main thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from ft_core.adapter import Adapter
+from ft_core.comm.process_group import Communicators
+from ft_core.elastic.rules import AHEAD, Membership, Start, lr_factor
+from ft_core.errors import ConfigError, CorruptSnapshot, EpochChanged, FtError
+from ft_core.process.collector import Pause
+from ft_core.process.inject import ENV as INJECT_ENV
+from ft_core.process.inject import Injector
+from ft_core.protocol.wire import Channel
+from ft_core.state.adoption import Snapshots
+from ft_core.state.envelope import decode
+from ft_core.state.manifest import Segment
+from ft_core.state.memory import IN_OPTIMIZER, ControlBlock, SharedMemory, Word
+from ft_core.state.snapshot import settle
+from ft_core.worker.logs import played, printed
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Message = dict[str, Any]
+
+_HOLD_LIMIT = 2.0
+"""Seconds that a role waits at the end of a step for those who come back, should the controller be gone."""
+
+_current: Session | None = None
+
+
+def current() -> Session | None:
+    """The session of this process, or None when it was not started by `ftrun`."""
+    return _current
+
+
+class Stage(StrEnum):
+    """How far a worker's script has come."""
+
+    STARTUP = "startup"
+    TRAINING = "training"
+    FINISHED = "finished"
+
+
+class Session:
+    """One worker's part in the job. Made by `ft_core.worker.entry` before the user's script starts."""
+
+    def __init__(self, channel: Channel, secret: bytes, job_dir: Path, worker: int) -> None:
+        self._channel, self._secret = channel, secret
+        self._condition = threading.Condition()
+        self._replies: dict[int, Message] = {}
+        self._ids = itertools.count()
+        self._assignment: Message | None = None
+        self._plan: Message = {}
+        self._restore: Message | None = None
+        self._pending = 0
+        self._stage = Stage.STARTUP
+        self._exit = threading.Event()
+        self._part = 0
+        self._parts_done = 0
+        self._at_end = False
+        """Whether this role waits for others at the end of its script, or of a part of it."""
+        self._injector = Injector(job_dir, "")
+        self._adapter: Adapter | None = None
+        self._redo: Callable[[], None] = lambda: None
+        self._snapshots: Snapshots | None = None
+        self._unprotected: str | None = None
+        """Why nothing is, if so."""
+        self._report_step = False
+        self._hold_in = self._hold_at = 0
+        """The epoch in which this role is to stop at the end of a step, and the step."""
+        self._step_began = 0
+        self._collection = Pause()
+        self.job_dir = job_dir
+        self.epoch = 0
+        self.role = -1
+        self.world_size = 0
+        self.version = 0
+        """How many steps the state of this role has seen."""
+        self.membership = Membership(1)
+        """Which replica groups take part in which step."""
+        self.predecessors: list[Path] = []
+        """Log directories, as far as they can be seen here, of the workers that played this role before."""
+        channel.send({"type": "hello", "worker": worker, "pid": os.getpid()})
+        welcome = channel.recv()
+        self.control = ControlBlock(SharedMemory.open(welcome["control"]))
+        threading.Thread(target=self._watch, name="ft-watcher", daemon=True).start()
+
+    # -- before the script ---------------------------------------------------------------------
+
+    def wait_for_role(self) -> Message:
+        """Block until this worker is given a role; returns the agent's assignment."""
+        global _current
+        with self._condition:
+            self._condition.wait_for(lambda: self._assignment is not None)
+            assert self._assignment is not None
+            assignment = self._assignment
+        _current = self
+        return assignment
+
+    def leave(self) -> None:
+        """The script's last line is done. Returns when it is on every role, so that nobody misses a peer."""
+        if self._stage is Stage.TRAINING and self.protecting:
+            self._part += 1
+            self._persist(lambda: self._complete(last=True), self.recover)
+
+    def finish(self) -> None:
+        """Nothing of the script is left to be done in this process. Returns when the whole job is over."""
+        self._set_stage(Stage.FINISHED)
+        self._at_end = True
+        self._channel.send({"type": "finished"})
+        self._exit.wait()
+
+    def failed(self, traceback: str) -> None:
+        """The script raised an error of its own: the agent is told why before this process ends."""
+        self._send({"type": "failed", "traceback": traceback})
+
+    # -- the step ------------------------------------------------------------------------------
+
+    def protect(self, adapter: Adapter, train: Callable[[], T], version: int) -> T:
+        """Run `train` to its end through any number of recoveries; only local work may follow.
+
+        `train` must take up the work at `self.version` whenever it is called: after a recovery it is
+        called again, on every role alike. `version` is the number of steps that the state has seen.
+        Errors that no recovery explains are the caller's and pass through.
+        """
+        self.begin(adapter, version, lambda: None)
+        return self.part(train, last=True)
+
+    def part(self, call: Callable[[], T], passed: Callable[[], T] | None = None, last: bool = False) -> T:
+        """One part of a script that is protected in place: a call that every role makes.
+
+        After a recovery it is made again, on every role alike, with the state of `self.version`. All roles
+        leave it together, so that a failure in its last collective is recovered too, also where they leave
+        by SystemExit, which makes it the last. One that tells of an error passes at once: it ends the job.
+        A newcomer whose peers have left it does not make it: `passed` says what it returned. `last`: only
+        local work comes after it, and a failure then costs nothing.
+        """
+        self._part += 1
+        result: Callable[[], T] | None = passed
+
+        def made() -> None:
+            nonlocal result
+            if self._parts_done >= self._part:
+                return
+            leaves = False
+            with self.inside():
+                try:
+                    value = call()
+                    result = lambda: value  # noqa: E731
+                except SystemExit as stop:
+                    self.raise_if_moved()  # a script may make such an exit of what ends an epoch
+                    if exit_code(stop):
+                        raise  # nobody else need come to the same: it is the end of the job
+                    result, leaves = _raising(stop), True
+            self._complete(last or leaves)
+
+        self._persist(made, self.recover)
+        assert result is not None
+        return result()
+
+    def begin(self, adapter: Adapter, version: int, redo: Callable[[], None], resumes: bool = False) -> None:
+        """Protect in place a script that has no training function to enter again.
+
+        From here on collectives count as the framework's step only `inside` its calls. All others are
+        recorded, as those of start-up are, and one that a failure interrupts is completed in the next
+        epoch (see `startup`): before it is issued again, `recover` is called. `redo` brings a role from
+        `self.version`, which was loaded, to the place where it was interrupted. `resumes`: started again,
+        the script goes on from its own newest checkpoint, so that is what the job falls back to.
+        """
+        if self._snapshots is not None:
+            raise FtError("only one training function, or one engine, can be protected in a process")
+        if self._unprotected is not None:
+            raise ConfigError(f"this job cannot be protected: {self._unprotected}")
+        with self._condition:
+            # An abort answered by the watcher on behalf of a worker in start-up is completed first.
+            self._condition.wait_for(lambda: self._pending <= self.epoch)
+            self.comms.startup.go_on(self.recover)
+            self._stage = Stage.TRAINING
+        objection = self.start.objection(adapter, self.role, version)
+        if objection and not self.joining:
+            raise ConfigError(objection)
+        self._redo, self._adapter = redo, adapter
+        self.version = version
+        self.control[Word.VERSION] = self.control[Word.TAG] = version
+        self._snapshots = Snapshots(
+            self.role,
+            adapter,
+            self._allocate,
+            self._staged,
+            on_copy=lambda: self.point("d2h"),
+            moved=lambda: self._pending > self.epoch,
+        )
+        about = {"version": version, "ring": list(adapter.ring), "resumes": resumes}
+        group = {"group": [*adapter.replica_group, adapter.replicated, adapter.adopts]}
+        self._send({"type": "registered", **group, **about})
+        self._persist(self._catch_up, self._quiesce)
+
+    def rehearse(self, adapter: Adapter, step: Callable[[], object]) -> None:
+        """Before `begin`, where others train meanwhile: do a step without them.
+
+        What is slow the first time (kernels, caches, the optimizer's state) is behind this role when they
+        wait for it. A rehearsal that fails does no harm: all that a step changes is loaded afterwards.
+        """
+        if not self._ahead:
+            return
+        try:
+            with self.comms.startup.rehearsal():
+                step()
+        except Exception as error:
+            log.warning("role %d could not rehearse a step, and its first is slower: %r", self.role, error)
+        adapter.reset()
+
+    def foresee(self) -> tuple[int, Any] | None:
+        """Before `begin`, where others train meanwhile: (version, envelope) of who stands for this role.
+
+        The script can be brought to `version` without them: of what it does outside of the framework's calls
+        until there, the results are on record. None where nobody trains without this role.
+        """
+        if not self._ahead:
+            return None
+        holder = self._plan["ahead"][str(self.role)]
+        try:
+            found = self._ask({"type": "ask", "ask": "progress", "holder": holder})
+            envelope = decode(found["envelope"].encode())
+        except (FtError, ValueError) as error:
+            log.info("role %d: %s; its script gets to the others with the epoch to come", self.role, error)
+            return None
+        self.membership = Membership.from_json(self._plan["groups"]["membership"])
+        self.comms.learn({name: [count, holder] for name, count in found["counts"].items()})
+        return int(found["version"]) - 1, envelope  # which all roles have done
+
+    @property
+    def _ahead(self) -> bool:
+        return str(self.role) in self._plan.get("ahead", {})
+
+    @property
+    def joining(self) -> bool:
+        """Whether the state this role goes on from is held elsewhere: its own start-up does not make it."""
+        return self._plan.get("origin") in ("memory", "durable")
+
+    @property
+    def started_over(self) -> bool:
+        """Whether the job has fallen back to what its script makes when it is started again."""
+        return bool(self._plan.get("started_over"))
+
+    @property
+    def elastic(self) -> bool:
+        """Whether replica groups may leave (policy `shrink`)."""
+        return bool(self._plan["policy"] == "shrink")
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """Roles whose replica groups are away."""
+        return frozenset(map(int, self._plan["absent"]))
+
+    def printed(self, text: str, roles: Iterable[int] = ()) -> bool:
+        """Whether a worker that has played this role before has printed `text` of late, or any of `roles`.
+
+        As far as its output can be seen here: the job directory is shared, or the node the same.
+        """
+        since = self._plan["started_over"]
+        others = [path for role in roles for path in played(self.job_dir / "logs", role, since)]
+        return printed(text, [*self.predecessors, *others])
+
+    @property
+    def start(self) -> Start:
+        """The roles that the job began with."""
+        return Start(**self._plan["begins_with"])
+
+    @property
+    def taking_part(self) -> tuple[int, ...]:
+        """The replica groups that exchange gradients in the step under way."""
+        return self.membership.taking_part(self.version + 1)
+
+    @property
+    def contributing(self) -> tuple[int, ...]:
+        """The replica groups whose gradients count in the step under way."""
+        return self.membership.contributing(self.version + 1)
+
+    @property
+    def lr_factor(self) -> float:
+        """What the learning rate is multiplied by in the step under way."""
+        return lr_factor(self._plan["lr_intervention"], len(self.contributing), self.membership.groups)
+
+    @property
+    def protecting(self) -> bool:
+        """Whether training is protected, or has begun to be."""
+        return self._snapshots is not None
+
+    def recover(self) -> None:
+        """The epoch is over: take up the next one, in place. Main thread, outside the framework's calls."""
+        self._quiesce()
+        self._persist(self._catch_up, self._quiesce)
+
+    def inside(self) -> AbstractContextManager[None]:
+        """A call of the framework's that is done again from its beginning when a failure interrupts it."""
+        return self.comms.startup.paused()
+
+    def moved(self, error: Exception) -> bool:
+        """Whether a new epoch explains `error`. Drops what the abandoned call has left on its frames."""
+        if not isinstance(error, EpochChanged) and self._pending <= self.epoch:
+            return False
+        traceback.clear_frames(error.__traceback__)  # the step's tensors hang on them
+        return True
+
+    def raise_if_moved(self) -> None:
+        """Leave the step when a new epoch was announced. Raises EpochChanged."""
+        if self._pending > self.epoch:
+            raise EpochChanged(f"epoch {self._pending} was announced; role {self.role} leaves its step")
+
+    def restart(self, reason: str) -> NoReturn:
+        """This process cannot get to where its peers are: end it, so that another takes its role over."""
+        log.warning("role %d: %s; its worker is replaced", self.role, reason)
+        logging.shutdown()
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
+
+    def configure(self, settings: Message) -> None:
+        """Settings that the script brings (names as in `Settings`). Raises FtError if they cannot be had."""
+        self._ask({"type": "configure", "settings": settings})
+        with self._condition:  # the plan of this epoch was made before
+            known = ("policy", "lr_intervention")
+            self._plan = {**self._plan, **{str(k): settings[k] for k in known if k in settings}}
+
+    def unprotected(self, reason: str = "") -> None:
+        """The script wants no fault tolerance, or cannot have it for `reason`: nothing is recorded, and a
+        failure ends the job."""
+        if self._unprotected is not None:
+            return
+        self._unprotected = reason or "another part of the script has asked for no fault tolerance"
+        if reason and self.role == 0:
+            log.warning("%s: any failure ends this job", reason)
+        self.comms.end_startup()
+        self._set_stage(Stage.TRAINING)
+        self._send({"type": "unprotected"})
+
+    def commit_wait(self) -> None:
+        """Wait until this version is staged here and verified at the ring peers (DeadPool, VI-A).
+
+        Called before the rank contributes to the barrier; see docs/design.md for why not after it.
+        """
+        if self._snapshots is None:  # a rehearsal
+            return
+        started = time.monotonic_ns()
+        pause = 20e-6
+        while self.control[Word.COMMITTED] < self.version:
+            self.raise_if_moved()
+            if (failure := self._snapshots.failed) is not None:
+                raise failure
+            time.sleep(pause)
+            pause = min(2e-3, pause * 1.5)
+        self.control[Word.WAITED_NS] += time.monotonic_ns() - started
+
+    def optimizer_begins(self) -> None:
+        """The barrier is passed: from here on the state changes. Raises EpochChanged if it was not.
+
+        With NCCL the host runs ahead of the exchanges, and an aborted one ends like any other, with garbage:
+        so it is waited for them, and only then looked whether the epoch is over. The abort comes after the
+        announcement.
+        """
+        if self._snapshots is None:  # a rehearsal
+            return
+        if self.control[Word.TAG] != IN_OPTIMIZER:  # some optimizers begin several times in a step
+            settle()
+            self.raise_if_moved()
+        self.control[Word.TAG] = IN_OPTIMIZER
+        self._snapshots.step_begins()
+        self.point("optimizer")
+
+    def step_done(self, trained: Message | None = None) -> None:
+        """The step is complete on this role: its state is a new version, which is staged at once.
+
+        `trained`: for the ledger, the samples of the step as `elastic.Deal` has them. One role of each
+        replica group gives them: all groups know the same, and the ledger must not lose a step with one.
+        """
+        assert self._snapshots is not None
+        self._collection.end()
+        now = time.monotonic_ns()
+        if self._step_began:
+            self.control[Word.STEP_NS] = now - self._step_began
+        self._step_began = now
+        self.version += 1
+        self.control[Word.VERSION] = self.control[Word.TAG] = self.version
+        if self._report_step:
+            self._report_step = False
+            self._send({"type": "stepped", "epoch": self.epoch, "version": self.version})
+        self._snapshots.stage(self.version)
+        if trained is not None and self.elastic:
+            self._send({"type": "trained", "epoch": self.epoch, "step": self.version, **trained})
+        self._hold()
+
+    def _hold(self) -> None:
+        """A replica group comes back: wait for that here, where nothing is under way that would be lost."""
+        if self._hold_in != self.epoch or self.version < self._hold_at:
+            return
+        self._collection.begin()
+        self._send({"type": "held", "epoch": self.epoch})
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self._pending > self.epoch or self._hold_in != self.epoch, _HOLD_LIMIT
+            )
+            self._hold_in = 0
+
+    def point(self, name: str) -> None:
+        """A place where a failure may be injected."""
+        if self._injector.armed:
+            self._injector.point(self.role, name, self.version)
+
+    @property
+    def injecting(self) -> bool:
+        """Whether failures are to be injected in this job."""
+        return self._injector.armed
+
+    # -- recovery, main thread -----------------------------------------------------------------
+
+    def _persist(self, action: Callable[[], T], between: Callable[[], None]) -> T:
+        """`action`, and after each epoch change `between` and `action` again."""
+        while True:
+            try:
+                return action()
+            except Exception as error:
+                if not self.moved(error):
+                    raise
+            between()
+
+    def _catch_up(self) -> None:
+        self._resume()
+        self._redo()
+
+    def _complete(self, last: bool) -> None:
+        """Wait until every role has come to the end of this part.
+
+        Who leaves earlier could no longer take part when a peer fails in its last collective.
+        """
+        assert self._snapshots is not None
+        self._snapshots.wait()
+        self._collection.end()  # no step may follow
+        self._send({"type": "completed", "epoch": self.epoch, "part": self._part, "last": last})
+        with self._condition, self._waiting():
+            self._condition.wait_for(lambda: self._parts_done >= self._part or self._pending > self.epoch)
+            if self._parts_done >= self._part:
+                if last:
+                    self._stage = Stage.FINISHED
+                return
+        self.raise_if_moved()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self._at_end = True
+        try:
+            yield
+        finally:
+            self._at_end = False
+
+    def _resume(self) -> None:
+        assert self._snapshots is not None and self._adapter is not None
+        self._collection.begin()  # a newcomer has not been in `_quiesce`
+        membership = Membership.from_json(self._plan["groups"]["membership"])
+        if not membership.groups:  # the plan was made before the roles had told of their groups
+            membership = self.start.membership(self._adapter.replica_group[1])
+        if membership != self.membership and self.role == min(set(range(self.world_size)) - self.absent):
+            self._tell(membership, self._plan["version"] or 0)
+        self.membership = membership
+        if self.epoch > 1:
+            self.point("recovery")
+        restore = self._await_restore()
+        version = restore["version"]
+        adopted = (int(r) for r, adopter in self._plan["adopted"].items() if adopter == self.role)
+        held = self._snapshots.adopt(adopted)
+        parts = [part for part in restore["parts"] if part["role"] in held]
+        without = held - {self.role, *(part["role"] for part in parts)}
+        if without and (self.version or without & set(self.start.present)):
+            raise FtError(f"role {self.role} has no copy of what roles {sorted(without)} had alone")
+        for part in parts:
+            try:
+                self._snapshots.load(part, version)
+            except CorruptSnapshot as error:
+                # The copy is struck off, and the controller decides again without it.
+                what = {"role": part["role"], "slot": part["slot"], "reason": str(error)}
+                self._send({"type": "corrupt", **what})
+                self._await_epoch()
+        loaded = any(part["role"] == self.role for part in parts)
+        if loaded:
+            self.version = self.control[Word.STAGED] = version
+        else:
+            self._snapshots.stage(self.version)
+        self.control[Word.VERSION] = self.control[Word.TAG] = self.version
+        self._step_began = time.monotonic_ns()
+        self._report_step = True
+        self._send({"type": "restored", "epoch": self.epoch, "version": self.version, "loaded": loaded})
+
+    def _quiesce(self) -> None:
+        assert self._snapshots is not None and self._adapter is not None
+        self._collection.begin()
+        try:
+            self._snapshots.wait()
+        except Exception:
+            log.exception("role %d: staging version %d failed; the copy is not used", self.role, self.version)
+        self._adapter.reset()
+        while True:
+            with self._condition:
+                epoch = self._pending
+            self._send_quiesced(epoch, self._stage)
+            with self._condition:
+                self._condition.wait_for(
+                    lambda e=epoch: self._pending > e or self._plan.get("epoch", 0) >= e  # type: ignore[misc]
+                )
+                if self._pending == self._plan.get("epoch"):
+                    plan = self._plan
+                    break
+        self._swap(plan)
+        self.comms.reset()
+        self.epoch = plan["epoch"]
+
+    def _tell(self, membership: Membership, version: int) -> None:
+        """The log says what becomes of the learning rate."""
+        for step in range(version + 1, version + AHEAD + 2):
+            live = len(membership.contributing(step))
+            if live != len(membership.contributing(step - 1)):
+                factor = lr_factor(self._plan["lr_intervention"], live, membership.groups)
+                log.warning(
+                    "from step %d on %d of %d replica groups train: learning rate x %.4f (%s)",
+                    *(step, live, membership.groups, factor, self._plan["lr_intervention"]),
+                )
+
+    def _swap(self, plan: Message) -> None:
+        fetch = self._fetch_startup
+        absent = {int(role): int(counterpart) for role, counterpart in plan["absent"].items()}
+        about = (plan["completed"], fetch, absent, bool(plan["adopted"]), plan["newcomers"])
+        self.comms.swap(plan["epoch"], plan["store"], *about)
+
+    def _send_quiesced(self, epoch: int, stage: Stage) -> None:
+        counts = self.comms.startup_counts()
+        self._send({"type": "quiesced", "epoch": epoch, "stage": stage, "counts": counts})
+
+    def _await_restore(self) -> Message:
+        with self._condition:
+            self._condition.wait_for(
+                lambda: (
+                    self._pending > self.epoch
+                    or (self._restore is not None and self._restore["epoch"] == self.epoch)
+                )
+            )
+            self.raise_if_moved()
+            assert self._restore is not None
+            return self._restore
+
+    def _await_epoch(self) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: self._pending > self.epoch)
+        self.raise_if_moved()
+
+    # -- the agent -----------------------------------------------------------------------------
+
+    def _send(self, message: Message) -> None:
+        self._channel.send(message)
+
+    def _ask(self, message: Message) -> Message:
+        """Send a request and wait for the agent's reply. Raises EpochChanged when overtaken."""
+        number = next(self._ids)
+        self._send({**message, "id": number})
+        with self._condition:
+            self._condition.wait_for(lambda: number in self._replies)
+            reply = self._replies.pop(number)
+        if "error" in reply:
+            raise FtError(reply["error"])
+        return reply
+
+    def _allocate(self, role: int, slot: int, segments: list[Segment]) -> list[int]:
+        layout = {"segments": [s.to_json() for s in segments]}
+        reply = self._ask({"type": "allocate", "role": role, "slot": slot, **layout})
+        return list(reply["address"])
+
+    def _staged(self, role: int, version: int) -> None:
+        if role == self.role:
+            self.control[Word.STAGED] = version
+        self._send({"type": "staged", "role": role, "version": version})
+
+    def _fetch_startup(self, holder: int, group: str, start: int) -> dict[str, list[Any]]:
+        question = {"ask": "startup", "holder": holder, "group": group, "start": start}
+        reply = self._ask({"type": "ask", **question})
+        return {str(name): list(entries) for name, entries in reply["entries"].items()}
+
+    def _set_stage(self, stage: Stage) -> None:
+        with self._condition:
+            self._stage = stage
+
+    # -- watcher thread ------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        try:
+            while True:
+                self._handle(self._channel.recv())
+        except OSError:
+            # The agent is gone, and with it this node: a worker without one must not linger.
+            os._exit(1)
+        except BaseException:
+            log.exception("role %d: the watcher failed", self.role)
+            os._exit(1)
+
+    def _handle(self, message: Message) -> None:
+        kind = message["type"]
+        if kind == "abort":
+            self._abort(message["epoch"])
+        elif kind == "plan":
+            self._planned(message)
+        elif kind == "assign":
+            self._assigned(message)
+        elif kind == "restore":
+            with self._condition:
+                self._restore = message
+                self._condition.notify_all()
+        elif kind == "reply":
+            with self._condition:
+                self._replies[message["id"]] = message
+                self._condition.notify_all()
+        elif kind == "startup_entries":
+            entries = self.comms.startup_entries(message["group"], message["start"])
+            self._send({"type": "reply", "id": message["id"], "entries": entries})
+        elif kind == "counts":
+            self._send({"type": "counts", "counts": self.comms.startup_counts()})
+        elif kind == "issued":
+            about = {"epoch": self.epoch, "step": self.version, "at_end": self._at_end}
+            self._send({**message, **about, "issued": self.comms.issued()})
+        elif kind == "progress":
+            version, counts = self.version, self.comms.startup_counts()
+            self._send({"type": "reply", "id": message["id"], "version": version, "counts": counts})
+        elif kind == "hold":
+            with self._condition:
+                self._hold_in, self._hold_at = message["epoch"], message["step"]
+                self._condition.notify_all()
+        elif kind == "release":
+            with self._condition:
+                self._parts_done = message["parts"]
+                self._condition.notify_all()
+        elif kind == "exit":
+            self._exit.set()
+
+    def _assigned(self, message: Message) -> None:
+        self.role, self.world_size = message["role"], message["world_size"]
+        self._injector = Injector(self.job_dir, message["env"][INJECT_ENV])
+        self.comms = Communicators(self.role, self.world_size, self._suspect, self._secret)
+        self.comms.traffic, self.comms.hung = self._traffic, self._hung
+        self.comms.reopened = lambda epoch: self._send({"type": "reopened", "epoch": epoch})
+        plan = message["plan"]
+        self._swap(plan)
+        with self._condition:
+            self._pending = self.epoch = plan["epoch"]
+            self._plan, self._parts_done = plan, plan["parts"]
+            self._assignment = message
+            self._condition.notify_all()
+
+    def _abort(self, epoch: int) -> None:
+        with self._condition:
+            if epoch <= self._pending or self.role < 0:
+                return
+            self._pending = epoch
+            stage = self._stage
+            self.comms.abort(epoch)
+            self._condition.notify_all()
+        if stage is not Stage.TRAINING:
+            self._send_quiesced(epoch, stage)
+
+    def _planned(self, plan: Message) -> None:
+        with self._condition:
+            if plan["epoch"] != self._pending:
+                return
+            self._plan, self._parts_done = plan, plan["parts"]
+            if self._stage is not Stage.TRAINING:
+                self._swap(plan)
+                self.epoch = plan["epoch"]
+            self._condition.notify_all()
+
+    def _suspect(self, reason: str) -> None:
+        self._send({"type": "suspect", "epoch": self.epoch, "reason": reason})
+
+    def _hung(self, reason: str) -> None:
+        """The main thread may wait for the device, which nobody can interrupt: this process ends."""
+        log.error("role %d: %s", self.role, reason)
+        self.failed(reason)
+        logging.shutdown()
+        os._exit(1)
+
+    def _traffic(self, in_flight: int) -> None:
+        self.control[Word.TRAFFIC] = in_flight
+
+
+def exit_code(stop: SystemExit) -> int:
+    """The code that the interpreter would end with."""
+    return 0 if stop.code is None else stop.code & 0xFF if isinstance(stop.code, int) else 1
+
+
+def _raising(stop: SystemExit) -> Callable[[], NoReturn]:
+    def leave() -> NoReturn:
+        raise stop
+
+    return leave

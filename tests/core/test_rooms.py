@@ -1,0 +1,119 @@
+"""The rooms of `ft_core`: imports go down only, so what a process does can be read without those above it."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import ft_core
+
+ORDER = (
+    *("errors", "adapter", "plugins", "import_hook"),
+    *("process", "protocol", "elastic", "comm", "state", "net"),
+    *("settings", "kept"),
+    *("worker", "control", "node", "cli"),
+)
+"""What `ft_core` consists of, lowest first: each may import itself and what stands before it."""
+APART = (("control", "worker"), ("control", "node"), ("control", "net"))
+"""The controller knows nothing of how its orders are carried out."""
+
+KNOWN = {
+    *("cli.ctl cli.doctor cli.doctor_case cli.doctor_job".split()),
+    *("comm.backend comm.collectives comm.process_group comm.startup".split()),
+    *("control.checkpoints control.configuration control.console control.controller".split()),
+    *("control.endings control.rejoin net.transport net.transport_server node.agent node.reports".split()),
+}
+"""Modules that know each other still. This set only becomes smaller."""
+
+PACKAGE = Path(ft_core.__file__).parent
+FRAMEWORKS = ("megatron", "deepspeed", "ft_megatron", "ft_deepspeed", "patches", "recipes")
+
+
+def imports(path: Path, source: str) -> Iterator[tuple[int, str, str]]:
+    """(line, importer's part, what of `ft_core` it imports, or which framework)."""
+    inside = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    for statement in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(statement, ast.ImportFrom) and statement.module == "ft_core":
+            names = [f"ft_core.{name.name}" for name in statement.names]
+        elif isinstance(statement, ast.ImportFrom):
+            names = [statement.module or "." * statement.level]
+        elif isinstance(statement, ast.Import):
+            names = [name.name for name in statement.names]
+        for name in names:
+            yield statement.lineno, inside, name
+
+
+def wrong(path: Path, source: str) -> list[str]:
+    """The offending lines."""
+    found = []
+    for line, importer, name in imports(path, source):
+        top, _, rest = name.partition(".")
+        part = rest.partition(".")[0]
+        if top in FRAMEWORKS:
+            why = "the engine knows no framework"
+        elif name.startswith("."):
+            why = "relative"
+        elif top != "ft_core" or not part:
+            continue
+        elif ORDER.index(part) > ORDER.index(importer):
+            why = f"{importer} stands below {part}"
+        elif (importer, part) in APART:
+            why = f"{importer} has nothing to do with {part}"
+        else:
+            continue
+        text = source.splitlines()[line - 1].strip()
+        found.append(f"{path.relative_to(PACKAGE.parent)}:{line}: {text}  ({why})")
+    return found
+
+
+def modules() -> list[Path]:
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
+
+
+def test_imports_go_down_only() -> None:
+    offending = [line for path in modules() for line in wrong(path, path.read_text())]
+    assert not offending, "\n".join(["imports that go up:", *offending])
+
+
+def test_no_two_modules_import_each_other() -> None:
+    """Also within a room, also for types alone."""
+    names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in modules()}
+    edges: dict[str, dict[str, int]] = {name: {} for name in names}
+    for name, path in names.items():
+        for statement in ast.walk(ast.parse(path.read_text())):
+            if isinstance(statement, ast.ImportFrom) and statement.module:
+                asked = [statement.module, *(f"{statement.module}.{each.name}" for each in statement.names)]
+                edges[name] |= {found: statement.lineno for found in asked if found in names}
+    cycles = []
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        if name in path:
+            if {each.removeprefix("ft_core.") for each in path[path.index(name) :]} <= KNOWN:
+                return
+            cycle = (*path[path.index(name) :], name)
+            lines = [f"{names[a]}:{edges[a][b]}" for a, b in itertools.pairwise(cycle)]
+            cycles.append(" -> ".join(cycle) + "\n  " + "\n  ".join(lines))
+            return
+        if name in done:
+            return
+        for other in edges[name]:
+            visit(other, (*path, name))
+        done.add(name)
+
+    done: set[str] = set()
+    for name in names:
+        visit(name, ())
+    assert not cycles, "\n".join(cycles)
+
+
+def test_an_arrow_up_is_found_with_its_line() -> None:
+    path = PACKAGE / "protocol" / "wire.py"
+    lines = ["import os", "def f():", "    from ft_core.control.controller import Controller"]
+    assert wrong(path, "\n".join(lines)) == [
+        f"ft_core/protocol/wire.py:3: {lines[2].strip()}  (protocol stands below control)"
+    ]
+    assert "knows no framework" in wrong(path, "import megatron.core")[0]
+    assert "nothing to do with" in wrong(PACKAGE / "control" / "x.py", "from ft_core.net import transport")[0]
