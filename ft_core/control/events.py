@@ -1,0 +1,126 @@
+"""What happens to the controller, and what it has done about it: the machine's input and output.
+
+`Controller.handle(event, now)` returns effects; the shell (`control.shell`) turns the world into events and
+effects into the world, and does nothing else. A *peer* is a connection, by number: each new connection has
+a new one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ft_core.protocol.messages import AgentHello, Message
+
+Peer = int
+
+
+# -- events --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Greeted:
+    """An agent's connection is there, and this was its first message."""
+
+    peer: Peer
+    hello: AgentHello
+
+
+@dataclass(frozen=True)
+class Received:
+    """A message of an agent that has greeted, or a request of `ftctl`."""
+
+    peer: Peer
+    message: Message
+
+
+@dataclass(frozen=True)
+class Disconnected:
+    """The connection is no more; who was closed by an effect is heard of as well."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """How many connections are in their handshake, or have not greeted yet."""
+
+    connections: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Somebody or something was refused, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Some time has passed: at least every 0.05 s of the time in which this process was awake."""
+
+
+@dataclass(frozen=True)
+class Terminate:
+    """SIGTERM."""
+
+
+@dataclass(frozen=True)
+class LauncherGone:
+    """`ftrun`, which has started this process, is no more."""
+
+
+Event = Greeted | Received | Disconnected | Arriving | Refused | Tick | Terminate | LauncherGone
+
+
+# -- effects -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Send:
+    """In order for each peer; nothing happens if it is gone."""
+
+    peer: Peer
+    message: Message
+
+
+@dataclass(frozen=True)
+class Close:
+    """End a connection."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line of `events.jsonl`; the shell adds the time."""
+
+    event: str
+    epoch: int
+    reason: str = ""
+    roles: tuple[int, ...] = ()
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Enter:
+    """A line of the ledger of samples."""
+
+    line: str
+
+
+@dataclass(frozen=True)
+class Say:
+    """To the person at the console."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class End:
+    """The job is over: tell all who are connected (`Shutdown`), and exit with this code."""
+
+    code: int
+
+
+Effect = Send | Close | Record | Enter | Say | End

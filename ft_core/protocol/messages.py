@@ -1,0 +1,842 @@
+"""Every message between the processes of a job, by who sends it to whom.
+
+Who looks for the producer or the consumer of a message finds it by its class's name. Frozen; decoded
+strictly: an unknown kind, an unknown field or a wrong type is an error of the sender's version, never a
+default. Times are in seconds, sizes in bytes. Roles are integers. A segment is named by its id
+(`state.manifest`), a process group and a place in it by its text form (`protocol.groups`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct, field
+
+Role = Annotated[int, Meta(ge=0)]
+Epoch = Annotated[int, Meta(ge=0)]
+Version = int
+"""Steps that a state has seen; -1 where none."""
+SegmentId = str
+NodeName = str
+Counts = dict[str, int]
+"""Start-up operations by group: how many are on record."""
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    """Of all of them. The tag on the wire is the class's name."""
+
+
+class Value(Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of messages."""
+
+
+# -- parts ---------------------------------------------------------------------------------------------
+
+
+class NodeAddress(Value, frozen=True):
+    """Where a node's memory is asked for, and what it may be lost with."""
+
+    data: str
+    domain: str
+
+
+class Item(Value, frozen=True, array_like=True):
+    """As `state.manifest.Item`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class Layout(Value, frozen=True):
+    """As `state.manifest.Segment`: a segment's holders and its tensors."""
+
+    holders: tuple[Role, ...]
+    items: tuple[Item, ...]
+
+
+class MembershipChanges(Value, frozen=True):
+    """As `elastic.rules.Membership`."""
+
+    groups: int
+    changes: tuple[tuple[Version, tuple[int, ...]], ...] = ()
+
+
+class ReplicaGroups(Value, frozen=True):
+    """What is known of the job's replica groups, see `control.groups`."""
+
+    of: dict[Role, int]
+    replicated: bool
+    adopts: bool
+    membership: MembershipChanges
+
+
+class ReplicaGroup(Value, frozen=True):
+    """What a role says of its own: which it is, of how many; whether each has all the state, and if not,
+    whether others can adopt it."""
+
+    group: int
+    groups: int
+    replicated: bool
+    adopts: bool
+
+
+class BeganWith(Value, frozen=True):
+    """As `elastic.rules.Start`: the roles that the job began with."""
+
+    roles: int
+    stages: int
+    there: int
+
+
+class RoleHeld(Value, frozen=True):
+    """Of a role played on a node: what the node could give to a recovery."""
+
+    alive: bool
+    stage: str
+    versions: list[Version]
+    segments: list[SegmentId]
+    counts: Counts = field(default_factory=dict)
+
+
+class RoleBeat(Value, frozen=True):
+    """How far a role's worker has come."""
+
+    pid: int
+    step: Version
+    tag: int
+    held: list[Version]
+    committed: Version
+    step_s: float
+    waited_s: float
+    h2h_bytes: int
+    h2h_snapshots: int
+
+
+# -- plans ---------------------------------------------------------------------------------------------
+
+
+class WorkerPlan(Value, frozen=True):
+    """What one role must know of the epoch it takes part in."""
+
+    epoch: Epoch
+    store: str
+    version: Version | None
+    origin: str
+    completed: dict[str, tuple[int, Role]]
+    """By group, how many start-up operations somebody who takes part has on record, and who."""
+    parts: int
+    started_over: Epoch
+    absent: dict[Role, Role]
+    """Roles that are away, with their counterparts."""
+    adopted: dict[Role, Role]
+    """Of those, the ones whose counterparts hold what they had alone."""
+    newcomers: list[Role]
+    membership: MembershipChanges
+    policy: str
+    lr_intervention: str
+    began_with: BeganWith
+    ahead: dict[Role, Role] = field(default_factory=dict)
+    """For roles that come back while others train: those who stand for them."""
+
+
+class NodePlan(Message, frozen=True):
+    """What one agent must know of an epoch."""
+
+    id: str
+    epoch: Epoch
+    job: str
+    roles: dict[Role, NodeName]
+    nodes: dict[NodeName, NodeAddress]
+    master: str
+    durable: str
+    """Name of the durable checkpoint to read, if any."""
+    sources: dict[Role, dict[SegmentId, list[NodeName]]]
+    """Of the roles played and adopted on this node alone: who holds what they go on from."""
+    worker: WorkerPlan
+    state: msgspec.Raw
+    """The `JobState` it comes from, encoded, which the agent keeps for a successor of the controller."""
+
+
+class JobState(Value, frozen=True):
+    """The control plane's truth: what a successor of the controller needs to go on."""
+
+    id: str
+    epoch: Epoch
+    job: str
+    roles: dict[Role, NodeName]
+    nodes: dict[NodeName, NodeAddress]
+    store: str
+    master: str
+    version: Version | None
+    origin: str
+    durable: str
+    sources: dict[Role, dict[SegmentId, list[NodeName]]]
+    completed: dict[str, tuple[int, Role]]
+    parts: int
+    resumes: bool
+    started_over: Epoch
+    absent: dict[Role, Role]
+    adopted: dict[Role, Role]
+    newcomers: list[Role]
+    groups: ReplicaGroups
+    catalogue: dict[Role, dict[SegmentId, list[Role]]]
+    initial: Version | None
+    reached: Version
+    futile: int
+    goal: Version
+    start: tuple[Version | None, str]
+    """Version and origin that the job began with."""
+
+
+# -- an agent to the controller ------------------------------------------------------------------------
+
+
+class Holdings(Message, frozen=True):
+    """What a node could contribute to a recovery. `reported`: the newest epoch before which no worker of
+    its is inside a step any more."""
+
+    epoch: Epoch
+    begun: str
+    reported: Epoch
+    roles: dict[Role, RoleHeld]
+    replicas: dict[SegmentId, list[Version]]
+    segments: dict[SegmentId, list[Role]]
+    idle: int
+    store: str
+    master: str
+    configured: dict[str, Any] | None
+
+
+class Heartbeat(Message, frozen=True):
+    """That a node lives, and where its workers are."""
+
+    epoch: Epoch
+    begun: str
+    roles: dict[Role, RoleBeat]
+    idle: int
+    replicas: dict[SegmentId, list[Version]]
+
+
+class Idle(Message, frozen=True):
+    """How many workers wait for a role."""
+
+    idle: int
+
+
+class WorkerLost(Message, frozen=True):
+    """A worker with a role has ended. `exit` in words; `code` as of `subprocess`; `crashed`: by a signal."""
+
+    role: Role
+    pid: int
+    exit: str
+    crashed: bool
+    code: int
+    traceback: str
+
+
+class NoIdleWorker(Message, frozen=True):
+    """A role of the plan has no worker on its node."""
+
+    epoch: Epoch
+    role: Role
+
+
+class RestoreFailed(Message, frozen=True):
+    """A role cannot have its state."""
+
+    epoch: Epoch
+    role: Role
+    reason: str
+
+
+class Restored(Message, frozen=True):
+    """A role has its state. `loaded`: from a copy, not made by its script."""
+
+    epoch: Epoch
+    role: Role
+    pid: int
+    version: Version
+    loaded: bool
+
+
+class Stepped(Message, frozen=True):
+    """A role has finished the first step of its epoch."""
+
+    epoch: Epoch
+    role: Role
+    version: Version
+
+
+class Reopened(Message, frozen=True):
+    """A role has its communicators."""
+
+    epoch: Epoch
+    role: Role
+
+
+class RoleLayout(Message, frozen=True):
+    """What a role's state consists of, or the part that another has adopted."""
+
+    epoch: Epoch
+    role: Role
+    adopted: bool
+    segments: dict[SegmentId, list[Role]]
+    initial: Version | None
+    resumes: bool
+    group: ReplicaGroup | None
+
+
+class Trained(Message, frozen=True):
+    """For the ledger: the samples of a step, as `elastic.rules.Deal` has them."""
+
+    epoch: Epoch
+    step: Version
+    role: Role
+    samples: dict[str, Any]
+
+
+class OperationCounts(Message, frozen=True):
+    """A role's start-up operations on record."""
+
+    role: Role
+    counts: Counts
+
+
+class Issued(Message, frozen=True):
+    """What a role has begun, by group."""
+
+    round: int
+    epoch: Epoch
+    role: Role
+    step: Version
+    at_end: bool
+    issued: Counts
+
+
+class Prepared(Message, frozen=True):
+    """A role that comes back waits for its state."""
+
+    role: Role
+
+
+class Held(Message, frozen=True):
+    """A role has stopped at the end of a step for those who come back."""
+
+    epoch: Epoch
+    role: Role
+
+
+class Unprotected(Message, frozen=True):
+    """A role's script runs without fault tolerance."""
+
+    role: Role
+
+
+class Suspect(Message, frozen=True):
+    """A role, or its agent, has seen connections break."""
+
+    epoch: Epoch
+    role: Role
+    reason: str
+
+
+class Completed(Message, frozen=True):
+    """A role has come to the end of a part of its script. `last`: only local work follows."""
+
+    epoch: Epoch
+    role: Role
+    part: int
+    last: bool
+
+
+class Finished(Message, frozen=True):
+    """A role's script is done."""
+
+    role: Role
+
+
+class Configure(Message, frozen=True):
+    """A worker brings settings (names as in `Settings`), and waits."""
+
+    worker: int
+    id: int
+    settings: dict[str, Any]
+
+
+class Configured(Message, frozen=True):
+    """An agent uses these."""
+
+    configured: dict[str, Any]
+
+
+class DurableNames(Message, frozen=True):
+    """The durable checkpoints that a node can read; answers `ListDurable`."""
+
+    id: int
+    names: list[str]
+    error: str = ""
+
+
+class DurableWritten(Message, frozen=True):
+    """A role's part of a durable checkpoint is written."""
+
+    role: Role
+    version: Version
+
+
+class DurableFailed(Message, frozen=True):
+    """A role's part of a durable checkpoint is not written."""
+
+    role: Role
+    version: Version
+    reason: str
+
+
+class RoleState(Message, frozen=True):
+    """A role's state by tensor, for `ftctl plan`; answers `DescribeRole`."""
+
+    role: Role
+    segments: list[Layout]
+    ring: list[Role]
+    step_seconds: float
+    bytes_per_second: float
+
+
+class Leaving(Message, frozen=True):
+    """SIGTERM has come to a node."""
+
+
+class Left(Message, frozen=True):
+    """All workers of a node have ended of SIGTERM."""
+
+
+class KeptState(Message, frozen=True):
+    """The newest `JobState` that an agent knows of; answers `SendState`."""
+
+    state: JobState
+
+
+class AgentHello(Message, frozen=True):
+    """An agent greets. Its greeting is a report too. `said`: what must be known of its roles, said again."""
+
+    node: NodeName
+    pid: int
+    node_rank: int
+    domain: str
+    data: str
+    holdings: Holdings
+    said: list[FromRoles]
+
+
+FromRoles = (
+    WorkerLost | NoIdleWorker | RestoreFailed | Restored | Stepped | Reopened | RoleLayout | Prepared
+    | Held | Unprotected | Completed | Finished | Configure | Trained
+)  # fmt: skip
+"""What an agent says of its roles, and says again with each greeting."""
+
+FromAgent = (
+    AgentHello | Holdings | Heartbeat | Idle | FromRoles | OperationCounts | Issued | Suspect
+    | Configured | DurableNames | DurableWritten | DurableFailed | RoleState | Leaving | Left | KeptState
+)  # fmt: skip
+
+
+# -- the controller to an agent ------------------------------------------------------------------------
+
+
+class Abort(Message, frozen=True):
+    """The epoch before this one is over."""
+
+    epoch: Epoch
+
+
+class NodesChanged(Message, frozen=True):
+    """Nodes without a role have come, or gone (None), in the epoch of that plan."""
+
+    id: str
+    nodes: dict[NodeName, NodeAddress | None]
+
+
+class KillWorker(Message, frozen=True):
+    """End the worker of a role; of None, the whole node."""
+
+    role: Role | None = None
+
+
+class DescribeRole(Message, frozen=True):
+    """What a role's state consists of, by tensor."""
+
+    role: Role
+
+
+class ListDurable(Message, frozen=True):
+    """Which durable checkpoints can be read."""
+
+    id: int
+
+
+class SendHeartbeat(Message, frozen=True):
+    """Now, not at the next beat."""
+
+
+class SendState(Message, frozen=True):
+    """To a controller that has just started."""
+
+
+class Release(Message, frozen=True):
+    """All roles have come to the end of so many parts of their script."""
+
+    parts: int
+
+
+class SendCounts(Message, frozen=True):
+    """Of the start-up operations of all roles here."""
+
+
+class SendIssued(Message, frozen=True):
+    """What the roles here have begun."""
+
+    round: int
+
+
+class Hold(Message, frozen=True):
+    """Stop at the end of this step, in this epoch; epoch 0: go on."""
+
+    epoch: Epoch
+    step: Version
+
+
+class PrepareChanges(Value, frozen=True):
+    """What is different for roles that come back while others train."""
+
+    origin: str
+    ahead: dict[Role, Role]
+    completed: dict[str, tuple[int, Role]]
+    absent: dict[Role, Role]
+
+
+class Prepare(Message, frozen=True):
+    """Start workers for roles that come back, ahead of the epoch in which they take part."""
+
+    epoch: Epoch
+    roles: list[Role]
+    changes: PrepareChanges
+
+
+class Withdraw(Message, frozen=True):
+    """End the workers of these roles: their replica group takes no part."""
+
+    roles: list[Role]
+
+
+class GivenUp(Message, frozen=True):
+    """A plan was made without this node: it joins again as a spare."""
+
+
+class UseSettings(Message, frozen=True):
+    """Settings that the script has brought."""
+
+    settings: dict[str, Any]
+
+
+class ConfigureAnswer(Message, frozen=True):
+    """To a worker's `Configure`; `error`: why its settings cannot be had."""
+
+    worker: int
+    id: int
+    error: str = ""
+
+
+class Shutdown(Message, frozen=True):
+    """The job is over, with this exit code."""
+
+    code: int
+
+
+ToAgent = (
+    NodePlan | Abort | NodesChanged | KillWorker | DescribeRole | ListDurable | SendHeartbeat
+    | SendState | Release | SendCounts | SendIssued | Hold | Prepare | Withdraw | GivenUp | UseSettings
+    | ConfigureAnswer | Shutdown
+)  # fmt: skip
+
+
+# -- a worker to its agent -----------------------------------------------------------------------------
+
+
+class WorkerHello(Message, frozen=True):
+    """A worker greets its agent."""
+
+    worker: int
+    pid: int
+
+
+class Staged(Message, frozen=True):
+    """A snapshot of a role, this worker's own or an adopted one, is whole."""
+
+    role: Role
+    version: Version
+
+
+class Allocate(Message, frozen=True):
+    """Memory for a slot of a role's snapshots."""
+
+    id: int
+    role: Role
+    slot: Annotated[int, Meta(ge=0, le=1)]
+    segments: list[Layout]
+
+
+class Registered(Message, frozen=True):
+    """Training is protected from this version on."""
+
+    version: Version
+    ring: list[Role]
+    resumes: bool
+    group: ReplicaGroup
+
+
+class Quiesced(Message, frozen=True):
+    """The worker has left its step for this epoch."""
+
+    epoch: Epoch
+    stage: str
+    counts: Counts
+
+
+class WorkerRestored(Message, frozen=True):
+    """The worker has its state."""
+
+    epoch: Epoch
+    version: Version
+    loaded: bool
+
+
+class WorkerStepped(Message, frozen=True):
+    """The worker has finished the first step of its epoch."""
+
+    epoch: Epoch
+    version: Version
+
+
+class WorkerReopened(Message, frozen=True):
+    """The worker has its communicators."""
+
+    epoch: Epoch
+
+
+class WorkerHeld(Message, frozen=True):
+    """The worker has stopped at the end of a step."""
+
+    epoch: Epoch
+
+
+class WorkerUnprotected(Message, frozen=True):
+    """The script runs without fault tolerance."""
+
+
+class WorkerSuspects(Message, frozen=True):
+    """The worker has seen connections break."""
+
+    epoch: Epoch
+    reason: str
+
+
+class WorkerCompleted(Message, frozen=True):
+    """The worker has come to the end of a part of its script."""
+
+    epoch: Epoch
+    part: int
+    last: bool
+
+
+class WorkerTrained(Message, frozen=True):
+    """For the ledger, the samples of a step."""
+
+    epoch: Epoch
+    step: Version
+    samples: dict[str, Any]
+
+
+class WorkerCounts(Message, frozen=True):
+    """Start-up operations on record."""
+
+    counts: Counts
+
+
+class WorkerIssued(Message, frozen=True):
+    """What the worker has begun, by group."""
+
+    round: int
+    epoch: Epoch
+    step: Version
+    at_end: bool
+    issued: Counts
+
+
+class CorruptCopy(Message, frozen=True):
+    """A copy in memory does not match its checksums."""
+
+    role: Role
+    slot: int
+    reason: str
+
+
+class AskStartupEntries(Message, frozen=True):
+    """Records of start-up operations, of the worker that plays `holder`."""
+
+    id: int
+    holder: Role
+    group: str
+    start: int
+
+
+class AskProgress(Message, frozen=True):
+    """How far the worker that plays `holder` has come."""
+
+    id: int
+    holder: Role
+
+
+class BringSettings(Message, frozen=True):
+    """The script brings settings."""
+
+    id: int
+    settings: dict[str, Any]
+
+
+class StartupEntries(Message, frozen=True):
+    """Answers `SendStartupEntries`: by text form of a group, its records from there on."""
+
+    id: int
+    entries: dict[str, list[Any]]
+
+
+class Progress(Message, frozen=True):
+    """Answers `SendProgress`."""
+
+    id: int
+    version: Version
+    counts: Counts
+
+
+class ScriptFailed(Message, frozen=True):
+    """The script raised an error of its own: this worker ends."""
+
+    traceback: str
+
+
+class WorkerFinished(Message, frozen=True):
+    """Nothing of the script is left to be done."""
+
+
+FromWorker = (
+    WorkerHello | Staged | Allocate | Registered | Quiesced | WorkerRestored | WorkerStepped
+    | WorkerReopened | WorkerHeld | WorkerUnprotected | WorkerSuspects | WorkerCompleted | WorkerTrained
+    | WorkerCounts | WorkerIssued | CorruptCopy | AskStartupEntries | AskProgress | BringSettings
+    | StartupEntries | Progress | ScriptFailed | WorkerFinished
+)  # fmt: skip
+
+
+# -- an agent to a worker ------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True):
+    """Where the control words are: a memory file's descriptor and owner (`state.memory`)."""
+
+    control: list[int]
+
+
+class PlanBegins(Message, frozen=True):
+    """The next epoch, for a worker that has a role."""
+
+    plan: WorkerPlan
+
+
+class Assign(Message, frozen=True):
+    """A role for an idle worker."""
+
+    role: Role
+    world_size: int
+    env: dict[str, str]
+    plan: WorkerPlan
+
+
+class CopyHere(Value, frozen=True):
+    """A snapshot in this node's memory."""
+
+    role: Role
+    slot: int
+    address: list[int]
+    segments: list[Layout]
+
+
+class Restore(Message, frozen=True):
+    """The state to go on from; without `parts`, what the script has made."""
+
+    epoch: Epoch
+    version: Version | None
+    parts: list[CopyHere]
+
+
+class Allocated(Message, frozen=True):
+    """Answers `Allocate`."""
+
+    id: int
+    address: list[int]
+
+
+class Refused(Message, frozen=True):
+    """A request could not be served."""
+
+    id: int
+    error: str
+
+
+class SettingsTaken(Message, frozen=True):
+    """Answers `BringSettings`."""
+
+    id: int
+
+
+class EntriesBrought(Message, frozen=True):
+    """Answers `AskStartupEntries`."""
+
+    id: int
+    entries: dict[str, list[Any]]
+
+
+class ProgressBrought(Message, frozen=True):
+    """Answers `AskProgress`."""
+
+    id: int
+    version: Version
+    counts: Counts
+    envelope: str
+
+
+class SendStartupEntries(Message, frozen=True):
+    """Another role's worker asks for records."""
+
+    id: int
+    group: str
+    start: int
+
+
+class SendProgress(Message, frozen=True):
+    """Another role's worker asks how far this one is."""
+
+    id: int
+
+
+class Exit(Message, frozen=True):
+    """The job is over."""
+
+
+ToWorker = (
+    Welcome | Abort | PlanBegins | Assign | Restore | Release | SendCounts | SendIssued | Hold
+    | Allocated | Refused | SettingsTaken | EntriesBrought | ProgressBrought | SendStartupEntries
+    | SendProgress | Exit
+)  # fmt: skip
