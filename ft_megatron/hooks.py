@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from ft_core.import_hook import after_import
-from patches import megatron as versions
+from ft_megatron import versions
 
 CPU_SHADOW_ENV = "FT_CPU_SHADOW"
 """Set to 1, an unmodified script runs on a machine without a GPU (tests, demonstrations)."""

@@ -18,8 +18,7 @@ from harness import ROOT
 from ft_core.cli import launch
 from ft_core.errors import ConfigError
 from ft_core.settings import FLAGS, Settings
-from ft_megatron import arguments
-from patches import megatron
+from ft_megatron import arguments, versions
 
 MEGATRON = "--num-layers 2 --lr 1e-3 --tokenizer-type NullTokenizer".split()
 
@@ -218,39 +217,39 @@ def test_megatrons_own_parser(tmp_path: Path):
     assert found["on"] == [True, [{"spares": 1}]]
     assert found["torchrun"].startswith("ConfigError: --ft needs ftrun in place of torchrun")
     assert found["refused"].startswith("ConfigError: --use-nccl-ub cannot go with --ft")
-    assert found["missing"] == [] and megatron._minor(found["version"]) in megatron.KNOWN
+    assert found["missing"] == [] and versions._minor(found["version"]) in versions.KNOWN
     if has_yaml:
         assert found["yaml"] == [True, [{"replicas": 0, "spares": 1}]]
 
 
-# -- patches/ --------------------------------------------------------------------------------------
+# -- versions, and patches/ -------------------------------------------------------------------------
 
 
 def test_an_unknown_version(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         for version in ("0.16.1", "0.17.1", "0.18.2", "0.19.2"):
-            megatron.warn_unknown(version)
+            versions.warn_unknown(version)
         assert not caplog.records
-        megatron.warn_unknown("0.20.0rc1")
+        versions.warn_unknown("0.20.0rc1")
     (record,) = caplog.records
     said = record.getMessage()
-    assert "0.20.0rc1" in said and "0.16 to 0.19" in said and all(name in said for name in megatron.RELIED_ON)
-    assert megatron.for_version("0.20.0") == megatron.for_version("0.19.2") != megatron.for_version("0.17.1")
+    assert "0.20.0rc1" in said and "0.16 to 0.19" in said and all(name in said for name in versions.RELIED_ON)
+    assert versions.for_version("0.20.0") == versions.for_version("0.19.2") != versions.for_version("0.17.1")
 
 
 def test_what_a_version_lacks():
     training = ModuleType("training")
-    for name, parameters in megatron.RELIED_ON.items():
+    for name, parameters in versions.RELIED_ON.items():
         exec(f"def {name}({', '.join([*parameters.split(), 'new=None'])}): ...", vars(training))
-    assert megatron.missing(training) == []
+    assert versions.missing(training) == []
     exec("def train_step(model, data_iterator): ...", vars(training))
     del training.train  # type: ignore[attr-defined]
-    gone, changed = megatron.missing(training)
+    gone, changed = versions.missing(training)
     assert gone == "there is no train"
     assert changed.startswith("train_step begins with (model, data_iterator), not with (forward_step_func,")
 
 
-@pytest.mark.parametrize("version", megatron.KNOWN[1:])
+@pytest.mark.parametrize("version", versions.KNOWN[1:])
 def test_the_diff_for_those_who_edit(version: str, tmp_path: Path):
     diff = ROOT / "patches" / f"megatron-{version}.diff"
     lines = diff.read_text().splitlines()

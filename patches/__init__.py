@@ -1,1 +1,0 @@
-"""What an unmodified upstream needs, by upstream and version; each small, each with the reason it exists."""
