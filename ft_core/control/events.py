@@ -42,6 +42,11 @@ class Disconnected:
 
 
 @dataclass(frozen=True)
+class Admitted:
+    """A connection has shaken hands: whoever it is knows the job's secret, and will greet."""
+
+
+@dataclass(frozen=True)
 class Arriving:
     """How many connections are in their handshake, or have not greeted yet."""
 
@@ -70,7 +75,17 @@ class LauncherGone:
     """`ftrun`, which has started this process, is no more."""
 
 
-Event = Greeted | Received | Disconnected | Arriving | Refused | Tick | Terminate | LauncherGone
+@dataclass(frozen=True)
+class Failed:
+    """An error of this process's own, that its predecessors have met as well: the next one would too."""
+
+    error: str
+
+
+Event = (
+    Greeted | Received | Disconnected | Admitted | Arriving | Refused | Tick | Terminate | LauncherGone
+    | Failed
+)  # fmt: skip
 
 
 # -- effects -------------------------------------------------------------------------------------------
@@ -118,7 +133,7 @@ class Say:
 
 @dataclass(frozen=True)
 class End:
-    """The job is over: tell all who are connected (`Shutdown`), and exit with this code."""
+    """The job is over, and all nodes are told (`Shutdown`): exit with this code once that has gone out."""
 
     code: int
 

@@ -415,9 +415,11 @@ class Left(Message, frozen=True):
 
 
 class KeptState(Message, frozen=True):
-    """The newest `JobState` that an agent knows of; answers `SendState`."""
+    """The newest `JobState` that an agent knows of; answers `SendState`. `nodes`: its nodes now, as
+    `NodesChanged` has changed them since."""
 
     state: JobState
+    nodes: dict[NodeName, NodeAddress]
 
 
 class AgentHello(Message, frozen=True):
@@ -509,21 +511,13 @@ class Hold(Message, frozen=True):
     step: Version
 
 
-class PrepareChanges(Value, frozen=True):
-    """What is different for roles that come back while others train."""
-
-    origin: str
-    ahead: dict[Role, Role]
-    completed: dict[str, tuple[int, Role]]
-    absent: dict[Role, Role]
-
-
 class Prepare(Message, frozen=True):
-    """Start workers for roles that come back, ahead of the epoch in which they take part."""
+    """Start workers for roles that come back, ahead of the epoch in which they take part. `worker`: what
+    they begin with, in place of the plan's."""
 
     epoch: Epoch
     roles: list[Role]
-    changes: PrepareChanges
+    worker: WorkerPlan
 
 
 class Withdraw(Message, frozen=True):
@@ -561,6 +555,86 @@ ToAgent = (
     | SendState | Release | SendCounts | SendIssued | Hold | Prepare | Withdraw | GivenUp | UseSettings
     | ConfigureAnswer | Shutdown
 )  # fmt: skip
+
+
+# -- `ftctl` to the controller, and its answers --------------------------------------------------------
+
+
+class CtlHello(Message, frozen=True):
+    """`ftctl` greets; its questions follow, one after the other. `DescribeRole` is one of them."""
+
+
+class AskStatus(Message, frozen=True):
+    """Roles, workers, versions held, replicas, spares."""
+
+
+class Inject(Message, frozen=True):
+    """SIGKILL to the worker of a role, or to a whole node."""
+
+    role: Role | None = None
+    node: NodeName | None = None
+
+
+class RoleStatus(Value, frozen=True):
+    """Of a role: None where nothing is known of its worker."""
+
+    role: Role
+    node: NodeName
+    worker_pid: int | None
+    agent_pid: int | None
+    step: Version | None
+    tag: int | None
+    held: list[Version]
+    replicas: dict[SegmentId, dict[NodeName, list[Version]]]
+    committed: Version | None
+    waited_s: float | None
+    h2h_bytes: int | None
+    h2h_snapshots: int | None
+
+
+class SpareStatus(Value, frozen=True):
+    """Of a node without a role."""
+
+    node: NodeName
+    agent_pid: int
+    idle: int
+
+
+class JobStatus(Message, frozen=True):
+    """Answers `AskStatus`."""
+
+    epoch: Epoch
+    phase: str
+    controller_pid: int
+    finished: list[Role]
+    roles: list[RoleStatus]
+    spares: list[SpareStatus]
+
+
+class Injected(Message, frozen=True):
+    """Answers `Inject`: the role or node that is told to die."""
+
+    killed: Role | NodeName
+
+
+class RoleDescribed(Message, frozen=True):
+    """Answers `DescribeRole`: what its agent says, and where all roles are. `replicas`: how many copies of
+    what is unique are kept."""
+
+    state: RoleState
+    roles: dict[Role, NodeName]
+    nodes: dict[NodeName, NodeAddress]
+    replicas: int
+
+
+class Denied(Message, frozen=True):
+    """A question that cannot be answered, and why."""
+
+    error: str
+
+
+FromCtl = CtlHello | AskStatus | Inject | DescribeRole
+ToCtl = JobStatus | Injected | RoleDescribed | Denied
 
 
 # -- a worker to its agent -----------------------------------------------------------------------------
