@@ -8,6 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
+from ft_core.protocol.messages import Redundancy, ReplicaGroup
+
+__all__ = ["Adapter", "Redundancy", "ReplicaGroup", "State", "StateTensor"]
+
 
 @dataclass(frozen=True)
 class StateTensor:
@@ -46,15 +50,8 @@ class Adapter(State, Protocol):
     ring: tuple[int, ...]
     """The DP peers of this role in order, itself included: where replicas go first."""
 
-    replica_group: tuple[int, int]
-    """Which replica group this role belongs to, and of how many."""
-
-    replicated: bool
-    """Whether every replica group has all the state, so that others can go on when one leaves. What comes
-    back later takes over the whole state of its counterpart in another group, random states included."""
-
-    adopts: bool
-    """Whether, where that is not so, this role can adopt what a role that is away had alone."""
+    replica_group: ReplicaGroup
+    """Which replica group this role belongs to, and what the others have of its state."""
 
     def adopt(self, roles: Sequence[int]) -> Mapping[int, State]:
         """Hold what these roles, which are away, had alone, beside this role's own state, and step it too.

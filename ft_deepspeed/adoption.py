@@ -38,7 +38,7 @@ def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def unable(engine: Any) -> str | None:
+def objection(engine: Any) -> str:
     """Why partitions of this engine's optimizer, which has stage 1 or 2, cannot be adopted, if so."""
     optimizer = engine.optimizer
     if optimizer.cpu_offload:
@@ -49,7 +49,7 @@ def unable(engine: Any) -> str | None:
         return "Muon has part of its step in the backward pass"
     if not optimizer.contiguous_gradients and optimizer.dtype != optimizer.gradient_accumulation_dtype:
         return '"zero_optimization.contiguous_gradients" is false, and gradients are accumulated in fp32'
-    return None
+    return ""
 
 
 class Partitions:

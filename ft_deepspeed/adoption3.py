@@ -51,7 +51,7 @@ _COMPARING = ("assert_lst_len_same_as_other_ranks", "get_lst_from_rank0")
 """Functions of DeepSpeed by which ranks compare the order of modules, in the first step, with rank 0's."""
 
 
-def unable(engine: Any) -> str | None:
+def objection(engine: Any) -> str:
     """Why slices of this engine, which has stage 3, cannot be adopted, if so."""
     optimizer = engine.optimizer
     if optimizer.offload_optimizer or optimizer.offload_param:
@@ -70,14 +70,14 @@ def unable(engine: Any) -> str | None:
     for parameter in engine.module.parameters():
         if dist.get_process_group_ranks(parameter.ds_process_group) != ring:
             return "not all parameters are partitioned over all data-parallel ranks"
-    return None
+    return ""
 
 
 class Slices:
     """The adopted slices of one engine, and what lets DeepSpeed use them."""
 
     def __init__(self, adapter: Any) -> None:
-        """`adapter`: the `DeepSpeedAdapter` of an engine with stage 3 that `unable` has nothing against."""
+        """`adapter`: the `DeepSpeedAdapter` of an engine with stage 3 without an `objection`."""
         self._adapter, self.engine = adapter, adapter.engine
         self.optimizer = self.engine.optimizer
         self.ring: tuple[int, ...] = adapter.ring

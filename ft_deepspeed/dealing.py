@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from ft_core.adapter import ReplicaGroup
 from ft_core.elastic.rules import Deal, Membership, positions
 from ft_core.errors import ConfigError
 from ft_core.worker.session import Session
@@ -34,15 +35,14 @@ class Dealing:
     def __init__(
         self,
         session: Session,
-        group: int,
-        groups: int,
+        group: ReplicaGroup,
         micro_batches: int,
         position: Callable[[], int],
         training: Callable[[], bool],
     ) -> None:
-        """`group`: this role's, of `groups`. `micro_batches`: in a step. `position`: steps the script has
+        """`group`: this role's. `micro_batches`: in a step. `position`: steps the script has
         done. `training`: what is drawn now is trained on."""
-        self._session, self._group, self._groups = session, group, groups
+        self._session, self._group, self._groups = session, group.index, group.groups
         self._micro_batches = micro_batches
         self._position, self._training = position, training
         self._stream: Stream | None = None

@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch.utils import _pytree as pytree
 
-from ft_core.adapter import State, StateTensor
+from ft_core.adapter import Redundancy, ReplicaGroup, State, StateTensor
 from ft_core.errors import ConfigError, EpochChanged
 from ft_core.kept import Kept
 from ft_core.worker.session import Session
@@ -100,11 +101,10 @@ class Protection:
         boundary.install(engine, session)
         self.dealing: Dealing | None = None
         self._leads_group = 0 in state.ring
-        if self._adapter.replicated or self._adapter.adopts:
-            self._elastic(*state.replica_group, state.ring)
+        if self._adapter.replica_group.may_leave:
+            self._elastic(state.replica_group, state.ring)
         elif shrink:
-            reason = state.unable or "data-parallel ranks are not independent of each other"
-            log.warning("%s: %s, so the job waits when one is lost", POLICY, reason)
+            log.warning("%s: %s, so the job waits when one is lost", POLICY, state.objection)
         self._guard("forward", Forward)
         self._guard("backward", self._backward)
         self._guard_direct_backward()
@@ -138,15 +138,14 @@ class Protection:
         engine.load_checkpoint = load_checkpoint
         session.point("startup")
 
-    def _elastic(self, group: int, groups: int, ring: tuple[int, ...]) -> None:
+    def _elastic(self, group: ReplicaGroup, ring: tuple[int, ...]) -> None:
         engine = self._engine
         if any(getattr(module, "sparse", False) for module in engine.module.modules()):
             raise ConfigError(f"{POLICY} cannot average sparse gradients: give the embeddings sparse=False")
-        Exchange(engine, self._session, group)
+        Exchange(engine, self._session, group.index)
         self.dealing = Dealing(
             self._session,
             group,
-            groups,
             engine.gradient_accumulation_steps(),
             position=lambda: self._position if self._begun else engine.global_steps,
             training=lambda: engine.module.training,
@@ -486,7 +485,8 @@ class _Adapter:
         self._engine, self._protection = engine, protection
         self.ring = engine.ring
         self.replica_group = engine.replica_group
-        self.replicated, self.adopts = shrink and engine.replicated, shrink and engine.adopts
+        if not shrink:
+            self.replica_group = structs.replace(engine.replica_group, redundancy=Redundancy.SHARDED)
         self.loaded: Any = None
         self.kept = Kept()
         """What a newcomer's script is given when it is where the engine is."""
@@ -521,7 +521,8 @@ class _Adapter:
     def adopt(self, roles: Sequence[int]) -> Mapping[int, State]:
         before = self._adopted
         self._adopted = {}
-        for role, state in (self._engine.adopt(roles) if self.adopts else {}).items():
+        adopts = self.replica_group.redundancy is Redundancy.ADOPTABLE
+        for role, state in (self._engine.adopt(roles) if adopts else {}).items():
             held = before.get(role)
             self._adopted[role] = held if held and held.state is state else _Adopted(state, self)
         return self._adopted

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ft_core.adapter import State, StateTensor
+from ft_core.adapter import Redundancy, ReplicaGroup, State, StateTensor
 from ft_core.state import rng
 from ft_deepspeed import adoption, adoption3, trace, zero
 from ft_deepspeed.abandon import Baseline, abandon
@@ -77,16 +77,20 @@ class DeepSpeedAdapter:
         self._shard = Shard(self._layout.masters, lambda: zero.inner_optimizers(engine))
         self._me = (dist.get_rank(),)
         self.ring: tuple[int, ...] = tuple(dist.get_process_group_ranks(engine.seq_data_parallel_group))
-        self.replica_group = self.ring.index(dist.get_rank()), len(self.ring)
         parts = [*self._layout.parameters, *((m.name, m.tensor, m.holders) for m in self._layout.masters)]
         # Ranks of sequence parallelism are in the ring, too, and have parts of the same samples.
         groups = 1 < len(self.ring) == engine.dp_world_size and not engine.has_moe_layers
-        self.replicated = groups and all(set(self.ring) <= set(holders) for _, _, holders in parts)
-        """Whether each of several data-parallel ranks has all the state."""
-        self._holds, self.unable = _holder(engine) if groups and not self.replicated else (None, None)
-        """`unable`: why ranks cannot adopt what others have alone, where that keeps them from leaving."""
-        self.adopts = self._holds is not None
-        """Whether, where that is not so, one can hold what another has alone."""
+        self.objection = "data-parallel ranks are not independent of each other"
+        """Why the job cannot go on without one of the data-parallel ranks, where it cannot."""
+        redundancy = Redundancy.SHARDED
+        holder: Callable[[Any], Any] | None = None
+        if groups and all(set(self.ring) <= set(holders) for _, _, holders in parts):
+            redundancy = Redundancy.REPLICATED
+        elif groups:
+            holder, self.objection = _holder(engine)
+            redundancy = Redundancy.ADOPTABLE if holder is not None else Redundancy.SHARDED
+        self.replica_group = ReplicaGroup(self.ring.index(dist.get_rank()), len(self.ring), redundancy)
+        self._holder = holder
         self._adopted: Any = None
         self._gathers = False
         """Whether this version's persistent parameters are whole, but were not gathered here yet."""
@@ -138,8 +142,8 @@ class DeepSpeedAdapter:
 
     def adopt(self, roles: Sequence[int]) -> Mapping[int, State]:
         """See `ft_core.adapter.Adapter.adopt`."""
-        if self._adopted is None and self._holds is not None:
-            self._adopted = self._holds(self)
+        if self._adopted is None and self._holder is not None:
+            self._adopted = self._holder(self)
         return self._adopted.adopt(roles) if self._adopted is not None else {}
 
     # -- putting it back -----------------------------------------------------------------------
@@ -252,15 +256,15 @@ class DeepSpeedAdapter:
                 yield name, part
 
 
-def _holder(engine: Any) -> tuple[Callable[[Any], Any] | None, str | None]:
+def _holder(engine: Any) -> tuple[Callable[[Any], Any] | None, str]:
     """What holds shards of this engine's peers beside its own: made of the adapter, it has `adopt(roles)` and
     `reset()`. Or why there is no such thing."""
     if type(engine.optimizer) is DeepSpeedZeroOptimizer:
-        reason = adoption.unable(engine)
-        return (adoption.Partitions, None) if reason is None else (None, reason)
+        objection = adoption.objection(engine)
+        return (None if objection else adoption.Partitions), objection
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
-        reason = adoption3.unable(engine)
-        return (adoption3.Slices, None) if reason is None else (None, reason)
+        objection = adoption3.objection(engine)
+        return (None if objection else adoption3.Slices), objection
     return None, "data-parallel ranks share the state"
 
 

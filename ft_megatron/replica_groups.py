@@ -37,7 +37,7 @@ class ReplicaGroups:
 
     def join(self, model: list[Any], scheduler: Any, loaders: Loaders) -> None:
         """Hook the gradient exchange, the loaders and the schedule."""
-        group = self._adapter.replica_group[0]
+        group = self._adapter.replica_group.index
         self.exchange = Exchange(model, self._session, group)
         for loader in loaders.dealt:
             deal = Deal(loader.turn * self._adapter.member[1], loader.first)

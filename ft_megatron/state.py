@@ -21,7 +21,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
-from ft_core.adapter import State, StateTensor
+from ft_core.adapter import Redundancy, ReplicaGroup, State, StateTensor
 from ft_core.errors import ConfigError, EpochChanged
 from ft_core.kept import Kept
 from ft_core.state import rng
@@ -53,16 +53,21 @@ class MegatronAdapter:
         if model[0].ddp_config.num_distributed_optimizer_instances > 1:
             self._shard_holders = _ranks(model[0].inter_dist_opt_group)
         self.sharded = bool(model[0].ddp_config.use_distributed_optimizer)
-        self.replicated = not self.sharded or len(self._shard_holders) > 1
         self._gathers_late = bool(model[0].ddp_config.overlap_param_gather)
         experts = parallel_state.get_expert_model_parallel_world_size() > 1
-        self.adopts = not self.replicated and not experts and can_adopt(self._optimizers)
-        self._shards = Shards(self, self._optimizers) if self.adopts else None
+        if not self.sharded or len(self._shard_holders) > 1:
+            redundancy = Redundancy.REPLICATED
+        elif not experts and can_adopt(self._optimizers):
+            redundancy = Redundancy.ADOPTABLE
+        else:
+            redundancy = Redundancy.SHARDED
+        adopts = redundancy is Redundancy.ADOPTABLE
+        self._shards = Shards(self, self._optimizers) if adopts else None
         self.result: Any = None
         """What the training loop has to log for the newest step; restored with the state."""
         self.ring: tuple[int, ...] = self._data_parallel
-        self.replica_group = _replica_group(model[0])
-        members = parallel_state.get_data_parallel_world_size() // self.replica_group[1]
+        self.replica_group = _replica_group(model[0], redundancy)
+        members = parallel_state.get_data_parallel_world_size() // self.replica_group.groups
         self.member = parallel_state.get_data_parallel_rank() % members, members
         """Which of the data-parallel ranks of its replica group this role is, of how many."""
         self.leads_group = _leads(model[0])
@@ -269,14 +274,14 @@ class MegatronAdapter:
                     yield f"optimizer.{o}.{g}.{p:05d}", main, inner.state[main], holders
 
 
-def _replica_group(ddp: Any) -> tuple[int, int]:
+def _replica_group(ddp: Any, redundancy: Redundancy) -> ReplicaGroup:
     """Which replica group this role is in, of how many: the outermost data-parallel index."""
     group = parallel_state.get_data_parallel_group()
     if ddp.ddp_config.num_distributed_optimizer_instances > 1:
         group = ddp.inter_dist_opt_group
     elif parallel_state.get_expert_model_parallel_world_size() > 1:
         group = ddp.expt_dp_group  # experts are spread over data-parallel peers, which belong together then
-    return group.rank(), group.size()
+    return ReplicaGroup(group.rank(), group.size(), redundancy)
 
 
 def _leads(ddp: Any) -> bool:

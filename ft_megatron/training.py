@@ -54,7 +54,7 @@ class Job:
         if self._session is None:
             raise ConfigError("--ft needs ftrun in place of torchrun (same flags): nothing protects this job")
         self._adapter = MegatronAdapter(model, optimizer, scheduler)
-        self._group = self._adapter.replica_group[0]
+        self._group = self._adapter.replica_group.index
         self._exchange = Exchange(model, self._session, self._group)
         config = model[0].config
         protected = hook_optimizer(optimizer, model, self._session, self._adapter.sharded)

@@ -24,6 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ft_core.control import decision
 from ft_core.control.checkpoints import Checkpoints
 from ft_core.control.configuration import Configuration
@@ -53,6 +55,7 @@ from ft_core.process.refusals import Refusals
 from ft_core.process.sigterm import ENDED, GRACE
 from ft_core.process.tasks import Tasks
 from ft_core.protocol import door
+from ft_core.protocol.messages import Redundancy, ReplicaGroup
 from ft_core.protocol.wire import AsyncChannel, listen
 from ft_core.settings import Settings, read_secret
 
@@ -528,7 +531,7 @@ class Controller:
             return
         self.catalogue[role] = message["segments"]
         self.initial, self._resumes = message["initial"], message["resumes"]
-        self.groups.told(int(role), *message["group"])
+        self.groups.register(int(role), msgspec.convert(message["group"], ReplicaGroup))
 
     def _durable_failed(self, node: Node, message: Message) -> None:
         """One event a checkpoint: the other roles' parts fail of the same, or because this one did."""
@@ -921,7 +924,7 @@ class Controller:
         known = {int(role): set(found) for role, found in self.catalogue.items()}
         for role in set(roles) - set(places):  # of a group that comes back, or takes part for the first time
             counterpart = self.groups.counterpart(role, places)
-            if self.groups.replicated:
+            if self.groups.redundancy is Redundancy.REPLICATED:
                 known[role] = known[counterpart]
             else:
                 common = self.catalogue[str(counterpart)].items()

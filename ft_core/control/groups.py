@@ -8,6 +8,7 @@ from typing import Any
 
 from ft_core.control import decision
 from ft_core.elastic.rules import AHEAD, Membership, Start
+from ft_core.protocol.messages import Redundancy, ReplicaGroup
 
 Message = dict[str, Any]
 Places = dict[int, str]
@@ -15,7 +16,7 @@ Places = dict[int, str]
 
 
 class Groups:
-    """What the roles have told of the groups they belong to, and who takes part since when.
+    """What the roles have said of the groups they belong to, and who takes part since when.
 
     Soft state like all of the controller's: it travels in the plan.
     """
@@ -23,32 +24,28 @@ class Groups:
     def __init__(self, start: Start) -> None:
         self._start = start
         self._of: dict[int, int] = {}
-        self.replicated = False
-        """Whether every group has all the state."""
-        self._adopts = False
+        self.redundancy = Redundancy.SHARDED
         self.membership = Membership(0)
         self.withdrawn: set[int] = set()
         """Roles whose workers are being ended, so that they can fill the holes of another group."""
 
-    def told(self, role: int, group: int, groups: int, replicated: bool, adopts: bool) -> None:
-        """A role says which of how many groups it belongs to, whether each of them has all the state, and if
-        not, whether its counterparts can adopt what it has alone."""
-        self._of[role], self.replicated, self._adopts = group, replicated, adopts
+    def register(self, role: int, group: ReplicaGroup) -> None:
+        """A role says which group it belongs to."""
+        self._of[role], self.redundancy = group.index, group.redundancy
         if not self.membership.groups:
-            self.membership = self._start.membership(groups)
+            self.membership = self._start.membership(group.groups)
             for missing in set(range(self._start.roles)) - set(self._start.present):
-                self._of.setdefault(missing, self._start.group(missing, groups))
+                self._of.setdefault(missing, self._start.group(missing, group.groups))
 
     def to_json(self) -> Message:
         """For the plan."""
         of = {str(role): group for role, group in self._of.items()}
-        held = {"replicated": self.replicated, "adopts": self._adopts}
-        return {"of": of, **held, "membership": self.membership.to_json()}
+        return {"of": of, "redundancy": self.redundancy.value, "membership": self.membership.to_json()}
 
     def take(self, found: Message) -> None:
         """From a plan that another controller has made."""
         self._of = {int(role): int(group) for role, group in found["of"].items()}
-        self.replicated, self._adopts = bool(found["replicated"]), bool(found["adopts"])
+        self.redundancy = Redundancy(found["redundancy"])
         self.membership = Membership.from_json(found["membership"])
 
     def forget(self) -> None:
@@ -58,7 +55,7 @@ class Groups:
 
     @property
     def known(self) -> bool:
-        """Whether all roles have told."""
+        """Whether all roles have said theirs."""
         return len(self._of) == self._start.roles
 
     def of(self, roles: Collection[int]) -> list[int]:
@@ -81,7 +78,7 @@ class Groups:
         """
         if not self.known:
             return {}, "training has not begun"
-        if not self.replicated and not self._adopts:
+        if self.redundancy is Redundancy.SHARDED:
             return {}, "the replica groups share one sharded state"
         gone = self.of(unplaced)
         left = {role: node for role, node in placed.items() if self._of[role] not in gone}
@@ -109,7 +106,7 @@ class Groups:
 
     def adopted(self, present: Collection[int]) -> dict[str, int]:
         """For the plan: the roles that are away whose counterpart holds what they had alone."""
-        return {} if self.replicated else self.absent(present)
+        return {} if self.redundancy is Redundancy.REPLICATED else self.absent(present)
 
     def held_alone(
         self, role: int, segments: Mapping[str, Collection[int]], present: Collection[int]
@@ -124,7 +121,7 @@ class Groups:
 
         Empty if that would not do.
         """
-        if not self.known or not (self.replicated or self._adopts):
+        if not self.known or self.redundancy is Redundancy.SHARDED:
             return []
         lacking = {group: [r for r in unplaced if self._of[r] == group] for group in self.of(unplaced)}
         keep = min(lacking, key=lambda group: (len(lacking[group]), group))

@@ -16,10 +16,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ft_core.adapter import Adapter
+from ft_core.protocol.messages import Redundancy, ReplicaGroup
 
 AHEAD = 2
 """Steps after the first version of an epoch whose samples are dealt as the epoch before would have."""
@@ -149,9 +148,12 @@ class Start:
         here = tuple(sorted({self.group(role, groups) for role in self.present}))
         return Membership(groups, ((-AHEAD, here),) if len(here) < groups else ())
 
-    def objection(self, adapter: Adapter, role: int, version: int) -> str:
-        """Why the job cannot begin with `version` without the replica groups that are missing, if so."""
-        group, groups = adapter.replica_group
+    def objection(self, found: ReplicaGroup, role: int, version: int) -> str:
+        """Why the job cannot begin with `version` without the replica groups that are missing, if so.
+
+        `found`: that of `role`, as the framework has it.
+        """
+        group, groups = found.index, found.groups
         missing = self.roles - len(self.present)
         if not missing:
             return ""
@@ -161,12 +163,12 @@ class Start:
                 "MIN nodes must hold whole groups, in Megatron's default order of ranks. Give "
                 f"--ft-pipeline-stages if there are other than {self.stages}, or start with all nodes"
             )
-        if not (adapter.replicated or adapter.adopts):
+        if not found.may_leave:
             return (
                 "this job shares one sharded state that others cannot adopt, so it cannot start without some "
                 "replica groups: give --nnodes one number"
             )
-        if not adapter.replicated and version:
+        if found.redundancy is Redundancy.ADOPTABLE and version:
             return (
                 "the optimizer is sharded over all replica groups, and what missing ones have of step "
                 f"{version} is in a checkpoint that only they read: start with all nodes"

@@ -27,6 +27,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import msgspec
+
 from ft_core.comm.rendezvous import Stores
 from ft_core.errors import AuthenticationError, FtError, ProtocolError
 from ft_core.net.transport import TcpTransport
@@ -46,6 +48,7 @@ from ft_core.process.outlet import console, log_to_console
 from ft_core.process.stalls import Stalls
 from ft_core.process.tasks import Tasks
 from ft_core.protocol import door
+from ft_core.protocol.messages import ReplicaGroup
 from ft_core.protocol.wire import AsyncChannel, listen, reserve
 from ft_core.settings import Settings, read_secret, unique
 from ft_core.state import durable
@@ -563,13 +566,14 @@ class Agent:
             adopted = message["role"] != role
             buffer = self.store.memory(message["role"], adopted).allocate(message["slot"], segments)
             layout = {s.id: list(s.holders) for s in segments}
-            about = {"initial": worker.initial, "resumes": worker.resumes, "group": worker.group}
+            group = msgspec.to_builtins(worker.group)
+            about = {"initial": worker.initial, "resumes": worker.resumes, "group": group}
             whose = {"role": message["role"], "adopted": adopted, "epoch": self.epoch}
             self._say({"type": "layout", "segments": layout, **whose, **about})
             worker.post({"type": "reply", "id": message["id"], "address": buffer.memory.address})
         elif kind == "registered":
             worker.stage, worker.initial, worker.ring = "training", message["version"], message["ring"]
-            worker.resumes, worker.group = message["resumes"], message["group"]
+            worker.resumes, worker.group = message["resumes"], msgspec.convert(message["group"], ReplicaGroup)
             self.replicator.register(role, message["ring"])
             if role not in self.roles_here():
                 self._say({"type": "prepared", "role": role})

@@ -21,6 +21,7 @@ from typing import Any
 
 from ft_core.errors import FtError
 from ft_core.node import preload
+from ft_core.protocol.messages import Redundancy, ReplicaGroup
 from ft_core.protocol.wire import AsyncChannel
 from ft_core.settings import Command
 from ft_core.state.memory import ControlBlock, Word
@@ -54,9 +55,8 @@ class Worker:
     resumes: bool = False
     """Whether its script, started again, goes on from a checkpoint of its own."""
     ring: list[int] = field(default_factory=list)
-    group: list[Any] | None = None
-    """Its replica group, of how many, whether each of them has all the state, and if not, whether others can
-    adopt it; known once it trains."""
+    group: ReplicaGroup | None = None
+    """Known once it trains."""
     replicated: dict[int, int] = field(default_factory=dict)
     """By role that it holds, its own and adopted ones, the newest version that is safe in this epoch."""
     withdrawn: bool = False
@@ -67,7 +67,7 @@ class Worker:
     @property
     def state_is_replicated(self) -> bool:
         """Whether its script has said that every replica group has all the state."""
-        return self.group is not None and bool(self.group[2])
+        return self.group is not None and self.group.redundancy is Redundancy.REPLICATED
 
     @property
     def idle(self) -> bool:

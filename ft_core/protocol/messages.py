@@ -8,6 +8,7 @@ default. Times are in seconds, sizes in bytes. Roles are integers. A segment is 
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Any
 
 import msgspec
@@ -69,19 +70,36 @@ class ReplicaGroups(Value, frozen=True):
     """What is known of the job's replica groups, see `control.groups`."""
 
     of: dict[Role, int]
-    replicated: bool
-    adopts: bool
+    redundancy: Redundancy
     membership: MembershipChanges
 
 
-class ReplicaGroup(Value, frozen=True):
-    """What a role says of its own: which it is, of how many; whether each has all the state, and if not,
-    whether others can adopt it."""
+class Redundancy(StrEnum):
+    """What of a replica group's state there is in the other groups."""
 
-    group: int
+    REPLICATED = "replicated"
+    """All of it. What comes back later takes over the whole state of its counterpart in another group, random
+    states included."""
+    ADOPTABLE = "adoptable"
+    """Each role has something alone, which its counterpart in another group can adopt: hold, step and
+    snapshot beside its own (`ft_core.adapter.Adapter.adopt`)."""
+    SHARDED = "sharded"
+    """Each role has something alone that nobody can adopt: no group can go on without another."""
+
+
+class ReplicaGroup(Value, frozen=True):
+    """The replica group that a role belongs to."""
+
+    index: int
+    """Which one, counted from 0."""
     groups: int
-    replicated: bool
-    adopts: bool
+    """How many there are when all are there."""
+    redundancy: Redundancy
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether the other groups can go on without this one."""
+        return self.redundancy is not Redundancy.SHARDED
 
 
 class BeganWith(Value, frozen=True):

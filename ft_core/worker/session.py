@@ -20,6 +20,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import msgspec
+
 from ft_core.adapter import Adapter
 from ft_core.comm.process_group import Communicators
 from ft_core.elastic.rules import AHEAD, Membership, Start, lr_factor
@@ -193,7 +195,7 @@ class Session:
             self._condition.wait_for(lambda: self._pending <= self.epoch)
             self.comms.startup.go_on(self.recover)
             self._stage = Stage.TRAINING
-        objection = self.start.objection(adapter, self.role, version)
+        objection = self.start.objection(adapter.replica_group, self.role, version)
         if objection and not self.joining:
             raise ConfigError(objection)
         self._redo, self._adapter = redo, adapter
@@ -208,8 +210,7 @@ class Session:
             moved=lambda: self._pending > self.epoch,
         )
         about = {"version": version, "ring": list(adapter.ring), "resumes": resumes}
-        group = {"group": [*adapter.replica_group, adapter.replicated, adapter.adopts]}
-        self._send({"type": "registered", **group, **about})
+        self._send({"type": "registered", "group": msgspec.to_builtins(adapter.replica_group), **about})
         self._persist(self._catch_up, self._quiesce)
 
     def rehearse(self, adapter: Adapter, step: Callable[[], object]) -> None:
@@ -474,7 +475,7 @@ class Session:
         self._collection.begin()  # a newcomer has not been in `_quiesce`
         membership = Membership.from_json(self._plan["groups"]["membership"])
         if not membership.groups:  # the plan was made before the roles had told of their groups
-            membership = self.start.membership(self._adapter.replica_group[1])
+            membership = self.start.membership(self._adapter.replica_group.groups)
         if membership != self.membership and self.role == min(set(range(self.world_size)) - self.absent):
             self._tell(membership, self._plan["version"] or 0)
         self.membership = membership

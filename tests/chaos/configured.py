@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ft_core.adapter import State, StateTensor
+from ft_core.adapter import Redundancy, ReplicaGroup, State, StateTensor
 from ft_core.errors import FtError
 from ft_core.worker import session
 
@@ -29,7 +29,7 @@ class Counter:
 
     def __init__(self, role: int, world: int) -> None:
         self.role, self.ring = role, tuple(range(world))
-        self.replica_group, self.replicated, self.adopts = (role, world), False, False
+        self.replica_group = ReplicaGroup(role, world, Redundancy.SHARDED)
         self.count = torch.zeros(4, dtype=torch.int64)
 
     def tensors(self) -> Iterable[StateTensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from ft_core.adapter import StateTensor
+from ft_core.adapter import Redundancy, ReplicaGroup, StateTensor
 from ft_core.state import rng
 from ft_core.worker import session
 from ft_core.worker.session import Session
@@ -38,11 +38,9 @@ class Samples(Dataset[torch.Tensor]):
 class Model:
     """Weights and momentum, the same on all roles; the engine's adapter for them as well."""
 
-    replicated, adopts = True, False
-
     def __init__(self, rank: int, world: int) -> None:
         self.ring = tuple(range(world))
-        self.replica_group = rank, world
+        self.replica_group = ReplicaGroup(rank, world, Redundancy.REPLICATED)
         torch.manual_seed(7)
         self.weight, self.momentum = torch.randn(WIDTH), torch.zeros(WIDTH)
         self.loss = 0.0

@@ -29,7 +29,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ft_core.control.controller import Controller
+from ft_core.protocol.messages import Redundancy, ReplicaGroup
 from ft_core.protocol.wire import AsyncChannel
 from ft_core.settings import Command, Settings, unique, write_secret
 
@@ -355,7 +358,8 @@ class Node:
         worker, settings = self.workers[role], self.fleet.settings
         about = {"epoch": self.epoch, "role": role}
         per, worker.stage = settings.world_size // self.fleet.groups, "training"
-        group = [role // per, self.fleet.groups, self.fleet.groups > 1, False]
+        redundancy = Redundancy.REPLICATED if self.fleet.groups > 1 else Redundancy.SHARDED
+        group = msgspec.to_builtins(ReplicaGroup(role // per, self.fleet.groups, redundancy))
         layout = {
             "type": "layout",
             **about,

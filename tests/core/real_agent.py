@@ -7,12 +7,14 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import xxhash
 
 from ft_core.node.agent import Agent
 from ft_core.node.inquiries import Inquiries
 from ft_core.node.workers import Exit, Worker, WorkerPool
 from ft_core.process.tasks import Tasks
+from ft_core.protocol.messages import Redundancy, ReplicaGroup
 from ft_core.settings import Settings
 from ft_core.state.manifest import layout
 from ft_core.state.memory import ControlBlock, Word
@@ -120,7 +122,8 @@ class RealAgent(Agent):
             self._on_worker(worker, quiet)
         elif kind == "assign":
             registered = {"type": "registered", "version": 0, "ring": [], "resumes": False}
-            self._on_worker(worker, {**registered, "group": [0, 1, False, False]})
+            group = msgspec.to_builtins(ReplicaGroup(0, 1, Redundancy.SHARDED))
+            self._on_worker(worker, {**registered, "group": group})
         elif kind == "restore":
             assert role is not None
             version = message["version"] or 0

@@ -15,7 +15,7 @@ import pytest
 import torch
 from core.test_snapshot import Model
 
-from ft_core.adapter import StateTensor
+from ft_core.adapter import Redundancy, ReplicaGroup, StateTensor
 from ft_core.comm.inner import start
 from ft_core.elastic.rules import Membership, Start
 from ft_core.errors import EpochChanged
@@ -214,7 +214,7 @@ def test_memory_that_cannot_be_locked_is_told_of(
 class Trained(Model):
     """What a session asks of a framework, beside the state."""
 
-    replica_group, replicated, adopts = (0, 1), False, False
+    replica_group = ReplicaGroup(0, 1, Redundancy.SHARDED)
 
     def adopt(self, roles: Any) -> dict[int, Any]:
         return {}

@@ -12,6 +12,7 @@ import pytest
 from torch.utils.data import DistributedSampler
 
 from ft_core.elastic.rules import AHEAD, Deal, Membership, Range, Start, lr_factor, positions
+from ft_core.protocol.messages import Redundancy, ReplicaGroup
 
 Hands = list[dict[int, list[Range]]]
 """What a step's turns have dealt."""
@@ -265,3 +266,14 @@ def test_a_start_without_some_groups(
         here = tuple(sorted({of[role] for role in present}))
         assert membership.taking_part(1) == membership.dealt(1) == membership.contributing(1) == here
     assert Start(4, 1, 4).membership(4) == Membership(4)
+
+
+def test_a_job_begins_without_groups_that_the_others_can_do_without() -> None:
+    start = Start(4, 1, 2)  # of four groups of a role each, two are there
+    replicated, adoptable, sharded = (ReplicaGroup(1, 4, redundancy) for redundancy in Redundancy)
+    assert start.objection(replicated, 1, 5) == ""
+    assert start.objection(adoptable, 1, 0) == ""
+    assert "of step 5 is in a checkpoint" in start.objection(adoptable, 1, 5)
+    assert "others cannot adopt" in start.objection(sharded, 1, 0)
+    assert "role 0 is in replica group 1 of 4" in start.objection(replicated, 0, 0)
+    assert Start(4, 1, 4).objection(sharded, 1, 5) == ""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from ft_core.control.groups import Groups
 from ft_core.elastic.rules import Start
+from ft_core.protocol.messages import Redundancy, ReplicaGroup
 
 PLACES = {0: "a", 1: "b", 2: "c", 3: "d", 4: "e", 5: "f"}
 
 
-def groups(replicated: bool = True, adopts: bool = False) -> Groups:
+def groups(redundancy: Redundancy = Redundancy.REPLICATED) -> Groups:
     """Two stages of three groups, in Megatron's order: roles 0 to 2 are the first stage."""
     found = Groups(Start(6, 1, 6))
     for role in range(6):
         assert not found.known
-        found.told(role, role % 3, 3, replicated, adopts)
+        found.register(role, ReplicaGroup(role % 3, 3, redundancy))
     assert found.known
     return found
 
@@ -30,8 +31,8 @@ def test_a_group_leaves_as_a_whole() -> None:
 
 
 def test_groups_that_cannot_leave() -> None:
-    assert groups(replicated=False).without(placed(1), [1])[0] == {}
-    assert "sharded" in groups(replicated=False).without(placed(1), [1])[1]
+    assert groups(Redundancy.SHARDED).without(placed(1), [1])[0] == {}
+    assert "sharded" in groups(Redundancy.SHARDED).without(placed(1), [1])[1]
     assert "whole" in groups().without(placed(0, 1, 5), [0, 1, 5])[1]
     assert Groups(Start(6, 1, 6)).without(placed(1), [1]) == ({}, "training has not begun")
 
@@ -40,7 +41,7 @@ def test_nodes_of_broken_groups_fill_the_holes_of_the_one_that_lacks_least() -> 
     assert groups().to_combine(placed(0, 1, 4, 5), [0, 1, 4, 5]) == [2]
     assert groups().to_combine(placed(0, 1, 5), [0, 1, 5]) == [2, 4]
     assert groups().to_combine(placed(0, 1, 2, 4, 5), [0, 1, 2, 4, 5]) == []
-    assert groups(replicated=False).to_combine(placed(0, 1, 5), [0, 1, 5]) == []
+    assert groups(Redundancy.SHARDED).to_combine(placed(0, 1, 5), [0, 1, 5]) == []
 
 
 def test_a_group_comes_back_once_there_are_workers_for_all_its_roles() -> None:
@@ -64,7 +65,7 @@ def test_a_returning_role_takes_over_from_its_counterpart() -> None:
 def test_groups_that_are_away_have_different_counterparts_while_there_are_enough() -> None:
     many = Groups(Start(8, 1, 8))
     for role in range(8):
-        many.told(role, role, 8, False, True)
+        many.register(role, ReplicaGroup(role, 8, Redundancy.ADOPTABLE))
     assert many.adopted([0, 3, 4, 6, 7]) == {"1": 3, "2": 4, "5": 6}
     assert many.adopted([0, 7]) == {"1": 7, "2": 0, "3": 7, "4": 0, "5": 7, "6": 0}
     assert many.adopted([5]) == {str(role): 5 for role in range(8) if role != 5}
@@ -74,7 +75,7 @@ def test_groups_that_are_away_have_different_counterparts_while_there_are_enough
 
 def test_what_is_adopted_is_what_nobody_else_has() -> None:
     """Weights are a stage's, one shard is a role's, another belongs to two of them."""
-    sharded = groups(replicated=False, adopts=True)
+    sharded = groups(Redundancy.ADOPTABLE)
     assert sharded.without(placed(1), [1])[0] == placed(1, 4)
     segments = {"weights": [0, 1, 2], "shard": [1], "common": [1, 2]}
     assert sharded.held_alone(1, segments, [0, 2, 3, 5]) == {"shard"}

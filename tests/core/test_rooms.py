@@ -10,8 +10,8 @@ from pathlib import Path
 import ft_core
 
 ORDER = (
-    *("errors", "adapter", "plugins", "import_hook"),
-    *("process", "protocol", "elastic", "comm", "state", "net"),
+    *("errors", "plugins", "import_hook"),
+    *("process", "protocol", "elastic", "adapter", "comm", "state", "net"),
     *("settings", "kept"),
     *("worker", "control", "node", "cli"),
 )

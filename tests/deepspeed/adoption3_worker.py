@@ -16,6 +16,7 @@ from deepspeed.runtime.zero import stage3
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from state_worker import BF16, CASES, Job, main, stage
 
+from ft_core.adapter import Redundancy
 from ft_core.comm.process_group import Communicators
 from ft_core.comm.rendezvous import Stores
 
@@ -82,7 +83,7 @@ def check(case: str) -> int:
     comms.end_startup()
     job = Job(case, seed=1)
     rank, world = dist.get_rank(), dist.get_world_size()
-    assert job.adapter.adopts, job.adapter.unable
+    assert job.adapter.replica_group.redundancy is Redundancy.ADOPTABLE, job.adapter.objection
     job.adapter.adopt([])
     weighed: list[int] = []
     enter = job.engine.optimizer.reduce_independent_p_g_buckets_and_remove_grads

@@ -17,6 +17,7 @@ from deepspeed.utils import (
 )
 from state_worker import ACCUMULATED, BF16, CASES, DYNAMIC, Job, main, stage
 
+from ft_core.adapter import Redundancy
 from ft_core.state import envelope
 
 FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -73,7 +74,7 @@ def check(case: str) -> int:
     job = Job(case, seed=1)
     ring, rank = job.adapter.ring, dist.get_rank()
     *_, adopter, role = ring
-    assert job.adapter.adopts, job.adapter.unable
+    assert job.adapter.replica_group.redundancy is Redundancy.ADOPTABLE, job.adapter.objection
     job.train(1, FIRST)
 
     def of_role() -> Any:

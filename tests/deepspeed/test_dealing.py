@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
+from ft_core.adapter import Redundancy, ReplicaGroup
 from ft_core.elastic.rules import Membership
 from ft_core.errors import ConfigError
 from ft_deepspeed.dealing import Dealing
@@ -37,8 +38,7 @@ class Role:
         self.patched: Any = None
         self.dealing = Dealing(
             self.session,  # type: ignore[arg-type]
-            group,
-            GROUPS,
+            ReplicaGroup(group, GROUPS, Redundancy.REPLICATED),
             micro,
             position=lambda: self.position,
             training=lambda: self.training,
