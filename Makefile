@@ -12,7 +12,7 @@ BIN312 := $(VENV312)/bin
 READY312 := $(VENV312)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-megatron demo test test-light test-megatron test-exhaustive lint bench clean
+.PHONY: help setup setup-megatron demo test test-light test-megatron test-exhaustive lint docs bench clean
 
 help:  ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ test-megatron: setup-megatron  ## Those of Megatron-LM's own training loop
 
 test-exhaustive: setup  ## The rest: more layouts and seeds of what `make test` runs
 	$(BIN)/python -m pytest -m exhaustive
+
+docs: setup  ## Build the pages of docs/, with the API from the docstrings: build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: setup  ## Measure what the README's figures come from
 	$(BIN)/python -m benchmarks

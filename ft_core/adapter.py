@@ -17,40 +17,68 @@ __all__ = ["Adapter", "Redundancy", "ReplicaGroup", "State", "StateTensor"]
 class StateTensor:
     """A tensor of a role's state after a step.
 
-    `holders` are the roles that have the same content (this one included). A `volatile` tensor may
-    change before the optimizer step (a running statistic, say), so it is copied at the step boundary
-    and not behind the next forward pass. Keep volatile tensors small.
+    All tensors with the same holders form a segment, which is copied, checked and sent as one.
     """
 
     name: str
+    """Unique within the role, and the same on all holders."""
     tensor: torch.Tensor
+    """Of any shape and dtype, on the device or on the host. It is read after this call, while the next
+    forward pass runs, and must not change before the optimizer's step."""
     holders: tuple[int, ...]
+    """The roles that have the same content after every step, this one included, in ascending order. All of
+    them list the same tensors with these holders, in the same order: any holder's copy serves any other. What
+    only this role has is copied to other nodes."""
     volatile: bool = False
+    """Whether it may change before the optimizer's step (a running statistic, say): then it is copied at the
+    end of the step, and not behind the next forward pass. Keep such tensors small."""
 
 
 class State(Protocol):
     """What is snapshotted and restored together: a role's state, or what a peer has adopted of it."""
 
     def tensors(self) -> Iterable[StateTensor]:
-        """The state after the step just finished, in an order that depends on the layout alone."""
+        """The state after the step just finished, in an order that depends on the layout alone.
+
+        What is there after the first step only (an optimizer's moments) may be missing before. Another set of
+        tensors than a step before costs new memory.
+        """
 
     def envelope(self) -> Any:
-        """Small state that is no tensor of its own: RNG, schedules, loss scaler, hyper-parameters."""
+        """Small state that is no tensor of its own: random states, schedules, loss scaler, hyper-parameters.
+
+        Plain data: numbers, strings, bytes, lists, tuples, dicts, small tensors and arrays. It is encoded as
+        JSON at the end of each step, and every float comes back to the bit. Anything else raises TypeError
+        there.
+        """
 
     def envelope_holders(self) -> tuple[int, ...]:
-        """Roles whose envelope would do for this role as well."""
+        """Roles whose envelope would do for this role as well, this one included.
+
+        An envelope with random states is the role's own wherever roles draw different numbers.
+        """
 
     def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
-        """Put a snapshot back in place. `tensors` are views of host memory: copy, do not keep."""
+        """Put a snapshot back in place.
+
+        `tensors`: by the names that `tensors` gave, views of host memory: copy, do not keep. A newcomer is
+        given what its predecessor had, also where its own state has no such tensor yet. `envelope`: what
+        `envelope` returned. What cannot be put back is an error to raise: it ends the job.
+        """
 
 
 class Adapter(State, Protocol):
-    """Framework side of snapshot and restore."""
+    """Framework side of snapshot and restore.
+
+    A class that names this one as its base must have `ring`, `reset` and what `State` has. The rest is for
+    elastic replica groups: as it is here, all roles are one group, which waits for a node where one is lost.
+    """
 
     ring: tuple[int, ...]
-    """The DP peers of this role in order, itself included: where replicas go first."""
+    """The data-parallel peers of this role in order, itself included: where replicas go first (FFTrainer's
+    neighbouring redundancy, section 4.2)."""
 
-    replica_group: ReplicaGroup
+    replica_group: ReplicaGroup = ReplicaGroup(0, 1, Redundancy.SHARDED)
     """Which replica group this role belongs to, and what the others have of its state."""
 
     def adopt(self, roles: Sequence[int]) -> Mapping[int, State]:
@@ -61,6 +89,11 @@ class Adapter(State, Protocol):
         names that it would have given: it comes from its snapshots, and goes back to it. Shards are restored
         after this role's own state.
         """
+        return {}
 
     def reset(self) -> None:
-        """Drop whatever an abandoned step left behind: gradients, pending handles, flags."""
+        """Drop whatever an abandoned step left behind: gradients, pending handles, flags.
+
+        Called on a role that lives through a failure, before its state is restored. The step may have been
+        left anywhere. No collective may be issued here.
+        """

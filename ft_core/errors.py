@@ -27,7 +27,8 @@ class ProtocolError(FtError):
 
 
 class TransportError(FtError):
-    """A transfer did not finish: peer gone, deadline passed, or data refused by the peer."""
+    """A transfer did not finish: peer gone, deadline passed, or data refused by the peer. Whoever asked takes
+    another source, or says in the next report what is missing."""
 
 
 class CorruptSnapshot(FtError):  # noqa: N818 - a noun for the thing found, as in the logs
@@ -35,8 +36,10 @@ class CorruptSnapshot(FtError):  # noqa: N818 - a noun for the thing found, as i
 
 
 class ReplayMismatch(FtError):  # noqa: N818
-    """A newcomer's start-up collectives differ from what its peers recorded."""
+    """A newcomer's start-up collectives differ from what its peers recorded: the script is not deterministic.
+    The message names the operation on both sides. Ends the job."""
 
 
 class Unrecoverable(FtError):  # noqa: N818
-    """No version exists that every role could have. The message names what was lost."""
+    """No version exists that every role could have. The message names what was lost. Ends the job, unless its
+    script resumes from checkpoints of its own."""

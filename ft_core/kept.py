@@ -6,6 +6,9 @@
 
 Without `ftrun` it does nothing. A name belongs to the object that was given for it last. What is kept is each
 role's own, and copied to another node with the rest of a version.
+
+It is for scripts on Megatron and DeepSpeed. A loop with an adapter of its own lists such state in the
+adapter, or takes it from a `Kept`, as those of the frameworks do.
 """
 
 from __future__ import annotations
@@ -33,7 +36,12 @@ _named: dict[str, Any] = {}
 
 
 def keep(**objects: Any) -> None:
-    """Have these go with every version from now on. Raises ConfigError for what has no state."""
+    """Have these objects go with every version from now on, under these names.
+
+    Each has `state_dict` and `load_state_dict`, with tensors and plain data in it, or is a tensor that is
+    changed in place. Every role names the same, anywhere before it matters. Raises ConfigError for what has
+    no state.
+    """
     for name, found in objects.items():
         parts = (getattr(found, part, None) for part in ("state_dict", "load_state_dict"))
         if not isinstance(found, torch.Tensor) and not all(map(callable, parts)):
@@ -48,7 +56,8 @@ class Kept:
     """What all named objects were at one moment of the script, or are to be."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
-        """As it is among the `tensors` of a snapshot, which are views and are copied; else nothing."""
+        """`tensors`: of a snapshot, by name; what was kept is found among them and copied. Without them
+        nothing is kept."""
         found = {} if tensors is None else tensors
         self._tensors = {n: t.detach().clone() for n, t in found.items() if n.startswith(PREFIX)}
         about = self._tensors.pop(_REST, None)
@@ -64,7 +73,10 @@ class Kept:
         return kept
 
     def tensors(self, holders: tuple[int, ...]) -> Iterator[StateTensor]:
-        """For a snapshot. There are none while nothing is named."""
+        """What an adapter adds to its own `tensors`; nothing while nothing is named.
+
+        `holders`: the roles that have the same content, usually this one alone.
+        """
         for name, tensor in self._tensors.items():
             yield StateTensor(name, tensor, holders)
         if self._rest:
@@ -72,7 +84,11 @@ class Kept:
             yield StateTensor(_REST, about, holders)
 
     def apply(self) -> None:
-        """Put it back into the objects of these names."""
+        """Put it back into the objects of these names.
+
+        Raises ConfigError where this worker has not named an object that its predecessor had, and
+        CorruptSnapshot where a tensor is missing.
+        """
         for name, rest in self._rest.items():
             if (found := _named.get(name)) is None:
                 raise ConfigError(

@@ -34,46 +34,70 @@ class Command:
     """What the user wants to run: a script, a module (`-m`) or any program (`--no-python`)."""
 
     target: str
+    """Path of the script, name of the module, or the program."""
     arguments: list[str] = field(default_factory=list)
+    """What comes after it on the command line."""
     module: bool = False
+    """Whether `target` names a module, which is run as `python -m` would."""
     no_python: bool = False
+    """Whether `target` is a program that takes the worker's place: nothing of it can be protected."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What every process of a job must know. Times in seconds."""
+    """What every process of a job must know. Times in seconds.
+
+    A job has `nnodes` times `nproc_per_node` roles, and as many workers; spares come on top.
+    """
 
     nnodes: int
+    """Nodes that train, once all are there (`--nnodes`, its MAX)."""
     nproc_per_node: int
+    """Workers of each node (`--nproc-per-node`)."""
     command: Command
+    """What each of them runs."""
     min_nodes: int = 0
-    """With how many nodes the job starts, if not with all: the other replica groups join when nodes do."""
+    """With how many nodes the job starts (`--nnodes`, its MIN): the other replica groups join when nodes do.
+    0: all."""
     stages: int = 1
-    """Pipeline stages; they matter where a job starts with some of its replica groups."""
+    """Pipeline stages (`--ft-pipeline-stages`). They matter where a job starts with some of its replica
+    groups."""
     controller: str = ""
     """The controller's address, host:port."""
     spares: int = 0
+    """Nodes that stand by, without a role (`--spares`)."""
     replicas: int = 1
-    """k: how many failure domains may be lost at once without losing state."""
+    """k: how many failure domains may be lost at once without losing state (`--ft-replicas`). 0 keeps no copy
+    on another node."""
     policy: str = "wait"
-    """With no spare left: `wait` for a node to join, `shrink` by the replica group, or `stop`."""
+    """With no spare left (`--ft-policy`): `wait` for a node to join, `shrink` by the replica group,
+    `stop`."""
     lr_intervention: str = "sqrt"
-    """What the learning rate does while replica groups are away, see `elastic.lr_factor`."""
+    """What the learning rate does while replica groups are away (`--ft-lr-intervention`): `sqrt`, `linear` or
+    `none`, see `ft_core.elastic.rules.lr_factor`."""
     heartbeat: float = 0.5
+    """Between two words of an agent to the controller."""
     heartbeats_missed: int = 20
     """How many make a node count as lost. Many: a process's death is known by its connection's end, and
     virtual machines stop for seconds."""
     quiesce_timeout: float = 60.0
     """How long a worker may take to leave its step before it is killed and replaced."""
     return_limit: float = 10.0
-    """How long replica groups wait for the state of one that comes back, before they go on without it."""
+    """How long replica groups wait for the state of one that comes back (`--ft-return-limit`), before they go
+    on without it."""
     durable_dir: str = ""
+    """Where durable checkpoints are written and looked for (`--ft-durable-dir`): a directory that all nodes
+    see."""
     durable_interval: int = 0
-    """Steps between durable checkpoints; 0 writes none."""
+    """Steps between durable checkpoints (`--ft-durable-interval`); 0 writes none."""
     redirects: int = 3
+    """Which of a worker's streams go to files: 0 none, 1 stdout, 2 stderr, 3 both."""
     tee: int = 3
+    """Which streams go to files and to the console of `ftrun` (`--tee`), by the same numbers."""
     log_prefix: bool = False
+    """Whether a line on the console begins with the name of the node that it comes from."""
     inject: str = ""
+    """Failures on purpose (`--ft-inject`), see `ft_core.process.inject`."""
     environment: dict[str, str] = field(default_factory=dict)
     """Set in every worker, as torchrun's own variables are."""
     given: list[str] = field(default_factory=list)
@@ -81,12 +105,12 @@ class Settings:
 
     @property
     def world_size(self) -> int:
-        """Number of roles."""
+        """Number of roles, as of global ranks."""
         return self.nnodes * self.nproc_per_node
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Nodes with spares, roles, and roles on a node."""
+        """(nodes, spares included; roles; roles on a node)."""
         return self.nnodes + self.spares, self.world_size, self.nproc_per_node
 
     @property
@@ -96,12 +120,12 @@ class Settings:
 
     @property
     def first_nodes(self) -> int:
-        """How many nodes the job starts with."""
+        """How many nodes the job starts with, spares not included."""
         return self.min_nodes or self.nnodes
 
     @property
     def start(self) -> Start:
-        """The roles that the job starts with."""
+        """Which of the roles the job starts with: all, unless `min_nodes` says otherwise."""
         return Start(self.world_size, self.stages, self.first_nodes * self.nproc_per_node // self.stages)
 
     def configured(self, values: Mapping[str, Any], source: str) -> Settings:
@@ -125,7 +149,10 @@ class Settings:
         return changed
 
     def check(self, names: Mapping[str, str] | None = None) -> None:
-        """Raises ConfigError for what cannot work together; `names`: who said it, where not the flag."""
+        """Raise ConfigError for what cannot work together.
+
+        `names`: of settings that did not come from their flag, how a message calls them.
+        """
         name = {**FLAGS, **(names or {})}
         for count in ("replicas", "spares"):
             if getattr(self, count) < 0:
@@ -158,7 +185,7 @@ class Settings:
             )
 
     def write(self, job_dir: Path) -> None:
-        """Write `job.json`."""
+        """Write `job.json` into the job directory. Raises OSError if it cannot be written."""
         (job_dir / "job.json").write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @classmethod

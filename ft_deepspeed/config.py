@@ -20,31 +20,41 @@ Json = dict[str, Any]
 
 
 class _Strict(BaseModel):
-    """A description says what a value must be, as an error message goes on after "must be"."""
-
+    # A field's description says what a value must be, as an error message goes on after "must be".
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 class Durable(_Strict):
-    """Checkpoints on storage, written by the agents while training goes on."""
+    """`fault_tolerance.durable`: checkpoints on storage, written by the agents while training goes on."""
 
     interval: int = Field(ge=1, description="a whole number of steps, 1 or more")
+    """Steps from one to the next."""
     dir: str = Field(min_length=1, description='a directory that all nodes see, such as "/shared/ckpt"')
+    """Where they are written; a new job with the same directory starts from the newest complete one."""
 
 
 class FaultTolerance(_Strict):
-    """The section."""
+    """The section `fault_tolerance` of a DeepSpeed configuration. A key that it does not have is an error.
+
+    A value of the wrong type is one, too: `"1"` is no number, and neither is `true`.
+    """
 
     enabled: bool = Field(True, description="true or false")
+    """False trains without protection, as if there were no section."""
     replicas: int = Field(1, ge=0, description="a whole number, 0 or more: nodes that may be lost at once")
+    """k: how many failure domains may be lost at once without losing state."""
     spares: int = Field(0, ge=0, description="a whole number, 0 or more: nodes that stand by")
+    """Nodes without a role, imports done; `ftrun --standalone` starts them."""
     policy: Literal["wait", "shrink", "stop"] = Field("wait", description='"wait", "shrink" or "stop"')
+    """With no spare left: wait for a node to join, go on without the replica group, or end the job."""
     durable: Durable | None = Field(
         None, description='an object like {"interval": 500, "dir": "/shared/ckpt"}; leave it out for none'
     )
+    """Checkpoints on storage; none without it."""
     lr_intervention: Literal["sqrt", "linear", "none"] = Field(
         "sqrt", description='"sqrt", "linear" or "none"'
     )
+    """What the learning rate does while replica groups are away, see `ft_core.elastic.rules.lr_factor`."""
 
     def settings(self) -> Json:
         """What the engine must know, by its own names (`ft_core.settings.FLAGS`).

@@ -60,7 +60,10 @@ def settings(arguments: list[str]) -> dict[str, Any]:
 
 
 def of(args: Any) -> dict[str, Any] | None:
-    """As `settings`, from Megatron's validated arguments; None when they do not ask for protection."""
+    """As `settings`, from Megatron's validated arguments; None when they do not ask for protection.
+
+    Raises ConfigError where flags and YAML contradict each other.
+    """
     if getattr(args, "yaml_cfg", None) is None:
         return _combined(args, None)
     # Megatron has dropped its command line for the file; `--ft` and its values hold beside either.
@@ -153,7 +156,10 @@ def _load(path: str) -> Any:
 
 
 def check(args: Any) -> None:
-    """Raises ConfigError naming each argument that cannot go with `--ft`, why, and what to do."""
+    """Raise ConfigError for arguments that cannot go with `--ft`: it names each, why, and what to do.
+
+    `args`: Megatron's; one that its version does not have is not asked for.
+    """
     if problems := [f"{r.flag} cannot go with --ft: {r.why}" for r in _REFUSED if r.holds(args)]:
         raise ConfigError(f"{'; '.join(problems)}; or leave --ft out to train without protection")
 

@@ -29,9 +29,12 @@ class Job:
     """
 
     def __init__(self, *, enabled: bool, model: list[Any], optimizer: Any, scheduler: Any) -> None:
-        """`model`: the DDP-wrapped chunks. `enabled` False leaves the training path untouched.
+        """`model`: the DDP-wrapped chunks, one for each virtual pipeline stage of this rank. `optimizer` as
+        `get_megatron_optimizer` made it. `scheduler`: Megatron's, or None. `enabled`
+        False leaves the training path untouched: the same loop runs under torchrun.
 
-        Raises ConfigError when fault tolerance was asked for and cannot work.
+        Made once per process, when model, optimizer and scheduler are what training begins with, and before a
+        step. Raises ConfigError when fault tolerance was asked for and cannot work.
         """
         self._session: Session | None = session.current()
         self._step = 0
@@ -45,7 +48,8 @@ class Job:
         self._membership = Membership(1)
         self._exchange: Exchange | None = None
         self.inherited: Any = None
-        """The result of step `step`, if another worker did that step in this role, else None."""
+        """What `step_done` was given for step `step`, if another worker did that step in this role and may
+        not have logged it, else None."""
         if not enabled:
             if self._session is not None:
                 self._session.unprotected()
@@ -69,11 +73,14 @@ class Job:
     @property
     def replaying(self) -> bool:
         """Whether this process has been further than `step` already, in the same way: what it logs now, it
-        logged before."""
+        logged before. Asked after `step_done`."""
         return self.step < self._newest or self._repeated
 
     def printed(self, text: str) -> bool:
-        """Whether the worker that logged before this one has printed `text`, which belongs to step `step`."""
+        """Whether the worker that logged before this one has printed `text`, which belongs to step `step`.
+
+        It is looked for in that worker's log files, as far as they can be seen from this node.
+        """
         if self._session is None or self._adapter is None or self.step > self._doubtful:
             return False
         return self._session.printed(text, self._adapter.ring if self._session.elastic else ())
@@ -92,7 +99,7 @@ class Job:
 
     @property
     def lead(self) -> int:
-        """The first data-parallel rank that is there: it writes the log."""
+        """The first data-parallel rank that is there, counted over all replica groups: it writes the log."""
         if self._session is None or self._adapter is None:
             return 0
         return self._session.taking_part[0] * self._adapter.member[1]
@@ -116,9 +123,11 @@ class Job:
         return forward_backward if self._exchange is None else self._exchange.schedule(forward_backward)
 
     def mean(self, value: torch.Tensor, group: Any, of_training: bool = True) -> torch.Tensor:
-        """The mean over the data-parallel ranks in `group` that took part, in place.
+        """The mean of `value`, of any shape, over the data-parallel ranks in `group` that took part, in
+        place.
 
-        In a training step those alone count that have been dealt samples.
+        `group`: a torch process group. `of_training`: in a training step those alone count that have been
+        dealt samples. All ranks of the group call it.
         """
         if self._session is None:
             dist.all_reduce(value, group=group)
@@ -134,7 +143,12 @@ class Job:
     # -- the step ------------------------------------------------------------------------------
 
     def step_done(self, result: Any = None) -> None:
-        """The step is complete on this rank; `result`, plain data for the log, travels with the state."""
+        """The step is complete on this rank: its state is staged now, and `step` is one more.
+
+        `result`, plain data for the log, travels with the state (see `inherited`). All that belongs to the
+        step has been done before, the scheduler's step included. Raises ConfigError for a loop that does not
+        take its samples from `samples` under policy `shrink`.
+        """
         if self._adapter is not None:
             self._adapter.result = result
         self.inherited = None
@@ -154,14 +168,17 @@ class Job:
         self._newest = max(self._newest, self.step)
 
     def point(self, name: str) -> None:
-        """A named place where a test may have a fault injected."""
+        """A place where `--ft-inject` may have this worker or its node killed; `name`: one of
+        `ft_core.process.inject.POINTS`."""
         if self._session is not None:
             self._session.point(name)
 
     def run(self, train: Callable[[], Result], step: Callable[[], object] = lambda: None) -> Result:
         """Run `train` to its end, through any number of recoveries, and return what it returns.
 
-        `step`: a training step. A replica group that comes back rehearses it, before others wait for it.
+        `train` is called again after a recovery, on all ranks alike, and takes up the work at `step`. Once
+        per process. `step`: a training step. A replica group that comes back rehearses it, before others wait
+        for it. Errors that no recovery explains pass through.
         """
         if self._session is None:
             return train()

@@ -20,7 +20,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Put back what `capture` returned."""
+    """Put back what `capture` returned, in the same process or in another one."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])

@@ -61,7 +61,7 @@ class Stage(StrEnum):
 
 
 class Session:
-    """One worker's part in the job. Made by `ft_core.worker.entry` before the user's script starts."""
+    """One worker's part in the job. It is there before the user's script starts: see `current`."""
 
     def __init__(self, channel: Channel, secret: bytes, job_dir: Path, worker: int) -> None:
         self._channel, self._secret = channel, secret
@@ -91,8 +91,11 @@ class Session:
         self._collection = Pause()
         self.job_dir = job_dir
         self.epoch = 0
+        """The assignment of roles to workers that this worker is in: 1, and 1 more with every recovery."""
         self.role = -1
+        """The global rank that this worker plays."""
         self.world_size = 0
+        """How many roles the job has."""
         self.version = 0
         """How many steps the state of this role has seen."""
         self.membership = Membership(1)
@@ -136,11 +139,15 @@ class Session:
     # -- the step ------------------------------------------------------------------------------
 
     def protect(self, adapter: Adapter, train: Callable[[], T], version: int) -> T:
-        """Run `train` to its end through any number of recoveries; only local work may follow.
+        """Run `train` to its end through any number of recoveries, and return what it returns.
 
         `train` must take up the work at `self.version` whenever it is called: after a recovery it is
-        called again, on every role alike. `version` is the number of steps that the state has seen.
-        Errors that no recovery explains are the caller's and pass through.
+        called again, on every role alike. `version` is the number of steps that the state has seen, the same
+        on all roles: 0, or that of the script's own checkpoint. Once per process, on every role; only local
+        work may follow.
+
+        Errors that no recovery explains are the caller's and pass through. Raises ConfigError where the job
+        cannot be protected.
         """
         self.begin(adapter, version, lambda: None)
         return self.part(train, last=True)
@@ -311,7 +318,10 @@ class Session:
         self._persist(self._catch_up, self._quiesce)
 
     def inside(self) -> AbstractContextManager[None]:
-        """A call of the framework's that is done again from its beginning when a failure interrupts it."""
+        """Wraps a call of the framework's that is done again from its beginning when a failure interrupts it.
+
+        Its collectives are not recorded; they raise EpochChanged when the epoch is over.
+        """
         return self.comms.startup.paused()
 
     def moved(self, error: Exception) -> bool:
@@ -322,7 +332,8 @@ class Session:
         return True
 
     def raise_if_moved(self) -> None:
-        """Leave the step when a new epoch was announced. Raises EpochChanged."""
+        """Leave the step when a new epoch was announced, and not in its next collective. Raises
+        EpochChanged."""
         if self._pending > self.epoch:
             raise EpochChanged(f"epoch {self._pending} was announced; role {self.role} leaves its step")
 
@@ -353,9 +364,12 @@ class Session:
         self._send({"type": "unprotected"})
 
     def commit_wait(self) -> None:
-        """Wait until this version is staged here and verified at the ring peers (DeadPool, VI-A).
+        """Wait until this version is staged here and verified at the nodes that keep copies of it (DeadPool,
+        section VI-A).
 
-        Called before the rank contributes to the barrier; see docs/design.md for why not after it.
+        Called in each step before this role contributes to the barrier, which is any collective that cannot
+        end before all roles have entered it; see docs/recovery_rule.md for why not after it. Raises
+        EpochChanged when a failure comes first.
         """
         if self._snapshots is None:  # a rehearsal
             return
@@ -372,9 +386,9 @@ class Session:
     def optimizer_begins(self) -> None:
         """The barrier is passed: from here on the state changes. Raises EpochChanged if it was not.
 
-        With NCCL the host runs ahead of the exchanges, and an aborted one ends like any other, with garbage:
-        so it is waited for them, and only then looked whether the epoch is over. The abort comes after the
-        announcement.
+        Called in each step between the barrier and the first change of the state. With NCCL the host runs
+        ahead of the exchanges, and an aborted one ends like any other, with garbage: so it is waited for
+        them, and only then looked whether the epoch is over. The abort comes after the announcement.
         """
         if self._snapshots is None:  # a rehearsal
             return
@@ -388,8 +402,9 @@ class Session:
     def step_done(self, trained: Message | None = None) -> None:
         """The step is complete on this role: its state is a new version, which is staged at once.
 
-        `trained`: for the ledger, the samples of the step as `elastic.Deal` has them. One role of each
-        replica group gives them: all groups know the same, and the ledger must not lose a step with one.
+        Copying goes on behind the next forward pass. `trained`: for the ledger, the samples of the step as
+        `ft_core.elastic.rules.Deal` has them, with policy `shrink` only. One role of each replica group gives
+        them: all groups know the same, and the ledger must not lose a step with one.
         """
         assert self._snapshots is not None
         self._collection.end()
@@ -420,7 +435,8 @@ class Session:
             self._hold_in = 0
 
     def point(self, name: str) -> None:
-        """A place where a failure may be injected."""
+        """A place where `--ft-inject` may have this worker or its node killed; `name`: one of
+        `ft_core.process.inject.POINTS`."""
         if self._injector.armed:
             self._injector.point(self.role, name, self.version)
 

@@ -1,0 +1,119 @@
+"""The pages of docs/ build strictly and without a network, and the API's have all that is public."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
+OFFLINE = """
+import socket, sys
+def connect(*_): raise OSError("a page is built without a network")
+socket.socket.connect = socket.create_connection = connect
+from mkdocs.__main__ import cli
+cli(sys.argv[1:])
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make docs` builds; dead links, pages outside of the navigation and unknown names are errors."""
+    built = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE, "build", "--strict", "--quiet", "--site-dir", str(built)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return built
+
+
+def documented(page: Path) -> list[tuple[str, list[str]]]:
+    """What a page asks to be described: (dotted name, the members that it chooses)."""
+    found: list[tuple[str, list[str]]] = []
+    for line in page.read_text().splitlines():
+        if line.startswith("::: "):
+            found.append((line.removeprefix("::: "), []))
+        elif listed := re.fullmatch(r" +members: \[(.+)\]", line):
+            found[-1][1].extend(listed[1].split(", "))
+        elif listed := re.fullmatch(r" +- (\w+)", line):
+            found[-1][1].append(listed[1])
+    return found
+
+
+def source(name: str) -> Path | None:
+    path = ROOT / (name.replace(".", "/") + ".py")
+    return path if path.exists() else None
+
+
+def public(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, str]]:
+    """(dotted name, docstring) of each class, function and annotated attribute."""
+    for at, node in enumerate(body):
+        name = getattr(node, "name", "")
+        if isinstance(node, ast.AnnAssign):
+            assert isinstance(node.target, (ast.Name, ast.Attribute))
+            name = node.target.id if isinstance(node.target, ast.Name) else ""
+        if not name or name.startswith("_"):
+            continue
+        if isinstance(node, ast.AnnAssign):
+            after = body[at + 1] if at + 1 < len(body) else None
+            text = after.value if isinstance(after, ast.Expr) else None
+            said = text.value if isinstance(text, ast.Constant) and isinstance(text.value, str) else ""
+            yield f"{prefix}.{name}", said
+        elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            yield f"{prefix}.{name}", ast.get_docstring(node) or ""
+            if isinstance(node, ast.ClassDef):
+                yield from public(node.body, f"{prefix}.{name}")
+
+
+def test_nothing_comes_from_elsewhere(site: Path) -> None:
+    """A page that is read where there is no network looks the same: no fonts, scripts or images of others."""
+    pages = list(site.rglob("*.html"))
+    assert {path.name for path in pages} >= {"index.html", "tutorial.html", "design.html", "adapter.html"}
+    for page in pages:
+        remote = re.findall(
+            r"<(?:script|img|link|iframe)\b[^>]*(?:src|href)=\"(?:https?:)?//[^>]*>", page.read_text()
+        )
+        assert not remote, f"{page.relative_to(site)}: {remote}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_the_api_has_all_that_it_names(site: Path, page: Path) -> None:
+    html = (site / "api" / f"{page.stem}.html").read_text()
+    anchors = set(re.findall(r' id="([\w.]+)"', html))
+    for name, members in documented(page):
+        for member in members:
+            assert f"{name}.{member}" in anchors, f"{page.name}: {name} has no {member}"
+        path = source(name)
+        if path is None or members:
+            continue
+        for found, _ in public(ast.parse(path.read_text()).body, name):
+            assert found in anchors, f"{page.name}: nothing about {found}"
+
+
+def test_docstrings_of_the_api_are_sentences() -> None:
+    """A word or two says nothing that the name does not."""
+    short = []
+    for page in PAGES:
+        for name, members in documented(page):
+            path = source(name) or source(name.rpartition(".")[0])
+            assert path is not None, f"{page.name}: {name} is not there"
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            for found, said in public(ast.parse(path.read_text()).body, module):
+                chosen = found.startswith(name) and (
+                    not members or found.removeprefix(f"{name}.").split(".")[0] in members
+                )
+                if chosen and len(said.split()) < 4:
+                    short.append(f"{found}: {said!r}")
+    assert not short, "\n".join(short)
