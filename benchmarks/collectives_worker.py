@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from ft_core.comm import backend
 from ft_core.comm.inner import Inner, devices_of, start
 from ft_core.comm.process_group import Communicators
 from ft_core.comm.rendezvous import EpochStore
 from ft_core.errors import EpochChanged
+from ft_core.protocol.groups import GroupId
 
 LIMIT = timedelta(seconds=180)
 """For one operation; only a rank that has gone makes it matter."""
@@ -150,7 +152,7 @@ def _join(rank: int, world: int, address: str, backends: str) -> Communicators:
     """Make the default group one of the `ft` backend, in epoch 1."""
     torch.set_num_threads(1)
     comms = Communicators(rank, world, on_failure=lambda reason: None, secret=SECRET)
-    comms.install()
+    backend.install(comms)
     comms.swap(1, address)
     comms.end_startup()
     dist.init_process_group(backends, timeout=LIMIT)
@@ -160,7 +162,8 @@ def _join(rank: int, world: int, address: str, backends: str) -> Communicators:
 def _bare(name: str, rank: int, world: int, address: str, backends: str) -> Any:
     """A plain group of torch's, not known to it by any name."""
     gpu = rank if "nccl" in backends else None
-    inner = Inner(name, tuple(range(world)), rank, devices_of(backends), LIMIT, None, 1, gpu)
+    group = GroupId.of(range(world), 0)
+    inner = Inner(group, tuple(range(world)), rank, devices_of(backends), LIMIT, None, 1, gpu)
     inner.connect(dist.PrefixStore(name, EpochStore(address, SECRET, 1)))
     return inner.pg
 

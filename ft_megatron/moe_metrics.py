@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ft_core.comm.collectives import FtProcessGroup
+from ft_core.protocol.groups import GroupId
 
 _GROUP = "group"
 
@@ -25,7 +26,7 @@ def capture() -> dict[str, dict[str, Any]]:
     }
 
 
-def restore(saved: dict[str, dict[str, Any]], group_named: Callable[[str], Any]) -> None:
+def restore(saved: dict[str, dict[str, Any]], find_group: Callable[[GroupId], Any]) -> None:
     """Put the table back; entries that came later are as new."""
     entries, make = _table()
     entries.clear()
@@ -34,7 +35,7 @@ def restore(saved: dict[str, dict[str, Any]], group_named: Callable[[str], Any])
         for key, value in fields.items():
             if key != "values":
                 named = isinstance(value, dict)
-                _fields(entry)[key] = group_named(value[_GROUP]) if named else value
+                _fields(entry)[key] = find_group(GroupId.parse(value[_GROUP])) if named else value
         entries[name] = entry
 
 
@@ -53,5 +54,5 @@ def _fields(entry: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, FtProcessGroup):
-        return {_GROUP: value.ft_name}
+        return {_GROUP: str(value.identity)}
     return value

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ft_core.elastic.rules import Membership
+from ft_core.protocol.groups import GroupId
 from ft_core.worker import session
 from ft_core.worker.session import Session
 from ft_megatron import moe_metrics, replica_groups, saves
@@ -68,8 +69,8 @@ def install(training: ModuleType) -> None:
 class Loop:
     """The training loop's own state: what a worker needs to know to enter it where its peers are."""
 
-    def __init__(self, training: ModuleType, loaders: Loaders, group_named: Callable[[str], Any]) -> None:
-        self._training, self._loaders, self._group_named = training, loaders, group_named
+    def __init__(self, training: ModuleType, loaders: Loaders, find_group: Callable[[GroupId], Any]) -> None:
+        self._training, self._loaders, self._find_group = training, loaders, find_group
         args = training.get_args()
         self.first: tuple[int, int] = (args.iteration, args.num_floating_point_operations_so_far)
         """Iteration and floating-point operations at the job's beginning."""
@@ -127,7 +128,7 @@ class Loop:
             for name, value in values.items():
                 setattr(owner, name, value)
         self._loaders.seek(saved["data"])
-        moe_metrics.restore(saved["experts"], self._group_named)
+        moe_metrics.restore(saved["experts"], self._find_group)
         self._training._TRAIN_START_TIME = saved["started"]  # type: ignore[attr-defined]
 
     def reset(self) -> None:
@@ -226,7 +227,7 @@ class Hooks:
             return original(forward_step_func, model, optimizer, scheduler, *args, **kwargs)
         assert current is not None, "checked with the arguments"
         self._session = current
-        self._loop = loop = Loop(self._training, self.loaders, current.comms.named)
+        self._loop = loop = Loop(self._training, self.loaders, current.comms.find)
         self._adapter = adapter = PretrainAdapter(model, optimizer, scheduler, loop)
         self._groups = groups = ReplicaGroups(self._training, current, adapter)
         self._log = ProgressLog(self._training, groups.printed, groups.is_last)

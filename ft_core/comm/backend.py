@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ft_core.comm.collectives import FtProcessGroup
+from ft_core.comm.process_group import Communicators
 from ft_core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from ft_core.comm.process_group import Communicators
 
 NAME = "ft"
 
@@ -22,7 +20,8 @@ def install(comms: Communicators) -> None:
 
     Two functions that both of them go through are replaced in torch's module, so it does not matter who
     imported what before: `rendezvous` (no network: a local store) and `_new_process_group_helper`.
-    `get_backend` still returns what was asked for, because frameworks branch on "gloo" and "nccl".
+    `get_backend` still returns what was asked for, because frameworks branch on "gloo" and "nccl". Once per
+    process.
     """
     original: Any = c10d._new_process_group_helper
     asked_for = ""

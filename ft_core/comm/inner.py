@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import Backend, BackendConfig
 from ft_core.comm.partial import Partial
 from ft_core.comm.rendezvous import EpochStore, connected
 from ft_core.errors import EpochChanged
+from ft_core.protocol.groups import GroupId, Series
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class Inner:
 
     def __init__(
         self,
-        name: str,
+        group: GroupId,
         members: tuple[int, ...],
         rank: int,
         devices: dict[str, str],
@@ -69,12 +70,12 @@ class Inner:
         partial: Partial | None = None,
     ) -> None:
         self.partial = partial
-        self.name, self.members, self.rank, self.epoch = name, members, rank, epoch
+        self.group, self.members, self.rank, self.epoch = group, members, rank, epoch
         self.ready = False
         self.error: Exception | None = None
         self.pg: Any = None
-        self.issued: Counter[str] = Counter()
-        """Operations that were begun here: of the whole group under "", others by sender and receiver."""
+        self.issued: Counter[Series] = Counter()
+        """Operations that were begun here."""
         self.wanted = False
         """Whether an operation of the whole group waits for the communicator to be open."""
         self._devices, self.timeout, self._options = devices, timeout, options
@@ -99,11 +100,11 @@ class Inner:
         if kind is None:
             return
         if kind not in ("send", "recv"):
-            self.issued[""] += by
+            self.issued[Series(self.group)] += by
         elif len(args) > 2:  # a receive from any source is nobody's in particular
             roles = self.members if self.partial is None else self.partial.members
             me, peer = self.members[self.rank], roles[args[1]]
-            self.issued[f"/{me}>{peer}" if kind == "send" else f"/{peer}>{me}"] += by
+            self.issued[Series(self.group, (me, peer) if kind == "send" else (peer, me))] += by
 
     def connect(self, store: dist.Store) -> None:
         """Build the communicator; blocks until every member does. RuntimeError if a member is lost."""
@@ -111,7 +112,7 @@ class Inner:
         kinds = set(self._devices.values())
         default = "nccl" if "nccl" in kinds else "gloo"
         pg._set_default_backend(Backend.backend_type_map[default])
-        pg._set_group_name(self.name)
+        pg._set_group_name(str(self.group))
         pg._set_group_desc(f"epoch {self.epoch}")
         self._backends = {kind: self._connect(kind, dist.PrefixStore(f"{kind}/", store)) for kind in kinds}
         for device, kind in self._devices.items():
@@ -126,7 +127,7 @@ class Inner:
         options = self._options or dist.ProcessGroupNCCL.Options()
         options._timeout = self.timeout
         options.global_ranks_in_group = list(self.members)
-        options.group_name = self.name
+        options.group_name = str(self.group)
         nccl = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
         nccl._set_sequence_number_for_group()
         if self._cuda_device is not None:
@@ -168,10 +169,10 @@ class Opener:
         secret: bytes,
         role: int,
         alive: Callable[[], bool],
-        asked: Callable[[str], None],
+        asked: Callable[[GroupId], None],
         newcomers: Collection[int] = (),
     ) -> None:
-        """`alive`: whether the epoch is under way. `asked` is given the names of groups that others open.
+        """`alive`: whether the epoch is under way. `asked` is given the groups that others open.
         `newcomers`: roles that have other workers than in the epoch before."""
         self.epoch, self._newcomers = epoch, frozenset(newcomers)
         self._address, self._secret, self._role = address, secret, role
@@ -193,11 +194,11 @@ class Opener:
         try:
             store = self._store()
             self._meet(store, inner, urgent)
-            inner.connect(dist.PrefixStore(f"{inner.name}/", store))
+            inner.connect(dist.PrefixStore(f"{inner.group}/", store))
         except dist.DistStoreError as error:
             if self._alive():
                 raise
-            over = f"epoch {self.epoch} ended while group {inner.name} was being opened"
+            over = f"epoch {self.epoch} ended while group {inner.group} was being opened"
             raise EpochChanged(over) from error
 
     def _meet(self, store: EpochStore, inner: Inner, urgent: bool) -> None:
@@ -206,15 +207,15 @@ class Opener:
             self._ask(store, inner, "all", inner.members)
 
         self._ask(store, inner, "newcomers", self._newcomers)
-        store.meet(f"{inner.name}/met", inner.size, NOW if urgent else PATIENCE, ask)
+        store.meet(f"{inner.group}/met", inner.size, NOW if urgent else PATIENCE, ask)
 
     def _ask(self, store: EpochStore, inner: Inner, whom: str, roles: Collection[int]) -> None:
         wanted = [member for member in inner.members if member in roles and member != self._role]
-        if not wanted or store.add(f"{inner.name}/asked/{whom}", 1) > 1:
+        if not wanted or store.add(f"{inner.group}/asked/{whom}", 1) > 1:
             return
         for member in wanted:
             number = store.add(f"asks/{member}", 1)
-            store.set(f"ask/{member}/{number}", inner.name)
+            store.set(f"ask/{member}/{number}", str(inner.group))
 
     def listen(self) -> None:
         """Report the groups that this role is asked to open, until the epoch is over."""
@@ -222,7 +223,7 @@ class Opener:
         try:
             store = self._store()
             while True:
-                self._asked(store.next(f"ask/{self._role}/{number}"))
+                self._asked(GroupId.parse(store.next(f"ask/{self._role}/{number}")))
                 number += 1
         except dist.DistStoreError as error:
             # Mostly its node has died, and the next epoch is about to come.

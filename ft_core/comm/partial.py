@@ -20,6 +20,7 @@ import torch
 from torch import distributed as dist
 
 from ft_core.errors import FtError
+from ft_core.protocol.groups import GroupId
 
 Fill = Callable[[], None]
 
@@ -28,11 +29,11 @@ class Partial:
     """The members of a group as its communicator of this epoch sees them."""
 
     def __init__(
-        self, name: str, members: Sequence[int], absent: Mapping[int, int], role: int, adopted: bool
+        self, group: GroupId, members: Sequence[int], absent: Mapping[int, int], role: int, adopted: bool
     ) -> None:
         """`absent`: roles that are away, each with its counterpart. `role`: this one. `adopted`: counterparts
         hold the state of those that are away, beside their own."""
-        self._name, self.members, self._absent = name, members, absent
+        self._group, self.members, self._absent = group, members, absent
         self._rank, self._adopted = members.index(role), adopted
         self._places = [i for i, role in enumerate(members) if role not in absent]
         """Ranks in the group, in the order of ranks in the communicator."""
@@ -116,7 +117,7 @@ class Partial:
 
     def _refusal(self, what: str) -> FtError:
         return FtError(
-            f"{what} in group {self._name}, of whose {self._size} members {self._size - len(self._places)} "
+            f"{what} in group {self._group}, of whose {self._size} members {self._size - len(self._places)} "
             "are away with their replica groups: it cannot go on without them; use --ft-policy wait"
         )
 

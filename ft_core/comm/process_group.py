@@ -3,7 +3,7 @@
 `Communicators` is the registry of a worker's groups and all that the session talks to:
 
     comms = Communicators(role, world_size, on_failure=report)
-    comms.install()                       # init_process_group and new_group now make `ft` groups
+    backend.install(comms)                # init_process_group and new_group now make `ft` groups
     comms.swap(epoch, "host:port", ...)   # a plan arrived: communicators of this epoch may open
     comms.abort(epoch)                    # watcher thread: epochs below this one are over
 """
@@ -22,20 +22,15 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ft_core.comm.backend import install
-from ft_core.comm.collectives import (
-    COLLECTIVES,
-    AnySourceWork,
-    FtProcessGroup,
-    FtWork,
-    is_the_scripts,
-    is_transport_error,
-)
+from ft_core.comm.collectives import COLLECTIVES, FtProcessGroup
 from ft_core.comm.flights import Flight, Flights
 from ft_core.comm.inner import Inner, Opener, start
 from ft_core.comm.partial import Partial
 from ft_core.comm.startup import Fetch, Startup
+from ft_core.comm.startup_log import CountsByRole
+from ft_core.comm.works import AnySourceWork, FtWork, is_the_scripts, is_transport_error
 from ft_core.errors import EpochChanged, FtError
+from ft_core.protocol.groups import GroupId, Series, Tally
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +80,8 @@ class Communicators:
         self._created: Counter[tuple[int, ...]] = Counter()
         self._absent: Mapping[int, int] = {}
         self._adopted = False
-        self._opener = Opener(-1, "", b"", role, lambda: False, lambda name: None)
-        self._asked: set[str] = set()
+        self._opener = Opener(-1, "", b"", role, lambda: False, lambda group: None)
+        self._asked: set[GroupId] = set()
         self._to_reopen: list[FtProcessGroup] = []
         self._reported = self._announced = -1
         self._flying, self._generation = 0, 0
@@ -99,7 +94,7 @@ class Communicators:
         self,
         epoch: int,
         store_address: str,
-        completed: Mapping[str, Any] | None = None,
+        completed: CountsByRole | None = None,
         fetch: Fetch | None = None,
         absent: Mapping[int, int] | None = None,
         adopted: bool = False,
@@ -251,7 +246,7 @@ class Communicators:
         if inner.error is not None:
             self.failed(inner.epoch, inner.error)
         if inner.epoch < self.aborted:
-            raise EpochChanged(f"epoch {inner.epoch} ended while role {self.role} opened {inner.name}")
+            raise EpochChanged(f"epoch {inner.epoch} ended while role {self.role} opened {inner.group}")
         return inner
 
     def _claim(self, group: FtProcessGroup) -> tuple[Inner, bool]:
@@ -261,9 +256,9 @@ class Communicators:
         present = tuple(role for role in group.members if role not in self._absent)
         partial = None
         if present != group.members:
-            partial = Partial(group.ft_name, group.members, self._absent, self.role, self._adopted)
+            partial = Partial(group.identity, group.members, self._absent, self.role, self._adopted)
         group.inner = Inner(
-            group.ft_name,
+            group.identity,
             present,
             present.index(self.role),
             group.devices,
@@ -325,11 +320,11 @@ class Communicators:
             if fresh:
                 self._open(inner, opener, group.p2p_used)
 
-    def _on_asked(self, name: str) -> None:
+    def _on_asked(self, identity: GroupId) -> None:
         with self._condition:
-            group = self.named(name)
+            group = self.find(identity)
             if group is None:
-                self._asked.add(name)  # its creation is still to come
+                self._asked.add(identity)  # its creation is still to come
                 return
             inner, fresh = self._claim(group)
             opener = self._opener
@@ -384,7 +379,7 @@ class Communicators:
             return generation != self._generation or landed()
 
         def overdue() -> None:
-            what = f"{method} in group {inner.name} of epoch {inner.epoch}"
+            what = f"{method} in group {inner.group} of epoch {inner.epoch}"
             late = RuntimeError(f"{what} has not ended within the group's time-out of {inner.timeout}")
             try:
                 self.failed(inner.epoch, late)
@@ -404,18 +399,18 @@ class Communicators:
                 if self._flying == 0 and self.traffic is not None:
                     self.traffic(0)
 
-    def issued(self) -> dict[str, int]:
-        """Operations begun in this epoch, by group (and sender and receiver). Any thread.
+    def issued(self) -> dict[Series, int]:
+        """Operations begun in this epoch. Any thread.
 
         Who has come to the end of its script takes part in no more than it has told here.
         """
         with self._condition, self._traffic_lock:
-            found: dict[str, int] = {}
+            found: dict[Series, int] = {}
             for inner in (group.inner for group in self._groups):
                 if inner is not None and inner.epoch == self.epoch and inner.size > 1:
-                    found |= {inner.name + key: count for key, count in inner.issued.items()}
+                    found |= inner.issued
                     if inner.wanted and not inner.ready:
-                        found[inner.name] = 1
+                        found[Series(inner.group)] = 1
             return found
 
     # -- start-up phase ---------------------------------------------------------------------------
@@ -423,27 +418,27 @@ class Communicators:
     def end_startup(self) -> None:
         """The first training section begins. Raises ReplayMismatch if peers did more start-up than this."""
         with self._condition:
-            self.startup.end({g.ft_name: g.rank() for g in self._groups})
+            self.startup.end(g.identity for g in self._groups)
 
     def reached(self, step: int) -> None:
         """See `Startup.reached`."""
         with self._condition:
             self.startup.reached(step)
 
-    def startup_counts(self) -> dict[str, int]:
+    def startup_counts(self) -> dict[Tally, int]:
         """What is on record here, see `StartupLog.counts`. Any thread."""
         with self._condition:
             return self.startup.counts()
 
-    def learn(self, completed: Mapping[str, Any]) -> None:
+    def learn(self, completed: CountsByRole) -> None:
         """Start-up operations that others have completed since this epoch's plan was made, as in `swap`."""
         with self._condition:
             self.startup.learn(completed)
 
-    def startup_entries(self, name: str, start: int) -> dict[str, list[dict[str, Any]]]:
+    def startup_entries(self, series: Series, start: int) -> dict[Series, list[dict[str, Any]]]:
         """What a peer needs to replay operations, see `StartupLog.to_json`. Any thread."""
         with self._condition:
-            return self.startup.log.to_json(name, start)
+            return self.startup.log.to_json(series, start)
 
     # -- groups -----------------------------------------------------------------------------------
 
@@ -456,14 +451,14 @@ class Communicators:
             group = FtProcessGroup(self, members, self._created[key], requested, timeout, store, options)
             self._created[key] += 1
             self._groups.append(group)
-            asked = group.ft_name in self._asked
+            asked = group.identity in self._asked
         if asked:
-            self._on_asked(group.ft_name)
+            self._on_asked(group.identity)
         return group
 
-    def named(self, name: str) -> FtProcessGroup | None:
-        """The group of that name, the same on all members; None while there is none."""
-        return next((g for g in self._groups if g.ft_name == name), None)
+    def find(self, identity: GroupId) -> FtProcessGroup | None:
+        """The group, which all members call so; None while there is none."""
+        return next((g for g in self._groups if g.identity == identity), None)
 
     def forget(self, group: FtProcessGroup, wake: bool) -> None:
         """Destroy a group."""
@@ -475,10 +470,6 @@ class Communicators:
             if wake:
                 inner.wake()
             start("closer", inner.close).join(CLOSE_TIMEOUT)
-
-    def install(self) -> None:
-        """Make `init_process_group` and `new_group` create `ft` groups, see `backend`. Once per process."""
-        install(self)
 
 
 def _close(inners: list[Inner]) -> None:

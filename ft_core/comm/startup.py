@@ -8,8 +8,8 @@ For a group G and the sequence number s of an operation in it, the rule is:
 It holds for a newcomer, which has completed nothing, as for a survivor that was blocked in the operation.
 It works because the results of barrier, broadcast, all-reduce and all-gather are the same on all members.
 What a role alone receives (scatter, reduce-scatter, all-to-all, gather and reduce at the root) cannot
-be replayed. A point-to-point operation counts in a sequence of its own, named after group, source and
-destination; there the sender's log holds what was sent.
+be replayed. A point-to-point operation counts in a series of its own, of group, source and destination;
+there the sender's log holds what was sent.
 
 Operations of this phase are synchronous, because a survivor does not unwind here: it waits for the
 next epoch and issues the operation again. Only point-to-point operations stay asynchronous, since a
@@ -24,19 +24,21 @@ epoch, `recover` brings the framework's state to where it was.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import distributed as dist
 
-from ft_core.comm.collectives import FtProcessGroup, FtWork, members_of
+from ft_core.comm.collectives import FtProcessGroup
+from ft_core.comm.inner import Inner
 from ft_core.comm.startup_log import (
     ENTRY_CAP,
     Call,
     Completed,
+    CountsByRole,
     Entry,
     StartupLog,
     describe,
@@ -45,16 +47,39 @@ from ft_core.comm.startup_log import (
     tensors_in,
     to_bytes,
 )
+from ft_core.comm.works import FtWork
 from ft_core.errors import EpochChanged, ReplayMismatch
+from ft_core.protocol.groups import Ended, GroupId, Series, Tally
 
-if TYPE_CHECKING:
-    from ft_core.comm.process_group import Communicators
+Fetch = Callable[[int, Series, int], Mapping[Series, Sequence[Mapping[str, Any]]]]
+"""(holder's role, series, first sequence number) -> see `StartupLog.to_json`."""
 
-Fetch = Callable[[int, str, int], Mapping[str, Sequence[Mapping[str, Any]]]]
-"""(holder's role, name in the log, first sequence number) -> see `StartupLog.to_json`."""
 
-_END = "/end"
-"""Suffix of a name in the plan: a peer ended start-up, the sequence grows no more."""
+class Communicators(Protocol):
+    """What operations of this phase need of their process's communicators, see `process_group`."""
+
+    role: int
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is a live epoch."""
+
+    def wait_live(self) -> int:
+        """Block until there is a live epoch; return it."""
+
+    def if_alive(self, epoch: int, action: Callable[[], None]) -> bool:
+        """Run `action` unless `epoch` is over; no abort comes in between."""
+
+    def communicator(self, group: FtProcessGroup, kind: str, epoch: int | None = None) -> Inner:
+        """The group's communicator in `epoch`, opened if need be. Raises EpochChanged."""
+
+    def launch(
+        self, inner: Inner, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> FtWork | None:
+        """Issue an operation."""
+
+    def failed(self, epoch: int, error: Exception) -> NoReturn:
+        """Find out why something of `epoch` failed, and raise accordingly."""
 
 
 class DoneWork(dist.Work):
@@ -102,17 +127,19 @@ class Startup:
     def __init__(self, comms: Communicators) -> None:
         self.log = StartupLog()
         self.recording = True
-        self._prefix, self._step = "", 0
+        self._step: int | None = None
+        """How many steps the script has done; None until training."""
+        self._section = ""
         self._muted = self._strict = False
         self.rehearsing = False
         self._comms = comms
         self._first: int | None = None
         self._completed = Completed({})
         self._fetch: Fetch | None = None
-        self._fetched: dict[str, tuple[int, list[Entry]]] = {}
-        self._issued: Counter[str] = Counter()
+        self._fetched: dict[Series, tuple[int, list[Entry]]] = {}
+        self._issued: Counter[Series] = Counter()
         self._pending: list[PointToPoint] = []
-        self._ended: list[str] = []
+        self._ended: set[Series] = set()
         self._recover: Callable[[], None] | None = None
 
     def go_on(self, recover: Callable[[], None]) -> None:
@@ -134,12 +161,12 @@ class Startup:
 
         `muted`: it has none, so nothing is communicated, and results stay as they are.
         """
-        before = self._prefix, self._muted
-        self._prefix, self._muted = f"{name}/", muted
+        before = self._section, self._muted
+        self._section, self._muted = name, muted
         try:
             yield
         finally:
-            self._prefix, self._muted = before
+            self._section, self._muted = before
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -155,9 +182,10 @@ class Startup:
         may begin at a later step than its predecessor did."""
         self._first = step if self._first is None else self._first
         if step != self._step:
-            self._issued.clear()  # of names that do not come again
-        self._step, self._prefix = step, f"{step}/"
-        self.log.passed(self._first, min([step, *(work.step for work in self._pending)]))
+            self._issued.clear()  # of series that do not come again
+        self._step = step
+        under_way = (work.series.step for work in self._pending)
+        self.log.passed(self._first, min([step, *(s for s in under_way if s is not None)]))
 
     def live_epoch(self) -> int:
         """Block until there is a live epoch, in which the state is what it was; return it."""
@@ -165,18 +193,23 @@ class Startup:
             self._recover()
         return self._comms.wait_live()
 
-    def plan(self, completed: Mapping[str, Any], fetch: Fetch | None) -> None:
+    def plan(self, completed: CountsByRole, fetch: Fetch | None) -> None:
         """With the lock: what survivors had completed when this epoch began, and where to get it."""
         self._completed, self._fetch, self._fetched = Completed(completed), fetch, {}
 
-    def learn(self, completed: Mapping[str, Any]) -> None:
+    def learn(self, completed: CountsByRole) -> None:
         """With the lock: survivors have completed more."""
         self._completed.learn(completed)
         self._strict = True
 
-    def counts(self) -> dict[str, int]:
-        """With the lock: what the log tells, and a 1 for each name that gets no more."""
-        return self.log.counts() | {f"{name}{_END}": 1 for name in self._ended}
+    def counts(self) -> dict[Tally, int]:
+        """With the lock: what the log tells, and a 1 for each series that gets no more."""
+        return self.log.counts() | {Ended(series): 1 for series in self._ended}
+
+    def _series(self, group: FtProcessGroup, pair: tuple[int, int] | None = None) -> Series:
+        """Of what is issued now. `pair`: ranks in the group."""
+        roles = None if pair is None else (group.members[pair[0]], group.members[pair[1]])
+        return Series(group.identity, roles, None if self._section else self._step, self._section)
 
     def run(
         self, group: FtProcessGroup, method: str, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -195,19 +228,19 @@ class Startup:
             return self._point_to_point(group, method, args)
         call = Call(group.rank(), kind, args, kwargs)
         saved = call.save()
-        name = self._prefix + group.ft_name
-        number = self.log.count(name)
+        series = self._series(group)
+        number = self.log.count(series)
         while True:
             epoch = self.live_epoch()
             try:
-                entry = self.peers_entry(name, number, call.signature, epoch)
+                entry = self.peers_entry(series, number, call.signature, epoch)
                 if entry is not None:
                     # Once training has begun, no restore comes after this that overwrites large results.
-                    call.apply(entry, self.where(name, number), lenient=not self._strict)
+                    call.apply(entry, self.where(series, number), lenient=not self._strict)
                 else:
                     self._execute(group, method, kind, args, kwargs, epoch)
                     entry = call.entry()
-                if self.record(epoch, name, entry):
+                if self.record(epoch, series, entry):
                     return DoneWork(call.results)
             except EpochChanged:
                 pass
@@ -229,44 +262,44 @@ class Startup:
             work.wait()
         return work
 
-    def record(self, epoch: int, name: str, entry: Entry) -> bool:
+    def record(self, epoch: int, series: Series, entry: Entry) -> bool:
         """Count the operation as completed, unless `epoch` is over: then its peers may not have."""
-        return self._comms.if_alive(epoch, lambda: self.log.append(name, entry))
+        return self._comms.if_alive(epoch, lambda: self.log.append(series, entry))
 
-    def where(self, name: str, number: int) -> str:
+    def where(self, series: Series, number: int) -> str:
         """For messages."""
-        return f"operation {number} of group {name}, role {self._comms.role}"
+        return f"operation {number} of group {series}, role {self._comms.role}"
 
-    def peers_entry(self, name: str, number: int, signature: str, epoch: int) -> Entry | None:
+    def peers_entry(self, series: Series, number: int, signature: str, epoch: int) -> Entry | None:
         """The entry of a survivor that had completed the operation; None if it must be executed."""
-        holder = self._completed.holder(name, number)
+        holder = self._completed.holder(series, number)
         if holder is None:
-            if self._completed.count(f"{name}{_END}")[0]:
-                done = f"{self._completed.count(name)[0]} operations, then ended start-up"
-                raise mismatch(self.where(name, number), signature, done)
+            if self._completed.ended(series):
+                done = f"{self._completed.count(series)[0]} operations, then ended start-up"
+                raise mismatch(self.where(series, number), signature, done)
             return None
-        first, entries = self._fetched.get(name, (number, []))
+        first, entries = self._fetched.get(series, (number, []))
         if not first <= number < first + len(entries):
             assert self._fetch is not None, "a plan with completed operations comes with `fetch`"
             try:
-                found = self._fetch(holder, name, number)
+                found = self._fetch(holder, series, number)
             except Exception as error:
                 self._comms.failed(epoch, error)
             for each, rows in found.items():
-                self._fetched[each] = number if each == name else 0, [Entry.from_json(e) for e in rows]
-            first, entries = self._fetched.get(name, (number, []))
+                self._fetched[each] = number if each == series else 0, [Entry.from_json(e) for e in rows]
+            first, entries = self._fetched.get(series, (number, []))
             if not first <= number < first + len(entries):
                 if not self._comms.if_alive(epoch, lambda: None):
                     raise EpochChanged(f"epoch {epoch} ended: role {holder} may have another worker by now")
                 theirs = f"{number} operations (role {holder}) before they went on"
-                raise mismatch(self.where(name, number), signature, theirs)
+                raise mismatch(self.where(series, number), signature, theirs)
         return entries[number - first]
 
     def _point_to_point(self, group: FtProcessGroup, method: str, args: tuple[Any, ...]) -> PointToPoint:
         peer, me = args[1], group.rank()
-        name = self._prefix + (_pair(group, me, peer) if method == "send" else _pair(group, peer, me))
-        work = PointToPoint(self, self._comms, group, self._step, name, self._issued[name], method, args)
-        self._issued[name] += 1
+        series = self._series(group, (me, peer) if method == "send" else (peer, me))
+        work = PointToPoint(self, self._comms, group, series, self._issued[series], method, args)
+        self._issued[series] += 1
         self._pending.append(work)
         try:
             work.issue()
@@ -275,22 +308,22 @@ class Startup:
         return work
 
     def _any_source(self, group: FtProcessGroup, args: tuple[Any, ...]) -> DoneWork:
-        end = f">{group.rank()}"
         while True:
             epoch = self.live_epoch()
-            for name in self._completed.pairs(f"{self._prefix}{group.ft_name}/", end):
-                if self._completed.holder(name, self.log.count(name)) is not None:
+            for series in self._completed.received(self._series(group), self._comms.role):
+                number = self.log.count(series)
+                if self._completed.holder(series, number) is not None:
                     raise ReplayMismatch(
-                        f"{self.where(name, self.log.count(name))}: whose message comes next is not known "
-                        "for a receive from any source; the job must fall back to its durable checkpoint"
+                        f"{self.where(series, number)}: whose message comes next is not known for "
+                        "a receive from any source; the job must fall back to its durable checkpoint"
                     )
             try:
                 source = self._execute(group, "recv_anysource", "recv", args, {}, epoch).source_rank()
             except EpochChanged:
                 continue
-            tensors, name = tensors_in(args[0]), self._prefix + _pair(group, source, group.rank())
-            if self.record(epoch, name, _sent(tensors)):
-                self._issued[name] += 1
+            tensors, series = tensors_in(args[0]), self._series(group, (source, group.rank()))
+            if self.record(epoch, series, _sent(tensors)):
+                self._issued[series] += 1
                 return DoneWork(tensors, source)
 
     def reissue(self) -> None:
@@ -305,8 +338,8 @@ class Startup:
                 continue
 
     def finish(self, work: PointToPoint) -> None:
-        """It is complete; earlier ones of the same sequence are completed first."""
-        for earlier in [w for w in self._pending if w.name == work.name and w.number < work.number]:
+        """It is complete; earlier ones of the same series are completed first."""
+        for earlier in [w for w in self._pending if w.series == work.series and w.number < work.number]:
             earlier.wait()
         while work in self._pending:
             if work.attempt():
@@ -314,26 +347,22 @@ class Startup:
             else:
                 self.reissue()
 
-    def end(self, groups: Mapping[str, int]) -> None:
-        """With the lock: start-up is over. `groups`: name -> rank of this role in it.
+    def end(self, groups: Iterable[GroupId]) -> None:
+        """With the lock: start-up is over. `groups`: those that there are.
 
         Raises ReplayMismatch if peers did more than this process.
         """
         if not self.recording:
             return
-        for name, done, holder in (c for c in self._completed.counts() if not c[0].endswith(_END)):
-            group, _, pair = name.partition("/")
-            mine = (
-                str(groups.get(group)) in pair.split(">") if pair else self._comms.role in members_of(group)
-            )
-            if mine and self.log.count(name) < done:
+        for series, done, holder in self._completed.counts():
+            if series.needs(self._comms.role) and self.log.count(series) < done:
                 raise mismatch(
                     f"end of start-up on role {self._comms.role}",
-                    f"{self.log.count(name)} operations in group {name}",
+                    f"{self.log.count(series)} operations in group {series}",
                     f"{done} (role {holder})",
                 )
         self.recording = False
-        self._ended = sorted({*groups, *self.log.counts()})
+        self._ended = {*map(Series, groups), *self.log.series}
         self._completed, self._fetch, self._fetched = Completed({}), None, {}
 
 
@@ -345,14 +374,13 @@ class PointToPoint(dist.Work):
         startup: Startup,
         comms: Communicators,
         group: FtProcessGroup,
-        step: int,
-        name: str,
+        series: Series,
         number: int,
         method: str,
         args: tuple[Any, ...],
     ) -> None:
         super().__init__()
-        self.step, self.name, self.number = step, name, number
+        self.series, self.number = series, number
         self._startup, self._comms, self._group = startup, comms, group
         self._method, self._args = method, args
         self._work: FtWork | None = None
@@ -366,7 +394,9 @@ class PointToPoint(dist.Work):
         if self._epoch == epoch:
             return
         self._work = None
-        self._entry = self._startup.peers_entry(self.name, self.number, _sent_signature(self._tensors), epoch)
+        self._entry = self._startup.peers_entry(
+            self.series, self.number, _sent_signature(self._tensors), epoch
+        )
         if self._entry is None:
             inner = self._comms.communicator(self._group, self._method, epoch)
             self._work = self._comms.launch(inner, self._method, self._args, {})
@@ -374,7 +404,7 @@ class PointToPoint(dist.Work):
 
     def attempt(self) -> bool:
         """Wait for it in the epoch it was issued in. False if that epoch ended first."""
-        where = self._startup.where(self.name, self.number)
+        where = self._startup.where(self.series, self.number)
         entry = self._entry
         if entry is None:
             try:
@@ -393,7 +423,7 @@ class PointToPoint(dist.Work):
                 )
             for tensor, data in zip(self._tensors, entry.tensors, strict=True):
                 fill(tensor, data)
-        return self._startup.record(self._epoch, self.name, entry)
+        return self._startup.record(self._epoch, self.series, entry)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for it, over as many epochs as it takes. Raises ReplayMismatch."""
@@ -407,10 +437,6 @@ class PointToPoint(dist.Work):
     def synchronize(self) -> None:
         """Same as `wait`."""
         self.wait()
-
-
-def _pair(group: FtProcessGroup, source: int, target: int) -> str:
-    return f"{group.ft_name}/{source}>{target}"
 
 
 def _sent_signature(tensors: list[torch.Tensor]) -> str:

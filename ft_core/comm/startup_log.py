@@ -1,9 +1,9 @@
 """The start-up log: what each completed operation of the start-up phase was, and what came out of it.
 
-Operations have a name, for the group or pair of roles that they are made in, and a number under that name.
-Where the phase goes on between training steps, the step is part of the name: "12/0-3:1#0". What is told of a
-log at an epoch change (`StartupLog.counts`) must not grow with the steps: those that are over are told as one
-range for each group, "0+/0-3:1#0" -> 12 for steps 0 to 11.
+An operation belongs to a series (see `protocol.groups`: the group or pair of roles that it is made in, and
+where the phase goes on between training steps, the step) and has a number there. What is told of a log at an
+epoch change (`StartupLog.counts`) must not grow with the steps: those that are over are told as one `Steps`
+for each group or pair.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import binascii
 import itertools
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ft_core.errors import ReplayMismatch
+from ft_core.protocol.groups import Ended, Series, Steps, Tally
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +34,8 @@ and it must not crowd out the small results that steer the script."""
 AT_ONCE = 256 << 10
 """Bytes of results, and some for each operation, that a newcomer is given at a time: its peer is training."""
 
-_RANGE = "+/"
-"""Between the first step of a range and its group."""
+CountsByRole = Mapping[Tally, tuple[int, int]]
+"""What roles have on record, as `StartupLog.counts`: the largest count, and a role that told it."""
 
 _IN_PLACE = ("allreduce", "broadcast", "reduce")
 _OVERHEAD = 256
@@ -70,57 +71,61 @@ class Entry:
 
 
 class StartupLog:
-    """Completed operations by name. The caller holds the lock that abort takes."""
+    """Completed operations by series. The caller holds the lock that abort takes."""
 
     def __init__(self, total_cap: int = TOTAL_CAP, entry_cap: int = ENTRY_CAP) -> None:
         self._room, self._entry_cap = total_cap, entry_cap
-        self._entries: dict[str, list[Entry]] = {}
-        self._open: set[str] = set()
-        self._over: set[str] = set()
+        self._entries: dict[Series, list[Entry]] = {}
+        self._open: set[Series] = set()
+        self._over: set[Series] = set()
+        """Without a step."""
         self._steps = (0, 0)
 
-    def append(self, name: str, entry: Entry) -> None:
-        """Record the next operation of `name`."""
+    def append(self, series: Series, entry: Entry) -> None:
+        """Record the next operation of `series`."""
         if entry.tensors is not None:
             nbytes = sum(map(len, entry.tensors))
             if nbytes > min(self._room, self._entry_cap):
                 entry = Entry(entry.kind, entry.signature, None)
             else:
                 self._room -= nbytes
-        self._entries.setdefault(name, []).append(entry)
-        self._open.add(name)
+        self._entries.setdefault(series, []).append(entry)
+        self._open.add(series)
 
     def passed(self, first: int, until: int) -> None:
         """All operations of steps `first` to `until` - 1 that there are on this role are recorded."""
         self._steps = (first, until)
-        for name in list(self._open):
-            step, group = _split(name)
-            if step is not None and step < until:
-                self._open.remove(name)
-                self._over.add(group)
+        for series in [s for s in self._open if s.step is not None and s.step < until]:
+            self._open.remove(series)
+            self._over.add(series.at(None))
 
-    def count(self, name: str) -> int:
-        """Completed operations of `name`."""
-        return len(self._entries.get(name, ()))
+    @property
+    def series(self) -> Iterable[Series]:
+        """Those that have operations on record."""
+        return self._entries
 
-    def counts(self) -> dict[str, int]:
-        """Completed operations by name, and ranges of steps that are over; merged by maximum."""
+    def count(self, series: Series) -> int:
+        """Completed operations of `series`."""
+        return len(self._entries.get(series, ()))
+
+    def counts(self) -> dict[Tally, int]:
+        """Completed operations by series, and steps that are over; merged by maximum."""
         first, until = self._steps
-        over = {f"{first}{_RANGE}{group}": until for group in self._over}
-        return over | {name: len(self._entries[name]) for name in self._open}
+        over: dict[Tally, int] = {Steps(first, series): until for series in self._over}
+        return over | {series: len(self._entries[series]) for series in self._open}
 
-    def to_json(self, name: str, start: int) -> dict[str, list[dict[str, Any]]]:
-        """Entries of `name` from `start` on, and of the names that came up after it, up to `AT_ONCE`.
+    def to_json(self, series: Series, start: int) -> dict[Series, list[dict[str, Any]]]:
+        """Entries of `series` from `start` on, and of the series that came up after it, up to `AT_ONCE`.
 
-        Those are what a newcomer needs next: operations that are issued in a later step have a later name.
+        Those are what a newcomer needs next: operations of a later step come up later.
         """
-        names = iter(self._entries)
-        if name not in names:  # which passes over those before it
+        all_series = iter(self._entries)
+        if series not in all_series:  # which passes over those before it
             return {}
-        found: dict[str, list[dict[str, Any]]] = {}
+        found: dict[Series, list[dict[str, Any]]] = {}
         left = AT_ONCE
-        for each in itertools.chain([name], names):
-            for entry in self._entries[each][start if each == name else 0 :]:
+        for each in itertools.chain([series], all_series):
+            for entry in self._entries[each][start if each == series else 0 :]:
                 if left <= 0:
                     return found
                 found.setdefault(each, []).append(entry.to_json())
@@ -131,61 +136,69 @@ class StartupLog:
 class Completed:
     """What survivors have on record, and which of them has it: their logs' `counts`, each with its role."""
 
-    def __init__(self, found: Mapping[str, Sequence[int]]) -> None:
-        self._counts: dict[str, tuple[int, int]] = {}
-        self._firsts: dict[str, set[int]] = {}
+    def __init__(self, found: CountsByRole) -> None:
+        self._counts: dict[Series, tuple[int, int]] = {}
+        self._steps: dict[Series, dict[int, tuple[int, int]]] = {}
+        """By series without a step: from which step on -> how many are over, and a role that has them."""
+        self._ended: set[Series] = set()
         self.learn(found)
 
-    def learn(self, found: Mapping[str, Sequence[int]]) -> None:
+    def learn(self, found: CountsByRole) -> None:
         """They have more by now."""
-        for name, (count, role) in found.items():
-            if count > self.count(name)[0]:
-                self._counts[name] = count, role
-            first, is_range, group = name.partition(_RANGE)
-            if is_range:
-                self._firsts.setdefault(group, set()).add(int(first))
+        for what, (count, role) in found.items():
+            if isinstance(what, Ended):
+                self._ended.add(what.series)
+                continue
+            if isinstance(what, Steps):
+                known, key = self._steps.setdefault(what.series, {}), what.first
+                known[key] = max(known.get(key, (0, -1)), (count, role), key=_first)
+            else:
+                self._counts[what] = max(self.count(what), (count, role), key=_first)
 
-    def count(self, name: str) -> tuple[int, int]:
-        """What the logs tell under this name, and a role whose log it is."""
-        return self._counts.get(name, (0, -1))
+    def count(self, series: Series) -> tuple[int, int]:
+        """Operations of this series on record, and a role whose log it is. Not of steps that are over."""
+        return self._counts.get(series, (0, -1))
 
-    def counts(self) -> Iterator[tuple[str, int, int]]:
-        """(name, count, role)."""
-        return ((name, *about) for name, about in self._counts.items())
+    def ended(self, series: Series) -> bool:
+        """Whether somebody adds nothing to it any more."""
+        return series in self._ended
 
-    def holder(self, name: str, number: int) -> int | None:
+    def counts(self) -> Iterator[tuple[Series, int, int]]:
+        """(series, count, role)."""
+        return ((series, *about) for series, about in self._counts.items())
+
+    def holder(self, series: Series, number: int) -> int | None:
         """Who is past this operation, and has it on record if it did it; None if nobody is past it.
 
         Raises ReplayMismatch if those who are past it began later: the record is lost with other workers.
         """
-        count, role = self.count(name)
+        count, role = self.count(series)
         if number < count:
             return role
-        step, group = _split(name)
+        step = series.step
         if step is None:
             return None
-        ranges = [(first, *self.count(f"{first}{_RANGE}{group}")) for first in self._firsts.get(group, ())]
-        past = sorted((first, role) for first, until, role in ranges if step < until)
+        over = self._steps.get(series.at(None), {}).items()
+        past = sorted((first, role) for first, (until, role) in over if step < until)
         if past and past[0][0] > step:
             raise ReplayMismatch(
-                f"operation {number} of group {name} is on record nowhere: role {past[0][1]} is past it, but "
-                f"began at step {past[0][0]}, and the workers that did it are lost; the job must fall back "
-                "to its durable checkpoint"
+                f"operation {number} of group {series} is on record nowhere: role {past[0][1]} is past it, "
+                f"but began at step {past[0][0]}, and the workers that did it are lost; the job must fall "
+                "back to its durable checkpoint"
             )
         return past[0][1] if past else None
 
-    def pairs(self, prefix: str, suffix: str) -> Iterator[str]:
-        """Names that begin and end like this of which somebody may have operations on record."""
-        yield from (n for n in self._counts if n.startswith(prefix) and n.endswith(suffix))
-        step, group = _split(prefix)
-        if step is not None:
-            yield from (f"{step}/{g}" for g in self._firsts if g.startswith(group) and g.endswith(suffix))
+    def received(self, whole: Series, role: int) -> Iterator[Series]:
+        """Series of what is sent to `role` in the group and step of `whole`, of which somebody may have
+        operations on record."""
+        over = (series.at(whole.step) for series in self._steps) if whole.step is not None else ()
+        for series in {*self._counts, *over}:
+            if series.pair is not None and series.pair[1] == role and replace(series, pair=None) == whole:
+                yield series
 
 
-def _split(name: str) -> tuple[int | None, str]:
-    """(step, group)."""
-    step, _, group = name.partition("/")
-    return (int(step), group) if step.isdigit() else (None, name)
+def _first(pair: tuple[int, int]) -> int:
+    return pair[0]
 
 
 class Call:

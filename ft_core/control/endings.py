@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ft_core.comm.collectives import members_of
 from ft_core.control.nodes import Message
+from ft_core.protocol.groups import Series
 
 if TYPE_CHECKING:
     from ft_core.control.controller import Controller
@@ -53,19 +53,13 @@ def apart(answers: Mapping[int, Message]) -> str | None:
     """What keeps roles from ever meeting again, or None where nothing does. `answers`: by role."""
     for left, there in answers.items():
         for role, here in answers.items() if there["at_end"] else ():
-            for name, count in here["issued"].items():
-                done = there["issued"].get(name, 0)
-                if role != left and count > done and left in _needed(name):
+            for text, count in here["issued"].items():
+                done = there["issued"].get(text, 0)
+                if role != left and count > done and Series.parse(text).needs(left):
                     return (
                         f"role {left} came to the end of its script after step {there['step']} (sys.exit, or "
                         f"a loop that ended), and role {role} waits for it\nin operation {count} of group "
-                        f"{name}: role {left} was in {done} of them. All roles must leave training at the "
+                        f"{text}: role {left} was in {done} of them. All roles must leave training at the "
                         "same step:\nsee that what ends it (time, signals, data, loss) is the same on all."
                     )
     return None
-
-
-def _needed(name: str) -> set[int]:
-    """The roles without which an operation is not completed."""
-    group, _, pair = name.partition("/")
-    return set(map(int, pair.split(">"))) if pair else members_of(group)

@@ -21,7 +21,14 @@ from typing import Any, Protocol
 from xxhash import xxh3_64_intdigest
 
 from ft_core.errors import AuthenticationError, CorruptSnapshot, FtError, ProtocolError, TransportError
-from ft_core.net.transport_server import MAX_SEGMENT_BYTES, PeerServer, chunk, describe, parse_segment
+from ft_core.net.transport_server import (
+    MAX_SEGMENT_BYTES,
+    PeerServer,
+    SegmentStore,
+    chunk,
+    describe,
+    parse_segment,
+)
 from ft_core.protocol.wire import Channel, as_bytes, field
 from ft_core.state.manifest import Segment
 
@@ -32,28 +39,6 @@ _ONE_STREAM = 4
 _DROPPED = "this agent dropped its connections because a new epoch began, the peer is gone, or it is closing"
 _CONNECT = 10.0
 """Seconds that an agent may take to let another in."""
-
-
-class SegmentStore(Protocol):
-    """Where a transport's server puts the segments pushed to it and finds those asked for. Thread-safe.
-
-    `begin`, writes into the view, then exactly one of `commit` and `discard`; a `commit` that raises is also
-    followed by `discard`. Methods may raise FtError: its text goes to the sender.
-    """
-
-    def begin(
-        self, segment: Segment, version: int, epoch: int, checksums: Sequence[int]
-    ) -> memoryview | None:
-        """Writable memory of `segment.nbytes` bytes, or None: a verified copy is here already."""
-
-    def commit(self, segment: Segment, version: int) -> None:
-        """Every chunk was verified: the copy is valid from now on."""
-
-    def discard(self, segment: Segment, version: int) -> None:
-        """The push ended early; nobody writes into the view any more."""
-
-    def find(self, segment_id: str, version: int) -> tuple[Segment, memoryview, Sequence[int]] | None:
-        """A valid copy with its checksums. Its bytes must not change while the view is referenced."""
 
 
 class Transport(Protocol):

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
@@ -24,13 +24,32 @@ from ft_core.protocol.door import connections
 from ft_core.protocol.wire import Channel, as_bytes, field, listen
 from ft_core.state.manifest import CHUNK, Segment
 
-if TYPE_CHECKING:
-    from ft_core.net.transport import SegmentStore
-
 log = logging.getLogger(__name__)
 
 MAX_SEGMENT_BYTES = 256 << 30
 _MISSING, _COMING, _VERIFIED = range(3)
+
+
+class SegmentStore(Protocol):
+    """Where a transport's server puts the segments pushed to it and finds those asked for. Thread-safe.
+
+    `begin`, writes into the view, then exactly one of `commit` and `discard`; a `commit` that raises is also
+    followed by `discard`. Methods may raise FtError: its text goes to the sender.
+    """
+
+    def begin(
+        self, segment: Segment, version: int, epoch: int, checksums: Sequence[int]
+    ) -> memoryview | None:
+        """Writable memory of `segment.nbytes` bytes, or None: a verified copy is here already."""
+
+    def commit(self, segment: Segment, version: int) -> None:
+        """Every chunk was verified: the copy is valid from now on."""
+
+    def discard(self, segment: Segment, version: int) -> None:
+        """The push ended early; nobody writes into the view any more."""
+
+    def find(self, segment_id: str, version: int) -> tuple[Segment, memoryview, Sequence[int]] | None:
+        """A valid copy with its checksums. Its bytes must not change while the view is referenced."""
 
 
 def chunk(data: memoryview, index: int) -> memoryview:

@@ -54,7 +54,7 @@ class _Slot:
 
 
 class ReplicaStore:
-    """A `transport.SegmentStore` in this agent's memory. Thread-safe.
+    """A `transport_server.SegmentStore` in this agent's memory. Thread-safe.
 
     `epoch` is set by the agent when a new epoch begins: pushes begun in an older one are refused from then
     on, also at their commit. Set it before `drop_after`.

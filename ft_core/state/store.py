@@ -120,15 +120,15 @@ class NodeStore:
     def begin(
         self, segment: Segment, version: int, epoch: int, checksums: Sequence[int]
     ) -> memoryview | None:
-        """See `transport.SegmentStore`."""
+        """See `transport_server.SegmentStore`."""
         return self.replicas.begin(segment, version, epoch, checksums)
 
     def commit(self, segment: Segment, version: int) -> None:
-        """See `transport.SegmentStore`."""
+        """See `transport_server.SegmentStore`."""
         self.replicas.commit(segment, version)
 
     def discard(self, segment: Segment, version: int) -> None:
-        """See `transport.SegmentStore`."""
+        """See `transport_server.SegmentStore`."""
         self.replicas.discard(segment, version)
 
     def strike(self, segment_id: str, version: int) -> None:

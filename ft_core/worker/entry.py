@@ -13,6 +13,7 @@ from typing import NoReturn
 import torch
 
 from ft_core import plugins
+from ft_core.comm import backend
 from ft_core.errors import ConfigError
 from ft_core.process.outlet import log_beside_script
 from ft_core.protocol.wire import Channel
@@ -60,7 +61,7 @@ def main(
     if command.no_python:
         # Another program cannot be hooked from here; it runs as under torchrun, in the same process.
         os.execvp(command.target, [command.target, *command.arguments])
-    session.comms.install()
+    backend.install(session.comms)
     unprotected.install(session)
     process = os.getpid()
     code, reason = _outcome(command)

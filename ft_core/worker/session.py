@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -29,6 +29,7 @@ from ft_core.errors import ConfigError, CorruptSnapshot, EpochChanged, FtError
 from ft_core.process.collector import Pause
 from ft_core.process.inject import ENV as INJECT_ENV
 from ft_core.process.inject import Injector
+from ft_core.protocol.groups import Series, Tally, parse
 from ft_core.protocol.wire import Channel
 from ft_core.state.adoption import Snapshots
 from ft_core.state.envelope import decode
@@ -251,7 +252,7 @@ class Session:
             log.info("role %d: %s; its script gets to the others with the epoch to come", self.role, error)
             return None
         self.membership = Membership.from_json(self._plan["groups"]["membership"])
-        self.comms.learn({name: [count, holder] for name, count in found["counts"].items()})
+        self.comms.learn({parse(text): (count, holder) for text, count in found["counts"].items()})
         return int(found["version"]) - 1, envelope  # which all roles have done
 
     @property
@@ -560,11 +561,12 @@ class Session:
     def _swap(self, plan: Message) -> None:
         fetch = self._fetch_startup
         absent = {int(role): int(counterpart) for role, counterpart in plan["absent"].items()}
-        about = (plan["completed"], fetch, absent, bool(plan["adopted"]), plan["newcomers"])
+        completed = {parse(text): (count, role) for text, (count, role) in plan["completed"].items()}
+        about = (completed, fetch, absent, bool(plan["adopted"]), plan["newcomers"])
         self.comms.swap(plan["epoch"], plan["store"], *about)
 
     def _send_quiesced(self, epoch: int, stage: Stage) -> None:
-        counts = self.comms.startup_counts()
+        counts = _texts(self.comms.startup_counts())
         self._send({"type": "quiesced", "epoch": epoch, "stage": stage, "counts": counts})
 
     def _await_restore(self) -> Message:
@@ -610,10 +612,10 @@ class Session:
             self.control[Word.STAGED] = version
         self._send({"type": "staged", "role": role, "version": version})
 
-    def _fetch_startup(self, holder: int, group: str, start: int) -> dict[str, list[Any]]:
-        question = {"ask": "startup", "holder": holder, "group": group, "start": start}
+    def _fetch_startup(self, holder: int, series: Series, start: int) -> dict[Series, list[Any]]:
+        question = {"ask": "startup", "holder": holder, "group": str(series), "start": start}
         reply = self._ask({"type": "ask", **question})
-        return {str(name): list(entries) for name, entries in reply["entries"].items()}
+        return {Series.parse(text): list(entries) for text, entries in reply["entries"].items()}
 
     def _set_stage(self, stage: Stage) -> None:
         with self._condition:
@@ -649,15 +651,16 @@ class Session:
                 self._replies[message["id"]] = message
                 self._condition.notify_all()
         elif kind == "startup_entries":
-            entries = self.comms.startup_entries(message["group"], message["start"])
-            self._send({"type": "reply", "id": message["id"], "entries": entries})
+            entries = self.comms.startup_entries(Series.parse(message["group"]), message["start"])
+            texts = {str(series): rows for series, rows in entries.items()}
+            self._send({"type": "reply", "id": message["id"], "entries": texts})
         elif kind == "counts":
-            self._send({"type": "counts", "counts": self.comms.startup_counts()})
+            self._send({"type": "counts", "counts": _texts(self.comms.startup_counts())})
         elif kind == "issued":
             about = {"epoch": self.epoch, "step": self.version, "at_end": self._at_end}
-            self._send({**message, **about, "issued": self.comms.issued()})
+            self._send({**message, **about, "issued": _texts(self.comms.issued())})
         elif kind == "progress":
-            version, counts = self.version, self.comms.startup_counts()
+            version, counts = self.version, _texts(self.comms.startup_counts())
             self._send({"type": "reply", "id": message["id"], "version": version, "counts": counts})
         elif kind == "hold":
             with self._condition:
@@ -717,6 +720,11 @@ class Session:
 
     def _traffic(self, in_flight: int) -> None:
         self.control[Word.TRAFFIC] = in_flight
+
+
+def _texts(counts: Mapping[Tally, int] | Mapping[Series, int]) -> dict[str, int]:
+    """As they travel."""
+    return {str(what): count for what, count in counts.items()}
 
 
 def exit_code(stop: SystemExit) -> int:

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from core import pg_scripts
 
+from ft_core.comm import backend
 from ft_core.comm.process_group import Communicators
 from ft_core.comm.rendezvous import Stores
 from ft_core.errors import EpochChanged
+from ft_core.protocol.groups import Series, Tally
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.core.pg_preload"])
@@ -39,7 +41,7 @@ class Worker:
         self.newcomer = plan[0] > 1
         self.failures: list[str] = []
         self.comms = Communicators(role, world, self._failed, SECRET, failure_grace=20.0)
-        self.comms.install()
+        backend.install(self.comms)
         self.comms.swap(*plan, self._fetch)
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -51,10 +53,10 @@ class Worker:
         self.failures.append(reason)
         self.tell("failed", reason)
 
-    def _fetch(self, holder: int, group: str, start: int) -> list[Any]:
+    def _fetch(self, holder: int, series: Series, start: int) -> Any:
         self._entries = None
         self._question += 1  # an answer to an older one may still be on its way
-        self.tell("fetch", holder, group, start, self._question)
+        self.tell("fetch", holder, series, start, self._question)
         with self._ready:
             self._ready.wait_for(lambda: self._entries is not None or self.pending > self.comms.epoch)
             if self._entries is None:
@@ -78,8 +80,8 @@ class Worker:
                     self._plan = tuple(values)
                     self._ready.notify_all()
             elif kind == "entries":
-                asker, group, start, question = values
-                self.tell("entries", asker, question, self.comms.startup_entries(group, start))
+                asker, series, start, question = values
+                self.tell("entries", asker, question, self.comms.startup_entries(series, start))
             elif kind == "fetched":
                 with self._ready:
                     if values[0] == self._question:
@@ -203,11 +205,11 @@ class Job:
         survivors = [r for r in range(self.world) if r not in lost]
         for role in survivors:
             self._controls[role].send(("abort", self.epoch))
-        completed: dict[str, list[int]] = {}
+        completed: dict[Tally, tuple[int, int]] = {}
         for role, (_, counts) in self.wait("counts", survivors, self.epoch).items():
             for name, count in counts.items():
-                if count > completed.get(name, [0])[0]:
-                    completed[name] = [count, role]
+                if count > completed.get(name, (0, -1))[0]:
+                    completed[name] = count, role
         plan = (self.epoch, self.store, completed)
         for role in survivors:
             self._controls[role].send(("plan", *plan))

@@ -193,7 +193,9 @@ def groups(worker: Any) -> dict[str, Any]:
         dist.recv(lonely, 0, group=explicit)
     sub, _ = dist.new_subgroups(2)
     dist.barrier(group=sub)
-    names = [g.ft_name for g in (half, explicit, alone[role], again, evens, sub) if not isinstance(g, int)]
+    names = [
+        str(g.identity) for g in (half, explicit, alone[role], again, evens, sub) if not isinstance(g, int)
+    ]
     return {"sum": t.item(), "lonely": lonely.item(), "names": names, "backend": dist.get_backend(explicit)}
 
 

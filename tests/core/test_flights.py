@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from waiting import wait_for_value
 
-from ft_core.comm.collectives import FtWork
 from ft_core.comm.inner import Inner
 from ft_core.comm.process_group import Communicators
+from ft_core.comm.works import FtWork
 from ft_core.errors import EpochChanged
+from ft_core.protocol.groups import GroupId
 
 
 class Work:
@@ -34,7 +35,7 @@ class Nccl(Inner):
 
     def __init__(self, epoch: int = 1, timeout: float = 600) -> None:
         super().__init__(
-            "0-1:1#0", (0, 1), 0, {"cuda": "nccl"}, timedelta(seconds=timeout), None, epoch, None
+            GroupId.of((0, 1), 0), (0, 1), 0, {"cuda": "nccl"}, timedelta(seconds=timeout), None, epoch, None
         )
         self.pg, self.work = self, Work()
         self.ready, self.returns_work = True, True

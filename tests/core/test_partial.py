@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from ft_core.comm.partial import Partial
 from ft_core.errors import FtError
+from ft_core.protocol.groups import GroupId
 
 MEMBERS, ABSENT = (4, 5, 6), {5: 6}
+GROUP = GroupId.of(MEMBERS, 0)
 PRESENT = (4, 6)
 
 Act = Callable[[int, Callable[..., None]], Any]
@@ -25,7 +27,7 @@ def among_present(act: Act, adopted: bool) -> dict[int, Any]:
 
     def play(role: int) -> Any:
         pg = dist.ProcessGroupGloo(store, PRESENT.index(role), len(PRESENT))
-        partial = Partial("group", MEMBERS, ABSENT, role, adopted)
+        partial = Partial(GROUP, MEMBERS, ABSENT, role, adopted)
 
         def issue(method: str, kind: str, *args: Any) -> None:
             work, complete = partial.issue(pg, method, kind, args, {})
@@ -89,6 +91,6 @@ def test_a_gather_from_elsewhere_has_the_counterpart_stand_in(adopted: bool) -> 
 
 
 def test_an_operation_without_meaning_is_refused() -> None:
-    partial = Partial("group", MEMBERS, ABSENT, 4, True)
+    partial = Partial(GROUP, MEMBERS, ABSENT, 4, True)
     with pytest.raises(FtError, match="1 are away"):
         partial.issue(None, "alltoall_base", "alltoall", (), {})

@@ -9,7 +9,7 @@ from core import pg_scripts
 from core.pg_harness import CONTEXT, Job
 from torch import distributed as dist
 
-from ft_core.comm.collectives import group_name, is_transport_error, members_of
+from ft_core.comm.works import is_transport_error
 
 
 @pytest.fixture(scope="module")
@@ -131,12 +131,6 @@ def test_thirty_epochs_leave_no_threads_and_no_descriptors() -> None:
     for result in results:
         (threads, descriptors), (late_threads, late_descriptors) = result["use"]
         assert late_threads <= threads + 3 and late_descriptors <= descriptors + 3, result["use"]
-
-
-def test_names_of_groups() -> None:
-    for members in [(0,), (0, 1), (3, 1, 2), (0, 4, 8, 12), (0, 1, 2, 8, 9, 30), tuple(range(0, 512, 3))]:
-        assert members_of(group_name(members, 3)) == set(members)
-    assert group_name((0, 4, 8, 12), 1) == "0-12:4#1"
 
 
 def test_errors_at_issue_are_told_apart() -> None:

@@ -16,14 +16,13 @@ ORDER = (
     *("worker", "control", "node", "cli"),
 )
 """What `ft_core` consists of, lowest first: each may import itself and what stands before it."""
-APART = (("control", "worker"), ("control", "node"), ("control", "net"))
+APART = (("control", "worker"), ("control", "node"), ("control", "net"), ("control", "comm"))
 """The controller knows nothing of how its orders are carried out."""
 
 KNOWN = {
     *("cli.ctl cli.doctor cli.doctor_case cli.doctor_job".split()),
-    *("comm.backend comm.collectives comm.process_group comm.startup".split()),
     *("control.checkpoints control.configuration control.console control.controller".split()),
-    *("control.endings control.rejoin net.transport net.transport_server node.agent node.reports".split()),
+    *("control.endings control.rejoin node.agent node.reports".split()),
 }
 """Modules that know each other still. This set only becomes smaller."""
 

@@ -11,6 +11,9 @@ from core.pg_harness import Job
 from ft_core.comm.process_group import Communicators
 from ft_core.comm.startup_log import AT_ONCE, Call, Entry, StartupLog, to_bytes
 from ft_core.errors import EpochChanged, ReplayMismatch
+from ft_core.protocol.groups import GroupId, Series
+
+GROUP = Series(GroupId.of((0, 1), 0))
 
 
 def check(results: list[dict[str, Any]], epoch: int) -> None:
@@ -123,10 +126,10 @@ def test_a_mismatch_is_detected(how: str, said: str) -> None:
 def test_the_log_keeps_small_results_and_signatures_of_large_ones() -> None:
     log = StartupLog(total_cap=100, entry_cap=60)
     for size in (50, 70, 40, 20):
-        log.append("g", Entry("broadcast", "s", (b"x" * size,)))
-    kept = [e["tensors"] is not None for e in log.to_json("g", 0)["g"]]
+        log.append(GROUP, Entry("broadcast", "s", (b"x" * size,)))
+    kept = [e["tensors"] is not None for e in log.to_json(GROUP, 0)[GROUP]]
     assert kept == [True, False, True, False]
-    assert log.counts() == {"g": 4} and len(log.to_json("g", 3)["g"]) == 1
+    assert log.counts() == {GROUP: 4} and len(log.to_json(GROUP, 3)[GROUP]) == 1
 
 
 def test_a_newcomer_is_given_what_comes_next_as_well() -> None:
@@ -134,14 +137,14 @@ def test_a_newcomer_is_given_what_comes_next_as_well() -> None:
     size = AT_ONCE // 8
     for step in range(6):
         for _ in range(2):
-            log.append(f"{step}/g", Entry("broadcast", "s", (bytes(size),)))
-    log.append("2/g", Entry("broadcast", "late", (b"",)))
-    given = log.to_json("2/g", 1)
-    assert {name: len(entries) for name, entries in given.items()} == {"2/g": 2, "3/g": 2, "4/g": 2, "5/g": 2}
-    assert [entry["signature"] for entry in given["2/g"]] == ["s", "late"]
-    given = log.to_json("0/g", 0)
-    assert {name: len(entries) for name, entries in given.items()} == {"0/g": 2, "1/g": 2, "2/g": 3, "3/g": 2}
-    assert log.to_json("5/g", 2) == log.to_json("g", 0) == {}
+            log.append(GROUP.at(step), Entry("broadcast", "s", (bytes(size),)))
+    log.append(GROUP.at(2), Entry("broadcast", "late", (b"",)))
+    given = log.to_json(GROUP.at(2), 1)
+    assert {s.step: len(entries) for s, entries in given.items()} == {2: 2, 3: 2, 4: 2, 5: 2}
+    assert [entry["signature"] for entry in given[GROUP.at(2)]] == ["s", "late"]
+    given = log.to_json(GROUP.at(0), 0)
+    assert {s.step: len(entries) for s, entries in given.items()} == {0: 2, 1: 2, 2: 3, 3: 2}
+    assert log.to_json(GROUP.at(5), 2) == log.to_json(GROUP, 0) == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int64, torch.float32])
@@ -175,13 +178,13 @@ def test_a_record_that_a_successor_serves_is_no_mismatch() -> None:
     """The holder died after the plan was made: the answer comes from who plays its role in the next epoch."""
     comms = Communicators(0, 2, on_failure=lambda _: None, secret=b"")
 
-    def fetch(holder: int, name: str, start: int) -> dict[str, Any]:
+    def fetch(holder: int, series: Series, start: int) -> dict[Series, Any]:
         comms.abort(2)
         return {}
 
-    comms.swap(1, "127.0.0.1:1", {"0x2": [1, 1]}, fetch)
+    comms.swap(1, "127.0.0.1:1", {GROUP: (1, 1)}, fetch)
     with pytest.raises(EpochChanged):
-        comms.startup.peers_entry("0x2", 0, "barrier()", 1)
+        comms.startup.peers_entry(GROUP, 0, "barrier()", 1)
     comms.abort(3)  # ends what listens
 
 

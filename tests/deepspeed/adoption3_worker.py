@@ -17,6 +17,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from state_worker import BF16, CASES, Job, main, stage
 
 from ft_core.adapter import Redundancy
+from ft_core.comm import backend
 from ft_core.comm.process_group import Communicators
 from ft_core.comm.rendezvous import Stores
 
@@ -132,7 +133,7 @@ def check(case: str) -> int:
 
 
 if __name__ == "__main__":
-    comms.install()
+    backend.install(comms)
     begin_epoch({})
     main(check)
     dist.barrier()
