@@ -19,7 +19,7 @@ class ConfigError(FtError):
 
 
 class AuthenticationError(FtError):
-    """A peer could not prove that it knows the job's secret."""
+    """A peer could not prove that it knows the job's secret, or speaks another version of the protocol."""
 
 
 class ProtocolError(FtError):

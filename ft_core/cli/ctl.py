@@ -10,7 +10,8 @@ from typing import Any
 
 from ft_core.cli import doctor, ledger_check, plan
 from ft_core.errors import FtError
-from ft_core.protocol.wire import Channel
+from ft_core.protocol.channel import Channel
+from ft_core.protocol.codec import ANYTHING
 from ft_core.settings import Settings, read_secret
 
 _TIMEOUT = 10.0
@@ -19,7 +20,7 @@ _TIMEOUT = 10.0
 def ask(message: dict[str, Any], job_dir: Path | None, address: str = "") -> dict[str, Any]:
     """Put a question to a job's controller. Raises FtError or OSError when it cannot be asked."""
     address = address or Settings.read(job_dir or Path()).controller
-    channel = Channel.connect(address, read_secret(job_dir), _TIMEOUT)
+    channel = Channel.connect(address, read_secret(job_dir), ANYTHING, _TIMEOUT)
     try:
         channel.send({"type": "hello", "kind": "ctl"})
         channel.send(message)

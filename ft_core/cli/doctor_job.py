@@ -10,7 +10,7 @@ from typing import Any
 
 from ft_core.cli.doctor_case import Case, Check, Finding, fail, judge, ok, warn
 from ft_core.errors import FtError
-from ft_core.protocol.wire import split_address
+from ft_core.protocol.sockets import split_address
 from ft_core.state.manifest import Segment
 from ft_core.state.placement import domain_of, survives
 

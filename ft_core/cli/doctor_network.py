@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ft_core.cli.doctor_case import Case, Check, Finding, fail, judge, ok, warn
-from ft_core.protocol.wire import listen, split_address
+from ft_core.protocol.sockets import listen, split_address
 
 _SLOW = 1.0
 """Seconds from which on a look-up is a nuisance: recoveries take about one."""

@@ -28,7 +28,7 @@ from ft_core.elastic.rules import INTERVENTIONS
 from ft_core.errors import FAILED, ConfigError
 from ft_core.process import inject
 from ft_core.process.sigterm import ENDED
-from ft_core.protocol.wire import reserve, split_address
+from ft_core.protocol.sockets import reserve, split_address
 from ft_core.settings import POLICIES, Command, Settings, unique, write_secret
 
 _DEFAULT_PORT = 29400

@@ -29,7 +29,10 @@ from torch import distributed as dist
 from ft_core.errors import AuthenticationError, FtError, ProtocolError
 from ft_core.process.refusals import Refusals
 from ft_core.protocol import door
-from ft_core.protocol.wire import AsyncChannel, Channel, field, listen
+from ft_core.protocol.async_channel import AsyncChannel
+from ft_core.protocol.channel import Channel
+from ft_core.protocol.codec import ANYTHING, field
+from ft_core.protocol.sockets import listen
 
 log = logging.getLogger(__name__)
 Message = dict[str, Any]
@@ -85,7 +88,7 @@ class Stores:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            channel = await AsyncChannel.accept(reader, writer, self._secret)
+            channel = await AsyncChannel.accept(reader, writer, self._secret, ANYTHING)
             epoch = field(await channel.recv(), "epoch", int)
             if epoch < self._first:
                 return
@@ -185,7 +188,7 @@ class EpochStore(dist.Store):
     def __init__(self, address: str, secret: bytes, epoch: int) -> None:
         """Raises OSError or AuthenticationError if nobody of this job answers at `address`."""
         super().__init__()
-        self._channel = Channel.connect(address, secret, CONNECT_TIMEOUT.total_seconds())
+        self._channel = Channel.connect(address, secret, ANYTHING, CONNECT_TIMEOUT.total_seconds())
         self._channel.send({"epoch": epoch})
         self._name = f"the store of epoch {epoch} at {address}"
         self._condition = threading.Condition()

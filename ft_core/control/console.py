@@ -6,7 +6,7 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, Any
 
-from ft_core.protocol.wire import AsyncChannel
+from ft_core.protocol.async_channel import AsyncChannel
 
 if TYPE_CHECKING:
     from ft_core.control.controller import Controller

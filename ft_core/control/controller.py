@@ -55,8 +55,10 @@ from ft_core.process.refusals import Refusals
 from ft_core.process.sigterm import ENDED, GRACE
 from ft_core.process.tasks import Tasks
 from ft_core.protocol import door
+from ft_core.protocol.async_channel import AsyncChannel
+from ft_core.protocol.codec import ANYTHING
 from ft_core.protocol.messages import Redundancy, ReplicaGroup
-from ft_core.protocol.wire import AsyncChannel, listen
+from ft_core.protocol.sockets import listen
 from ft_core.settings import Settings, read_secret
 
 log = logging.getLogger(__name__)
@@ -277,7 +279,7 @@ class Controller:
         """Shake hands, and hear who it is."""
         self._arriving += 1
         try:
-            channel = await AsyncChannel.accept(reader, writer, self.secret)
+            channel = await AsyncChannel.accept(reader, writer, self.secret, ANYTHING)
             self._heard_at = self.clock.now
             if (hello := await self.receive(channel)) is None:
                 return None

@@ -9,8 +9,8 @@ from typing import Any
 
 from ft_core.control import decision
 from ft_core.errors import ProtocolError
-from ft_core.protocol import wire
-from ft_core.protocol.wire import AsyncChannel
+from ft_core.protocol.async_channel import AsyncChannel
+from ft_core.protocol.codec import field as checked
 
 Message = dict[str, Any]
 
@@ -52,7 +52,7 @@ _HELLO: dict[str, type] = {
 def check_hello(hello: Message) -> None:
     """Raises ProtocolError for the greeting of an agent of another version of this software."""
     for name, kind in _HELLO.items():
-        wire.field(hello, name, kind)
+        checked(hello, name, kind)
     if "configured" not in hello:
         raise ProtocolError("a greeting without the field 'configured'")
 

@@ -29,7 +29,9 @@ from ft_core.net.transport_server import (
     describe,
     parse_segment,
 )
-from ft_core.protocol.wire import Channel, as_bytes, field
+from ft_core.protocol.channel import Channel
+from ft_core.protocol.codec import ANYTHING, field
+from ft_core.protocol.sockets import as_bytes
 from ft_core.state.manifest import Segment
 
 _ONE_STREAM = 4
@@ -129,7 +131,7 @@ class _Peers:
                     self._busy.add(channel)
                     return channel
                 channel.close()  # the peer restarted since
-        channel = Channel.connect(address, self._secret, min(limit.left(), _CONNECT))
+        channel = Channel.connect(address, self._secret, ANYTHING, min(limit.left(), _CONNECT))
         with self._lock:
             if drops == self._drops:
                 self._busy.add(channel)

@@ -20,8 +20,10 @@ from xxhash import xxh3_64_intdigest
 
 from ft_core.errors import AuthenticationError, FtError, ProtocolError, TransportError
 from ft_core.process.refusals import Refusals
+from ft_core.protocol.channel import Channel
+from ft_core.protocol.codec import ANYTHING, field
 from ft_core.protocol.door import connections
-from ft_core.protocol.wire import Channel, as_bytes, field, listen
+from ft_core.protocol.sockets import as_bytes, listen
 from ft_core.state.manifest import CHUNK, Segment
 
 log = logging.getLogger(__name__)
@@ -271,7 +273,7 @@ class PeerServer:
     def _connection(self, sock: socket.socket) -> None:
         try:
             try:
-                channel = Channel.accept(sock, self._secret)
+                channel = Channel.accept(sock, self._secret, ANYTHING)
             except AuthenticationError as error:
                 self._refusals.add(str(error))
                 return

@@ -48,8 +48,10 @@ from ft_core.process.outlet import console, log_to_console
 from ft_core.process.stalls import Stalls
 from ft_core.process.tasks import Tasks
 from ft_core.protocol import door
+from ft_core.protocol.async_channel import AsyncChannel
+from ft_core.protocol.codec import ANYTHING
 from ft_core.protocol.messages import ReplicaGroup
-from ft_core.protocol.wire import AsyncChannel, listen, reserve
+from ft_core.protocol.sockets import listen, reserve
 from ft_core.settings import Settings, read_secret, unique
 from ft_core.state import durable
 from ft_core.state.manifest import Segment
@@ -217,7 +219,7 @@ class Agent:
         """The controller, if it is there."""
         address = self.settings.controller
         try:
-            return await AsyncChannel.connect(address, self.secret)
+            return await AsyncChannel.connect(address, self.secret, ANYTHING)
         except (AuthenticationError, ProtocolError) as error:
             if isinstance(error, AuthenticationError) and not self._served:
                 log.error("node %s leaves: %s; check the job's secret file", self.node, error)
@@ -535,7 +537,7 @@ class Agent:
     async def _accept_worker(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A connection. Only what is wrong with the connection ends it; other errors end this process."""
         try:
-            channel = await AsyncChannel.accept(reader, writer, self.secret)
+            channel = await AsyncChannel.accept(reader, writer, self.secret, ANYTHING)
             hello = await self._receive(channel)
             worker = self.pool.workers.get(int(hello["worker"])) if hello is not None else None
             if worker is None:

@@ -21,8 +21,8 @@ from typing import Any
 
 from ft_core.errors import FtError
 from ft_core.node import preload
+from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.messages import Redundancy, ReplicaGroup
-from ft_core.protocol.wire import AsyncChannel
 from ft_core.settings import Command
 from ft_core.state.memory import ControlBlock, Word
 from ft_core.worker import entry as worker

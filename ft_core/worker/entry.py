@@ -16,7 +16,8 @@ from ft_core import plugins
 from ft_core.comm import backend
 from ft_core.errors import ConfigError
 from ft_core.process.outlet import log_beside_script
-from ft_core.protocol.wire import Channel
+from ft_core.protocol.channel import Channel
+from ft_core.protocol.codec import ANYTHING
 from ft_core.settings import Command
 from ft_core.state.snapshot import has_gpu
 from ft_core.worker import cuda_fork, import_output, ordinary, unprotected
@@ -45,7 +46,7 @@ def main(
     ordinary.begin()
     redirect(logs[0], Path(logs[1]))
     log_beside_script(plugins.packages())
-    channel = Channel.connect(socket, secret, _CONNECT_TIMEOUT)
+    channel = Channel.connect(socket, secret, ANYTHING, _CONNECT_TIMEOUT)
     channel.settimeout(None)
     session = Session(channel, secret, Path(job_dir), worker)
     if device >= 0 and not command.no_python and not cuda_fork.broken() and has_gpu():

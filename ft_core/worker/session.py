@@ -29,8 +29,8 @@ from ft_core.errors import ConfigError, CorruptSnapshot, EpochChanged, FtError
 from ft_core.process.collector import Pause
 from ft_core.process.inject import ENV as INJECT_ENV
 from ft_core.process.inject import Injector
+from ft_core.protocol.channel import Channel
 from ft_core.protocol.groups import Series, Tally, parse
-from ft_core.protocol.wire import Channel
 from ft_core.state.adoption import Snapshots
 from ft_core.state.envelope import decode
 from ft_core.state.manifest import Segment

@@ -32,8 +32,9 @@ from typing import Any
 import msgspec
 
 from ft_core.control.controller import Controller
+from ft_core.protocol.async_channel import AsyncChannel
+from ft_core.protocol.codec import ANYTHING
 from ft_core.protocol.messages import Redundancy, ReplicaGroup
-from ft_core.protocol.wire import AsyncChannel
 from ft_core.settings import Command, Settings, unique, write_secret
 
 Message = dict[str, Any]
@@ -232,7 +233,9 @@ class Node:
     async def _connect(self) -> None:
         while self.code is None:
             with contextlib.suppress(OSError):
-                channel = await AsyncChannel.connect(self.fleet.settings.controller, self.fleet.secret)
+                channel = await AsyncChannel.connect(
+                    self.fleet.settings.controller, self.fleet.secret, ANYTHING
+                )
                 self.connections += 1
                 identity = {"node": self.name, "pid": self.connections, "node_rank": self.node_rank}
                 where = {"domain": self.domain, "data": "127.0.0.1:1"}

@@ -20,7 +20,9 @@ from ft_core.comm.inner import start
 from ft_core.elastic.rules import Membership, Start
 from ft_core.errors import EpochChanged
 from ft_core.process.inject import ENV as INJECT_ENV
-from ft_core.protocol.wire import Channel, listen
+from ft_core.protocol.channel import Channel
+from ft_core.protocol.codec import ANYTHING
+from ft_core.protocol.sockets import listen
 from ft_core.state.manifest import Segment
 from ft_core.state.memory import IN_OPTIMIZER, ControlBlock, Word
 from ft_core.state.snapshot import Snapshotter
@@ -227,14 +229,14 @@ class Agent:
         self._memory, self._control = RoleMemory(), ControlBlock.create()
         self._sock = listen(f"unix:\0ft-test-{uuid.uuid4().hex}")
         thread = start("agent", self._serve)
-        channel = Channel.connect("unix:" + self._sock.getsockname().decode(), SECRET, 60)
+        channel = Channel.connect("unix:" + self._sock.getsockname().decode(), SECRET, ANYTHING, 60)
         channel.settimeout(None)
         self.session = Session(channel, SECRET, job_dir, 0)
         self.session.wait_for_role()
         self._thread = thread
 
     def _serve(self) -> None:
-        self.channel = Channel.accept(self._sock.accept()[0], SECRET)
+        self.channel = Channel.accept(self._sock.accept()[0], SECRET, ANYTHING)
         self.channel.recv()
         self.channel.send({"control": self._control.memory.address})
         plan = {"epoch": 1, "store": "127.0.0.1:1", "version": None, "completed": {}, "parts": 0}

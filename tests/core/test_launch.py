@@ -20,7 +20,7 @@ import pytest
 from ft_core.cli import ctl, launch
 from ft_core.errors import ConfigError
 from ft_core.process import inject
-from ft_core.protocol.wire import listen
+from ft_core.protocol.sockets import listen
 from ft_core.settings import SECRET_ENV, Settings, read_secret, write_secret
 
 

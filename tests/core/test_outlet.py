@@ -14,7 +14,8 @@ from full_disk import file_limit
 
 from ft_core.process import refusals
 from ft_core.process.outlet import FileOutlet, Outlet
-from ft_core.protocol.wire import AsyncChannel
+from ft_core.protocol.async_channel import AsyncChannel
+from ft_core.protocol.codec import ANYTHING
 
 
 def test_a_full_disk_loses_no_line_and_tears_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
@@ -110,7 +111,7 @@ def test_refused_connections_are_told_by_number_when_they_are_many(
             await fleet.event("resumed")
             for _ in range(refusals.TOLD + 25):
                 with contextlib.suppress(Exception):
-                    await AsyncChannel.connect(fleet.settings.controller, b"another job's secret")
+                    await AsyncChannel.connect(fleet.settings.controller, b"another job's secret", ANYTHING)
             refused = fleet.events("refused")
             assert len(refused) == refusals.TOLD
             monkeypatch.setattr(refusals, "PERIOD", 0.0)

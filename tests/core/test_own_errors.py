@@ -26,7 +26,10 @@ from ft_core.control.groups import Groups
 from ft_core.errors import AuthenticationError, ProtocolError
 from ft_core.process import refusals
 from ft_core.process.tasks import Tasks
-from ft_core.protocol.wire import AsyncChannel, Channel, listen
+from ft_core.protocol.async_channel import AsyncChannel
+from ft_core.protocol.channel import Channel
+from ft_core.protocol.codec import ANYTHING
+from ft_core.protocol.sockets import listen
 from ft_core.settings import Command, Settings, read_secret, write_secret
 
 POISON = {"type": "stepped", "epoch": 0}
@@ -89,7 +92,7 @@ def agent(tmp_path: Path):
 def test_an_agent_that_cannot_do_what_it_is_told_ends_with_the_traceback(agent: Agent):
     async def controller() -> None:
         async for reader, writer in agent.connections():
-            channel = await AsyncChannel.accept(reader, writer, agent.secret)
+            channel = await AsyncChannel.accept(reader, writer, agent.secret, ANYTHING)
             assert (await channel.recv())["type"] == "hello"
             channel.post({"type": "plan", "epoch": 1})
             with pytest.raises(ConnectionError):
@@ -156,7 +159,7 @@ async def ready(
     agent: Agent, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> tuple[AsyncChannel, dict[str, Any]]:
     """The agent's connection once both of its workers wait for a role, and its newest message."""
-    channel = await AsyncChannel.accept(reader, writer, agent.secret)
+    channel = await AsyncChannel.accept(reader, writer, agent.secret, ANYTHING)
     message = await channel.recv()
     while message["idle"] < 2:
         message = await channel.recv()
@@ -187,9 +190,9 @@ def test_whatever_answers_at_the_controllers_port_costs_no_node(agent: Agent):
                 writer.write(answer)
             elif answer == "another job":
                 with pytest.raises(AuthenticationError):
-                    await AsyncChannel.accept(reader, writer, b"another job's secret")
+                    await AsyncChannel.accept(reader, writer, b"another job's secret", ANYTHING)
             else:
-                channel = await AsyncChannel.accept(reader, writer, agent.secret)
+                channel = await AsyncChannel.accept(reader, writer, agent.secret, ANYTHING)
                 assert (await channel.recv())["type"] == "hello"
             writer.close()
             if not answers:
@@ -203,7 +206,7 @@ def test_an_agent_with_the_wrong_secret_leaves_before_the_job_runs(agent: Agent)
     async def port() -> None:
         async for reader, writer in agent.connections():
             with pytest.raises(AuthenticationError):
-                await AsyncChannel.accept(reader, writer, b"another job's secret")
+                await AsyncChannel.accept(reader, writer, b"another job's secret", ANYTHING)
             return
 
     asyncio.run(port())
@@ -223,7 +226,7 @@ def test_a_client_tells_another_service_from_another_secret():
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(ProtocolError, match="does not speak this protocol"):
-            Channel.connect(f"127.0.0.1:{sock.getsockname()[1]}", b"secret", 5.0)
+            Channel.connect(f"127.0.0.1:{sock.getsockname()[1]}", b"secret", ANYTHING, 5.0)
         thread.join()
 
 
@@ -241,7 +244,7 @@ def test_a_controller_that_fails_is_replaced_and_fails_for_good_when_it_meets_th
         """Says the same to each controller that it meets."""
         while not over.is_set():
             with contextlib.suppress(OSError):
-                channel = Channel.connect(settings.controller, read_secret(tmp_path / "job"), 5.0)
+                channel = Channel.connect(settings.controller, read_secret(tmp_path / "job"), ANYTHING, 5.0)
                 words = dict.fromkeys(("node", "domain", "data", "store", "master"), "x") | {"begun": ""}
                 numbers = dict.fromkeys(("pid", "node_rank", "epoch", "reported"), 0) | {"idle": 2}
                 held: dict[str, Any] = {"roles": {}, "replicas": {}, "segments": {}, "said": []}
@@ -284,7 +287,7 @@ def test_a_hello_of_another_version_is_refused_and_costs_no_controller(tmp_path:
             await agent.end()
             await fleet.event("spare_lost")
             for name in hello:
-                channel = await AsyncChannel.connect(fleet.settings.controller, fleet.secret)
+                channel = await AsyncChannel.connect(fleet.settings.controller, fleet.secret, ANYTHING)
                 found = {key: value for key, value in hello.items() if key != name}
                 channel.post({"type": "hello", "kind": "agent", **found})
                 with pytest.raises(ConnectionError):
@@ -299,7 +302,7 @@ def test_ftctl_costs_no_controller(tmp_path: Path):
     async def test() -> None:
         async with Fleet(tmp_path / "job") as fleet:
             await fleet.event("resumed")
-            channel = await AsyncChannel.connect(fleet.settings.controller, fleet.secret)
+            channel = await AsyncChannel.connect(fleet.settings.controller, fleet.secret, ANYTHING)
             channel.post({"type": "hello", "kind": "ctl"})
             for request, answer in (
                 ({"type": "state", "role": "x"}, "no such role: 'x'"),

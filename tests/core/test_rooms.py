@@ -109,10 +109,10 @@ def test_no_two_modules_import_each_other() -> None:
 
 
 def test_an_arrow_up_is_found_with_its_line() -> None:
-    path = PACKAGE / "protocol" / "wire.py"
+    path = PACKAGE / "protocol" / "codec.py"
     lines = ["import os", "def f():", "    from ft_core.control.controller import Controller"]
     assert wrong(path, "\n".join(lines)) == [
-        f"ft_core/protocol/wire.py:3: {lines[2].strip()}  (protocol stands below control)"
+        f"ft_core/protocol/codec.py:3: {lines[2].strip()}  (protocol stands below control)"
     ]
     assert "knows no framework" in wrong(path, "import megatron.core")[0]
     assert "nothing to do with" in wrong(PACKAGE / "control" / "x.py", "from ft_core.net import transport")[0]

@@ -16,8 +16,8 @@ from harness import environment
 
 from ft_core.comm.rendezvous import EpochStore, Stores
 from ft_core.net.transport import TcpTransport
-from ft_core.protocol import door, wire
-from ft_core.protocol.wire import split_address
+from ft_core.protocol import door, handshake
+from ft_core.protocol.sockets import split_address
 from ft_core.state.replicas import ReplicaStore
 
 CROWDED = Path(__file__).with_name("crowded.py")
@@ -74,7 +74,7 @@ def test_silent_connections_do_not_keep_state_from_moving() -> None:
 
 def test_silent_connections_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a limit in time, even: one too many, and the oldest is closed."""
-    monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 3600.0)
+    monkeypatch.setattr(handshake, "SECONDS", 3600.0)
     stores = Stores.in_thread("127.0.0.1", SECRET)
     before = len(os.listdir("/proc/self/fd"))
     sockets = [socket.create_connection(split_address(stores.address)) for _ in range(MANY)]

@@ -19,7 +19,9 @@ from xxhash import xxh3_64_intdigest
 
 from ft_core.errors import CorruptSnapshot, TransportError
 from ft_core.net.transport import TcpTransport
-from ft_core.protocol.wire import Channel, listen
+from ft_core.protocol.channel import Channel
+from ft_core.protocol.codec import ANYTHING
+from ft_core.protocol.sockets import listen
 from ft_core.state.manifest import CHUNK, Item, Segment, layout
 from ft_core.state.replicas import ReplicaStore
 
@@ -387,7 +389,7 @@ def test_connections_are_reused_and_rebuilt(mine: TcpTransport) -> None:
     with ThreadPoolExecutor(1) as pool:
 
         def serve() -> None:
-            channel = Channel.accept(echo.accept()[0], SECRET)
+            channel = Channel.accept(echo.accept()[0], SECRET, ANYTHING)
             channel.recv()
             channel.send({"ok": True, "message": {"new": True}})
             channel.close()
@@ -448,7 +450,7 @@ GOOD = {"op": "push", "segment": row((0, 10)), "version": 1, "epoch": 0, "checks
     ids=repr,
 )
 def test_nonsense_is_answered_and_the_server_lives(mine: TcpTransport, message: dict[str, Any]) -> None:
-    channel = Channel.connect(mine.address, SECRET, 5)
+    channel = Channel.connect(mine.address, SECRET, ANYTHING, 5)
     channel.settimeout(10)
     channel.send(message)
     reply = channel.recv()
@@ -462,7 +464,7 @@ def test_nonsense_is_answered_and_the_server_lives(mine: TcpTransport, message: 
 
 @pytest.mark.parametrize(("index", "size"), [(0, 9), (0, 11), (1, 10), (-1, 10), (None, 10)], ids=repr)
 def test_chunk_that_does_not_fit_is_refused(mine: TcpTransport, index: int | None, size: int) -> None:
-    channel = Channel.connect(mine.address, SECRET, 5)
+    channel = Channel.connect(mine.address, SECRET, ANYTHING, 5)
     channel.settimeout(10)
     channel.send(GOOD)
     token = channel.recv()["token"]
@@ -472,7 +474,7 @@ def test_chunk_that_does_not_fit_is_refused(mine: TcpTransport, index: int | Non
 
 
 def test_commit_needs_every_chunk_verified(mine: TcpTransport) -> None:
-    channel = Channel.connect(mine.address, SECRET, 5)
+    channel = Channel.connect(mine.address, SECRET, ANYTHING, 5)
     channel.settimeout(10)
     channel.send(GOOD)
     token = channel.recv()["token"]

@@ -26,7 +26,7 @@ from harness import ROOT, TINY, Layout, environment, read_digest, read_logs, rea
 
 from ft_core.cli import launch
 from ft_core.cli.ctl import ask
-from ft_core.protocol.wire import listen
+from ft_core.protocol.sockets import listen
 from ft_core.settings import SECRET_ENV
 
 RECIPES = ROOT / "recipes" / "megatron"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import struct
 import threading
@@ -14,10 +15,15 @@ from pathlib import Path
 import pytest
 
 from ft_core.errors import AuthenticationError, ProtocolError
-from ft_core.protocol import wire
-from ft_core.protocol.wire import MAX_JSON, AsyncChannel, Channel, field, listen
+from ft_core.protocol import handshake, sockets
+from ft_core.protocol.async_channel import AsyncChannel
+from ft_core.protocol.channel import Channel
+from ft_core.protocol.codec import ANYTHING, MAX_BYTES
+from ft_core.protocol.sockets import listen
 
 SECRET = b"s" * 32
+HELLO = b"FTRN" + struct.pack("!I", handshake.VERSION)
+"""Of this version; a nonce follows."""
 
 
 @pytest.fixture
@@ -72,12 +78,12 @@ def pair(
 ) -> tuple[Channel, Channel]:
     listener = listen("127.0.0.1")
     address = f"127.0.0.1:{listener.getsockname()[1]}"
-    accepted: Future[Channel] = pool.submit(lambda: Channel.accept(listener.accept()[0], SECRET))
+    accepted: Future[Channel] = pool.submit(lambda: Channel.accept(listener.accept()[0], SECRET, ANYTHING))
     if change is not None and through is not None:
         through.append(Middle(address, change))
         address = through[0].address
     try:
-        client = Channel.connect(address, secret, 5)
+        client = Channel.connect(address, secret, ANYTHING, 5)
         return client, accepted.result()
     finally:
         listener.close()
@@ -161,10 +167,10 @@ def test_timeout_in_recv_loses_nothing(pool: ThreadPoolExecutor) -> None:
 
 def test_wrong_secret_at_the_client(pool: ThreadPoolExecutor) -> None:
     listener = listen("127.0.0.1")
-    accepted = pool.submit(lambda: Channel.accept(listener.accept()[0], SECRET))
+    accepted = pool.submit(lambda: Channel.accept(listener.accept()[0], SECRET, ANYTHING))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(AuthenticationError, match=address + " refused"):
-        Channel.connect(address, b"other", 5)
+        Channel.connect(address, b"other", ANYTHING, 5)
     with pytest.raises(AuthenticationError, match=r"127\.0\.0\.1:\d+ does not know this job's secret"):
         accepted.result()
     listener.close()
@@ -175,8 +181,8 @@ def test_server_that_does_not_know_the_secret(pool: ThreadPoolExecutor) -> None:
 
     def impostor() -> None:
         sock, _ = listener.accept()
-        sock.sendall(b"FTW1" + bytes(32))
-        sock.recv(68, socket.MSG_WAITALL)
+        sock.sendall(HELLO + bytes(32))
+        sock.recv(72, socket.MSG_WAITALL)
         sock.sendall(b"\1" * 32)  # accepts everybody, but cannot prove itself
         sock.recv(1)
         sock.close()
@@ -184,27 +190,27 @@ def test_server_that_does_not_know_the_secret(pool: ThreadPoolExecutor) -> None:
     fake = pool.submit(impostor)
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(AuthenticationError, match=address + " does not know"):
-        Channel.connect(address, SECRET, 5)
+        Channel.connect(address, SECRET, ANYTHING, 5)
     fake.result()
     listener.close()
 
 
 def test_stranger_costs_nothing(pool: ThreadPoolExecutor) -> None:
-    """Whatever a stranger sends first, 68 bytes of it are read, and the connection is closed."""
+    """Whatever a stranger sends first, 40 bytes of it are read, and the connection is closed."""
     listener = listen("127.0.0.1")
-    oversized = struct.pack("!4sIQ32s", b"FTW1", 0xFFFFFFFF, 1 << 60, bytes(32)).ljust(68, b"\0")
-    for data in (oversized, b"GET / HTTP/1.1\r\nHost: x\r\n".ljust(68, b" "), b"FTW1"):
-        accepted = pool.submit(lambda: Channel.accept(listener.accept()[0], SECRET))
+    oversized = struct.pack("!4sIQ32s", b"FTW1", 0xFFFFFFFF, 1 << 60, bytes(32))[:40]
+    for data in (oversized, b"GET / HTTP/1.1\r\nHost: x\r\n".ljust(40, b" "), HELLO):
+        accepted = pool.submit(lambda: Channel.accept(listener.accept()[0], SECRET, ANYTHING))
         with socket.create_connection(listener.getsockname()) as sock:
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
             answer = b""
             while part := sock.recv(4096):
                 answer += part
-            assert len(answer) in (36, 68) and answer[36:] == bytes(len(answer) - 36)
+            assert len(answer) == 40
         with pytest.raises(AuthenticationError, match=r"127\.0\.0\.1"):
             accepted.result()
-    accepted = pool.submit(lambda: Channel.accept(listener.accept()[0], SECRET, 0.05))
+    accepted = pool.submit(lambda: Channel.accept(listener.accept()[0], SECRET, ANYTHING, 0.05))
     silent = socket.create_connection(listener.getsockname())
     with pytest.raises(AuthenticationError, match="did not finish"):
         accepted.result()
@@ -244,7 +250,7 @@ def test_repeated_frame_is_refused(pool: ThreadPoolExecutor) -> None:
 
 def test_oversized_json_is_refused_before_it_is_read(pool: ThreadPoolExecutor) -> None:
     def grow(data: bytes) -> bytes:
-        return data[:4] + struct.pack("!I", MAX_JSON + 1) + data[8:]
+        return data[:4] + struct.pack("!I", MAX_BYTES + 1) + data[8:]
 
     middle: list[Middle] = []
     client, server = pair(pool, through=middle, change=grow)
@@ -253,7 +259,7 @@ def test_oversized_json_is_refused_before_it_is_read(pool: ThreadPoolExecutor) -
     with pytest.raises(ProtocolError, match="limit"):
         server.recv()
     with pytest.raises(ProtocolError, match="limit"):
-        client.send({"x": "y" * MAX_JSON})
+        client.send({"x": "y" * MAX_BYTES})
     client.close()
     middle[0].close()
 
@@ -297,7 +303,7 @@ def test_blocking_client_and_asyncio_server(tmp_path: Path, family: str) -> None
         done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            channel = await AsyncChannel.accept(reader, writer, SECRET)
+            channel = await AsyncChannel.accept(reader, writer, SECRET, ANYTHING)
             for _ in range(3):
                 channel.post({"echo": await channel.recv()})
             with pytest.raises(ProtocolError, match="payload"):
@@ -312,7 +318,7 @@ def test_blocking_client_and_asyncio_server(tmp_path: Path, family: str) -> None
             address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
         def talk() -> None:
-            channel = Channel.connect(address, SECRET, 5)
+            channel = Channel.connect(address, SECRET, ANYTHING, 5)
             for i in range(3):
                 channel.send({"i": i})
                 assert channel.recv() == {"echo": {"i": i}}
@@ -334,12 +340,12 @@ def test_asyncio_client_and_blocking_server(pool: ThreadPoolExecutor) -> None:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
 
         def serve() -> None:
-            channel = Channel.accept(listener.accept()[0], SECRET)
+            channel = Channel.accept(listener.accept()[0], SECRET, ANYTHING)
             channel.send({"got": channel.recv()})
             channel.close()
 
         served = pool.submit(serve)
-        channel = await AsyncChannel.connect(address, SECRET)
+        channel = await AsyncChannel.connect(address, SECRET, ANYTHING)
         waiting = asyncio.create_task(channel.recv())
         await asyncio.sleep(0)
         waiting.cancel()  # a cancelled recv takes nothing away
@@ -351,9 +357,9 @@ def test_asyncio_client_and_blocking_server(pool: ThreadPoolExecutor) -> None:
         with pytest.raises(ConnectionError):
             channel.post({})
         served.result()
-        accepted = pool.submit(lambda: Channel.accept(listener.accept()[0], SECRET))
+        accepted = pool.submit(lambda: Channel.accept(listener.accept()[0], SECRET, ANYTHING))
         with pytest.raises(AuthenticationError, match="refused"):
-            await AsyncChannel.connect(address, b"other")
+            await AsyncChannel.connect(address, b"other", ANYTHING)
         with pytest.raises(AuthenticationError):
             accepted.result()
         listener.close()
@@ -363,19 +369,19 @@ def test_asyncio_client_and_blocking_server(pool: ThreadPoolExecutor) -> None:
 
 def test_a_connection_to_a_peer_that_acknowledges_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a partition; here the peer's kernel has no room for what comes."""
-    monkeypatch.setattr(wire, "_GONE_MS", 500)
+    monkeypatch.setattr(sockets, "GONE_MS", 500)
 
     async def main() -> None:
         taken: asyncio.Future[AsyncChannel] = asyncio.get_running_loop().create_future()
 
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            taken.set_result(await AsyncChannel.accept(reader, writer, SECRET))
+            taken.set_result(await AsyncChannel.accept(reader, writer, SECRET, ANYTHING))
             writer.transport.pause_reading()  # type: ignore[attr-defined]
 
         server = await asyncio.start_server(connected, sock=(listener := listen("127.0.0.1")))
-        channel = await AsyncChannel.connect(f"127.0.0.1:{listener.getsockname()[1]}", SECRET)
+        channel = await AsyncChannel.connect(f"127.0.0.1:{listener.getsockname()[1]}", SECRET, ANYTHING)
         await taken
-        channel.post({"x": "x" * (MAX_JSON // 2)})
+        channel.post({"x": "x" * (MAX_BYTES // 2)})
         async with asyncio.timeout(20):
             with pytest.raises(ConnectionError):
                 await channel.recv()
@@ -392,14 +398,14 @@ def test_asyncio_server_refuses_strangers() -> None:
 
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
-                await AsyncChannel.accept(reader, writer, SECRET)
+                await AsyncChannel.accept(reader, writer, SECRET, ANYTHING)
             except AuthenticationError as error:
                 refused.put_nowait(str(error))
 
         server = await asyncio.start_server(connected, sock=listen("127.0.0.1"))
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         with pytest.raises(AuthenticationError, match="refused"):
-            await asyncio.to_thread(Channel.connect, address, b"other", 5)
+            await asyncio.to_thread(Channel.connect, address, b"other", ANYTHING, 5)
         assert "does not know" in await refused.get()
         _, writer = await asyncio.open_connection("127.0.0.1", int(address.split(":")[1]))
         writer.close()
@@ -409,15 +415,69 @@ def test_asyncio_server_refuses_strangers() -> None:
     asyncio.run(main())
 
 
-def test_field_is_strict() -> None:
-    assert field({"a": 1}, "a", int) == 1
-    for message in ({"a": True}, {"a": "1"}, {}):
-        with pytest.raises(ProtocolError, match="'a'"):
-            field(message, "a", int)
+OLDER = b"FTRN" + struct.pack("!I", 1) + bytes(32)
+
+
+@pytest.mark.parametrize("kind", ["thread", "loop"])
+def test_a_client_of_another_version_is_refused_before_it_says_anything(
+    pool: ThreadPoolExecutor, kind: str
+) -> None:
+    """It has sent its version, not its proof; and it is told this one's, so it can say the same."""
+    found: list[str] = []
+
+    async def serve() -> None:
+        taken = asyncio.Event()
+
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with pytest.raises(AuthenticationError) as caught:
+                await AsyncChannel.accept(reader, writer, SECRET, ANYTHING)
+            found.append(str(caught.value))
+            taken.set()
+
+        server = await asyncio.start_server(connected, sock=listener)
+        await taken.wait()
+        server.close()
+
+    def accept() -> None:
+        with pytest.raises(AuthenticationError) as caught:
+            Channel.accept(listener.accept()[0], SECRET, ANYTHING)
+        found.append(str(caught.value))
+
+    listener = listen("127.0.0.1")
+    where = listener.getsockname()
+    served = pool.submit(accept) if kind == "thread" else pool.submit(asyncio.run, serve())
+    with socket.create_connection(where) as sock:
+        sock.sendall(OLDER)
+        hello = sock.recv(100, socket.MSG_WAITALL)  # to the end
+    served.result()
+    assert hello.startswith(HELLO) and len(hello) == 40
+    assert re.match(r"127\.0\.0\.1:\d+ speaks version 1 .* this process version 2: .* same release", found[0])
+    listener.close()
+
+
+@pytest.mark.parametrize("kind", ["thread", "loop"])
+def test_a_server_of_another_version_is_not_talked_to(pool: ThreadPoolExecutor, kind: str) -> None:
+    listener = listen("127.0.0.1")
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+    def serve() -> bytes:
+        sock, _ = listener.accept()
+        with sock:
+            sock.sendall(OLDER)
+            return sock.recv(200, socket.MSG_WAITALL)
+
+    served = pool.submit(serve)
+    with pytest.raises(AuthenticationError, match=f"{address} speaks version 1 .* this process version 2: "):
+        if kind == "thread":
+            Channel.connect(address, SECRET, ANYTHING, 5)
+        else:
+            asyncio.run(AsyncChannel.connect(address, SECRET, ANYTHING))
+    assert served.result().startswith(HELLO) and len(served.result()) == 40, "the version, and no proof"
+    listener.close()
 
 
 def test_empty_secret_is_refused() -> None:
     ours, theirs = socket.socketpair()
     with pytest.raises(ValueError, match="secret"):
-        Channel.accept(ours, b"")
+        Channel.accept(ours, b"", ANYTHING)
     theirs.close()

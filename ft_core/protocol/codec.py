@@ -1,0 +1,64 @@
+"""Messages as bytes and back: the one place that knows their format, and how large they may be.
+
+JSON by msgspec, strict: nothing is converted, nothing is left out, nothing is ignored. Not msgpack: it would
+save a quarter of the bytes of messages that are small anyway (what is large is a payload, see `framing`), and
+it can express what no message means, such as NaN, a date, or a map whose keys are of any kind.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from ft_core.errors import ProtocolError
+
+MAX_BYTES = 64 << 20
+"""Of one message. The checksums of a 256 GiB segment take about 6 MiB."""
+
+_MAX_TEXT = 300
+"""Characters of what is said of a message that is refused: its sender has chosen some of them."""
+
+T = TypeVar("T")
+
+
+def encode(message: Any) -> bytes:
+    """A message's bytes. Raises ProtocolError for one that is too large."""
+    body = msgspec.json.encode(message)
+    if len(body) > MAX_BYTES:
+        raise ProtocolError(f"a message of {len(body)} bytes is over the limit of {MAX_BYTES}")
+    return body
+
+
+class Decoder(Generic[T]):
+    """Makes messages of type `T` of bytes: `Decoder[ToWorker](ToWorker)`. For any number of threads."""
+
+    def __init__(self, kinds: Any) -> None:
+        self._decoder = msgspec.json.Decoder(kinds)
+
+    def decode(self, body: bytes | bytearray, sender: str) -> T:
+        """Raises ProtocolError, and nothing else, for what is no message, or none that is expected here."""
+        try:
+            message: T = self._decoder.decode(body)
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"{sender} sent what is no message here: {_short(error)}") from None
+        return message
+
+
+def _short(error: Exception) -> str:
+    text = str(error)
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+
+
+Provisional = dict[str, Any]
+ANYTHING = Decoder[dict[str, Any]](dict[str, Any])
+"""Until each connection's messages are types."""
+
+
+def field(message: dict[str, Any], name: str, kind: type[T]) -> T:
+    """`message[name]`, which must be exactly of type `kind`. Raises ProtocolError. Until all are types."""
+    value = message.get(name)
+    if type(value) is not kind:  # not isinstance: true is no number
+        got = type(value).__name__
+        raise ProtocolError(f"field {name!r} of a message must be {kind.__name__}, got {got}")
+    return value

@@ -1,0 +1,93 @@
+"""Who may talk to whom: those who know the job's secret, and speak the same version of the protocol.
+
+At most 5 s, fixed sizes only, so that a stranger can make nobody allocate or wait:
+
+    both           ->  magic, u32 version, 32-byte nonce
+    client -> server   HMAC-SHA256(secret, "client", both nonces)
+    server -> client   HMAC-SHA256(secret, "server", both nonces); 32 zero bytes and a close if it refuses
+
+Before it reads anything else, each side looks at the other's version, so both can say what is wrong. The
+first line is the same in all versions. Both sides then derive one key per direction from the secret and the
+nonces, see `framing`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import struct
+
+from ft_core.errors import AuthenticationError, ProtocolError
+from ft_core.protocol.framing import Frames
+
+SECONDS = 5.0
+VERSION = 2
+"""Of the protocol: another number as soon as any message, or the way it is sent, is another."""
+
+REFUSED = bytes(32)
+
+_MAGIC = b"FTRN"
+_NONCE = 32
+_HELLO = struct.Struct(f"!4sI{_NONCE}s")
+
+
+class Handshake:
+    """The bytes of one side's handshake, without the input and output."""
+
+    HELLO_BYTES = _HELLO.size
+    PROOF_BYTES = 32
+
+    def __init__(self, secret: bytes, peer: str) -> None:
+        if not secret:
+            raise ValueError("the job's secret is empty: every process could join")
+        self._secret = secret
+        self._peer = peer
+        self._nonce = os.urandom(_NONCE)
+        self.hello = _HELLO.pack(_MAGIC, VERSION, self._nonce)
+        self._nonces = b""
+
+    def _mac(self, label: bytes) -> bytes:
+        return hmac.digest(self._secret, label + self._nonces, "sha256")
+
+    def _theirs(self, hello: bytes) -> bytes:
+        """The nonce in the other side's hello."""
+        magic, version, nonce = _HELLO.unpack(hello)
+        if magic != _MAGIC:
+            raise ProtocolError(f"{self._peer} does not speak this protocol")
+        if version != VERSION:
+            raise AuthenticationError(
+                f"{self._peer} speaks version {version} of the protocol, this process version {VERSION}: "
+                "not talking to it. All of a job, and ftctl, must be of the same release of this package"
+            )
+        return bytes(nonce)
+
+    def answer(self, hello: bytes) -> bytes:
+        """Client: the proof that answers the server's hello. Raises AuthenticationError if that is of another
+        version, ProtocolError if it is none."""
+        self._nonces = self._theirs(hello) + self._nonce
+        return self._mac(b"client")
+
+    def meet(self, hello: bytes) -> None:
+        """Server: the client's hello. Raises AuthenticationError."""
+        try:
+            self._nonces = self._nonce + self._theirs(hello)
+        except ProtocolError as error:
+            raise AuthenticationError(str(error)) from None
+
+    def admit(self, proof: bytes) -> bytes:
+        """Server: its own proof, once the client's is right. Raises AuthenticationError."""
+        if not hmac.compare_digest(proof, self._mac(b"client")):
+            raise AuthenticationError(f"{self._peer} does not know this job's secret: connection refused")
+        return self._mac(b"server")
+
+    def confirm(self, proof: bytes) -> None:
+        """Client: the server's last word. Raises AuthenticationError."""
+        if proof == REFUSED:
+            raise AuthenticationError(f"{self._peer} refused this process: its job has another secret")
+        if not hmac.compare_digest(proof, self._mac(b"server")):
+            raise AuthenticationError(f"{self._peer} does not know this job's secret: not talking to it")
+
+    def frames(self, *, client: bool) -> Frames:
+        """For what is said from now on."""
+        up, down = self._mac(b"key up"), self._mac(b"key down")
+        return Frames(up, down, self._peer) if client else Frames(down, up, self._peer)

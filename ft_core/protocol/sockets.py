@@ -1,0 +1,137 @@
+"""Addresses and sockets: listening, tuning, and reading and writing with a limit."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import time
+from typing import Any
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A listening TCP socket on this interface alone; port 0 picks a free one (see `getsockname`).
+
+    For "unix:/path" as `host`, one there.
+    """
+    if host.startswith("unix:"):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.bind(host.removeprefix("unix:"))
+        sock.listen(1024)
+        return sock
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=1024)
+
+
+def reserve(host: str) -> socket.socket:
+    """A free port while this socket is open: nobody is given it by chance, and who asks for it gets it."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind((host, 0))
+    return sock
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """("host", port) of "host:port" or "[v6]:port". Raises ValueError."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit():
+        raise ValueError(f"not an address: {address!r}; expected host:port or unix:/path")
+    return host.strip("[]"), int(port)
+
+
+def as_bytes(data: bytes | memoryview) -> memoryview:
+    """A flat view of single bytes on contiguous memory, of any format and shape, empty ones too."""
+    view = memoryview(data)
+    if view.format == "B" and view.ndim == 1 and view.c_contiguous:
+        return view
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+GONE_MS = 25_000
+
+
+def tune(sock: Any, family: int) -> None:
+    """No delay for small frames, and a vanished node ends a connection within some 25 s, idle or not."""
+    if family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    # Otherwise what is sent into a partition is tried for a quarter of an hour, ever more seldom.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GONE_MS)
+
+
+def peer_name(sock: Any, family: int) -> str:
+    """For messages: who is at the other end."""
+    try:
+        if family == socket.AF_UNIX:
+            return f"unix:{sock.getsockname() or sock.getpeername()}"
+        host, port = sock.getpeername()[:2]
+    except OSError:
+        return "a peer that is gone"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+# The sockets stay in blocking mode and the time-outs are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO): a chunk is
+# then one system call with the GIL released, and sending and receiving threads have time-outs of their own.
+def _set_kernel_timeout(sock: socket.socket, option: int, end: float | None) -> None:
+    left = 0.0
+    if end is not None:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        left = max(left, 1e-3)  # zero would mean forever
+    seconds = int(left)
+    sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, int((left - seconds) * 1e6)))
+
+
+def lost(peer: str, error: OSError) -> ConnectionResetError:
+    """That a connection ended, and of what."""
+    return ConnectionResetError(f"connection to {peer} lost: {error.strerror or error}")
+
+
+def receive(sock: socket.socket, view: memoryview, end: float | None, peer: str) -> int:
+    """At least one byte into `view`, as many as come until it is full or `end` (time.monotonic) is there."""
+    try:
+        _set_kernel_timeout(sock, socket.SO_RCVTIMEO, end)
+        count = sock.recv_into(view, len(view), socket.MSG_WAITALL)
+    except BlockingIOError:
+        raise TimeoutError(f"nothing came from {peer} in time") from None
+    except OSError as error:
+        if isinstance(error, TimeoutError) and error.errno is None:
+            raise TimeoutError(f"nothing came from {peer} in time") from None
+        raise lost(peer, error) from error
+    if not count:
+        raise ConnectionResetError(f"{peer} closed the connection")
+    return count
+
+
+def receive_exactly(sock: socket.socket, count: int, end: float | None, peer: str) -> bytes:
+    """So many bytes, before `end`."""
+    data = memoryview(bytearray(count))
+    have = 0
+    while have < count:
+        have += receive(sock, data[have:], end, peer)
+    return bytes(data)
+
+
+def send_all(sock: socket.socket, data: memoryview, end: float | None, peer: str, flags: int = 0) -> None:
+    """All of `data`, before `end`."""
+    while len(data):
+        try:
+            _set_kernel_timeout(sock, socket.SO_SNDTIMEO, end)
+            data = data[sock.send(data, flags) :]
+        except BlockingIOError:
+            raise TimeoutError(f"{peer} took nothing in time") from None
+        except OSError as error:
+            if isinstance(error, TimeoutError) and error.errno is None:
+                raise TimeoutError(f"{peer} took nothing in time") from None
+            raise lost(peer, error) from error
+
+
+def shut(sock: socket.socket) -> None:
+    """Wake whoever is blocked in it."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
