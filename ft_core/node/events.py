@@ -1,16 +1,19 @@
 """What happens to an agent, and what it has done about it: the machine's input and output.
 
 `Agent.handle(event, now)` returns effects; the shell (`node.shell`) turns the world into events and effects
-into the world, and does nothing else. A worker is named by its number, which the machine gives and never
-gives again. What the node holds in memory is the shell's (`state.store`): the machine says when it is to be
-reported, what of it is to be loaded, sent, written or dropped.
+into the world, and does nothing else. A worker is named by its number, which the machine gives, and gives
+once. What the node holds in memory is the shell's (`state.store`), and the machine reads of it what it
+reports (`node.view`). It says what is to be loaded, sent, written or dropped.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ft_core.protocol.messages import CopyHere, Message, NodePlan, Version
+from ft_core.protocol import messages as m
+from ft_core.protocol.messages import CopyHere, NodePlan, Version
+from ft_core.settings import Settings
 
 Number = int
 
@@ -19,24 +22,31 @@ Number = int
 
 
 @dataclass(frozen=True)
+class Begin:
+    """The first of all: the node is there."""
+
+
+@dataclass(frozen=True)
 class Connected:
-    """To the controller, after an attempt that took no longer than `Controller.attempt`."""
+    """To the controller."""
 
 
 @dataclass(frozen=True)
 class NotConnected:
-    """An attempt has failed, or the connection has ended."""
+    """An attempt to reach the controller has failed, or the connection has ended."""
 
     reason: str
+    stranger: bool = False
+    """Whether somebody answers who is not this job's controller."""
     refused: bool = False
-    """Whether whoever answers has another secret."""
+    """Whether that is since the two have different secrets."""
 
 
 @dataclass(frozen=True)
 class FromController:
     """A message of the controller."""
 
-    message: Message
+    message: m.ToAgent
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ class FromWorker:
     """A message of a worker."""
 
     worker: Number
-    message: Message
+    message: m.FromWorker
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,13 @@ class WorkerEnded:
 
     worker: Number
     code: int
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """A worker has been sent SIGTERM, as `Signal` wanted it."""
+
+    worker: Number
 
 
 @dataclass(frozen=True)
@@ -83,8 +100,7 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Brought:
-    """What a role goes on from is in memory here, as far as it is not made by its script; `failed`: why
-    not."""
+    """What `Bring` wanted is in memory here; `failed`: why it is not."""
 
     worker: Number
     role: int
@@ -113,8 +129,16 @@ class DurableListed:
 
 
 @dataclass(frozen=True)
+class PeerAsks:
+    """Another agent wants something of the worker that plays `role` here; its `id` is in `AnswerPeer`."""
+
+    role: int
+    question: m.SendStartupEntries | m.SendProgress
+
+
+@dataclass(frozen=True)
 class Tick:
-    """Some time has passed: every `heartbeat`, and at the times that were asked for."""
+    """Every `heartbeat`."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +152,9 @@ class LauncherGone:
 
 
 Event = (
-    Connected | NotConnected | FromController | Forked | WorkerReady | FromWorker | WorkerEnded
-    | Replicated | Brought | DurableDone | DurableListed | Tick | Terminate | LauncherGone
+    Begin | Connected | NotConnected | FromController | Forked | WorkerReady | FromWorker | WorkerEnded
+    | Signalled | Replicated | Brought | DurableDone | DurableListed | PeerAsks | Tick | Terminate
+    | LauncherGone
 )  # fmt: skip
 
 
@@ -140,7 +165,7 @@ Event = (
 class ToController:
     """Nothing happens if there is no connection."""
 
-    message: Message
+    message: m.FromAgent
 
 
 @dataclass(frozen=True)
@@ -148,12 +173,12 @@ class ToWorker:
     """Nothing happens if it is gone."""
 
     worker: Number
-    message: Message
+    message: m.ToWorker
 
 
 @dataclass(frozen=True)
 class Start:
-    """Fork a worker for this device (-1: a standby, for any)."""
+    """Fork a worker for this device (-1: a standby, for any): `Forked`."""
 
     worker: Number
     device: int
@@ -164,6 +189,21 @@ class Kill:
     """SIGKILL."""
 
     worker: Number
+
+
+@dataclass(frozen=True)
+class Signal:
+    """SIGTERM, but only if the worker handles it, or else, if `even_so`, does not ignore it: `Signalled`."""
+
+    worker: Number
+    even_so: bool
+
+
+@dataclass(frozen=True)
+class ShowRest:
+    """What former workers of a role have printed last is shown before what its next one prints."""
+
+    role: int
 
 
 @dataclass(frozen=True)
@@ -183,9 +223,16 @@ class BeginEpoch:
 
 @dataclass(frozen=True)
 class UsePlan:
-    """Where everybody is from now on."""
+    """Where everybody is from now on; transfers to who is no longer anywhere end."""
 
     plan: NodePlan
+
+
+@dataclass(frozen=True)
+class UseSettings:
+    """From now on."""
+
+    settings: Settings
 
 
 @dataclass(frozen=True)
@@ -204,6 +251,15 @@ class KeepOnly:
 
 
 @dataclass(frozen=True)
+class Reserve:
+    """Memory for a snapshot; the worker is told where (`Allocated`)."""
+
+    worker: Number
+    request: m.Allocate
+    adopted: bool
+
+
+@dataclass(frozen=True)
 class Strike:
     """A copy is corrupt."""
 
@@ -215,32 +271,34 @@ class Strike:
 @dataclass(frozen=True)
 class Replicate:
     """Have a snapshot of a role that the worker plays, or has adopted, verified wherever it must be:
-    `Replicated`."""
+    `Replicated`. `ring`: the worker's, see `state.placement`."""
 
     worker: Number
     role: int
     version: Version
     epoch: int
+    ring: Sequence[int]
 
 
 @dataclass(frozen=True)
 class Bring:
-    """Have the plan's version of these roles (a worker's own first, then adopted ones) in memory here:
-    `Brought`."""
+    """Have the plan's version of the roles `held`, the worker's own and those that it has adopted, in
+    memory here: `Brought`."""
 
     worker: Number
-    roles: tuple[int, ...]
+    role: int
+    held: tuple[int, ...]
     plan: NodePlan
 
 
 @dataclass(frozen=True)
 class WriteDurable:
-    """Write a snapshot to storage: `DurableDone`."""
+    """Write a snapshot to storage: `DurableDone`. `replicated`: every replica group has all the state."""
 
-    worker: Number
     role: int
     version: Version
     plan: NodePlan
+    replicated: bool
 
 
 @dataclass(frozen=True)
@@ -251,10 +309,25 @@ class LookForDurable:
 
 
 @dataclass(frozen=True)
-class Wake:
-    """A `Tick` no later than this."""
+class AskPeer:
+    """Ask the agent at this address for the worker, which is told the answer."""
 
-    at: float
+    worker: Number
+    question: m.AskStartupEntries | m.AskProgress
+    address: str
+
+
+@dataclass(frozen=True)
+class AnswerPeer:
+    """An answer to `PeerAsks`, or why there is none."""
+
+    id: int
+    answer: m.StartupEntries | m.Progress | str
+
+
+@dataclass(frozen=True)
+class KillNode:
+    """SIGKILL to all that this node has started, and to itself."""
 
 
 @dataclass(frozen=True)
@@ -264,12 +337,13 @@ class BecomeSpare:
 
 @dataclass(frozen=True)
 class End:
-    """This node is done."""
+    """This node is done: end what is left of it, and this process with this code."""
 
     code: int
 
 
 Effect = (
-    ToController | ToWorker | Start | Kill | Commit | BeginEpoch | UsePlan | DropAfter | KeepOnly
-    | Strike | Replicate | Bring | WriteDurable | LookForDurable | Wake | BecomeSpare | End
+    ToController | ToWorker | Start | Kill | Signal | ShowRest | Commit | BeginEpoch | UsePlan
+    | UseSettings | DropAfter | KeepOnly | Reserve | Strike | Replicate | Bring | WriteDurable
+    | LookForDurable | AskPeer | AnswerPeer | KillNode | BecomeSpare | End
 )  # fmt: skip

@@ -1,0 +1,127 @@
+"""The workers of a node, as values: what each is doing, and what it has said of itself."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from ft_core.protocol.messages import Counts, Redundancy, ReplicaGroup, Version
+
+NONE = -1
+"""The version of a state that is not there."""
+
+
+class Doing(Enum):
+    """What a worker is there for."""
+
+    STARTING = auto()
+    """It has not connected yet."""
+    IDLE = auto()
+    """It waits for a role."""
+    PLAYING = auto()
+    """It has one."""
+    FINISHED = auto()
+    """It has one, and its script is done."""
+    WITHDRAWN = auto()
+    """It had one, whose replica group has left: it is killed, and another takes its place."""
+
+
+@dataclass
+class Worker:
+    """One process."""
+
+    number: int
+    device: int
+    """-1: a standby, for any."""
+    pid: int = 0
+    doing: Doing = Doing.STARTING
+    role: int = -1
+    """If it has one."""
+    quiesced: int = 0
+    """The newest epoch for which it has left its step."""
+    stage: str = "startup"
+    counts: Counts = field(default_factory=dict)
+    initial: Version | None = None
+    """The version that its script starts from; known once it has entered training."""
+    resumes: bool = False
+    """Whether its script, started again, goes on from a checkpoint of its own."""
+    ring: list[int] = field(default_factory=list)
+    group: ReplicaGroup | None = None
+    """Known once it trains."""
+    replicated: dict[int, Version] = field(default_factory=dict)
+    """By role that it holds, its own and adopted ones, the newest version that is safe in this epoch."""
+    committed: Version = NONE
+    """Its commit word."""
+    traceback: str = ""
+
+    @property
+    def plays(self) -> bool:
+        """Whether it has a role."""
+        return self.doing in (Doing.PLAYING, Doing.FINISHED)
+
+    @property
+    def state_is_replicated(self) -> bool:
+        """Whether its script has said that every replica group has all the state."""
+        return self.group is not None and self.group.redundancy is Redundancy.REPLICATED
+
+
+class Crew:
+    """All of a node's workers, by number."""
+
+    def __init__(self) -> None:
+        self._workers: dict[int, Worker] = {}
+        self._count = 0
+
+    def add(self, device: int) -> Worker:
+        """One more."""
+        worker = Worker(self._count, device)
+        self._workers[worker.number] = worker
+        self._count += 1
+        return worker
+
+    def remove(self, number: int) -> Worker:
+        """It has ended."""
+        return self._workers.pop(number)
+
+    def get(self, number: int) -> Worker | None:
+        """None: it has ended."""
+        return self._workers.get(number)
+
+    def of_role(self, role: int) -> Worker | None:
+        """Who plays it here, if somebody does."""
+        return next((worker for worker in self.playing() if worker.role == role), None)
+
+    def playing(self) -> list[Worker]:
+        """Workers with a role."""
+        return [worker for worker in self._workers.values() if worker.plays]
+
+    def idle(self) -> list[Worker]:
+        """Workers that wait for a role, those tied to a device first."""
+        found = (worker for worker in self._workers.values() if worker.doing is Doing.IDLE)
+        return sorted(found, key=lambda worker: (worker.device < 0, worker.number))
+
+    def choose(self, device: int, devices: int) -> Worker | None:
+        """An idle worker, that of this device if there is one. A standby takes the first free device."""
+        if not (idle := self.idle()):
+            return None
+        worker = next((worker for worker in idle if worker.device == device), idle[0])
+        if worker.device < 0:
+            taken = {other.device for other in self._workers.values()}
+            worker.device = min(set(range(devices)) - taken, default=device)
+        return worker
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers.values())
+
+
+def in_words(code: int) -> str:
+    """How a process has ended."""
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.strsignal(-code) or "?"
+    with suppress(ValueError):  # a real-time signal has no name of its own
+        name = signal.Signals(-code).name
+    return f"killed by {name}"

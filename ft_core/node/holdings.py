@@ -1,0 +1,89 @@
+"""What a node could give to a recovery, and where its workers are: read from memory, put into messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ft_core.node.crew import Crew
+from ft_core.node.view import View
+from ft_core.protocol import messages as m
+from ft_core.state.manifest import Segment
+
+
+def roles_held(here: Iterable[int], crew: Crew, view: View) -> dict[int, m.RoleHeld]:
+    """Of the roles that are `here`, by the plan."""
+    found = {}
+    for role in here:
+        worker = crew.of_role(role)
+        found[role] = m.RoleHeld(
+            alive=worker is not None,
+            stage=worker.stage if worker else "startup",
+            versions=view.versions(role),
+            segments=[segment.id for segment in view.segments(role)],
+            counts=worker.counts if worker else {},
+        )
+    return found
+
+
+def copies_held(
+    here: Iterable[int], view: View
+) -> tuple[dict[m.SegmentId, list[m.Version]], dict[m.SegmentId, list[m.Role]]]:
+    """By segment, the versions that this node has of what is not its own roles'; and all holders known here.
+
+    What it has kept for others, what it holds of roles that were here, and what its roles have adopted.
+    """
+    holders = {segment.id: list(segment.holders) for role in here for segment in view.segments(role)}
+    replicas = view.replicas()
+    for name in replicas:
+        if found := view.holders(name):
+            holders[name] = list(found)
+    elsewhere = sorted(set(view.roles(adopted=False)) - set(here))
+    memories = [(role, False) for role in elsewhere] + [(role, True) for role in view.roles(adopted=True)]
+    for role, adopted in memories:
+        for segment in view.segments(role, adopted):
+            kept = {*replicas.get(segment.id, []), *view.versions(role, adopted)}
+            replicas[segment.id] = sorted(kept)
+            holders[segment.id] = list(segment.holders)
+    return replicas, holders
+
+
+def beats(crew: Crew, view: View) -> dict[m.Role, m.RoleBeat]:
+    """How far the workers that have roles have come."""
+    found = {}
+    for worker in crew.playing():
+        words, (sent, snapshots) = view.words(worker.number), view.sent(worker.role)
+        found[worker.role] = m.RoleBeat(
+            pid=worker.pid,
+            step=words.version,
+            tag=words.tag,
+            held=view.versions(worker.role),
+            committed=worker.committed,
+            step_s=words.step_s,
+            waited_s=words.waited_s,
+            h2h_bytes=sent,
+            h2h_snapshots=snapshots,
+        )
+    return found
+
+
+def role_state(role: int, crew: Crew, view: View) -> m.RoleState:
+    """A role's segments and what protecting them has taken so far, for `ftctl plan`."""
+    worker = crew.of_role(role)
+    return m.RoleState(
+        role=role,
+        segments=[described(segment) for segment in view.segments(role)],
+        ring=worker.ring if worker else [],
+        step_seconds=view.words(worker.number).step_s if worker else 0.0,
+        bytes_per_second=view.bandwidth(),
+    )
+
+
+def described(segment: Segment) -> m.Layout:
+    """A segment, for a message."""
+    items = tuple(m.Item(i.name, i.dtype, i.shape, i.offset, i.nbytes) for i in segment.items)
+    return m.Layout(segment.holders, items)
+
+
+def segment_of(layout: m.Layout) -> m.SegmentId:
+    """Its name."""
+    return Segment(layout.holders, ()).id

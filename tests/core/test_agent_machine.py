@@ -1,0 +1,707 @@
+"""The agent as a state machine: event in, effects out. No process, no socket, no clock."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+import pytest
+
+from ft_core.node import events as e
+from ft_core.node import outage
+from ft_core.node.crew import Doing, in_words
+from ft_core.node.machine import FAREWELL, About, Agent, Phase
+from ft_core.node.view import Words
+from ft_core.process.sigterm import ENDED, GRACE
+from ft_core.protocol import messages as m
+from ft_core.settings import Command, Settings
+from ft_core.state.manifest import Segment, layout
+
+T = TypeVar("T")
+
+
+class Memory:
+    """A node's memory as a dictionary: (role, adopted) -> versions; segment -> versions."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[int, bool], list[int]] = {}
+        self.kept: dict[Segment, list[int]] = {}
+
+    def words(self, worker: int) -> Words:
+        return Words(version=7, tag=7, step_s=0.5, waited_s=0.25)
+
+    def roles(self, adopted: bool) -> set[int]:
+        return {role for role, of in self.held if of == adopted}
+
+    def versions(self, role: int, adopted: bool = False) -> list[int]:
+        return self.held.get((role, adopted), [])
+
+    def segments(self, role: int, adopted: bool = False) -> tuple[Segment, ...]:
+        return (segment(role),) if self.versions(role, adopted) else ()
+
+    def replicas(self) -> dict[str, list[int]]:
+        return {segment.id: list(versions) for segment, versions in self.kept.items()}
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        return next(segment.holders for segment in self.kept if segment.id == name)
+
+    def sent(self, role: int) -> tuple[int, int]:
+        return 100, 2
+
+    def bandwidth(self) -> float:
+        return 0.0
+
+
+def segment(role: int) -> Segment:
+    return layout((role,), [("state", "int64", (1,), 8)])
+
+
+LAYOUT = m.Layout((0,), (m.Item("state", "int64", (1,), 0, 8),))
+GROUP = m.ReplicaGroup(0, 1, m.Redundancy.ADOPTABLE)
+
+
+class Node:
+    """The machine, and what it has done."""
+
+    def __init__(self, **more: object) -> None:
+        about = {"nnodes": 2, "nproc_per_node": 1, "controller": "127.0.0.1:1"} | more
+        self.settings = Settings(command=Command("train.py"), **about)  # type: ignore[arg-type]
+        self.memory = Memory()
+        about = About(
+            *("node0", "rack", 0, 42, "127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4", "/tmp/job"),
+            environment={"OMP_NUM_THREADS": "1"},
+        )
+        self.agent = Agent(about, self.settings, self.memory)
+        self.now = 0.0
+        self.done: list[e.Effect] = []
+        """By the last event."""
+        self.handle(e.Begin())
+        for start in self.effects(e.Start):
+            self.handle(e.Forked(start.worker, 1000 + start.worker))
+            self.handle(e.WorkerReady(start.worker))
+        self.handle(e.Connected())
+
+    def handle(self, event: e.Event, after: float = 0.0) -> list[e.Effect]:
+        self.now += after
+        self.done = self.agent.handle(event, self.now)
+        return self.done
+
+    def hear(self, message: m.ToAgent) -> list[e.Effect]:
+        return self.handle(e.FromController(message))
+
+    def worker(self, message: m.FromWorker, role: int = 0) -> list[e.Effect]:
+        return self.handle(e.FromWorker(self.number(role), message))
+
+    def number(self, role: int = 0) -> int:
+        worker = self.agent.crew.of_role(role)
+        assert worker is not None
+        return worker.number
+
+    def effects(self, kind: type[T]) -> list[T]:
+        """Of the last event."""
+        return [effect for effect in self.done if isinstance(effect, kind)]
+
+    def said(self, kind: type[T]) -> list[T]:
+        """To the controller."""
+        return [each.message for each in self.effects(e.ToController) if isinstance(each.message, kind)]
+
+    def told(self, kind: type[T]) -> list[T]:
+        """To workers."""
+        return [each.message for each in self.effects(e.ToWorker) if isinstance(each.message, kind)]
+
+    def train(self, role: int = 0) -> None:
+        """As a worker that has got its role, up to its first step."""
+        self.worker(m.Registered(0, [0, 1], False, GROUP), role)
+        self.worker(m.WorkerRestored(self.agent.epoch, 0, loaded=False), role)
+
+    def greeting(self) -> m.AgentHello:
+        self.handle(e.NotConnected("it is gone"))
+        self.handle(e.Connected())
+        [hello] = self.said(m.AgentHello)
+        return hello
+
+
+def plan(epoch: int = 1, **more: object) -> m.NodePlan:
+    roles = more.pop("roles", {0: "node0", 1: "node1"})
+    assert isinstance(roles, dict)
+    worker = m.WorkerPlan(
+        epoch=epoch,
+        store="127.0.0.1:3",
+        version=None,
+        origin="initial",
+        completed={},
+        parts=0,
+        started_over=0,
+        absent={},
+        adopted={},
+        newcomers=[],
+        membership=m.MembershipChanges(0),
+        policy="wait",
+        lr_intervention="sqrt",
+        began_with=m.BeganWith(2, 1, 2),
+    )
+    names = [field.name for field in msgspec.structs.fields(m.WorkerPlan)]
+    worker = msgspec.structs.replace(worker, **{key: more.pop(key) for key in names if key in more})
+    nodes = {f"node{n}": m.NodeAddress(f"127.0.0.1:{20 + n}", f"node{n}") for n in range(3)}
+    state = m.JobState(
+        *(f"{epoch}-x", epoch, "job", roles, nodes, "127.0.0.1:3", "127.0.0.1:4", None, "initial", "", {}),
+        *({}, 0, False, 0, {}, {}, [], m.ReplicaGroups({}, m.Redundancy.SHARDED, m.MembershipChanges(0)), {}),
+        *(None, 0, 0, 0, (None, "initial")),
+    )
+    found = m.NodePlan(
+        id=f"{epoch}-x",
+        epoch=epoch,
+        job="job",
+        roles=roles,
+        nodes=nodes,
+        master="127.0.0.1:4",
+        durable="",
+        sources={},
+        worker=worker,
+        state=msgspec.Raw(msgspec.json.encode(state)),
+    )
+    return msgspec.structs.replace(found, **more)
+
+
+@pytest.fixture
+def node() -> Node:
+    return Node()
+
+
+@pytest.fixture
+def training() -> Node:
+    """Epoch 1, role 0 trains here."""
+    node = Node()
+    node.hear(plan())
+    node.train()
+    return node
+
+
+# -- the controller --------------------------------------------------------------------------------------
+
+
+def test_a_node_begins_with_a_worker_for_each_device_and_a_standby():
+    node = Node(nproc_per_node=2)
+    assert [(worker.device, worker.doing) for worker in node.agent.crew] == [
+        *((device, Doing.IDLE) for device in (0, 1, -1))
+    ]
+
+
+def test_a_greeting_says_who_it_is_and_repeats_what_must_be_known(training: Node):
+    training.worker(m.WorkerStepped(1, 1))
+    training.worker(m.WorkerTrained(1, 1, {"0": [0, 8]}))
+    training.worker(m.BringSettings(3, {"policy": "stop"}))
+    hello = training.greeting()
+    assert (hello.node, hello.pid, hello.domain, hello.holdings.begun) == ("node0", 42, "rack", "1-x")
+    assert {type(said) for said in hello.said} == {m.Restored, m.Stepped, m.Trained, m.Configure}
+    training.handle(e.WorkerEnded(training.number(), -9))
+    assert m.WorkerLost in {type(said) for said in training.greeting().said}
+    training.hear(plan(2, newcomers=[0]))
+    said = training.greeting().said
+    assert {type(each) for each in said} == {m.Trained}, "of a role's former worker nothing is said again"
+
+
+def test_a_tick_is_a_heartbeat(training: Node):
+    training.memory.held[0, False] = [6, 7]
+    training.handle(e.Tick())
+    [beat] = training.said(m.Heartbeat)
+    about = beat.roles[0]
+    assert (beat.epoch, beat.begun, beat.idle) == (1, "1-x", 1)
+    assert (about.pid, about.step, about.held, about.committed) == (1000, 7, [6, 7], -1)
+
+
+def test_holdings_name_own_roles_former_ones_adopted_ones_and_replicas(training: Node):
+    memory = training.memory
+    memory.held = {(0, False): [6, 7], (1, False): [5], (2, True): [7]}
+    memory.kept = {segment(1): [4], segment(3): [6, 7]}
+    holdings = training.greeting().holdings
+    assert list(holdings.roles) == [0]
+    assert (holdings.roles[0].versions, holdings.roles[0].segments) == ([6, 7], [segment(0).id])
+    assert holdings.replicas == {segment(1).id: [4, 5], segment(3).id: [6, 7], segment(2).id: [7]}
+    assert holdings.segments == {segment(role).id: [role] for role in range(4)}
+
+
+def test_without_a_controller_a_node_warns_and_leaves_if_nobody_trains(
+    node: Node, caplog: pytest.LogCaptureFixture
+):
+    node.handle(e.NotConnected("it is gone"), 1000)
+    node.handle(e.NotConnected("refused"), outage.MISSED - 1)
+    assert not caplog.text
+    node.handle(e.NotConnected("refused"), 2)
+    node.handle(e.NotConnected("refused"), 1)
+    assert caplog.text.count("no controller answers at 127.0.0.1:1; trying again") == 1
+    node.handle(e.NotConnected("refused"), outage.ABANDONED - 12)
+    assert node.agent.phase is Phase.SERVING
+    node.handle(e.NotConnected("refused"), 1)
+    assert node.effects(e.End) == [e.End(1)] and "node0 leaves: nobody trains here" in caplog.text
+
+
+def test_without_a_controller_training_goes_on(training: Node):
+    training.handle(e.NotConnected("it is gone"))
+    training.handle(e.NotConnected("refused"), 2 * outage.ABANDONED)
+    training.hear(m.Withdraw([0]))  # as if the last role here had gone
+    training.handle(e.NotConnected("refused"), outage.ABANDONED)
+    assert training.agent.phase is Phase.SERVING
+    training.handle(e.NotConnected("refused"), 1)
+    assert training.effects(e.End) == [e.End(1)]
+
+
+def test_another_secret_ends_a_node_that_was_never_served_and_no_other(
+    node: Node, caplog: pytest.LogCaptureFixture
+):
+    refused = e.NotConnected("another secret", stranger=True, refused=True)
+    node.handle(e.NotConnected("it is gone"))
+    assert not node.handle(refused)
+    assert "whoever answers at 127.0.0.1:1 is not this job's controller: another secret" in caplog.text
+    new = Agent(node.agent.about, node.settings, node.memory)
+    assert new.handle(refused, 0.0) == [e.End(2)]
+
+
+def test_settings_that_the_script_brings(training: Node):
+    training.worker(m.BringSettings(5, {"policy": "shrink"}))
+    number = training.number()
+    assert training.said(m.Configure) == [m.Configure(number, 5, {"policy": "shrink"})]
+    training.hear(m.UseSettings({"policy": "shrink"}))
+    assert training.said(m.Configured) == [m.Configured({"policy": "shrink"})]
+    assert [effect.settings.policy for effect in training.effects(e.UseSettings)] == ["shrink"]
+    training.hear(m.ConfigureAnswer(number, 5))
+    assert training.done == [e.ToWorker(number, m.SettingsTaken(5))]
+    hello = training.greeting()
+    assert not [said for said in hello.said if isinstance(said, m.Configure)]
+    assert hello.holdings.configured == {"policy": "shrink"}
+    training.hear(m.ConfigureAnswer(number, 6, "no"))
+    assert training.done == [e.ToWorker(number, m.Refused(6, "no"))]
+    training.hear(m.Abort(2))
+    training.hear(plan(2))
+    assert training.told(m.PlanBegins)[0].plan.policy == "shrink"
+
+
+def test_a_successor_of_the_controller_gets_the_state_with_the_nodes_of_now(training: Node):
+    added = m.NodeAddress("127.0.0.1:29", "node9")
+    training.hear(m.NodesChanged("1-x", {"node9": added, "node2": None}))
+    [used] = training.effects(e.UsePlan)
+    assert set(used.plan.nodes) == {"node0", "node1", "node9"}
+    assert not training.hear(m.NodesChanged("1-other", {"node9": None}))
+    training.hear(m.SendState())
+    [kept] = training.said(m.KeptState)
+    assert kept.state.id == "1-x" and kept.nodes == used.plan.nodes
+
+
+def test_who_was_given_up_becomes_a_spare_and_does_nothing_more(training: Node):
+    training.hear(m.GivenUp())
+    assert training.done == [e.BecomeSpare()]
+    assert not training.handle(e.Tick()) and not training.hear(plan(2))
+
+
+def test_ftctl_kills_a_role_or_the_node(training: Node):
+    assert training.hear(m.KillWorker(0)) == [e.Kill(training.number())]
+    assert not training.hear(m.KillWorker(1))
+    assert training.hear(m.KillWorker()) == [e.KillNode()]
+    assert training.handle(e.LauncherGone()) == [e.KillNode()]
+
+
+# -- epochs ----------------------------------------------------------------------------------------------
+
+
+def test_a_plan_gives_roles_to_idle_workers_and_lets_them_begin(node: Node):
+    node.hear(plan())
+    assert [type(effect) for effect in node.done] == [
+        *(e.UsePlan, e.KeepOnly, e.ShowRest, e.ToWorker, e.ToWorker)
+    ]
+    [assign], [restore] = node.told(m.Assign), node.told(m.Restore)
+    assert (assign.role, assign.world_size, assign.plan.epoch) == (0, 2, 1)
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "4", "TORCHELASTIC_RUN_ID": "job"}
+    assert environment.items() <= assign.env.items()
+    assert restore == m.Restore(1, None, [])
+    assert not node.hear(plan()), "the same plan again"
+
+
+def test_a_worker_keeps_its_role_in_the_next_epoch(training: Node):
+    number = training.number()
+    training.hear(m.Abort(2))
+    assert training.done == [
+        e.BeginEpoch(2),
+        e.Commit(number, -1),
+        e.ToWorker(number, m.Abort(2)),
+    ]
+    training.worker(m.Quiesced(2, "training", {"g": 3}))
+    [report] = training.said(m.Holdings)
+    assert (report.reported, report.roles[0].counts) == (2, {"g": 3})
+    assert not training.worker(m.Quiesced(2, "training", {})), "it reports once"
+    following = plan(2, version=0, origin="memory")
+    training.memory.held[0, False] = [0, 1]
+    training.hear(following)
+    assert e.DropAfter(0) in training.done
+    assert training.effects(e.Bring) == [e.Bring(number, 0, (0,), following)]
+    copy = m.CopyHere(0, 0, [1, 2, 3, 4], [LAYOUT])
+    training.handle(e.Brought(number, 0, 2, (copy,)))
+    assert training.done == [e.ToWorker(number, m.Restore(2, 0, [copy]))]
+    training.handle(e.Brought(number, 0, 2, failed="no holder"))
+    assert training.said(m.RestoreFailed) == [m.RestoreFailed(2, 0, "no holder")]
+
+
+def test_nobody_obeys_an_older_epoch(training: Node):
+    training.hear(m.Abort(3))
+    assert not training.hear(m.Abort(2)) and not training.hear(m.Abort(3))
+    assert not training.hear(plan(2))
+    assert not training.handle(e.Brought(training.number(), 0, 1, ()))
+    assert training.agent.epoch == 3 and training.agent.begun == 1
+
+
+def test_a_plan_that_overtakes_its_abort_begins_all_the_same(training: Node):
+    training.hear(plan(2, version=0, origin="memory"))
+    assert training.agent.epoch == 2 and training.told(m.PlanBegins)
+    assert not training.hear(m.Abort(2))
+
+
+def test_a_node_reports_when_the_last_worker_is_quiet_or_gone():
+    node = Node(nproc_per_node=2)
+    node.hear(plan(roles={0: "node0", 1: "node0"}))
+    node.hear(m.Abort(2))
+    node.worker(m.Quiesced(2, "startup", {}), 0)
+    assert not node.said(m.Holdings)
+    node.handle(e.WorkerEnded(node.number(1), -9))
+    assert [type(each.message) for each in node.effects(e.ToController)] == [m.WorkerLost, m.Holdings]
+    assert not node.said(m.Holdings)[0].roles[1].alive
+
+
+def test_who_does_not_leave_its_step_is_killed(training: Node):
+    training.hear(m.Abort(2))
+    training.handle(e.Tick(), training.settings.quiesce_timeout - 0.1)
+    assert not training.effects(e.Kill)
+    training.handle(e.Tick(), 0.2)
+    assert training.effects(e.Kill) == [e.Kill(training.number())]
+    training.handle(e.Tick(), 100)
+    assert not training.effects(e.Kill)
+
+
+def test_who_has_left_its_step_waits_for_the_plan_as_long_as_it_takes(training: Node):
+    training.hear(m.Abort(2))
+    training.worker(m.Quiesced(2, "training", {}))
+    training.handle(e.Tick(), 2 * training.settings.quiesce_timeout)
+    assert not training.effects(e.Kill)
+
+
+def test_a_role_that_moves_away_loses_its_worker_and_one_epoch_later_its_memory(training: Node):
+    number = training.number()
+    training.hear(plan(2, roles={0: "node1", 1: "node1"}))
+    assert training.effects(e.Kill) == [e.Kill(number)]
+    assert training.effects(e.KeepOnly) == [e.KeepOnly(frozenset([0]), frozenset())]
+    assert not training.agent.crew.playing()
+    assert training.handle(e.WorkerEnded(number, -9)) == [e.Start(2, 0)], "for the same device; no loss"
+    training.hear(plan(3, roles={0: "node1", 1: "node1"}))
+    assert training.effects(e.KeepOnly) == [e.KeepOnly(frozenset(), frozenset())]
+
+
+def test_a_role_whose_worker_has_died_since_the_report_gets_none_by_that_plan(training: Node):
+    training.hear(m.Abort(2))
+    training.worker(m.Quiesced(2, "training", {}))
+    training.handle(e.WorkerEnded(training.number(), -9))
+    training.hear(plan(2))
+    assert not training.effects(e.ToWorker)
+
+
+def test_there_may_be_no_idle_worker():
+    node = Node()
+    for worker in list(node.agent.crew):
+        node.handle(e.WorkerEnded(worker.number, -9))
+    node.hear(plan())
+    assert node.said(m.NoIdleWorker) == [m.NoIdleWorker(1, 0)]
+
+
+def test_a_standby_takes_the_device_of_whom_it_stands_in_for():
+    node = Node(nproc_per_node=2)
+    node.hear(plan(roles={0: "node0", 1: "node0"}))
+    node.handle(e.WorkerEnded(node.number(1), -9))
+    assert node.effects(e.Start) == [e.Start(3, -1)]
+    node.hear(m.Abort(2))
+    node.worker(m.Quiesced(2, "startup", {}), 0)
+    node.hear(plan(2, roles={0: "node0", 1: "node0"}, newcomers=[1]))
+    [assign] = node.told(m.Assign)
+    assert (assign.role, assign.env["LOCAL_RANK"], node.number(1)) == (1, "1", 2)
+
+
+def test_scripts_that_start_over_keep_nothing(training: Node):
+    training.hear(plan(2, started_over=2))
+    assert e.DropAfter(-1) in training.done
+    assert not training.greeting().said
+
+
+def test_state_that_the_script_makes_is_not_brought(training: Node):
+    training.hear(m.Abort(2))
+    training.hear(plan(2, version=0, origin="initial"))
+    assert not training.effects(e.Bring) and training.told(m.Restore) == [m.Restore(2, 0, [])]
+    sources = {0: {segment(0).id: ["node1"]}}
+    training.hear(plan(3, version=0, origin="initial", sources=sources))
+    assert [bring.held for bring in training.effects(e.Bring)] == [(0,)]
+
+
+def test_what_a_role_adopts_is_brought_unless_every_group_has_all(training: Node):
+    elastic = {"version": 0, "origin": "memory", "roles": {0: "node0"}, "adopted": {1: 0}}
+    training.hear(plan(2, **elastic))
+    assert [bring.held for bring in training.effects(e.Bring)] == [(0, 1)]
+    assert training.effects(e.KeepOnly) == [e.KeepOnly(frozenset([0]), frozenset([1]))]
+    whole = m.ReplicaGroup(0, 1, m.Redundancy.REPLICATED)
+    training.worker(m.Registered(0, [0], False, whole))
+    training.hear(plan(3, **elastic))
+    assert [bring.held for bring in training.effects(e.Bring)] == [(0,)]
+
+
+# -- roles that come back while others train ---------------------------------------------------------------
+
+
+def test_roles_that_come_back_prepare_ahead_of_their_epoch(node: Node):
+    node.hear(plan(roles={1: "node1"}))
+    worker = msgspec.structs.replace(plan().worker, origin="memory", ahead={0: 1})
+    assert not node.hear(m.Prepare(2, [0], worker)), "of an epoch that is not there"
+    node.hear(m.Prepare(1, [0], worker))
+    [assign] = node.told(m.Assign)
+    assert assign.plan.ahead == {0: 1} and assign.plan.origin == "memory" and assign.plan.epoch == 1
+    node.worker(m.Registered(0, [], False, GROUP))
+    assert node.said(m.Prepared) == [m.Prepared(0)]
+    node.hear(m.Prepare(1, [0], worker))
+    assert node.done == [e.ToController(m.Prepared(0))], "said again to whoever asks again"
+    node.hear(m.Withdraw([0]))
+    assert len(node.effects(e.Kill)) == 1 and not node.greeting().said
+
+
+# -- safe copies -------------------------------------------------------------------------------------------
+
+
+def staged(node: Node, version: int, role: int = 0) -> e.Replicate:
+    node.worker(m.Staged(role, version))
+    [order] = node.effects(e.Replicate)
+    return order
+
+
+def arrived(order: e.Replicate, failed: str = "") -> e.Replicated:
+    return e.Replicated(order.worker, order.role, order.version, order.epoch, failed)
+
+
+def test_a_snapshot_is_committed_when_it_is_safe(training: Node):
+    order = staged(training, 1)
+    assert order == e.Replicate(training.number(), 0, 1, 1, [0, 1])
+    assert training.handle(arrived(order)) == [e.Commit(training.number(), 1)]
+    older = staged(training, 2), staged(training, 3)
+    for order in reversed(older):
+        training.handle(arrived(order))
+    assert training.done == [e.Commit(training.number(), 3)], "the word does not go back"
+
+
+def test_a_snapshot_that_was_loaded_is_made_safe_again(training: Node):
+    training.hear(plan(2, version=1, origin="memory"))
+    training.worker(m.WorkerRestored(2, 1, loaded=True))
+    assert [order.version for order in training.effects(e.Replicate)] == [1]
+
+
+def test_the_commit_word_goes_by_the_oldest_of_what_a_worker_holds(training: Node):
+    training.hear(plan(2, version=0, origin="memory", roles={0: "node0"}, adopted={1: 0}))
+    own, adopted = staged(training, 1), staged(training, 1, role=1)
+    training.handle(arrived(own))
+    assert training.done == [e.Commit(training.number(), -1)]
+    training.handle(arrived(adopted))
+    assert training.done == [e.Commit(training.number(), 1)]
+
+
+def test_what_cannot_be_replicated_is_tried_again(training: Node, caplog: pytest.LogCaptureFixture):
+    order = staged(training, 1)
+    training.handle(arrived(order, "it is gone"))
+    assert training.done == [e.ToController(m.Suspect(1, 0, "it is gone"))]
+    training.handle(e.Tick())
+    assert not training.effects(e.Replicate)
+    training.handle(e.Tick(), training.settings.heartbeat)
+    assert training.effects(e.Replicate) == [order]
+    assert not training.handle(arrived(order, "it is gone")) and "training waits" in caplog.text
+    training.handle(e.Tick(), training.settings.heartbeat)
+    assert training.handle(arrived(order)) == [e.Commit(training.number(), 1)]
+
+
+@pytest.mark.parametrize("failed", ["", "stale"])
+def test_what_arrives_after_its_epoch_counts_for_nothing(failed: str, training: Node):
+    order = staged(training, 1)
+    training.hear(m.Abort(2))
+    assert not training.handle(arrived(order, failed))
+    assert not training.worker(m.Staged(0, 2)), "nor is what is staged between two epochs sent"
+    training.handle(e.Tick(), 10)
+    assert not training.effects(e.Replicate)
+
+
+def test_a_corrupt_copy_is_struck_off_and_the_role_cannot_be_restored(training: Node):
+    training.worker(m.CorruptCopy(1, 0, "chunk 3"))
+    assert training.effects(e.Strike) == [e.Strike(1, 0, adopted=True)]
+    assert training.said(m.RestoreFailed) == [m.RestoreFailed(1, 0, "chunk 3")]
+
+
+@pytest.fixture
+def durable() -> Node:
+    node = Node(durable_dir="/durable", durable_interval=2)
+    node.hear(plan())
+    node.train()
+    return node
+
+
+def test_every_so_often_what_is_safe_is_written(durable: Node):
+    durable.handle(arrived(staged(durable, 1)))
+    assert not durable.effects(e.WriteDurable)
+    durable.handle(arrived(staged(durable, 2)))
+    [write] = durable.effects(e.WriteDurable)
+    assert (write.role, write.version, write.replicated) == (0, 2, False)
+    durable.handle(e.DurableDone(0, 2, (0, 1)))
+    assert durable.said(m.DurableWritten) == [m.DurableWritten(0, 2), m.DurableWritten(1, 2)]
+
+
+def test_one_at_a_time_is_written_and_what_is_not_is_said(durable: Node, caplog: pytest.LogCaptureFixture):
+    durable.handle(arrived(staged(durable, 2)))
+    durable.handle(arrived(staged(durable, 4)))
+    [failed] = durable.said(m.DurableFailed)
+    assert failed.version == 4 and "that of step 2 is still being written" in failed.reason
+    durable.handle(e.DurableDone(0, 2, failed="disk full"))
+    assert durable.done == [e.ToController(m.DurableFailed(0, 2, "disk full"))] and "disk full" in caplog.text
+    durable.handle(arrived(staged(durable, 6)))
+    assert len(durable.effects(e.WriteDurable)) == 1
+
+
+def test_what_was_read_is_not_written_again(durable: Node):
+    durable.hear(plan(2, version=2, origin="durable", durable="step-2"))
+    durable.worker(m.WorkerRestored(2, 2, loaded=True))
+    [order] = durable.effects(e.Replicate)
+    durable.handle(arrived(order))
+    assert durable.effects(e.Commit) and not durable.effects(e.WriteDurable)
+
+
+def test_a_version_of_which_the_worker_has_died_is_written_all_the_same(durable: Node):
+    order = staged(durable, 2)
+    durable.handle(e.WorkerEnded(durable.number(), -9))
+    durable.handle(arrived(order))
+    assert len(durable.effects(e.WriteDurable)) == 1
+
+
+# -- workers -----------------------------------------------------------------------------------------------
+
+
+def test_memory_for_a_snapshot_is_announced_before_the_worker_has_it(training: Node):
+    request = m.Allocate(9, 0, 1, [LAYOUT])
+    training.worker(request)
+    assert [type(effect) for effect in training.done] == [e.ToController, e.Reserve]
+    [layout_said] = training.said(m.RoleLayout)
+    assert (layout_said.segments, layout_said.initial, layout_said.group) == ({segment(0).id: [0]}, 0, GROUP)
+    assert training.effects(e.Reserve) == [e.Reserve(training.number(), request, adopted=False)]
+
+
+@pytest.mark.parametrize("code", [-9, 1])
+def test_a_worker_that_ends_is_told_of_and_replaced(code: int, training: Node):
+    training.worker(m.ScriptFailed("Traceback"))
+    training.handle(e.WorkerEnded(training.number(), code))
+    how = ("killed by SIGKILL", True) if code < 0 else ("exit code 1", False)
+    assert training.said(m.WorkerLost) == [m.WorkerLost(0, 1000, *how, code, "Traceback")]
+    assert training.effects(e.Start) == [e.Start(2, -1)]
+
+
+def test_a_signal_without_a_name_is_told_too():
+    assert in_words(-40) == f"killed by {signal.strsignal(40)}"
+
+
+def test_what_a_worker_says_that_has_no_role_any_more_is_not_heard(training: Node):
+    number = training.number()
+    training.hear(m.Withdraw([0]))
+    assert not training.handle(e.FromWorker(number, m.WorkerStepped(1, 1)))
+    training.handle(e.WorkerEnded(number, -9))
+    assert not training.handle(e.FromWorker(number, m.WorkerStepped(1, 1)))
+
+
+def test_words_for_all_workers_are_passed_on(training: Node):
+    number = training.number()
+    words: list[m.ToAgent] = [m.Release(1), m.SendCounts(), m.SendIssued(3), m.Hold(1, 4)]
+    for word in words:
+        assert training.hear(word) == [e.ToWorker(number, word)]  # type: ignore[arg-type]
+
+
+def test_a_newcomer_asks_the_agent_of_who_knows(training: Node):
+    number = training.number()
+    asked = m.AskStartupEntries(4, 1, "0-1:1", 0)
+    assert training.worker(asked) == [e.AskPeer(number, asked, "127.0.0.1:21")]
+    training.worker(m.AskProgress(5, 7))
+    assert training.done == [e.ToWorker(number, m.Refused(5, "role 7 is on no node that is known here"))]
+
+
+def test_who_knows_is_asked_by_its_agent(training: Node):
+    question = m.SendProgress(8)
+    assert training.handle(e.PeerAsks(0, question)) == [e.ToWorker(training.number(), question)]
+    answer = m.Progress(8, 3, {})
+    assert training.worker(answer) == [e.AnswerPeer(8, answer)]
+    assert training.handle(e.PeerAsks(1, question)) == [
+        e.AnswerPeer(8, "role 1 has no worker on node node0"),
+    ]
+
+
+# -- the end -----------------------------------------------------------------------------------------------
+
+
+def test_at_the_end_of_the_job_workers_whose_scripts_are_done_may_end(training: Node):
+    number = training.number()
+    training.worker(m.WorkerFinished())
+    training.hear(m.Shutdown(0))
+    assert training.done == [e.ToWorker(number, m.Exit())]
+    assert training.handle(e.WorkerEnded(number, 0)) == [e.End(0)]
+    assert not training.handle(e.Tick())
+
+
+def test_the_end_waits_for_nobody_else(training: Node):
+    training.hear(m.Shutdown(3))
+    assert training.effects(e.End) == [e.End(3)]
+    slow = Node()
+    slow.hear(plan())
+    slow.worker(m.WorkerFinished())
+    slow.hear(m.Shutdown(0))
+    assert not slow.handle(e.Tick(), FAREWELL - 1)
+    assert slow.handle(e.Tick(), 1) == [e.End(0)]
+
+
+def end_of(node: Node, how: Callable[[Node], int]) -> list[e.Effect]:
+    return node.handle(e.WorkerEnded(how(node), -signal.SIGTERM))
+
+
+def test_sigterm_is_passed_on_until_it_is_taken(training: Node):
+    number = training.number()
+    training.handle(e.Terminate())
+    assert training.done == [e.ToController(m.Leaving()), e.Signal(number, even_so=True)]
+    assert not training.handle(e.Terminate()), "it comes again and again"
+    training.handle(e.Tick())
+    assert training.effects(e.Signal) == [e.Signal(number, even_so=True)]
+    training.handle(e.Signalled(number))
+    training.handle(e.Tick())
+    assert not training.effects(e.Signal)
+    training.handle(e.NotConnected("it is gone"))
+    training.handle(e.Connected())
+    assert training.said(m.Leaving), "another controller must know too"
+
+
+def test_a_successor_is_sent_the_signal_only_once_it_handles_it(training: Node):
+    training.handle(e.Terminate())
+    training.handle(e.WorkerEnded(training.number(), -9))
+    training.hear(m.Abort(2))
+    training.hear(plan(2, newcomers=[0]))
+    training.handle(e.Tick())
+    assert training.effects(e.Signal) == [e.Signal(training.number(), even_so=False)]
+
+
+def test_a_node_whose_workers_die_of_sigterm_leaves_with_the_last():
+    node = Node(nproc_per_node=2)
+    node.hear(plan(roles={0: "node0", 1: "node0"}))
+    node.handle(e.Terminate())
+    assert not end_of(node, lambda n: n.number(0)), "no loss, no successor"
+    end_of(node, lambda n: n.number(1))
+    assert node.done == [e.ToController(m.Left()), e.End(ENDED)]
+
+
+def test_who_outlives_a_peer_that_sigterm_has_ended_has_a_while():
+    node = Node(nproc_per_node=2)
+    node.hear(plan(roles={0: "node0", 1: "node0"}))
+    node.handle(e.Terminate())
+    end_of(node, lambda n: n.number(0))
+    node.handle(e.Tick(), GRACE - 1)
+    assert not node.effects(e.End)
+    node.handle(e.Tick(), 1)
+    assert node.done[-1] == e.End(ENDED) and e.ToController(m.Left()) in node.done
