@@ -174,6 +174,9 @@ class NodePlan(Message, frozen=True):
     """Name of the durable checkpoint to read, if any."""
     sources: dict[Role, dict[SegmentId, list[NodeName]]]
     """Of the roles played and adopted on this node alone: who holds what they go on from."""
+    away: dict[Role, list[SegmentId]]
+    """Of the roles in `worker.absent` whose counterparts are on this node: all of their segments, by the
+    catalogue. A durable checkpoint has their parts too."""
     worker: WorkerPlan
     state: msgspec.Raw
     """The `JobState` it comes from, encoded, which the agent keeps for a successor of the controller."""

@@ -159,6 +159,7 @@ def plan(epoch: int = 1, **more: object) -> m.NodePlan:
         master="127.0.0.1:4",
         durable="",
         sources={},
+        away={},
         worker=worker,
         state=msgspec.Raw(msgspec.json.encode(state)),
     )
