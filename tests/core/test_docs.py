@@ -53,8 +53,8 @@ def documented(page: Path) -> list[tuple[str, list[str]]]:
 
 
 def source(name: str) -> Path | None:
-    path = ROOT / (name.replace(".", "/") + ".py")
-    return path if path.exists() else None
+    base = ROOT / name.replace(".", "/")
+    return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.exists()), None)
 
 
 def public(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, str]]:
@@ -100,6 +100,17 @@ def test_the_api_has_all_that_it_names(site: Path, page: Path) -> None:
             continue
         for found, _ in public(ast.parse(path.read_text()).body, name):
             assert found in anchors, f"{page.name}: nothing about {found}"
+
+
+def test_every_module_is_listed(site: Path) -> None:
+    """With the first line of its docstring, which says what it is for."""
+    html = (site / "api" / "modules.html").read_text()
+    listed = set(re.findall(r'\b(?:title|id)="\s*([\w.]+)"', html))
+    for package in ("ft_core", "ft_megatron", "ft_deepspeed"):
+        for path in (ROOT / package).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            assert name in listed, f"docs/api/modules.md lacks {name}"
 
 
 def test_docstrings_of_the_api_are_sentences() -> None:
