@@ -1,12 +1,13 @@
 """Runs a script's ranks as forks of one process that has its imports done: what torchrun does, sooner.
 
-What a job with failures is compared with is a run without any. Under torchrun most of that run is four times
-the imports; here they are made once per session of pytest. Run as a program, this is that process. It knows
-nothing of fault tolerance: its ranks are plain ones, as `torchrun` would start them.
+What a job with failures is compared with is a run without any. Under torchrun most of that run is the
+imports, once for each rank; here they are made once per session of pytest. Run as a program, this is that
+process. It knows nothing of fault tolerance: its ranks are plain ones, as `torchrun` would start them.
 """
 
 from __future__ import annotations
 
+import ast
 import atexit
 import contextlib
 import ctypes
@@ -26,17 +27,18 @@ from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _POLL = 0.05
+_STREAMS = ("stdout", "stderr")
 
 
 class Forked:
     """Such a process, as the test sees it; it and all its ranks end with the test's own process."""
 
-    def __init__(self, modules: list[str], environment: dict[str, str], log: Path) -> None:
-        """`modules`: imported first, in this order. `log`: where what goes wrong there is written."""
+    def __init__(self, environment: dict[str, str], log: Path) -> None:
+        """`log`: where what goes wrong there is written."""
         self._log = log
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(os.getpid()), *modules],
-            env=environment,
+            [sys.executable, __file__, str(os.getpid())],
+            env=environment | {"TORCHELASTIC_RUN_ID": "forked"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log.open("w"),
@@ -44,41 +46,64 @@ class Forked:
         )
 
     def run(
-        self, script: Path, arguments: list[str], world: int, logs: Path, timeout: float = 110
+        self,
+        script: Path,
+        arguments: list[str],
+        world: int,
+        logs: Path,
+        variables: dict[str, str] | None = None,
+        timeout: float = 110,
     ) -> list[str]:
-        """Run the script's `main()` on `world` ranks to the end. What each has printed, in files in `logs`.
+        """Run the script, and its `main()`, on `world` ranks to the end: what each has printed.
 
+        `variables` are for this run alone. What ranks print and complain of is in files in `logs`.
         AssertionError when a rank fails, or when they take longer than `timeout` seconds.
         """
-        logs.mkdir(parents=True)
+        logs.mkdir(parents=True, exist_ok=True)
         request = {"script": str(script), "arguments": arguments, "world": world, "logs": str(logs)}
+        request |= {"variables": variables or {}, "timeout": timeout}
         assert self._process.stdin and self._process.stdout
         with contextlib.suppress(BrokenPipeError):
-            print(json.dumps({**request, "timeout": timeout}), file=self._process.stdin, flush=True)
+            print(json.dumps(request), file=self._process.stdin, flush=True)
         reply = self._process.stdout.readline()
         assert reply, f"the process that forks ranks has ended: {self._log.read_text()[-3000:]}"
-        texts = [(logs / f"rank-{rank}.log").read_text(errors="replace") for rank in range(world)]
         codes = json.loads(reply)
-        failed = [rank for rank, code in enumerate(codes) if code]
-        assert not failed, f"exit codes {codes} of {arguments}: " + "\n".join(
-            texts[r][-2000:] for r in failed
+        printed, errors = (
+            [(logs / f"rank-{rank}.{stream}").read_text(errors="replace") for rank in range(world)]
+            for stream in _STREAMS
         )
-        return texts
+        failed = [rank for rank, code in enumerate(codes) if code]
+        assert not failed, f"exit codes {codes} of {script} {arguments}: " + "\n".join(
+            printed[rank][-1000:] + errors[rank][-2000:] for rank in failed
+        )
+        return printed
 
 
 # -- the process that forks ------------------------------------------------------------------------
 
 
-def _serve(parent: int, modules: list[str]) -> None:
+def _serve(parent: int) -> None:
     """Answer requests, a line each, until there are no more."""
     _die_with(parent)
     # What is printed by an import must not be taken for a reply.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    for name in modules:
-        importlib.import_module(name)
     for line in sys.stdin:
-        print(json.dumps(_run(json.loads(line))), file=replies, flush=True)
+        request = json.loads(line)
+        _import(Path(request["script"]))
+        print(json.dumps(_run(request)), file=replies, flush=True)
+
+
+def _import(script: Path) -> None:
+    """What the script imports at its top, in its order, and what stands beside it as it would find it."""
+    if str(script.parent) not in sys.path:
+        sys.path.insert(0, str(script.parent))
+    for statement in ast.parse(script.read_text()).body:
+        if isinstance(statement, ast.Import):
+            for name in statement.names:
+                importlib.import_module(name.name)
+        elif isinstance(statement, ast.ImportFrom) and statement.module != "__future__":
+            importlib.import_module(str(statement.module))
 
 
 def _run(request: dict[str, Any]) -> list[int]:
@@ -114,10 +139,11 @@ def _rank(request: dict[str, Any], rank: int, port: int, server: int, group: int
     try:
         _die_with(server)
         os.setpgid(0, group)
-        output = os.open(Path(request["logs"]) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for number, descriptor in enumerate((nothing, output, output)):
-            os.dup2(descriptor, number)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number, stream in enumerate(_STREAMS, 1):
+            path = Path(request["logs"]) / f"rank-{rank}.{stream}"
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os.environ |= request["variables"]
         world = str(request["world"])
         os.environ |= {
             "RANK": str(rank),
@@ -127,8 +153,8 @@ def _rank(request: dict[str, Any], rank: int, port: int, server: int, group: int
         }
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         sys.argv = [request["script"], *request["arguments"]]
-        # Not as `__main__`: what it spawns would have to import all of it again.
-        runpy.run_path(request["script"], run_name="forked_script")["main"]()
+        # Not as `__main__`: what it spawns would have to import all of it again. One without `main` is done.
+        runpy.run_path(request["script"], run_name="forked_script").get("main", int)()
         assert "ft_megatron.hooks" not in sys.modules, "a reference knows nothing of fault tolerance"
         code = 0
     except SystemExit as stop:
@@ -158,4 +184,4 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), sys.argv[2:])
+    _serve(int(sys.argv[1]))

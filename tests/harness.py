@@ -18,6 +18,8 @@ from getpass import getuser
 from pathlib import Path
 from typing import Protocol
 
+from forked import Forked
+
 from ft_core.cli.ctl import ask
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -132,35 +134,50 @@ def read_digest(text: str) -> str | None:
     return found[-1] if found else None
 
 
-def torchrun(layout: Training, iterations: int, *flags: str) -> Result:
-    """The same training under plain torchrun: no plugin, no failure."""
+def torchrun(training: Training, script: Path, iterations: int, *flags: str) -> str:
+    """What all ranks print under plain torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     with tempfile.TemporaryDirectory() as logs:
         # A file each: in a pipe that they share, ranks write into each other's lines.
-        command += [f"--nproc-per-node={layout.world}", "--redirects=3", f"--log-dir={logs}"]
-        command += [str(layout.script), *layout.arguments(iterations, protected=False), *flags]
-        done = subprocess.run(
-            command,
-            env=environment() | layout.environment(),
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=110,
-        )
+        command += [f"--nproc-per-node={training.world}", "--redirects=3", f"--log-dir={logs}"]
+        command += [str(script), *training.arguments(iterations, protected=False), *flags]
+        env = environment() | training.environment()
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=110)
         output, errors = (
             "".join(path.read_text() for path in sorted(Path(logs).rglob(f"{name}.log")))
             for name in ("stdout", "stderr")
         )
     assert done.returncode == 0, (errors + done.stderr)[-3000:]
+    return output
+
+
+def undisturbed(training: Training, iterations: int, *flags: str) -> Result:
+    """The same training as plain processes: no plugin, no failure, no torchrun, which would take longer."""
+    arguments = [*training.arguments(iterations, protected=False), *flags]
+    own = {name: value for name, value in training.environment().items() if name.startswith("FT_")}
+    with tempfile.TemporaryDirectory() as logs:
+        texts = forks(training).run(training.script, arguments, training.world, Path(logs), own)
+    output = "".join(texts)
     return Result(0, output, read_losses(output), read_digest(output))
 
 
 @cache
-def reference(layout: Training, iterations: int, *flags: str) -> Result:
+def reference(training: Training, iterations: int, *flags: str) -> Result:
     """What a job with failures must end in."""
-    result = torchrun(layout, iterations, *flags)
+    result = undisturbed(training, iterations, *flags)
     assert result.digest and len(result.losses) == iterations
     return result
+
+
+def forks(training: Training) -> Forked:
+    """What runs plain jobs with the versions of this one; variables of ours are given to each run."""
+    variables = environment() | training.environment()
+    return _forks(frozenset(item for item in variables.items() if not item[0].startswith("FT_")))
+
+
+@cache
+def _forks(variables: frozenset[tuple[str, str]]) -> Forked:
+    return Forked(dict(variables), Path(tempfile.mkdtemp(prefix="ft-forked-")) / "log")
 
 
 class Job:

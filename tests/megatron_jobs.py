@@ -10,19 +10,16 @@ import pickle
 import re
 import subprocess
 import sys
-import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from forked import Forked
-from harness import RECIPES, Job, Result, check_clean, check_survivors, environment, read_logs
+from harness import RECIPES, Job, Result, check_clean, check_survivors, environment, forks, read_logs
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 CPU = (
@@ -249,7 +246,7 @@ def survives(
 def reference(training: Pretrain, iterations: int, directory: Path, *flags: str) -> str:
     """The same training without fault tolerance and without a failure: what its last rank printed."""
     arguments = [*training.arguments(iterations, protected=False), *flags]
-    text = forks(training.megatron).run(training.script, arguments, training.world, directory)[-1]
+    text = forks(training).run(training.script, arguments, training.world, directory)[-1]
     assert [iteration for iteration, _ in losses(text)] == list(range(1, iterations + 1))
     return text
 
@@ -261,14 +258,6 @@ def check_log(result: Result, expected: str) -> None:
     text = read_logs(result.job_dir)
     assert sorted(losses(text)) == losses(expected)
     assert sorted(validations(text)) == sorted(validations(expected))
-
-
-@cache
-def forks(megatron: Path | None = None) -> Forked:
-    """What runs plain jobs: with the megatron-core in that directory, or with the one that is installed."""
-    log = Path(tempfile.mkdtemp(prefix="ft-forked-")) / "log"
-    variables = environment() | Pretrain(megatron=megatron).environment()
-    return Forked(["ft_megatron.cpu_shadow_auto", "megatron.training.training"], variables, log)
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:

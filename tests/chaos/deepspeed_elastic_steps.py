@@ -186,9 +186,14 @@ def knowing(recipe: Any, path: Path) -> type:
     return Knowing
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """As the recipe's."""
     pipeline = any(argument.startswith("--num-stages") for argument in sys.argv)
     recipe = pretrain_pipeline if pipeline else pretrain_clm
     ledger = os.environ.get("FT_TOLD")
     recipe.Trainer = knowing(recipe, Path(ledger)) if ledger else telling(recipe)
     recipe.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -81,7 +81,8 @@ def measured(recipe: Any) -> type:
     return Trainer
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """As the recipe's."""
     for method in [*COLLECTIVES, "_start_coalescing", "_end_coalescing"]:
         if hasattr(dist.ProcessGroup, method):
             setattr(dist.ProcessGroup, method, counting(method, getattr(dist.ProcessGroup, method)))
@@ -90,3 +91,7 @@ if __name__ == "__main__":
     recipe = pretrain_pipeline if pipeline else pretrain_clm
     recipe.Trainer = measured(recipe)
     recipe.main()
+
+
+if __name__ == "__main__":
+    main()

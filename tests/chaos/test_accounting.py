@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from harness import ROOT, TINY, Job, Layout, check_identical, environment, read_logs
+from harness import (
+    TINY,
+    Job,
+    Layout,
+    check_identical,
+    read_digest,
+    read_logs,
+    read_losses,
+    reference,
+    torchrun,
+)
 
 from ft_core.cli import razor
 from ft_core.state.manifest import ALIGN
@@ -91,22 +99,13 @@ def _model(layout: Layout, stage: int) -> list[razor.Tensor]:
 @pytest.mark.parametrize("layout", [Layout(1, 2, 2, distributed=True, bf16=True), Layout(2, 1, 2)], ids=str)
 def test_no_collective_is_added(layout: Layout, tmp_path):
     script = HERE / "counted.py"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, f"--nproc-per-node={layout.world}", str(script), *TINY, *layout.flags]
-    done = subprocess.run(
-        [*command, f"--train-iters={STEPS}"],
-        env=environment(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    plain, expected = torchrun(layout, script, STEPS), reference(layout, STEPS)
+    assert (read_losses(plain), read_digest(plain)) == (expected.losses, expected.digest), "forks are alike"
     with Job(tmp_path / "job", layout, STEPS, nproc=2, spares=0, script=script) as job:
         result = job.finish()
         logs = read_logs(job.job_dir)
     check_identical(result, layout, STEPS)
-    without, protected = _counted(done.stdout), _counted(logs)
+    without, protected = _counted(plain), _counted(logs)
     assert set(without) == {(rank, step) for rank in range(layout.world) for step in range(STEPS - 1)}
     assert sum(without[0, 1].values()) >= 5
     assert protected == without

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from deepspeed_jobs import TINY, Pipeline, Zero
-from harness import Job, Result, Training, read_logs, torchrun
+from harness import Job, Result, Training, read_logs, undisturbed
 
 from ft_core.cli import plan, razor
 from ft_core.cli.ctl import ask
@@ -137,7 +137,7 @@ def check_collectives(accounts: Accounts, plain: Result, world: int) -> None:
     ids=lambda value: str(value) if not isinstance(value, int) else None,
 )
 def test_zero(training: Zero, per_parameter: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = torchrun(Measured(training), STEPS)
+    plain = undisturbed(Measured(training), STEPS)
     accounts = protected(training, tmp_path / "job", capsys)
     check_collectives(accounts, plain, training.world)
     check_bytes(accounts, nproc=1)
@@ -186,7 +186,7 @@ def padded(sizes: list[int], training: Zero) -> int:
 def test_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Peers of a stage are on one node: what they have in common dies with it, and is sent by one of them."""
     training = Pipeline(zero=1)
-    plain = torchrun(Measured(training), STEPS)
+    plain = undisturbed(Measured(training), STEPS)
     accounts = protected(training, tmp_path / "job", capsys, nproc=2)
     check_collectives(accounts, plain, training.world)
     check_bytes(accounts, nproc=2)

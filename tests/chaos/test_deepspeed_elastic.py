@@ -15,7 +15,7 @@ import pytest
 import torch
 from deepspeed_jobs import Pipeline, Zero, variables
 from elastic_jobs import STRIDE, go_on, joined, states, wait_for_durable
-from harness import Job, Result, check_clean, read_logs, torchrun
+from harness import Job, Result, check_clean, read_logs, undisturbed
 
 from ft_core.cli.ledger_check import verify
 
@@ -184,7 +184,7 @@ def test_checkpoints_are_whole_while_groups_are_away(groups: Plain, tmp_path: Pa
     report = verify(ledger.read_text().splitlines())
     assert not report.problems
     assert report.steps == 2 * STRIDE
-    reference = torchrun(replace(groups, told=str(ledger)), 2 * STRIDE)
+    reference = undisturbed(replace(groups, told=str(ledger)), 2 * STRIDE)
     expected, found = states(reference.output), states(read_logs(jobs[1]))
     assert found == {step: ranks for step, ranks in expected.items() if step > saved}
     assert result.digest == reference.digest
@@ -218,7 +218,7 @@ def test_a_durable_checkpoint_while_a_group_is_away(groups: Plain, tmp_path: Pat
     report = verify(ledger.read_text().splitlines())
     assert not report.problems
     assert report.steps == STEPS
-    reference = torchrun(replace(groups, told=str(ledger)), STEPS)
+    reference = undisturbed(replace(groups, told=str(ledger)), STEPS)
     expected, found = states(reference.output), states(read_logs(jobs[1]))
     assert set(found) >= set(range(saved + 1, STEPS + 1))
     assert found == {step: expected[step] for step in found}
@@ -232,7 +232,7 @@ def check_told(result: Result, groups: Groups) -> None:
     report = verify(ledger.read_text().splitlines())
     assert not report.problems
     assert report.steps == STEPS
-    reference = torchrun(replace(groups, told=str(ledger)), STEPS)
+    reference = undisturbed(replace(groups, told=str(ledger)), STEPS)
     logs, steps = read_logs(result.job_dir), set(range(1, STEPS + 1))
     expected, found = states(reference.output), states(logs, result.events)
     undone = repeated(ledger)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from chaos.elastic_told import told
 from elastic_jobs import STRIDE, go_on, joined, lasting_losses, states, wait_for_durable
-from harness import Job, Layout, Result, check_clean, read_logs, torchrun
+from harness import Job, Layout, Result, check_clean, read_logs, undisturbed
 
 from ft_core.elastic.rules import Membership
 
@@ -109,7 +109,7 @@ def check_told(result: Result, layout: Groups) -> None:
     """Every sample once; all groups alike after every step; all as in a run that knew it all beforehand."""
     assert result.job_dir is not None
     ledger = result.job_dir / "ledger.jsonl"
-    reference = torchrun(Groups(layout.tp, layout.pp, layout.dp, layout.distributed, layout.bf16,
+    reference = undisturbed(Groups(layout.tp, layout.pp, layout.dp, layout.distributed, layout.bf16,
                                 layout.more, str(ledger)), STEPS)  # fmt: skip
     assert lasting_losses(read_logs(result.job_dir), result.events, LOSS) == reference.losses
     assert sorted(reference.losses) == list(range(1, STEPS + 1))
@@ -217,7 +217,7 @@ def test_a_durable_checkpoint_while_a_group_is_away(layout: Groups, nodes: int, 
     ledger = one_ledger(tmp_path, saved, range(layout.dp * nodes // layout.world))
     samples = [at for dealt in told(ledger).values() for group in dealt.values() for at in group]
     assert sorted(samples) == list(range(len(samples))), "a sample is missing, or was trained twice"
-    reference = torchrun(replace(layout, told=str(ledger)), STEPS)
+    reference = undisturbed(replace(layout, told=str(ledger)), STEPS)
     second, after = read_logs(tmp_path / "second"), range(saved + 1, STEPS + 1)
     losses = lasting_losses(first, events, LOSS) | lasting_losses(second, (), LOSS)
     assert losses == reference.losses
@@ -291,7 +291,7 @@ def test_a_sharded_state_that_nobody_can_adopt_is_waited_for(tmp_path: Path) -> 
         result = job.finish()
     assert result.code == 0, result.output[-3000:]
     assert not result.of("left")
-    reference = torchrun(layout, STEPS)
+    reference = undisturbed(layout, STEPS)
     assert (result.losses, result.digest) == (reference.losses, reference.digest)
 
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import RECIPES, ROOT, Job, read_logs
+from harness import RECIPES, ROOT, Job, forks, read_logs
 from megatron_jobs import (
     DISTOPT,
     LATEST,
@@ -22,7 +22,6 @@ from megatron_jobs import (
     RELEASES,
     Pretrain,
     compare_checkpoints,
-    forks,
     indexed,
     installed,
     losses,
@@ -79,7 +78,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("data")
     script = RECIPES[0] / "prepare_data.py"
     arguments = ["--input", str(ROOT / "ft_core"), "--output-prefix", str(directory / "text")]
-    forks().run(script, arguments, 1, directory / "logs")
+    forks(Pretrain()).run(script, arguments, 1, directory / "logs")
     return directory / "text"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from elastic_jobs import STRIDE, go_on, lasting_losses, states
-from harness import Job, check_clean, read_logs, torchrun
+from harness import Job, check_clean, read_logs, undisturbed
 from megatron_jobs import LATEST, Pretrain, compare_checkpoints, losses
 
 pytest.importorskip("megatron.training", reason="megatron-core's wheels hold it from 0.17 on, Python 3.12")
@@ -69,7 +69,8 @@ def test_groups_leave_and_return(more: tuple[str, ...], tmp_path: Path) -> None:
         result = job.finish()
     check_clean(result)
     assert result.code == 0, result.output[-3000:]
-    reference = torchrun(Groups(**layout, told=str(job_dir / "ledger.jsonl")), STEPS, "--save", str(expected))
+    told = Groups(**layout, told=str(job_dir / "ledger.jsonl"))
+    reference = undisturbed(told, STEPS, "--save", str(expected))
     text = read_logs(job_dir)
     assert "could not rehearse" not in result.output
     if more:

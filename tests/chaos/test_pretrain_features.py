@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from harness import Job, Result, check_clean, children, read_logs
+from harness import Job, Result, check_clean, children, forks, read_logs
 from megatron_jobs import (
     ASYNC_SAVE,
     DISTOPT,
     RELEASES,
     Pretrain,
     compare_checkpoints,
-    forks,
     installed,
     survives,
 )
@@ -63,7 +62,7 @@ class Featured(Pretrain):
     def plain(self, directory: Path, iterations: int, *more: str) -> str:
         """Without fault tolerance and without a failure: what its last rank printed."""
         arguments = [*self.arguments(iterations, False), "--save", str(directory / "expected"), *more]
-        return forks().run(self.script, arguments, self.world, directory / "plain")[-1]
+        return forks(self).run(self.script, arguments, self.world, directory / "plain")[-1]
 
 
 def lines(text: str) -> list[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""The DeepSpeed recipes as ordinary training scripts under torchrun: nothing of ours takes part."""
+"""The DeepSpeed recipes as ordinary training scripts: nothing of ours takes part."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 from deepspeed_jobs import RECIPES, HuggingFace, Pipeline, Zero
-from harness import Result, Training, torchrun
+from harness import Result, Training, read_digest, read_losses, torchrun, undisturbed
 
 if importlib.util.find_spec("deepspeed") is None or importlib.util.find_spec("transformers") is None:
     pytest.skip("deepspeed or transformers is not installed", allow_module_level=True)
@@ -30,7 +30,7 @@ def shipped(name: str, flag: str = "--deepspeed_config") -> tuple[str]:
 
 def train(training: Training, *flags: str) -> Result:
     """Some steps with two validations."""
-    result = torchrun(training, STEPS, *SMALL, *flags)
+    result = undisturbed(training, STEPS, *SMALL, *flags)
     assert set(result.losses) == set(range(1, STEPS + 1)) and result.digest
     assert re.findall(r"validation after (\d+)/\d+ \| loss \S+", result.output)[:2] == ["3", "6"]
     return result
@@ -52,21 +52,24 @@ def test_zero(name: str, model: str, tmp_path: Path) -> None:
     training = Zero(int(name[4]), dp=dp, model=model, more=shipped(f"ds_{name}.json"))
     save = (f"--save={tmp_path}", "--save-interval=5", EVALUATE)
     whole = train(training, *save)
+    if name == "zero2":
+        output = torchrun(training, training.script, STEPS, *SMALL, *save)
+        assert (read_losses(output), read_digest(output)) == (whole.losses, whole.digest), "forks are alike"
     if name == "zero3":
-        check_resumed(torchrun(training, STEPS, *SMALL, EVALUATE, f"--load={tmp_path}"), whole)
+        check_resumed(undisturbed(training, STEPS, *SMALL, EVALUATE, f"--load={tmp_path}"), whole)
 
 
 def test_pipeline(tmp_path: Path) -> None:
     training = Pipeline(dp=1, more=(*shipped("ds_pipeline.json"), "--tie-embeddings"))
     whole = train(training, f"--save={tmp_path}", "--save-interval=5", EVALUATE)
-    check_resumed(torchrun(training, STEPS, *SMALL, EVALUATE, f"--load={tmp_path}"), whole)
+    check_resumed(undisturbed(training, STEPS, *SMALL, EVALUATE, f"--load={tmp_path}"), whole)
 
 
 def test_hugging_face(tmp_path: Path) -> None:
     evaluate = ("--eval_strategy=steps", "--eval_steps=3", f"--output_dir={tmp_path}")
     training = HuggingFace(2, dp=2, more=shipped("ds_hf.json", "--deepspeed") + evaluate)
     whole = train(training, "--save_strategy=steps", "--save_steps=5")
-    rest = torchrun(training, STEPS, *SMALL, f"--resume_from_checkpoint={tmp_path}/checkpoint-5")
+    rest = undisturbed(training, STEPS, *SMALL, f"--resume_from_checkpoint={tmp_path}/checkpoint-5")
     check_resumed(rest, whole)
 
 

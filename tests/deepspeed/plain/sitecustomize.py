@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-if "TORCHELASTIC_RUN_ID" in os.environ:  # a worker of torchrun
+if "TORCHELASTIC_RUN_ID" in os.environ:  # a worker of torchrun, or of `forked`
     # Not by `import`: the package's attribute `torch` is torch itself.
     comm: Any = importlib.import_module("deepspeed.comm.torch")
     comm.build_shm_op = lambda: None
@@ -18,8 +18,10 @@ if "TORCHELASTIC_RUN_ID" in os.environ:  # a worker of torchrun
     # torch sometimes aborts a process that has done all its work, while the interpreter takes it down
     # ("terminate called without an active exception"). A reference is judged by what it printed, so its
     # workers leave before that.
-    @atexit.register
     def leave() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1 if hasattr(sys, "last_type") else 0)
+
+    if "RANK" in os.environ:  # what forks ranks has none
+        atexit.register(leave)

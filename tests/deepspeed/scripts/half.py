@@ -5,6 +5,12 @@ from __future__ import annotations
 import pretrain_clm
 from deepspeed.accelerator import get_accelerator
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """As the recipe's."""
     type(get_accelerator()).is_fp16_supported = lambda self: True
     pretrain_clm.main()
+
+
+if __name__ == "__main__":
+    main()
