@@ -11,8 +11,15 @@ VENV312 ?= $(VENV)-megatron
 BIN312 := $(VENV312)/bin
 READY312 := $(VENV312)/.ready
 
+# The layers, see tests/layers.py. Each worker of pytest has two cores for the whole jobs that it starts.
+QUICK := 'not long and not exhaustive'
+REST := 'long and not exhaustive'
+MEGATRON := tests/megatron/test_arguments.py tests/chaos/test_pretrain*.py
+WORKERS ?= $(shell expr $$(nproc) / 2)
+PARALLEL := $(if $(filter-out 0 1,$(WORKERS)),--numprocesses=$(WORKERS) --dist=loadfile)
+
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-megatron demo test test-light test-megatron test-exhaustive lint docs bench clean
+.PHONY: help setup setup-megatron demo test test-light test-megatron test-rest test-all test-exhaustive lint docs bench clean
 
 help:  ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,15 +53,21 @@ lint: setup  ## Check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: test-light test-megatron  ## Check style and types, then run all tests in both environments
+test: test-light test-megatron  ## Check style and types; all but most whole jobs, in both environments (15 minutes on 4 cores)
 
-test-light: lint  ## Those that need no megatron.training
-	$(BIN)/python -m pytest
+test-light: lint  ## Of that, what needs no megatron.training
+	$(BIN)/python -m pytest $(PARALLEL) -m $(QUICK)
 
-test-megatron: setup-megatron  ## Those of Megatron-LM's own training loop
-	$(BIN312)/python -m pytest tests/megatron/test_arguments.py tests/chaos/test_pretrain*.py
+test-megatron: setup-megatron  ## Of that, what Megatron-LM's own training loop is tested with
+	$(BIN312)/python -m pytest $(PARALLEL) -m $(QUICK) $(MEGATRON)
 
-test-exhaustive: setup  ## The rest: more layouts and seeds of what `make test` runs
+test-rest: setup setup-megatron  ## The other whole jobs
+	$(BIN)/python -m pytest $(PARALLEL) -m $(REST)
+	$(BIN312)/python -m pytest $(PARALLEL) -m $(REST) $(MEGATRON)
+
+test-all: test test-rest  ## Both: an hour on 2 cores
+
+test-exhaustive: setup  ## More layouts and seeds of what `make test-all` runs
 	$(BIN)/python -m pytest -m exhaustive
 
 docs: setup  ## Build the pages of docs/, with the API from the docstrings: build/site/index.html

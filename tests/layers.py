@@ -1,0 +1,68 @@
+"""Which tests `make test` runs: all but `long` and `exhaustive` ones.
+
+Of the whole jobs in tests/chaos those listed here are in it, at least one for each feature; all others are
+`long`: `make test-all` runs them as well. Some more, of other layouts and seeds, are marked `exhaustive`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+CHAOS = Path(__file__).parent / "chaos"
+COLLECTED = pytest.StashKey[set[str]]()
+"""Tests of tests/chaos that were found and are not `exhaustive`, also those that `-m` or `-k` leave out."""
+
+QUICK: dict[str, tuple[str, ...]] = {
+    "a worker is killed": ("test_policies.py::test_a_crashed_worker_is_restarted_where_it_was",),
+    "a node is lost, and the controller": (
+        "test_controller.py::test_training_goes_on_without_a_controller_and_its_successor_recovers",
+    ),
+    "policies wait and stop": (
+        "test_policies.py::test_without_a_spare_the_survivors_hold_until_a_node_joins",
+        "test_policies.py::test_policy_stop",
+    ),
+    "durable checkpoints": (
+        "test_policies.py::test_more_than_replicas_cover_falls_back_to_the_durable_checkpoint",
+    ),
+    "drills at every moment of a step": ("test_moments.py::test_every_moment[tp1pp2dp2-distopt-bf16]",),
+    "evaluation": ("test_variants.py::test_variant[evaluation]",),
+    "groups leave and return": (
+        "test_elastic.py::test_groups_leave_and_return[tp1pp1dp3-distopt-bf16--global-batch-size=12-4]",
+    ),
+    "nodes that stop and go on": ("test_pauses.py::test_nodes_that_were_given_up_come_back_by_themselves",),
+    "corrupt copies": (
+        "test_integrity.py::test_a_local_snapshot_with_a_flipped_bit_is_refused_and_the_replica_used",
+    ),
+    "strangers": ("test_integrity.py::test_strangers_are_refused_and_the_job_goes_on",),
+    "loaders with processes": ("test_loaders.py::test_loaders_with_processes[kept]",),
+    "scripts that end": ("test_endings.py::test_scripts_that_leave",),
+    "settings of the script": ("test_configuration.py::test_settings_that_cannot_be_had",),
+    "a loop of one's own": ("test_tutorial.py::test_tutorial",),
+    "what is sent": ("test_accounting.py::test_bytes_between_hosts[tp1pp2dp2-distopt-bf16-2]",),
+    "no collective is added": ("test_accounting.py::test_no_collective_is_added[tp1pp2dp2-distopt-bf16]",),
+    "DeepSpeed, ZeRO 1": ("test_deepspeed_variants.py::test_checkpoints_of_the_script",),
+    "DeepSpeed, ZeRO 3": (
+        "test_deepspeed.py::test_every_moment[zero3-dp3-gas2-bf16-gpt2-clip1--num-workers=2-1-1]",
+    ),
+    "pretrain_gpt.py": ("test_pretrain.py::test_newcomer_to_a_job_that_was_resumed",),
+    "pretrain_gpt.py, layouts": ("test_pretrain_layouts.py::test_layout[7-tp2pp2-bf16]",),
+}
+"""Feature -> its tests in tests/chaos."""
+
+MORE = {
+    "test_deepspeed_accounting.py": "what is sent, with DeepSpeed",
+    "test_deepspeed_elastic.py": "groups leave and return, with DeepSpeed",
+    "test_deepspeed_versions.py": "other versions",
+    "test_pretrain_elastic.py": "groups leave and return, with `pretrain()`",
+    "test_pretrain_features.py": "what Megatron-LM does beside training",
+    "test_random.py": "other moments",
+}
+"""Files of tests/chaos of which nothing is quick, and which quick feature they have more of."""
+
+
+def is_quick(test: str) -> bool:
+    """Whether `make test` runs that test of tests/chaos (`FILE::NAME` or `FILE::NAME[PARAMETERS]`)."""
+    listed = {name for names in QUICK.values() for name in names}
+    return test in listed or test.partition("[")[0] in listed
