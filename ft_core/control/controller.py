@@ -878,7 +878,7 @@ class Controller:
         Those that were missing from the start have theirs made by the roles that adopt it.
         """
         began = set(self.settings.start.present)
-        return {int(r) for r in self.groups.adopted(roles) if int(r) in began and not sources[r]}
+        return {r for r in self.groups.adopted(roles) if r in began and not sources[str(r)]}
 
     def _shrink(self, placed: dict[int, str], unplaced: Collection[int]) -> dict[int, str]:
         """Policy `shrink`: the roles that go on without the groups of those that have no place, or none."""
@@ -932,14 +932,14 @@ class Controller:
                 common = self.catalogue[str(counterpart)].items()
                 known[role] = known.get(role, set()) | {name for name, held in common if role in held}
         adopted = self.groups.adopted(roles)
-        for role in map(int, adopted):
+        for role in adopted:
             known[role] = self.groups.held_alone(role, self.catalogue.get(str(role), {}), roles)
         choose = partial(
             decision.choose_version,
             reports,
-            [*roles, *map(int, adopted)],
+            [*roles, *adopted],
             self.initial,
-            placements={**roles, **{int(role): roles[adopter] for role, adopter in adopted.items()}},
+            placements={**roles, **{role: roles[adopter] for role, adopter in adopted.items()}},
             previous=places,
             reached=self.reached,
             catalogue=known,
@@ -952,8 +952,9 @@ class Controller:
                 return None
             choice = choose(durable=durable)
         sources = {str(role): found for role, found in choice.sources.items()}
-        for name in adopted:  # without what its adopter has anyway
-            sources[name] = {s: nodes for s, nodes in sources[name].items() if s in known[int(name)]}
+        for role in adopted:  # without what its adopter has anyway
+            found = sources[str(role)].items()
+            sources[str(role)] = {s: nodes for s, nodes in found if s in known[role]}
         return choice.version, choice.origin, sources
 
     def _start_over(self, reason: str, roles: dict[int, str], lost: list[int]) -> None:
@@ -1044,8 +1045,8 @@ class Controller:
             "parts": self._parts,
             "resumes": self._resumes,
             "started_over": self._started_over,
-            "absent": self.groups.absent(roles),
-            "adopted": self.groups.adopted(roles),
+            "absent": {str(role): other for role, other in self.groups.absent(roles).items()},
+            "adopted": {str(role): other for role, other in self.groups.adopted(roles).items()},
             "newcomers": sorted(lost or []),
             "groups": self.groups.to_json(),
             "catalogue": self.catalogue,

@@ -8,7 +8,7 @@ from typing import Any
 
 from ft_core.control import decision
 from ft_core.elastic.rules import AHEAD, Membership, Start
-from ft_core.protocol.messages import Redundancy, ReplicaGroup
+from ft_core.protocol.messages import MembershipChanges, Redundancy, ReplicaGroup, ReplicaGroups
 
 Message = dict[str, Any]
 Places = dict[int, str]
@@ -47,6 +47,16 @@ class Groups:
         self._of = {int(role): int(group) for role, group in found["of"].items()}
         self.redundancy = Redundancy(found["redundancy"])
         self.membership = Membership.from_json(found["membership"])
+
+    def value(self) -> ReplicaGroups:
+        """For a successor of the controller."""
+        changes = MembershipChanges(groups=self.membership.groups, changes=self.membership.changes)
+        return ReplicaGroups(of=dict(self._of), redundancy=self.redundancy, membership=changes)
+
+    def restore(self, found: ReplicaGroups) -> None:
+        """Inverse of `value`."""
+        self._of, self.redundancy = dict(found.of), found.redundancy
+        self.membership = Membership(found.membership.groups, found.membership.changes)
 
     def forget(self) -> None:
         """The job starts over."""
@@ -98,13 +108,13 @@ class Groups:
                 return self.roles([found])[self.roles([group]).index(role)]
         raise ValueError(f"replica group {group} of role {role} is there")
 
-    def absent(self, present: Collection[int]) -> dict[str, int]:
+    def absent(self, present: Collection[int]) -> dict[int, int]:
         """For the plan: the roles that are away, each with its counterpart among those who are there."""
         away = sorted(set(range(self._start.roles)) - set(present))
         find = self.counterpart if self.known else lambda role, _: self._start.counterpart(role)
-        return {str(role): find(role, present) for role in away}
+        return {role: find(role, present) for role in away}
 
-    def adopted(self, present: Collection[int]) -> dict[str, int]:
+    def adopted(self, present: Collection[int]) -> dict[int, int]:
         """For the plan: the roles that are away whose counterpart holds what they had alone."""
         return {} if self.redundancy is Redundancy.REPLICATED else self.absent(present)
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from ft_core.protocol.messages import Counts, Redundancy, ReplicaGroup, Version
+from ft_core.protocol.messages import Counts, Redundancy, ReplicaGroup, Stage, Version
 
 NONE = -1
 """The version of a state that is not there."""
@@ -42,7 +42,7 @@ class Worker:
     """If it has one."""
     quiesced: int = 0
     """The newest epoch for which it has left its step."""
-    stage: str = "startup"
+    stage: Stage = "startup"
     counts: Counts = field(default_factory=dict)
     initial: Version | None = None
     """The version that its script starts from; known once it has entered training."""

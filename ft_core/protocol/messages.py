@@ -9,7 +9,7 @@ default. Times are in seconds, sizes in bytes. Roles are integers. A segment is 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -20,6 +20,12 @@ Version = int
 """Steps that a state has seen; -1 where none."""
 SegmentId = str
 NodeName = str
+PlanId = Annotated[str, Meta(pattern=r"^([0-9]+-[0-9a-z]+)?$")]
+"""Epoch and name of a plan, of which two controllers may make one each; empty where there is none."""
+Stage = Literal["startup", "training"]
+"""Whether a worker has reached its first train step in this job."""
+Origin = Literal["memory", "initial", "durable"]
+"""Where the state of an epoch comes from, see `control.decision.Choice`."""
 Counts = dict[str, int]
 """Start-up operations by group: how many are on record."""
 
@@ -110,11 +116,21 @@ class BeganWith(Value, frozen=True):
     there: int
 
 
+class Dealt(Value, frozen=True):
+    """The samples of a step, as `elastic.rules.Deal` has them after it. Ranges are a first position, and one
+    past the last. `samples`: by replica group. `waiting`: to be dealt again, not before the step that is
+    named first."""
+
+    samples: dict[int, list[tuple[int, int]]]
+    waiting: list[tuple[int, int, int]]
+    next: int
+
+
 class RoleHeld(Value, frozen=True):
     """Of a role played on a node: what the node could give to a recovery."""
 
     alive: bool
-    stage: str
+    stage: Stage
     versions: list[Version]
     segments: list[SegmentId]
     counts: Counts = field(default_factory=dict)
@@ -143,7 +159,7 @@ class WorkerPlan(Value, frozen=True):
     epoch: Epoch
     store: str
     version: Version | None
-    origin: str
+    origin: Origin
     completed: dict[str, tuple[int, Role]]
     """By group, how many start-up operations somebody who takes part has on record, and who."""
     parts: int
@@ -164,7 +180,7 @@ class WorkerPlan(Value, frozen=True):
 class NodePlan(Message, frozen=True):
     """What one agent must know of an epoch."""
 
-    id: str
+    id: PlanId
     epoch: Epoch
     job: str
     roles: dict[Role, NodeName]
@@ -185,7 +201,7 @@ class NodePlan(Message, frozen=True):
 class JobState(Value, frozen=True):
     """The control plane's truth: what a successor of the controller needs to go on."""
 
-    id: str
+    id: PlanId
     epoch: Epoch
     job: str
     roles: dict[Role, NodeName]
@@ -193,7 +209,7 @@ class JobState(Value, frozen=True):
     store: str
     master: str
     version: Version | None
-    origin: str
+    origin: Origin
     durable: str
     sources: dict[Role, dict[SegmentId, list[NodeName]]]
     completed: dict[str, tuple[int, Role]]
@@ -209,7 +225,7 @@ class JobState(Value, frozen=True):
     reached: Version
     futile: int
     goal: Version
-    start: tuple[Version | None, str]
+    start: tuple[Version | None, Origin]
     """Version and origin that the job began with."""
 
 
@@ -221,7 +237,7 @@ class Holdings(Message, frozen=True):
     its is inside a step any more."""
 
     epoch: Epoch
-    begun: str
+    begun: PlanId
     reported: Epoch
     roles: dict[Role, RoleHeld]
     replicas: dict[SegmentId, list[Version]]
@@ -236,7 +252,7 @@ class Heartbeat(Message, frozen=True):
     """That a node lives, and where its workers are."""
 
     epoch: Epoch
-    begun: str
+    begun: PlanId
     roles: dict[Role, RoleBeat]
     idle: int
     replicas: dict[SegmentId, list[Version]]
@@ -312,12 +328,12 @@ class RoleLayout(Message, frozen=True):
 
 
 class Trained(Message, frozen=True):
-    """For the ledger: the samples of a step, as `elastic.rules.Deal` has them."""
+    """For the ledger: the samples of a step."""
 
     epoch: Epoch
     step: Version
     role: Role
-    samples: dict[str, Any]
+    dealt: Dealt
 
 
 class OperationCounts(Message, frozen=True):
@@ -479,7 +495,7 @@ class Abort(Message, frozen=True):
 class NodesChanged(Message, frozen=True):
     """Nodes without a role have come, or gone (None), in the epoch of that plan."""
 
-    id: str
+    id: PlanId
     nodes: dict[NodeName, NodeAddress | None]
 
 
@@ -697,7 +713,7 @@ class Quiesced(Message, frozen=True):
     """The worker has left its step for this epoch."""
 
     epoch: Epoch
-    stage: str
+    stage: Stage
     counts: Counts
 
 
@@ -752,7 +768,7 @@ class WorkerTrained(Message, frozen=True):
 
     epoch: Epoch
     step: Version
-    samples: dict[str, Any]
+    dealt: Dealt
 
 
 class WorkerCounts(Message, frozen=True):

@@ -1,0 +1,92 @@
+"""Roles that have come to the end of their script, or of a part of it, while others go on.
+
+They wait for the others, so that they can take part in a recovery. The others come, as a rule. Where they
+never will, since they wait in an operation for one that has left, nobody would notice: so they are asked, and
+whoever has begun more operations in a group than one who has left was in is the proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from ft_core.protocol.groups import Series
+from ft_core.protocol.messages import Completed, Issued, SendIssued
+
+INTERVAL = 3.0
+"""Seconds between two rounds of questions, and before the first."""
+
+
+@dataclass
+class Completion:
+    """How far the roles have come in their scripts."""
+
+    completed: dict[int, Completed] = field(default_factory=dict)
+    """What each role has said last."""
+    finished: set[int] = field(default_factory=set)
+    """Roles whose scripts are done."""
+    released: bool = False
+    """Whether all have come to the end of training: only local work is left."""
+    _next: float = float("inf")
+    _round: int = 0
+    _answers: dict[int, Issued] = field(default_factory=dict)
+
+    def at_end(self, epoch: int, parts: int) -> set[int]:
+        """Roles that wait for the others at the end of a part, or of their script."""
+        new = {role for role, end in self.completed.items() if end.epoch == epoch and end.part > parts}
+        return new | self.finished
+
+    def over(self, roles: Collection[int]) -> bool:
+        """Whether all scripts are done."""
+        return bool(roles) and set(roles) <= self.finished
+
+    def passed(self, roles: Collection[int], epoch: int, parts: int) -> int:
+        """How many parts all of `roles` have behind them, if that is news; else 0."""
+        left = set(roles) - self.finished
+        done = [self.completed[role] for role in left & self.at_end(epoch, parts)]
+        if not done or len(done) < len(left):
+            return 0
+        self.released = all(end.last for end in done)
+        return max(parts, min(end.part for end in done))
+
+    def taken_over(self) -> None:
+        """By another controller: that scripts are done shows that they were let go."""
+        found = self.finished & set(self.completed)
+        self.released |= any(self.completed[role].last for role in found)
+
+    def question(self, roles: Collection[int], epoch: int, parts: int, now: float) -> SendIssued | None:
+        """What all nodes are to be asked now, if anything."""
+        ended = self.at_end(epoch, parts)
+        if not ended or ended >= set(roles):
+            self._next = now + INTERVAL
+        elif now > self._next:
+            self._next = now + INTERVAL
+            self._round, self._answers = self._round + 1, {}
+            return SendIssued(round=self._round)
+        return None
+
+    def answered(self, answer: Issued, epoch: int) -> str | None:
+        """A role says what it has begun. Returns why the roles will never meet again, if so.
+
+        What is compared is of one round: later all may go on.
+        """
+        if answer.round != self._round or answer.epoch != epoch:
+            return None
+        self._answers[answer.role] = answer
+        return apart(self._answers)
+
+
+def apart(answers: Mapping[int, Issued]) -> str | None:
+    """What keeps roles from ever meeting again, or None where nothing does. `answers`: by role."""
+    for left, there in answers.items():
+        for role, here in answers.items() if there.at_end else ():
+            for name, count in here.issued.items():
+                done = there.issued.get(name, 0)
+                if role != left and count > done and Series.parse(name).needs(left):
+                    return (
+                        f"role {left} came to the end of its script after step {there.step} (sys.exit, or "
+                        f"a loop that ended), and role {role} waits for it\nin operation {count} of group "
+                        f"{name}: role {left} was in {done} of them. All roles must leave training at the "
+                        "same step:\nsee that what ends it (time, signals, data, loss) is the same on all."
+                    )
+    return None

@@ -1,0 +1,129 @@
+"""The controller's answers to `ftctl`: status, state of a role, injected failures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ft_core.control.events import Effect, Peer, Record, Send
+from ft_core.control.facts import Facts
+from ft_core.control.phases import Phase
+from ft_core.protocol.messages import (
+    Denied,
+    DescribeRole,
+    Inject,
+    Injected,
+    JobStatus,
+    KillWorker,
+    RoleDescribed,
+    RoleState,
+    RoleStatus,
+    SpareStatus,
+)
+
+ANSWER = 5.0
+"""Seconds that an agent has to answer what `ftctl` asks of it."""
+
+
+@dataclass
+class Question:
+    """What a role's state consists of: its agent knows."""
+
+    peer: Peer
+    role: int
+    node: str
+    until: float
+
+
+@dataclass
+class Questions:
+    """Of `ftctl`, that an agent has yet to answer."""
+
+    open: list[Question] = field(default_factory=list)
+
+    def ask(self, facts: Facts, peer: Peer, asked: DescribeRole, now: float) -> list[Effect]:
+        """Ask the agent of the role."""
+        node = facts.nodes.get(facts.places.get(asked.role, ""))
+        if node is None:
+            return [Send(peer, Denied(error=f"role {asked.role} has no live node"))]
+        self.open.append(Question(peer, asked.role, node.name, now + ANSWER))
+        return [Send(node.peer, DescribeRole(role=asked.role))]
+
+    def answered(self, facts: Facts, state: RoleState) -> list[Effect]:
+        """An agent has answered."""
+        about, replicas = facts.begun, facts.settings.replicas
+        answer = RoleDescribed(state=state, roles=about.roles, nodes=about.nodes, replicas=replicas)
+        found = [question for question in self.open if question.role == state.role]
+        self.open = [question for question in self.open if question.role != state.role]
+        return [Send(question.peer, answer) for question in found]
+
+    def tick(self, now: float) -> list[Effect]:
+        """Nobody waits for ever."""
+        late = [question for question in self.open if now > question.until]
+        self.open = [question for question in self.open if now <= question.until]
+        return [
+            Send(q.peer, Denied(error=f"node {q.node}, which plays role {q.role}, does not answer"))
+            for q in late
+        ]
+
+    def disconnected(self, peer: Peer) -> None:
+        """Who has asked is gone."""
+        self.open = [question for question in self.open if question.peer != peer]
+
+
+def inject(facts: Facts, peer: Peer, asked: Inject) -> list[Effect]:
+    """Kill a role's worker, or a whole node."""
+    role = asked.role
+    node = facts.nodes.get(facts.places.get(role, "") if role is not None else asked.node or "")
+    if node is None:
+        victim = role if role is not None else asked.node
+        return [Send(peer, Denied(error=f"no such role or node: {victim}"))]
+    what = f"node {node.name}" if role is None else f"role {role}"
+    return [
+        Record("injected", facts.epoch, f"ftctl kill {what}"),
+        Send(node.peer, KillWorker(role=role)),
+        Send(peer, Injected(killed=node.name if role is None else role)),
+    ]
+
+
+def status(facts: Facts, phase: Phase, finished: set[int], pid: int) -> JobStatus:
+    """What there is, and where it is."""
+    copies: dict[str, dict[str, list[int]]] = {}
+    for node in facts.nodes.values():
+        for segment, versions in node.replicas.items():
+            copies.setdefault(segment, {})[node.name] = versions
+    rows = []
+    for role, name in facts.places.items():
+        host = facts.nodes.get(name)
+        beat = host.beats.get(role) if host is not None else None
+        segments = facts.catalogue.get(role, {})
+        kept = {s: held for s, held in copies.items() if s in segments or s.startswith(f"{role}x1-")}
+        rows.append(
+            RoleStatus(
+                role=role,
+                node=name,
+                worker_pid=beat.pid if beat else None,
+                agent_pid=host.hello.pid if host else None,
+                step=beat.step if beat else None,
+                tag=beat.tag if beat else None,
+                held=beat.held if beat else [],
+                replicas=kept,
+                committed=beat.committed if beat else None,
+                waited_s=beat.waited_s if beat else None,
+                h2h_bytes=beat.h2h_bytes if beat else None,
+                h2h_snapshots=beat.h2h_snapshots if beat else None,
+            )
+        )
+    busy = set(facts.places.values())
+    spares = [
+        SpareStatus(node=node.name, agent_pid=node.hello.pid, idle=node.idle)
+        for node in facts.nodes.values()
+        if node.name not in busy
+    ]
+    return JobStatus(
+        epoch=facts.epoch,
+        phase=phase.name,
+        controller_pid=pid,
+        finished=sorted(finished),
+        roles=rows,
+        spares=spares,
+    )

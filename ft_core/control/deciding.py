@@ -1,0 +1,217 @@
+"""How to go on after an epoch has ended and all have reported: pure, from what is known.
+
+`decision` has the rules for versions and places; here it is said to what they are applied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from ft_core.control import decision
+from ft_core.control.facts import Facts, copies, report
+from ft_core.control.groups import Places
+from ft_core.errors import Unrecoverable
+from ft_core.protocol.messages import Origin, Redundancy
+
+Sources = dict[int, dict[str, list[str]]]
+Durable = Callable[[Collection[str]], Mapping[int, str] | None]
+"""The durable checkpoints that these nodes can read, by version; None where that is not known yet."""
+
+
+@dataclass(frozen=True)
+class StandbyComes:
+    """A worker that crashed on a healthy node is restarted there; its standby is about to be up."""
+
+
+@dataclass(frozen=True)
+class AskStorage:
+    """It depends on the durable checkpoints that these nodes can read."""
+
+    nodes: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """There is no worker for these roles; `reason`: why the job cannot go on without them.
+
+    `combine`: roles whose workers are to be ended, so that their nodes can fill the holes.
+    """
+
+    roles: list[int]
+    reason: str = ""
+    combine: Places = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Start:
+    """The next epoch: places, and what to go on from. `lost`: the roles that begin with another worker."""
+
+    roles: Places
+    version: int | None
+    origin: Origin
+    sources: Sources
+    lost: list[int]
+    durable: str = ""
+    """Name of the durable checkpoint, if it is one."""
+
+
+@dataclass(frozen=True)
+class StartOver:
+    """Memory does not suffice, but the script, started again, goes on from a checkpoint of its own.
+
+    `left`: workers that have to be ended before.
+    """
+
+    reason: str
+    roles: Places
+    lost: list[int]
+
+    @property
+    def left(self) -> Places:
+        """Roles that live."""
+        return {role: node for role, node in sorted(self.roles.items()) if role not in self.lost}
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Nothing helps. `unrecoverable`: for want of a version that every role could have."""
+
+    reason: str
+    unrecoverable: bool = False
+
+
+Outcome = StandbyComes | AskStorage | Shortage | Start | StartOver | GiveUp
+
+
+def decide(facts: Facts, returning: Places, durable: Durable, standby_overdue: bool) -> Outcome:
+    """`returning`: places of the replica groups that are ready to come back."""
+    withdrawn = facts.groups.withdrawn
+    places = {role: node for role, node in facts.places.items() if role not in withdrawn}
+    lost = [role for role, node in places.items() if not facts.alive(role, node)]
+    idle = {node.name: node.idle for node in facts.nodes.values()}
+    crashed = Counter(places[role] for role in lost if places[role] in idle)
+    if any(idle[node] < count for node, count in crashed.items()) and not standby_overdue:
+        return StandbyComes()
+    near = copies(facts.nodes.values(), facts.catalogue, lost)
+    assignment = decision.assign(places, idle, lost, facts.settings.nproc_per_node, near)
+    roles = assignment.roles
+    if assignment.unplaced:
+        left = _without(facts, roles, assignment.unplaced)
+        if isinstance(left, Shortage):
+            return left
+        roles = left
+    elif facts.settings.policy == "shrink":
+        roles = {**roles, **returning}
+    try:
+        chosen = _choose(facts, roles, places, durable)
+    except Unrecoverable as error:
+        if facts.resumes and not facts.groups.adopted(roles):
+            return StartOver(str(error), roles, lost)
+        return GiveUp(str(error), unrecoverable=True)
+    if isinstance(chosen, AskStorage):
+        return chosen
+    if chosen.origin == "initial" and (bare := _never_copied(facts, roles, chosen.sources)):
+        if bare <= set(assignment.unplaced):
+            return Shortage(sorted(bare), "what they have alone has not been copied yet")
+        return GiveUp(f"what roles {sorted(bare)} had alone is lost; start the job again")
+    newcomers = sorted(role for role in roles if role in lost or role not in places)
+    found = durable(set(roles.values())) or {} if chosen.origin == "durable" else {}
+    name = found.get(chosen.version, "") if chosen.version is not None else ""
+    return Start(roles, chosen.version, chosen.origin, chosen.sources, newcomers, name)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    version: int | None
+    origin: Origin
+    sources: Sources
+
+
+def _choose(facts: Facts, roles: Places, places: Places, durable: Durable) -> _Choice | AskStorage:
+    """What to go on from. Raises Unrecoverable."""
+    nodes = frozenset(roles.values())
+    if facts.initial is None:
+        return _as_begun(facts, nodes, durable)
+    holders = {name: held for found in facts.catalogue.values() for name, held in found.items()}
+    known, adopted = _segments(facts, roles, places), facts.groups.adopted(roles)
+    choose = partial(
+        decision.choose_version,
+        [report(node, holders) for node in facts.nodes.values()],
+        [*roles, *adopted],
+        facts.initial,
+        placements={**roles, **{role: roles[adopter] for role, adopter in adopted.items()}},
+        previous=places,
+        reached=facts.reached,
+        catalogue=known,
+    )
+    choice = None
+    with contextlib.suppress(Unrecoverable):
+        choice = choose(durable=())
+    if choice is None or choice.origin != "memory":  # storage is asked only where memory does not suffice
+        if (found := _durable(facts, nodes, durable)) is None:
+            return AskStorage(nodes)
+        choice = choose(durable=found)
+    sources = {role: dict(held) for role, held in choice.sources.items()}
+    for role in adopted:  # without what its adopter has anyway
+        sources[role] = {s: where for s, where in sources[role].items() if s in known[role]}
+    return _Choice(choice.version, choice.origin, sources)
+
+
+def _as_begun(facts: Facts, nodes: frozenset[str], durable: Durable) -> _Choice | AskStorage:
+    """Nobody has ever reached training: start-up goes on towards what it was begun with."""
+    version, origin = facts.start
+    if origin == "durable":
+        # Unless the newest has turned out to be damaged, the same again.
+        if (found := _durable(facts, nodes, durable)) is None:
+            return AskStorage(nodes)
+        if not found:
+            raise Unrecoverable(
+                f"Every durable checkpoint in {facts.settings.durable_dir} is damaged (see the errors "
+                "above). Nothing has been trained since. To start without one, give another one."
+            )
+        version = max(found)
+    return _Choice(version, origin, {})
+
+
+def _durable(facts: Facts, nodes: frozenset[str], durable: Durable) -> Mapping[int, str] | None:
+    return durable(nodes) if facts.settings.durable_dir else {}
+
+
+def _segments(facts: Facts, roles: Places, places: Places) -> dict[int, Collection[str]]:
+    """What each role's state consists of; of those that are away, what they had alone."""
+    known: dict[int, Collection[str]] = {role: set(found) for role, found in facts.catalogue.items()}
+    for role in set(roles) - set(places):  # of a group that comes back, or takes part for the first time
+        counterpart = facts.groups.counterpart(role, places)
+        if facts.groups.redundancy is Redundancy.REPLICATED:
+            known[role] = known[counterpart]
+        else:
+            common = facts.catalogue[counterpart].items()
+            known[role] = {*known.get(role, ()), *(name for name, held in common if role in held)}
+    for role in facts.groups.adopted(roles):
+        known[role] = facts.groups.held_alone(role, facts.catalogue.get(role, {}), roles)
+    return known
+
+
+def _never_copied(facts: Facts, roles: Places, sources: Sources) -> set[int]:
+    """Roles that are away, and began with the job, of whose state nobody has a copy.
+
+    Those that were missing from the start have theirs made by the roles that adopt it.
+    """
+    began = set(facts.settings.start.present)
+    return {role for role in facts.groups.adopted(roles) if role in began and not sources.get(role)}
+
+
+def _without(facts: Facts, placed: Places, unplaced: Sequence[int]) -> Places | Shortage:
+    """Policy `shrink`: the roles that go on without the groups of those that have no place."""
+    lacking = list(unplaced)
+    if facts.settings.policy != "shrink":
+        return Shortage(lacking)
+    left, reason = facts.groups.without(placed, unplaced)
+    if left:
+        return left
+    combine = {role: placed[role] for role in facts.groups.to_combine(placed, unplaced)}
+    return Shortage(lacking, reason, combine)

@@ -1,0 +1,270 @@
+"""What is known of the job and its nodes: the controller's soft state, all of which it was told by agents."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+
+from ft_core.control import decision
+from ft_core.control.events import Effect, Peer, Send
+from ft_core.control.groups import Groups
+from ft_core.protocol.messages import (
+    AgentHello,
+    Counts,
+    Heartbeat,
+    Holdings,
+    JobState,
+    Message,
+    NodeAddress,
+    Origin,
+    RoleBeat,
+    RoleHeld,
+    RoleLayout,
+)
+from ft_core.settings import Settings
+
+Operations = dict[str, tuple[int, int]]
+"""By group, how many start-up operations are done, and a role that has their record."""
+
+
+def epoch_of(plan: str) -> int:
+    """The epoch of a plan's id; 0 of none."""
+    return int(plan.partition("-")[0] or 0)
+
+
+@dataclass
+class Node:
+    """A live agent. No other process has had its name: it stands for all that the process holds."""
+
+    peer: Peer
+    hello: AgentHello
+    seen: float
+    """When it was heard last."""
+    holdings: Holdings
+    idle: int
+    begun: str
+    """The plan that it had begun when it was heard last."""
+    unheard: list[Message]
+    """What was said before it could be understood."""
+    beats: Mapping[int, RoleBeat] = field(default_factory=dict)
+    replicas: Mapping[str, list[int]] = field(default_factory=dict)
+    gone_since: float | None = None
+    """When its connection broke."""
+    planned: float = float("-inf")
+    """When a plan was sent over this connection last."""
+
+    @classmethod
+    def of(cls, peer: Peer, hello: AgentHello, now: float) -> Node:
+        """One that greets."""
+        held = hello.holdings
+        return cls(peer, hello, now, held, held.idle, held.begun, list(hello.said))
+
+    @property
+    def name(self) -> str:
+        """Unique in the job."""
+        return self.hello.node
+
+    @property
+    def greeted_with(self) -> str:
+        """The plan that it had when it greeted."""
+        return self.hello.holdings.begun
+
+    @property
+    def address(self) -> NodeAddress:
+        """For plans."""
+        return NodeAddress(data=self.hello.data, domain=self.hello.domain)
+
+    def report(self, held: Holdings) -> None:
+        """What it holds now."""
+        self.holdings, self.idle, self.begun = held, held.idle, held.begun
+
+    def beat(self, beat: Heartbeat) -> None:
+        """It lives."""
+        self.idle, self.begun, self.beats, self.replicas = beat.idle, beat.begun, beat.roles, beat.replicas
+
+    def configured(self, values: Mapping[str, Any]) -> None:
+        """It uses these settings."""
+        self.holdings = replace(self.holdings, configured=dict(values))
+
+    def worker_died(self, role: int) -> None:
+        """Though it may have reported in this epoch that it lives."""
+        if (held := self.holdings.roles.get(role)) is not None:
+            roles = {**self.holdings.roles, role: replace(held, alive=False)}
+            self.holdings = replace(self.holdings, roles=roles)
+
+
+@dataclass
+class Facts:
+    """What is known of the job."""
+
+    settings: Settings
+    """Those that the script has brought are in them."""
+    job_dir: str
+    groups: Groups
+    nodes: dict[str, Node] = field(default_factory=dict)
+    epoch: int = 0
+    plan: JobState | None = None
+    """The newest that was begun. It says which nodes there are now; nothing else of it changes."""
+    catalogue: dict[int, dict[str, list[int]]] = field(default_factory=dict)
+    """Role -> its segments and their holders: what is lost without a trace must still be missed."""
+    initial: int | None = None
+    """The version that the script makes by itself; known once a role has reached training."""
+    reached: int = 0
+    """The newest version that any role is known to have had."""
+    resumes: bool = False
+    """Whether the script, started again, goes on from a checkpoint of its own."""
+    started_over: int = 0
+    """The newest epoch in which all scripts were started again."""
+    start: tuple[int | None, Origin] = (None, "initial")
+    """Version and origin that the job began with."""
+    parts: int = 0
+    """Parts of the script that every role has come to the end of."""
+    futile: int = 0
+    """Failures since any step was done that is newer than the goal; and that, the newest before them."""
+    goal: int = 0
+
+    @property
+    def places(self) -> dict[int, str]:
+        """Where the plan has its roles: empty before the first."""
+        return self.plan.roles if self.plan is not None else {}
+
+    @property
+    def plan_epoch(self) -> int:
+        """0 before the first plan."""
+        return self.plan.epoch if self.plan is not None else 0
+
+    @property
+    def begun(self) -> JobState:
+        """The plan, once there is one."""
+        assert self.plan is not None, "no plan was made yet"
+        return self.plan
+
+    def playing(self) -> list[Node]:
+        """The live nodes that have a role."""
+        names = set(self.places.values())
+        return [node for name, node in self.nodes.items() if name in names]
+
+    def alive(self, role: int, node: str) -> bool:
+        """Whether `role` has a live worker on `node`."""
+        held = self.nodes[node].holdings.roles.get(role) if node in self.nodes else None
+        return held is not None and held.alive
+
+    def to_all(self, message: Message) -> list[Effect]:
+        """Say it to all nodes."""
+        return to(self.nodes.values(), message)
+
+    def take(self, state: JobState) -> None:
+        """A plan of another controller, from an agent that has begun it."""
+        self.catalogue = {**state.catalogue, **self.catalogue}
+        self.initial, self.reached = state.initial, max(self.reached, state.reached)
+        self.parts = max(self.parts, state.parts)
+        self.resumes, self.started_over, self.start = state.resumes, state.started_over, state.start
+        self.futile, self.goal = state.futile, state.goal
+        self.groups.restore(state.groups)
+        self.plan, self.epoch = state, max(self.epoch, state.epoch)
+
+    def lay_out(self, told: RoleLayout) -> None:
+        """What a role's state consists of; or the part of it that another has adopted."""
+        if told.epoch < self.started_over:
+            return
+        if told.adopted:
+            self.catalogue[told.role] = {**self.catalogue.get(told.role, {}), **told.segments}
+            return
+        self.catalogue[told.role] = dict(told.segments)
+        self.initial, self.resumes = told.initial, told.resumes
+        if told.group is not None:
+            self.groups.register(told.role, told.group)
+
+    def seen_at(self, versions: Iterable[int]) -> None:
+        """Some role has, or had, these."""
+        self.reached = max([self.reached, *versions])
+
+    def fill_catalogue(self) -> None:
+        """Every role has had snapshots, which a former controller heard of after it made its plan: for a role
+        whose node is gone, what others hold for it names its segments."""
+        found: dict[int, dict[str, list[int]]] = {}
+        for node in self.nodes.values():
+            for segment, holders in node.holdings.segments.items():
+                for role in holders:
+                    found.setdefault(role, {})[segment] = holders
+        for role, segments in found.items():
+            self.catalogue[role] = {**self.catalogue.get(role, {}), **segments}
+
+    def forget(self) -> None:
+        """The job starts over."""
+        self.initial, self.reached, self.catalogue, self.parts = None, 0, {}, 0
+        self.started_over, self.start = self.epoch, (None, "initial")
+        self.groups.forget()
+
+
+def to(nodes: Iterable[Node], message: Message) -> list[Effect]:
+    """Say it to these."""
+    return [Send(node.peer, message) for node in nodes]
+
+
+def versions(held: Holdings) -> list[int]:
+    """All that a node says it holds, of whatever."""
+    found = [*held.replicas.values(), *(role.versions for role in held.roles.values())]
+    return [version for each in found for version in each]
+
+
+def report(node: Node, catalogue: Mapping[str, list[int]]) -> decision.NodeReport:
+    """What a node holds, as the decision reads it. `catalogue`: holders of the segments known so far."""
+
+    def of(role: int, held: RoleHeld) -> decision.RoleReport:
+        return decision.RoleReport(
+            role=role,
+            node=node.name,
+            alive=held.alive,
+            stage=held.stage,
+            versions=tuple(held.versions),
+            segments=tuple(held.segments),
+        )
+
+    return decision.NodeReport(
+        node=node.name,
+        domain=node.hello.domain,
+        roles={role: of(role, held) for role, held in node.holdings.roles.items()},
+        replicas={segment: tuple(found) for segment, found in node.holdings.replicas.items()},
+        segments={**catalogue, **node.holdings.segments},
+    )
+
+
+def copies(
+    nodes: Iterable[Node], catalogue: Mapping[int, Iterable[str]], roles: Collection[int]
+) -> dict[int, list[str]]:
+    """For each of `roles` the nodes that keep copies for others, once for each of the role's segments."""
+    held = {node.name: node.holdings.replicas for node in nodes}
+    return {
+        role: [
+            name for name, found in held.items() for segment in catalogue.get(role, ()) if segment in found
+        ]
+        for role in roles
+    }
+
+
+def completed(counts: Iterable[tuple[int, Counts]]) -> Operations:
+    """For each group how many start-up operations are done, and a role that has their record.
+
+    `counts`: what roles have on record, of those that take part: one whose replica group leaves is about to
+    lose its worker.
+    """
+    found: Operations = {}
+    for role, known in counts:
+        for group, count in known.items():
+            if count > found.get(group, (0, 0))[0]:
+                found[group] = (count, role)
+    return found
+
+
+def records(nodes: Iterable[Node], roles: Collection[int]) -> list[tuple[int, Counts]]:
+    """The counts that live workers of `roles` have reported."""
+    return [
+        (role, held.counts)
+        for node in nodes
+        for role, held in node.holdings.roles.items()
+        if held.alive and role in roles
+    ]

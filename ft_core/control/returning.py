@@ -1,0 +1,240 @@
+"""Brings replica groups back while the others train (FT-HSDP, sections 4.3 and 5): the controller's part.
+
+What takes long for a newcomer is to start: the script, the model, the record of start-up to replay. It does
+all that ahead of the epoch in which it takes part, without anybody waiting for it. That epoch begins once
+every role of the group is ready for its state, between two steps of the others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from ft_core.control.events import Effect, Record, Send
+from ft_core.control.facts import Facts, Node, completed, to
+from ft_core.control.groups import Places
+from ft_core.control.plans import prepare
+from ft_core.protocol.messages import (
+    Counts,
+    Hold,
+    OperationCounts,
+    Prepare,
+    RoleBeat,
+    SendCounts,
+    SendHeartbeat,
+    Withdraw,
+)
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+"""Of a group's start in a row that may fail before the job goes on without it until a node joins."""
+NOTICE = 2
+"""Steps between the newest that anybody has done and the one after which all stop: enough for all to hear."""
+STEPS = 5
+"""Steps after which those who train are interrupted: they do something else (evaluation, a checkpoint)."""
+SKEW = 0.25
+"""Seconds between the first and the last role's end of a step; who takes longer has missed the request."""
+
+
+@dataclass
+class Attempt:
+    """To start the roles of replica groups that are away. One at a time."""
+
+    places: Places
+    uncounted: set[int]
+    """Roles that have yet to say how far their start-up's record goes."""
+    counts: dict[int, Counts] = field(default_factory=dict)
+    """The others' records."""
+    orders: dict[str, Prepare] = field(default_factory=dict)
+    """What the nodes were told that bring roles back."""
+    ready: set[int] = field(default_factory=set)
+    unheard: set[str] = field(default_factory=set)
+    """Nodes that have yet to say how far those who train have come."""
+    held: set[int] = field(default_factory=set)
+    """Roles that take part, and have stopped at the end of a step for those who come back."""
+    no_later_than: float = 0.0
+
+    @property
+    def complete(self) -> bool:
+        """Whether all roles are ready."""
+        return self.ready == set(self.places)
+
+    def on(self, node: str) -> set[int]:
+        """The roles that are to come back on this node."""
+        return {role for role, where in self.places.items() if where == node}
+
+
+@dataclass
+class Returned:
+    """Roles that came back with the epoch under way."""
+
+    roles: set[int]
+    since: float
+
+    def late(self, restored: Collection[int], limit: float, now: float) -> list[int]:
+        """Those that should have had their state by now.
+
+        FT-HSDP, section 6.1: a limit on waiting decides between stalling the others and joining later.
+        """
+        return sorted(self.roles - set(restored)) if now - self.since >= limit else []
+
+
+@dataclass
+class Returning:
+    """The attempt under way, and what came of the last ones."""
+
+    attempt: Attempt | None = None
+    failed: int = 0
+    """Attempts in a row."""
+    returned: Returned = field(default_factory=lambda: Returned(set(), 0.0))
+
+    def tick(self, facts: Facts) -> list[Effect]:
+        """All roles have finished a step in this epoch: if there are workers for all roles of a group that is
+        away, begin."""
+        if self.attempt is not None or self.failed >= ATTEMPTS:
+            return []
+        here, idle = facts.places, {node.name: node.idle for node in facts.nodes.values()}
+        found = facts.groups.returning(here, idle, facts.settings.nproc_per_node)
+        places = {role: node for role, node in found.items() if role not in here}
+        if not places:
+            return []
+        self.attempt = Attempt(places, set(here))
+        return to(facts.playing(), SendCounts())
+
+    def counted(self, facts: Facts, told: OperationCounts) -> list[Effect]:
+        """A role that takes part says which operations of the start-up phase it has on record."""
+        attempt = self.attempt
+        if attempt is None or told.role not in attempt.uncounted:
+            return []
+        attempt.counts[told.role] = told.counts
+        attempt.uncounted.discard(told.role)
+        if attempt.uncounted:
+            return []
+        roles = sorted(attempt.places)
+        reason = f"replica groups {facts.groups.of(roles)} start"
+        done = completed(attempt.counts.items())
+        attempt.orders = prepare(facts.begun, facts.settings, attempt.places, done)
+        sends: list[Effect] = [
+            Send(facts.nodes[name].peer, order)
+            for name, order in attempt.orders.items()
+            if name in facts.nodes
+        ]
+        return [Record("preparing", facts.epoch, reason, tuple(roles)), *sends]
+
+    def back(self, node: Node, roles: Collection[int]) -> list[Effect]:
+        """A node's connection had broken: what it was asked may have been lost with it. `roles`: its own."""
+        if self.attempt is None:
+            return []
+        if self.attempt.uncounted & set(roles):
+            return [Send(node.peer, SendCounts())]
+        if (order := self.attempt.orders.get(node.name)) is not None:
+            return [Send(node.peer, order)]
+        return []
+
+    def prepared(self, facts: Facts, role: int, running: bool, now: float) -> list[Effect]:
+        """A role's worker has started, and waits for its state."""
+        attempt = self.attempt
+        if attempt is None or role not in set(attempt.places) - attempt.ready:
+            return []
+        attempt.ready.add(role)
+        if not attempt.complete or not running:
+            return []
+        # A step that is cut off is done again: the others are asked to stop where one of theirs ends,
+        # and all after the same one, which has to lie ahead of everybody.
+        longest = max((beat.step_s for beat in _beats(facts)), default=0.0)
+        attempt.no_later_than = now + STEPS * longest + 1
+        attempt.unheard = {node.name for node in facts.playing()}
+        return to(facts.playing(), SendHeartbeat())
+
+    def beat(self, facts: Facts, node: str) -> list[Effect]:
+        """A node's heartbeat says how far its roles have come."""
+        attempt = self.attempt
+        if attempt is None or node not in attempt.unheard:
+            return []
+        attempt.unheard.discard(node)
+        if attempt.unheard:
+            return []
+        newest = max((beat.step for beat in _beats(facts)), default=0)
+        return to(facts.playing(), Hold(epoch=facts.epoch, step=newest + NOTICE))
+
+    def held(self, facts: Facts, role: int, now: float) -> list[Effect]:
+        """A role that takes part has stopped at the end of its step. So do all, or hardly later."""
+        attempt = self.attempt
+        if attempt is None or not attempt.complete:
+            return []
+        first = not attempt.held
+        attempt.held.add(role)
+        if not first:
+            return []
+        attempt.no_later_than = now + SKEW
+        return [Record("held", facts.epoch, "the others stop at the end of a step", (role,))]
+
+    def due(self, facts: Facts, now: float) -> list[int]:
+        """The roles with which the next epoch is to begin now, since nobody would be disturbed by it."""
+        attempt = self.attempt
+        if attempt is None or not attempt.complete:
+            return []
+        together = attempt.held >= set(facts.places)
+        return sorted(attempt.places) if together or now > attempt.no_later_than else []
+
+    def places(self) -> Places:
+        """Where the roles are that can take part in the next epoch."""
+        return dict(self.attempt.places) if self.attempt is not None and self.attempt.complete else {}
+
+    def concerns(self, role: int) -> bool:
+        """Whether the role is one of a group that is being started, and takes no part yet."""
+        return self.attempt is not None and role in self.attempt.places
+
+    def on(self, node: str) -> set[int]:
+        """The roles that are to come back on this node."""
+        return self.attempt.on(node) if self.attempt is not None else set()
+
+    def fail(self, facts: Facts, reason: str) -> list[Effect]:
+        """A worker or node of the group is lost while it starts: nobody else notices."""
+        if self.attempt is None:
+            return []
+        places, self.attempt = self.attempt.places, None
+        return [
+            Record("not_returning", facts.epoch, reason, tuple(sorted(places))),
+            *to(facts.playing(), Hold(epoch=0, step=0)),
+            *self.give_up(facts, places),
+        ]
+
+    def give_up(self, facts: Facts, places: Mapping[int, str]) -> list[Effect]:
+        """End the workers that play these roles; others take their places."""
+        self.failed += 1
+        if self.failed >= ATTEMPTS:
+            log.warning(
+                "replica groups %s could not come back %d times in a row; the next node that joins, or "
+                "`ftrun --join`, makes them try again",
+                *(facts.groups.of(places), self.failed),
+            )
+        return [
+            Send(facts.nodes[name].peer, Withdraw(roles=sorted(r for r in places if places[r] == name)))
+            for name in sorted(set(places.values()))
+            if name in facts.nodes
+        ]
+
+    def epoch_begins(self, now: float) -> None:
+        """With those who were ready; agents end the workers of those who were not."""
+        self.returned, self.attempt = Returned(set(self.places()), now), None
+
+    def taken_over(self, now: float) -> None:
+        """The plan is another controller's."""
+        self.returned, self.attempt = Returned(set(), now), None
+
+    def stepped(self) -> None:
+        """All roles have finished a step in this epoch."""
+        if self.returned.roles:
+            self.failed = 0
+
+    def node_joined(self) -> None:
+        """Worth another attempt."""
+        self.failed = 0
+
+
+def _beats(facts: Facts) -> list[RoleBeat]:
+    """What the heartbeats say of those who train."""
+    return [beat for node in facts.playing() for beat in node.beats.values()]

@@ -1,0 +1,52 @@
+"""The controller's entries into the ledger of samples."""
+
+from __future__ import annotations
+
+from ft_core.control.events import Effect, Enter, Record
+from ft_core.control.facts import Facts
+from ft_core.elastic.ledger import Ledger
+from ft_core.elastic.rules import Membership
+from ft_core.protocol.messages import Trained
+
+
+class Samples:
+    """What roles tell of their steps, in the order in which it can be entered."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._ledger = Ledger(self._lines.append)
+        self._epoch = 0
+        """The newest that is entered."""
+        self._waiting: list[Trained] = []
+
+    def begin(self, facts: Facts) -> list[Effect]:
+        """Enter that an epoch has begun; later for the first, in which roles tell of their groups."""
+        state = facts.begun
+        if self._epoch != state.epoch and facts.groups.known:
+            self._epoch = state.epoch
+            self._ledger.epoch(state.epoch, state.version, _json(facts.groups.membership))
+        return self._entered()
+
+    def trained(self, facts: Facts, told: Trained) -> list[Effect]:
+        """A role has trained a step's samples."""
+        self._waiting.append(told)
+        if not facts.groups.known:
+            return []  # word of another role's group is on its way
+        effects = self.begin(facts)
+        for each in self._waiting:
+            dealt = each.dealt
+            record = {"samples": {str(group): ranges for group, ranges in dealt.samples.items()}}
+            about = {"waiting": dealt.waiting, "next": dealt.next}
+            problem = self._ledger.step({"epoch": each.epoch, "step": each.step, **record, **about})
+            if problem is not None:
+                effects.append(Record("ledger", facts.epoch, problem))
+        self._waiting.clear()
+        return effects + self._entered()
+
+    def _entered(self) -> list[Effect]:
+        lines, self._lines[:] = list(self._lines), []
+        return [Enter(line) for line in lines]
+
+
+def _json(membership: Membership) -> dict[str, object]:
+    return membership.to_json()
