@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.common import RECIPE, ROOT, finish, ftrun, parser, spread, table
 from benchmarks.recovery import Processes, scratch
-from ft_core.cli.ctl import ask
+from ft_core.cli.ask import ask
 
 GROUPS = 3
 CLM = ROOT / "recipes" / "deepspeed" / "pretrain_clm.py"

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.common import cpu_seconds
 from benchmarks.overhead import WARM_UP
-from ft_core.cli.ctl import ask
+from ft_core.cli.ask import ask
 from ft_core.state.memory import Word
 from ft_core.state.snapshot import Snapshotter
 from ft_core.worker import session

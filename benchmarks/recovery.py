@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RECIPE, ROOT, environment, finish, ftrun, parser, spread, table
-from ft_core.cli.ctl import ask
+from ft_core.cli.ask import ask
 
 BASELINE = ROOT / "benchmarks" / "restart_baseline.py"
 NODES, PER_NODE = 2, 2

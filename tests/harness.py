@@ -20,7 +20,7 @@ from typing import Protocol
 
 from forked import Forked
 
-from ft_core.cli.ctl import ask
+from ft_core.cli.ask import ask
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = (ROOT / "recipes" / "megatron", ROOT / "recipes" / "deepspeed")

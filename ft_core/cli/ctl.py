@@ -8,25 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ft_core.cli import doctor, ledger_check, plan
+from ft_core.cli import ledger_check
+from ft_core.cli.ask import ask
+from ft_core.cli.doctor import command as doctor
+from ft_core.cli.planner import command as planner
 from ft_core.errors import FtError
-from ft_core.protocol.channel import Channel
-from ft_core.protocol.codec import ANYTHING
-from ft_core.settings import Settings, read_secret
-
-_TIMEOUT = 10.0
-
-
-def ask(message: dict[str, Any], job_dir: Path | None, address: str = "") -> dict[str, Any]:
-    """Put a question to a job's controller. Raises FtError or OSError when it cannot be asked."""
-    address = address or Settings.read(job_dir or Path()).controller
-    channel = Channel.connect(address, read_secret(job_dir), ANYTHING, _TIMEOUT)
-    try:
-        channel.send({"type": "hello", "kind": "ctl"})
-        channel.send(message)
-        return channel.recv()
-    finally:
-        channel.close()
 
 
 def _table(status: dict[str, Any]) -> str:
@@ -64,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     victim = kill.add_mutually_exclusive_group(required=True)
     victim.add_argument("--role", type=int)
     victim.add_argument("--node")
-    plan.add_arguments(
+    planner.add_arguments(
         commands.add_parser("plan", help="bytes, memory and what is survived, for given flags")
     )
     doctor.add_arguments(
@@ -82,12 +68,12 @@ def main(argv: list[str] | None = None) -> int:
     if args.command == "doctor":
         return doctor.main(args)
     if args.command == "plan" and args.job_dir is None and not args.controller:
-        return plan.main(args)
+        return planner.main(args)
     try:
         if args.command == "plan":
             state = ask({"type": "state", "role": args.role}, args.job_dir, args.controller)
             if "error" not in state:
-                return plan.of_running(state, args.json)
+                return planner.of_running(state, args.json)
             print(f"ftctl: {state['error']}", file=sys.stderr)
             return 1
         if args.command == "status":

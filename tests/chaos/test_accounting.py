@@ -19,7 +19,7 @@ from harness import (
     torchrun,
 )
 
-from ft_core.cli import razor
+from ft_core.cli.planner import razor
 from ft_core.state.manifest import ALIGN
 
 HERE = Path(__file__).parent

@@ -13,8 +13,8 @@ import pytest
 from deepspeed_jobs import TINY, Pipeline, Zero
 from harness import Job, Result, Training, read_logs, undisturbed
 
-from ft_core.cli import plan, razor
-from ft_core.cli.ctl import ask
+from ft_core.cli.ask import ask
+from ft_core.cli.planner import command, razor
 from ft_core.state.snapshot import ENVELOPE
 
 STEPS = 6
@@ -87,7 +87,7 @@ def protected(
         rows = job.wait_for_snapshots(STEPS + 1)
         planned = {}
         for role in range(training.world):
-            plan.of_running(ask({"type": "state", "role": role}, job_dir), as_json=True)
+            command.of_running(ask({"type": "state", "role": role}, job_dir), as_json=True)
             planned[role] = json.loads(capsys.readouterr().out)
         (job_dir / "go").touch()
         return Accounts(job.finish(), rows, planned, read_logs(job_dir))

@@ -18,8 +18,11 @@ from pathlib import Path
 import pytest
 from harness import ROOT, Job, Layout, environment
 
-from ft_core.cli import ctl, doctor_case, doctor_job, doctor_machine, doctor_network, doctor_software
-from ft_core.cli.doctor_case import Case, Finding, Level
+from ft_core.cli import ctl
+from ft_core.cli.doctor import case as doctor_case
+from ft_core.cli.doctor import job as doctor_job
+from ft_core.cli.doctor import machine, network, software
+from ft_core.cli.doctor.case import Case, Finding, Level
 from ft_core.settings import Command, Settings
 
 SETTINGS = Settings(nnodes=2, nproc_per_node=2, command=Command("train.py"), controller="127.0.0.1:1")
@@ -107,7 +110,7 @@ def test_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     ],
 )
 def test_versions(name: str, version: str, level: str) -> None:
-    assert only(doctor_software.versions(Case(versions={name: version}))).level == level
+    assert only(software.versions(Case(versions={name: version}))).level == level
 
 
 @pytest.mark.parametrize(
@@ -128,7 +131,7 @@ def test_versions(name: str, version: str, level: str) -> None:
 )
 def test_nccl(environment: dict[str, str], gpus: int, levels: list[str]) -> None:
     case = Case(environment=environment, gpus=gpus)
-    found = [*doctor_software.nccl_errors(case), *doctor_software.nccl_waits(case)]
+    found = [*software.nccl_errors(case), *software.nccl_waits(case)]
     assert [f.level for f in found] == levels
 
 
@@ -148,23 +151,20 @@ def test_interfaces(variable: str, value: str, level: str, tmp_path: Path) -> No
     for name in ("lo", "eth0", "ib0"):
         (tmp_path / "sys/class/net" / name).mkdir(parents=True)
     case = Case(environment={variable: value}, root=tmp_path)
-    assert only(doctor_software.interfaces(case)).level == level
+    assert only(software.interfaces(case)).level == level
 
 
 def test_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}
-    assert not list(doctor_software.slurm(Case()))
-    assert only(doctor_software.slurm(Case(environment=here))).level == "ok"
+    assert not list(software.slurm(Case()))
+    assert only(software.slurm(Case(environment=here))).level == "ok"
     kills = {**here, "SLURM_KILL_BAD_EXIT": "1"}
-    assert only(doctor_software.slurm(Case(environment=kills))).level == "fail"
-    assert (
-        named(doctor_software.slurm(Case(environment=here, settings=SETTINGS)), "slurm spares").level
-        == "warn"
-    )
+    assert only(software.slurm(Case(environment=kills))).level == "fail"
+    assert named(software.slurm(Case(environment=here, settings=SETTINGS)), "slurm spares").level == "warn"
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'KillOnBadExit           = 1'\n")
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert only(doctor_software.slurm(Case(environment=here))).level == "fail"
+    assert only(software.slurm(Case(environment=here))).level == "fail"
 
 
 @pytest.fixture
@@ -190,32 +190,32 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_memory_of_a_container(root: Path) -> None:
-    assert "6.4 of 8.6 GB" in only(doctor_machine.memory(Case(root=root))).found
+    assert "6.4 of 8.6 GB" in only(machine.memory(Case(root=root))).found
     model = "--num-layers {} --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 1024"
     for layers, level in ((2, "ok"), (10, "warn"), (12, "fail")):
         arguments = model.format(layers).split()
-        found = only(doctor_machine.memory(Case(settings=SETTINGS, arguments=arguments, root=root)))
+        found = only(machine.memory(Case(settings=SETTINGS, arguments=arguments, root=root)))
         assert found.level == level, found
     (root / "proc/self/cgroup").write_text("4:memory:/gone\n0::/\n")  # cgroup v1; the path is the host's
     v1 = root / "sys/fs/cgroup/memory"
     v1.mkdir()
     (v1 / "memory.limit_in_bytes").write_text(f"{4 << 30}\n")
     (v1 / "memory.usage_in_bytes").write_text(f"{3 << 30}\n")
-    found = only(doctor_machine.memory(Case(root=root)))
+    found = only(machine.memory(Case(root=root)))
     assert found.level == "warn" and "1.1 of 4.3 GB" in found.found
 
 
 def test_out_of_memory(root: Path) -> None:
-    assert not list(doctor_machine.out_of_memory(Case(root=root)))
+    assert not list(machine.out_of_memory(Case(root=root)))
     (root / "proc/self/oom_score_adj").write_text("1000\n")
-    assert only(doctor_machine.out_of_memory(Case(root=root))).level == "warn"
+    assert only(machine.out_of_memory(Case(root=root))).level == "warn"
     (root / "sys/fs/cgroup/pod/memory.oom.group").write_text("1\n")
-    assert "oom.group is 1" in only(doctor_machine.out_of_memory(Case(root=root))).found
+    assert "oom.group is 1" in only(machine.out_of_memory(Case(root=root))).found
 
 
 def test_limits(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def level(name: str) -> Level:
-        return named(doctor_machine.limits(Case(settings=SETTINGS, root=root)), name).level
+        return named(machine.limits(Case(settings=SETTINGS, root=root)), name).level
 
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda _: unlimited)
@@ -231,14 +231,12 @@ def test_limits(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_processors(root: Path) -> None:
     (root / "sys/fs/cgroup/pod/cpu.max").write_text("50000 100000\n")
-    found = only(doctor_machine.processors(Case(root=root)))
+    found = only(machine.processors(Case(root=root)))
     assert found.level == "warn" and found.found.startswith("0.5 cores")
 
 
 def test_shared_memory() -> None:
-    assert [f.name for f in doctor_machine.shared_memory(Case())] == [
-        "shared memory"
-    ]  # it can be mapped here
+    assert [f.name for f in machine.shared_memory(Case())] == ["shared memory"]  # it can be mapped here
 
 
 def test_controllers_address() -> None:
@@ -246,12 +244,12 @@ def test_controllers_address() -> None:
 
     def level(controller: str) -> Level:
         case = Case(settings=several, controller=controller)
-        return named(doctor_network.ports(case), "controller's address").level
+        return named(network.ports(case), "controller's address").level
 
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     with socket.create_server(("127.0.0.1", low - 1)):  # taken by something else
         case = Case(controller=f"127.0.0.1:{low - 1}")
-        assert named(doctor_network.ports(case), "controller's address").level == "fail"
+        assert named(network.ports(case), "controller's address").level == "fail"
     assert level("nowhere.invalid:29400") == "fail"
     assert level("no port") == "fail"
     assert level("localhost:29400") == "fail"  # of several nodes, none but this one reaches it
@@ -260,7 +258,7 @@ def test_controllers_address() -> None:
 
 def test_directories(tmp_path: Path) -> None:
     def level(name: str, **about: object) -> Level:
-        return named(doctor_network.directories(Case(**about)), name).level  # type: ignore[arg-type]
+        return named(network.directories(Case(**about)), name).level  # type: ignore[arg-type]
 
     job_dir = tmp_path / "job"
     assert level("job directory", job_dir=job_dir) == "ok"

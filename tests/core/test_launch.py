@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from ft_core.cli import ctl, launch
+from ft_core.cli.ask import ask
 from ft_core.errors import ConfigError
 from ft_core.process import inject
 from ft_core.protocol.sockets import listen
@@ -341,10 +342,10 @@ def test_ctl_asks_a_job_that_says_no(tmp_path: Path):
             status = _status(tmp_path / "job", job)
             assert [row["role"] for row in status["roles"]] == [0] and status["spares"] == []
             for victim in ({"role": 7}, {"node": "nowhere"}):
-                answer = ctl.ask({"type": "kill", **victim}, tmp_path / "job")
+                answer = ask({"type": "kill", **victim}, tmp_path / "job")
                 assert answer == {"error": f"no such role or node: {next(iter(victim.values()))}"}
             assert ctl.main(["--job-dir", str(tmp_path / "job"), "kill", "--role", "7"]) == 1
-            assert "error" in ctl.ask({"type": "dance"}, tmp_path / "job")
+            assert "error" in ask({"type": "dance"}, tmp_path / "job")
         finally:
             job.terminate()
             job.wait(20)
@@ -383,7 +384,7 @@ def _status(job_dir: Path, job: subprocess.Popen[bytes]) -> dict:
         events = job_dir / "events.jsonl"
         if events.exists() and '"decided"' in events.read_text():
             assert all(json.loads(line)["event"] for line in events.read_text().splitlines())
-            return ctl.ask({"type": "status"}, job_dir)
+            return ask({"type": "status"}, job_dir)
         time.sleep(0.05)
     raise AssertionError("the job ended")
 

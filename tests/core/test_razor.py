@@ -8,9 +8,9 @@ from itertools import combinations
 
 import pytest
 
-from ft_core.cli import plan as ftctl_plan
-from ft_core.cli.razor import Job, plan, summarise, tensors
-from ft_core.cli.survival import loss_bound, recovery_probability, ring_survival
+from ft_core.cli.planner import command
+from ft_core.cli.planner.razor import Job, plan, summarise, tensors
+from ft_core.cli.planner.survival import loss_bound, recovery_probability, ring_survival
 from ft_core.errors import ConfigError
 from ft_core.state.manifest import layout
 
@@ -184,8 +184,8 @@ FLAGS = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-len
 
 def ftctl(*flags: str) -> int:
     parser = argparse.ArgumentParser()
-    ftctl_plan.add_arguments(parser)
-    return ftctl_plan.main(parser.parse_args([*FLAGS.split(), *flags]))
+    command.add_arguments(parser)
+    return command.main(parser.parse_args([*FLAGS.split(), *flags]))
 
 
 def test_plan_as_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,6 @@ APART = (("control", "worker"), ("control", "node"), ("control", "net"), ("contr
 """The controller knows nothing of how its orders are carried out."""
 
 KNOWN = {
-    *("cli.ctl cli.doctor cli.doctor_case cli.doctor_job".split()),
     *("control.checkpoints control.configuration control.console control.controller".split()),
     *("control.endings control.rejoin node.agent node.reports".split()),
 }

@@ -25,7 +25,7 @@ import yaml
 from harness import ROOT, TINY, Layout, environment, read_digest, read_logs, read_losses, reference
 
 from ft_core.cli import launch
-from ft_core.cli.ctl import ask
+from ft_core.cli.ask import ask
 from ft_core.protocol.sockets import listen
 from ft_core.settings import SECRET_ENV
 

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ft_core.cli import plan
-from ft_core.cli.doctor_case import Case, Check, Finding, fail, judge, warn
+from ft_core.cli.doctor.case import Case, Check, Finding, fail, judge, warn
+from ft_core.cli.planner import command as planner
 from ft_core.state.memory import SharedMemory
 
 _GIB = 1 << 30
@@ -57,7 +57,7 @@ def _needed(case: Case) -> int | None:
         return None
     settings = case.settings
     flags = argparse.ArgumentParser(allow_abbrev=False)
-    plan.add_arguments(flags)
+    planner.add_arguments(flags)
     given = [*case.arguments, f"--world-size={settings.world_size}", "--json"]
     given += [f"--nproc-per-node={settings.nproc_per_node}", f"--ft-replicas={settings.replicas}"]
     if not any(word.startswith("--vocab-size") for word in given):
@@ -65,7 +65,7 @@ def _needed(case: Case) -> int | None:
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
         try:
-            if plan.main(flags.parse_known_args(given)[0]) == 2:
+            if planner.main(flags.parse_known_args(given)[0]) == 2:
                 return None
         except SystemExit:  # a value that `ftctl plan` does not know
             return None

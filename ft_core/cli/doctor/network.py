@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ft_core.cli.doctor_case import Case, Check, Finding, fail, judge, ok, warn
+from ft_core.cli.doctor.case import Case, Check, Finding, fail, judge, ok, warn
 from ft_core.protocol.sockets import listen, split_address
 
 _SLOW = 1.0

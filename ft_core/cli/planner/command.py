@@ -9,8 +9,8 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from ft_core.cli.razor import Job, Plan, failure_domains, plan, summarise
-from ft_core.cli.survival import failure_probability, loss_bound, recovery_probability
+from ft_core.cli.planner.razor import Job, Plan, failure_domains, plan, summarise
+from ft_core.cli.planner.survival import failure_probability, loss_bound, recovery_probability
 from ft_core.errors import ConfigError
 from ft_core.state.manifest import Segment
 from ft_core.state.placement import replica_nodes, sender, spares_of

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_core.cli import launch
+from ft_core.cli.ask import ask
 from ft_core.errors import ConfigError, FtError
 from ft_core.settings import Settings
 
@@ -126,8 +127,6 @@ def versions() -> dict[str, str]:
 def case(job_dir: Path | None, controller: str, words: Sequence[str]) -> Case:
     """Everything there is to know about a command line, and about the job in `job_dir` or at `controller`."""
     import torch
-
-    from ft_core.cli.ctl import ask  # which has this module for one of its commands
 
     facts: dict[str, Any] = {
         "environment": dict(os.environ),

@@ -14,8 +14,8 @@ import dataclasses
 import json
 from pathlib import Path
 
-from ft_core.cli import doctor_job, doctor_machine, doctor_network, doctor_software
-from ft_core.cli.doctor_case import Case, Finding, Level, case
+from ft_core.cli.doctor import job, machine, network, software
+from ft_core.cli.doctor.case import Case, Finding, Level, case
 
 _SIGNS = {Level.OK: "ok  ", Level.WARN: "warn", Level.FAIL: "FAIL"}
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def examine(case: Case) -> list[Finding]:
     """What all checks say, in the order of their reading."""
-    parts = (doctor_software, doctor_machine, doctor_network, doctor_job)
+    parts = (software, machine, network, job)
     return [finding for part in parts for check in part.CHECKS for finding in check(case)]
 
 

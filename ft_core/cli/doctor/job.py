@@ -8,7 +8,7 @@ import socket
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
-from ft_core.cli.doctor_case import Case, Check, Finding, fail, judge, ok, warn
+from ft_core.cli.doctor.case import Case, Check, Finding, fail, judge, ok, warn
 from ft_core.errors import FtError
 from ft_core.protocol.sockets import split_address
 from ft_core.state.manifest import Segment

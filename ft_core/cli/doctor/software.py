@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
-from ft_core.cli.doctor_case import Case, Check, Finding, fail, ok, warn
+from ft_core.cli.doctor.case import Case, Check, Finding, fail, ok, warn
 
 _SUPPORTED = {
     "python": ((3, 11), (3, 12)),
