@@ -28,7 +28,7 @@ class StateTensor:
     holders: tuple[int, ...]
     """The roles that have the same content after every step, this one included, in ascending order. All of
     them list the same tensors with these holders, in the same order: any holder's copy serves any other. What
-    only this role has is copied to other nodes."""
+    is not in enough failure domains this way is copied to other nodes."""
     volatile: bool = False
     """Whether it may change before the optimizer's step (a running statistic, say): then it is copied at the
     end of the step, and not behind the next forward pass. Keep such tensors small."""
@@ -61,9 +61,10 @@ class State(Protocol):
     def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
         """Put a snapshot back in place.
 
-        `tensors`: by the names that `tensors` gave, views of host memory: copy, do not keep. A newcomer is
-        given what its predecessor had, also where its own state has no such tensor yet. `envelope`: what
-        `envelope` returned. What cannot be put back is an error to raise: it ends the job.
+        `tensors`: by the names that `tensors` gave, views of host memory: copy, do not keep. Where the state
+        has not changed since, they are its own tensors. A newcomer is given what its predecessor had, also
+        where its own state has no such tensor yet. `envelope`: what `envelope` returned. What cannot be put
+        back is an error to raise: it ends the job.
         """
 
 

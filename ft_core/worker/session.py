@@ -193,6 +193,8 @@ class Session:
         epoch (see `startup`): before it is issued again, `recover` is called. `redo` brings a role from
         `self.version`, which was loaded, to the place where it was interrupted. `resumes`: started again,
         the script goes on from its own newest checkpoint, so that is what the job falls back to.
+
+        Raises ConfigError where the job cannot be protected, FtError where the process is already.
         """
         if self._snapshots is not None:
             raise FtError("only one training function, or one engine, can be protected in a process")
@@ -305,7 +307,8 @@ class Session:
 
     @property
     def lr_factor(self) -> float:
-        """What the learning rate is multiplied by in the step under way."""
+        """What the learning rate is multiplied by in the step under way: 1.0 while all replica groups
+        train."""
         return lr_factor(self._plan["lr_intervention"], len(self.contributing), self.membership.groups)
 
     @property
