@@ -171,13 +171,15 @@ def reference(training: Training, iterations: int, *flags: str) -> Result:
 
 def forks(training: Training) -> Forked:
     """What runs plain jobs with the versions of this one; variables of ours are given to each run."""
-    variables = environment() | training.environment()
-    return _forks(frozenset(item for item in variables.items() if not item[0].startswith("FT_")))
+    variables = training.environment().items()
+    return _forks(frozenset((name, value) for name, value in variables if not name.startswith("FT_")))
 
 
 @cache
 def _forks(variables: frozenset[tuple[str, str]]) -> Forked:
-    return Forked(dict(variables), Path(tempfile.mkdtemp(prefix="ft-forked-")) / "log")
+    # Not by what `environment()` has: pytest writes the name of the test there.
+    log = Path(tempfile.mkdtemp(prefix="ft-forked-")) / "log"
+    return Forked(environment() | dict(variables), log)
 
 
 class Job:
