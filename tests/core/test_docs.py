@@ -102,6 +102,20 @@ def test_the_api_has_all_that_it_names(site: Path, page: Path) -> None:
             assert found in anchors, f"{page.name}: nothing about {found}"
 
 
+def test_files_that_a_page_names_are_there() -> None:
+    """By their path from the root, or by their name alone."""
+    tops = ("ft_core", "ft_megatron", "ft_deepspeed", "patches", "recipes", "tests", "benchmarks")
+    names = {path.name for top in tops for path in (ROOT / top).rglob("*.py")}
+    gone = []
+    for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        text = page.read_text()
+        named = re.findall(rf"\b(?:{'|'.join(tops)})/[\w/.-]*\.(?:py|md|json)\b", text)
+        alone = set(re.findall(r"`(\w+\.py)`", text)) - set(re.findall(r'title="(.+?)"', text))
+        gone += [f"{page.name}: {path}" for path in named if not (ROOT / path).exists()]
+        gone += [f"{page.name}: {name}" for name in alone if name not in names]
+    assert not gone, "\n".join(gone)
+
+
 def test_every_module_is_listed(site: Path) -> None:
     """With the first line of its docstring, which says what it is for."""
     html = (site / "api" / "modules.html").read_text()
