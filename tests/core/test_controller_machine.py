@@ -7,8 +7,10 @@ from collections.abc import Collection
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from ft_core.control import machine
+from ft_core.control.completion import INTERVAL
 from ft_core.control.events import (
     Close,
     Disconnected,
@@ -20,25 +22,52 @@ from ft_core.control.events import (
     Record,
     Say,
     Send,
+    Terminate,
     Tick,
 )
 from ft_core.control.machine import Controller
 from ft_core.protocol.messages import (
     Abort,
     AgentHello,
+    AskStatus,
+    Completed,
+    Denied,
+    DescribeRole,
+    Finished,
+    GivenUp,
     Heartbeat,
+    Held,
+    Hold,
     Holdings,
+    Idle,
+    Inject,
+    Injected,
+    Issued,
     JobState,
+    JobStatus,
     KeptState,
+    KillWorker,
+    Left,
     Message,
     NodePlan,
+    NodesChanged,
+    OperationCounts,
+    Prepare,
+    Prepared,
     Redundancy,
+    Release,
     ReplicaGroup,
     Restored,
     RoleBeat,
     RoleHeld,
     RoleLayout,
+    SendCounts,
+    SendHeartbeat,
+    SendIssued,
+    SendState,
+    Shutdown,
     Stepped,
+    Suspect,
     WorkerLost,
 )
 from ft_core.settings import Command, Settings
@@ -60,6 +89,8 @@ class Agent:
         """Role -> pid."""
         self.versions: dict[int, list[int]] = {}
         self.replicas: dict[str, list[int]] = {}
+        self.configured: dict[str, Any] | None = None
+        self.silent = False
 
     @property
     def begun(self) -> str:
@@ -72,29 +103,36 @@ class Agent:
                 alive=role in self.workers,
                 stage="training" if self.versions.get(role) else "startup",
                 versions=self.versions.get(role, []),
-                segments=[f"{role}x1-0"] if self.versions.get(role) else [],
+                segments=[self.job.segment(role)] if self.versions.get(role) else [],
             )
             for role in here
         }
-        segments = {segment: [int(segment.partition("x")[0])] for segment in self.replicas}
-        segments |= {f"{role}x1-0": [role] for role, versions in self.versions.items() if versions}
+        gone = {self.job.segment(r): held for r, held in self.versions.items() if r not in here}
+        replicas = {**self.replicas, **gone}
+        held = {*replicas, *(self.job.segment(role) for role in here if self.versions.get(role))}
+        segments = {
+            self.job.segment(r): self.job.holders(r) for r in self.job.roles if self.job.segment(r) in held
+        }
         return Holdings(
             epoch=self.epoch,
             begun=self.begun,
             reported=self.reported,
             roles=roles,
-            replicas=self.replicas,
+            replicas=replicas,
             segments=segments,
             idle=self.idle,
             store="store",
             master="master:1",
-            configured=None,
+            configured=self.configured,
         )
 
     def greet(self, said: Collection[Any] = ()) -> list[Effect]:
         """Over a new connection."""
         self.peer = next(self.job.peers)
-        hello = AgentHello(
+        return self.job.happens(Greeted(self.peer, self.hello(said)))
+
+    def hello(self, said: Collection[Any] = ()) -> AgentHello:
+        return AgentHello(
             node=self.name,
             pid=1,
             node_rank=self.rank,
@@ -103,7 +141,6 @@ class Agent:
             holdings=self.holdings(),
             said=list(said),
         )
-        return self.job.happens(Greeted(self.peer, hello))
 
     def say(self, message: Message) -> list[Effect]:
         return self.job.happens(Received(self.peer, message))
@@ -134,16 +171,16 @@ class Agent:
     def step(self, role: int, version: int) -> None:
         """The worker has its state, finishes a step, and what it has is kept here and on the next node."""
         about = {"epoch": self.epoch, "role": role}
-        layout = {"segments": {f"{role}x1-0": [role]}, "initial": 0, "resumes": self.job.resumes}
-        group = ReplicaGroup(index=0, groups=1, redundancy=Redundancy.SHARDED)
-        self.say(RoleLayout(**about, **layout, adopted=False, group=group))
+        segment = self.job.segment(role)
+        layout = {"segments": {segment: self.job.holders(role)}, "initial": 0, "resumes": self.job.resumes}
+        self.say(RoleLayout(**about, **layout, adopted=False, group=self.job.group(role)))
         self.say(Restored(**about, pid=self.workers[role], version=version - 1, loaded=True))
         self.say(Stepped(**about, version=version))
         self.versions[role] = [version - 1, version]
         others = sorted(name for name in self.job.agents if name != self.name)
         if others:
             keeper = self.job.agents[others[role % len(others)]]
-            keeper.replicas = {**keeper.replicas, f"{role}x1-0": [version - 1, version]}
+            keeper.replicas = {**keeper.replicas, segment: [version - 1, version]}
 
     def hears(self, message: Message) -> None:
         self.heard.append(message)
@@ -159,6 +196,10 @@ class Agent:
             for role in list(self.workers):
                 if message.roles.get(role) != self.name:
                     del self.workers[role]
+        elif isinstance(message, NodesChanged) and self.plan is not None and self.plan.id == message.id:
+            merged = {**self.plan.nodes, **message.nodes}
+            nodes = {name: about for name, about in merged.items() if about is not None}
+            self.plan = replace(self.plan, nodes=nodes)
 
     def kept(self) -> KeptState:
         assert self.plan is not None
@@ -168,10 +209,13 @@ class Agent:
 class Job:
     """A controller, and the agents that it hears of."""
 
-    def __init__(self, nodes: int = 2, spares: int = 0, nproc: int = 1, **settings: Any) -> None:
+    def __init__(self, nodes: int = 2, spares: int = 0, nproc: int = 1, groups: int = 1, **settings: Any):
+        """`groups`: replica groups, of roles in a row; where there are several, each has all the state."""
         about = {"replicas": 1, "spares": spares, "controller": "host:1", **settings}
         self.settings = Settings(nodes, nproc, Command("train.py"), **about)
-        self.resumes = False
+        self.roles = range(self.settings.world_size)
+        self.resumes, self.groups = False, groups
+        self.redundancy = Redundancy.REPLICATED if groups > 1 else Redundancy.SHARDED
         self.now = 0.0
         self.peers, self.pids, self._names = itertools.count(), itertools.count(1000), itertools.count()
         self.agents: dict[str, Agent] = {}
@@ -187,6 +231,20 @@ class Job:
         """The first, or another in its place."""
         recorded = {record.event: record.epoch for record in self.records}
         self.controller = Controller(self.settings, "/job", lambda: f"{next(self._names):x}", recorded)
+
+    def group(self, role: int) -> ReplicaGroup:
+        index = role * self.groups // self.settings.world_size
+        return ReplicaGroup(index=index, groups=self.groups, redundancy=self.redundancy)
+
+    def holders(self, role: int) -> list[int]:
+        """The roles that have the same state."""
+        apart = self.redundancy is Redundancy.REPLICATED and self.groups > 1
+        per = self.settings.world_size // self.groups if apart else self.settings.world_size
+        return list(range(role % per, self.settings.world_size, per))
+
+    def segment(self, role: int) -> str:
+        holders = self.holders(role)
+        return f"{holders[0]}x{len(holders)}-0"
 
     def join(self, name: str, rank: int = -1) -> Agent:
         self.agents[name] = Agent(self, name, rank)
@@ -217,7 +275,7 @@ class Job:
         while self.now < end:
             self.now += 0.05
             if int(self.now / 0.5) > int((self.now - 0.05) / 0.5):
-                for agent in [agent for agent in self.agents.values() if agent.peer >= 0]:
+                for agent in [a for a in self.agents.values() if a.peer >= 0 and not a.silent]:
                     agent.beat()
             found += self.happens(Tick())
         return found
@@ -248,12 +306,19 @@ def sent(effects: list[Effect], kind: type[M]) -> dict[int, M]:
 # -- a node dies ---------------------------------------------------------------------------------------
 
 
+def lose(job: Job, name: str) -> list[Effect]:
+    """A node is no more, and that is noticed."""
+    job.agents.pop(name).hangs_up()
+    return job.wait(machine.RETURN_GRACE + 0.2)
+
+
 def test_a_node_dies_and_a_spare_takes_its_roles() -> None:
     job = Job(nodes=2, spares=1)
     assert job.phase == "running" and job["node1"].workers.keys() == {1}
     job.all_step(1)
     dead = job["node1"].peer
-    job.agents.pop("node1").hangs_up()
+    gone = job.agents.pop("node1")
+    gone.hangs_up()
     job.wait(machine.RETURN_GRACE - 0.1)
     assert job.phase == "running", "it may come back"
     effects = job.wait(0.2)
@@ -265,8 +330,7 @@ def test_a_node_dies_and_a_spare_takes_its_roles() -> None:
     assert job.phase == "quiescing"
     job["node0"].report()
     assert not job.records_of("decided")[1:], "nothing is decided before all have reported"
-    effects = job["node2"].report()
-    plans = sent(effects, NodePlan)
+    plans = sent(job["node2"].report(), NodePlan)
     assert plans.keys() == {job["node0"].peer, job["node2"].peer}
     plan = plans[job["node2"].peer]
     assert plan.roles == {0: "node0", 1: "node2"} and plan.worker.newcomers == [1]
@@ -277,16 +341,424 @@ def test_a_node_dies_and_a_spare_takes_its_roles() -> None:
     assert job.records_of("decided")[1].more["moved"] == {1: "node2"}
     job.all_step(2)
     assert [record.epoch for record in job.records_of("resumed")] == [1, 2]
+    peer = next(job.peers)
+    gone.peer = peer
+    effects = job.happens(Greeted(peer, gone.hello()))
+    assert effects[-2:] == [Send(peer, GivenUp()), Close(peer)], "it comes back, too late"
 
 
 def test_a_node_dies_without_a_spare_and_another_comes() -> None:
     job = Job(nodes=2)
     job.all_step(1)
-    job.agents.pop("node1").hangs_up()
-    job.wait(0.4)
+    lose(job, "node1")
     job.all_report()
     assert job.phase == "waiting"
     [waiting] = job.records_of("waiting")
     assert waiting.roles == (1,) and "survivors hold their state until a node joins" in waiting.reason
     job.wait(60)
     assert len(job.records_of("waiting")) == 1, "it is said once"
+    other = job.join("other")
+    other.report()
+    assert job.phase == "running" and other.plan is not None and other.plan.roles[1] == "other"
+
+
+def test_a_node_dies_and_the_policy_is_to_stop() -> None:
+    job = Job(nodes=2, policy="stop")
+    job.all_step(1)
+    lose(job, "node1")
+    job.all_report()
+    assert job.done == End(1) and "policy is stop" in job.said[0]
+    assert job["node0"].heard[-1] == Shutdown(code=1)
+
+
+def test_a_node_dies_and_its_replica_group_leaves() -> None:
+    job = Job(nodes=2, groups=2, policy="shrink")
+    job.all_step(1)
+    lose(job, "node1")
+    job.all_report()
+    plan = job["node0"].plan
+    assert plan is not None and plan.roles == {0: "node0"} and plan.worker.absent == {1: 0}
+    assert job.records_of("left")[0].roles == (1,)
+
+
+def test_a_node_that_comes_back_in_time_was_not_lost() -> None:
+    job = Job(nodes=2)
+    job.all_step(1)
+    job["node1"].hangs_up()
+    job.wait(0.2)
+    job["node1"].greet()
+    job.wait(5)
+    assert not job.records_of("detected") and job.phase == "running"
+
+
+def test_a_peer_that_saw_it_die_leaves_no_doubt() -> None:
+    job = Job(nodes=2)
+    job.all_step(1)
+    job["node0"].say(Suspect(epoch=1, role=0, reason="connection reset"))
+    job.agents.pop("node1").hangs_up()
+    job.wait(0.1)
+    assert job.phase == "quiescing"
+
+
+def test_silence_is_the_loss_of_a_node() -> None:
+    job = Job(nodes=2)
+    job.all_step(1)
+    job["node1"].silent = True
+    job.wait(job.settings.silence_limit - 1)
+    assert job.phase == "running"
+    job.wait(2)
+    assert "no heartbeat for 10.0 s" in job.records_of("detected")[0].reason
+
+
+def test_a_second_node_dies_in_the_recovery() -> None:
+    job = Job(nodes=3, spares=2)
+    job.all_step(1)
+    lose(job, "node0")
+    job["node1"].report()
+    lose(job, "node2")
+    assert job.controller.facts.epoch == 2, "one recovery for both"
+    job.all_report()
+    moved = job.records_of("decided")[1].more["moved"]
+    assert moved.keys() == {0, 2} and set(moved.values()) == {"node3", "node4"}
+
+
+def test_a_spare_dies_and_nobody_stops() -> None:
+    job = Job(nodes=2, spares=1)
+    job.all_step(1)
+    kept = job["node0"].kept().state
+    effects = lose(job, "node2")
+    assert {n.nodes["node2"] for n in sent(effects, NodesChanged).values()} == {None}
+    assert job.records_of("spare_lost") and job.phase == "running"
+    assert "node2" in kept.nodes, "what was sent is not changed"
+    assert job.controller.facts.begun == replace(kept, nodes=job.controller.facts.begun.nodes)
+
+
+# -- a worker dies -------------------------------------------------------------------------------------
+
+
+def test_a_worker_dies_and_its_nodes_standby_takes_the_role() -> None:
+    job = Job(nodes=2)
+    job.all_step(1)
+    lost = job["node0"].crash(0)
+    job["node0"].say(lost)
+    job["node0"].say(lost)
+    assert len(job.records_of("detected")) == 1, "what is said twice happens once"
+    job.all_report()
+    assert job.records_of("decided")[1].more["moved"] == {0: "node0"}
+
+
+def test_a_worker_dies_on_a_node_without_a_standby() -> None:
+    """It has some time to bring one up before the role moves."""
+    for comes in (True, False):
+        job = Job(nodes=2, spares=1)
+        job.all_step(1)
+        job["node0"].idle = 0
+        job["node0"].say(job["node0"].crash(0))
+        job.all_report()
+        assert job.phase == "waiting"
+        if comes:
+            job.wait(5)
+            job["node0"].say(Idle(idle=1))
+            assert job.records_of("decided")[1].more["moved"] == {0: "node0"}
+        else:
+            job.wait(machine.STANDBY_GRACE - 1)
+            assert job.phase == "waiting"
+            job.wait(2)
+            assert job.records_of("decided")[1].more["moved"] == {0: "node2"}
+
+
+def test_the_users_error_ends_the_job_with_the_end_of_its_traceback() -> None:
+    job = Job(nodes=2)
+    job.all_step(1)
+    traceback = 'Traceback (most recent call last):\n  File "train.py", line 1\n    f()\nValueError: no\n'
+    lost = WorkerLost(role=1, pid=7, exit="exit code 1", crashed=False, code=1, traceback=traceback)
+    job["node1"].say(lost)
+    assert job.done == End(1)
+    assert "ValueError: no\nIts traceback is in /job/logs/role-1/stderr.log" in job.said[0]
+    assert "line 1" not in job.said[0] and traceback in job.records_of("stopped")[0].reason
+
+
+def test_a_worker_that_ends_well_before_training_has_ended() -> None:
+    job = Job(nodes=2)
+    job.all_step(1)
+    about = {"exit": "exit code 0", "crashed": False, "code": 0, "traceback": ""}
+    job["node1"].say(WorkerLost(role=1, pid=7, **about))
+    assert job.done == End(1) and "in the middle of training" in job.said[0]
+
+
+def test_failures_without_a_new_step_end_the_job() -> None:
+    job = Job(nodes=2)
+    job.all_step(1)
+    for _ in range(9):
+        assert job.done is None
+        job["node0"].say(job["node0"].crash(0))
+        job.all_report()
+    assert job.done == End(1) and "8 recoveries in a row without a new step after step 1" in job.said[0]
+
+
+# -- the controller is restarted -----------------------------------------------------------------------
+
+
+def restart(job: Job, *names: str) -> None:
+    """Another controller, that these nodes greet."""
+    job.start_controller()
+    for name in names:
+        job[name].greet()
+
+
+def tell(job: Job) -> str:
+    """Whoever is asked tells the state that it has kept. Returns its name."""
+    [name] = [name for name, agent in job.agents.items() if agent.heard[-1:] == [SendState()]]
+    job[name].say(job[name].kept())
+    return name
+
+
+def test_a_successor_takes_over_what_an_agent_has_kept() -> None:
+    job = Job(nodes=2, spares=1)
+    job.all_step(1)
+    before = job.controller.facts
+    restart(job, "node0", "node1", "node2")
+    assert job.phase == "rebuilding"
+    job.wait(0.1)
+    tell(job)
+    job.wait(0.1)
+    assert job.phase == "running" and not job.records_of("detected")
+    assert job.controller.facts.begun == before.begun
+    assert job.records_of("controller_restarted")
+    job["node0"].say(job["node0"].crash(0))
+    job.all_report()
+    assert job.records_of("decided")[1].more["moved"] == {0: "node0"}
+
+
+def test_a_successor_asks_another_agent_if_one_does_not_tell() -> None:
+    job = Job(nodes=2)
+    job.all_step(1)
+    restart(job, "node0", "node1")
+    asked = {effect.peer for effect in job.wait(2.5) if isinstance(effect, Send)}
+    assert asked == {job["node0"].peer, job["node1"].peer}
+
+
+def test_a_failure_during_the_restart_is_found_and_counts_once() -> None:
+    """Also where another controller's plan makes it learn once more."""
+    job = Job(nodes=2)
+    job.all_step(1)
+    lost = job["node0"].crash(0)
+    job.start_controller()
+    job["node0"].greet([lost])
+    job["node1"].greet()
+    job.wait(0.1)
+    tell(job)
+    job.wait(0.1)
+    assert job.phase == "quiescing" and len(job.records_of("detected")) == 2
+    job.all_report()
+    assert job.phase == "running"
+    job.all_step(2)
+    other = job["node1"].plan
+    assert other is not None
+    state = replace(job["node1"].kept().state, epoch=7, id="7-0")
+    changed = replace(other, epoch=7, id="7-0", state=msgspec.Raw(msgspec.json.encode(state)))
+    job["node1"].plan, job["node1"].epoch = changed, 7
+    job["node1"].greet()
+    assert job.phase == "rebuilding"
+    job.wait(0.1)
+    tell(job)
+    job.wait(0.1)
+    assert job.phase == "running" and len(job.records_of("detected")) == 2
+
+
+def test_a_node_that_died_with_the_controller_is_missed() -> None:
+    job = Job(nodes=2, spares=1)
+    job.all_step(1)
+    del job.agents["node1"]
+    restart(job, "node0", "node2")
+    job.wait(0.1)
+    tell(job)
+    job.wait(machine.REBUILD_GRACE - 0.5)
+    assert job.phase == "rebuilding"
+    job.wait(1)
+    assert job.records_of("detected")[0].reason == "lost while the controller was away"
+    job.all_report()
+    assert job.records_of("decided")[1].more["moved"] == {1: "node2"}
+
+
+def test_a_spare_that_came_after_the_plan_and_died_with_the_controller_is_retracted() -> None:
+    """Or copies would be sent there for ever, and training would wait for them."""
+    job = Job(nodes=2)
+    job.all_step(1)
+    job.join("spare")
+    assert job["node0"].plan is not None and "spare" in job["node0"].plan.nodes
+    assert "spare" not in job["node0"].kept().state.nodes
+    del job.agents["spare"]
+    restart(job, "node0", "node1")
+    job.wait(0.1)
+    tell(job)
+    job.wait(0.1)
+    assert job.phase == "running"
+    assert "spare" not in job["node0"].plan.nodes and "spare" not in job["node1"].plan.nodes
+
+
+def test_an_attempt_to_bring_a_group_back_ends_with_the_plan_of_another_controller() -> None:
+    """Its roles take part by then: whoever loses one would otherwise be told that nobody notices."""
+    job = Job(nodes=2, groups=2, policy="shrink")
+    job.all_step(1)
+    lose(job, "node1")
+    job.all_report()
+    job.all_step(2)
+    job.join("spare")
+    job.wait(0.1)
+    assert job.controller.returning.attempt is not None
+    plan = job["node0"].plan
+    assert plan is not None
+    roles = {0: "node0", 1: "spare"}
+    state = replace(job["node0"].kept().state, epoch=5, id="5-0", roles=roles, absent={})
+    changed = replace(plan, epoch=5, id="5-0", roles=roles, state=msgspec.Raw(msgspec.json.encode(state)))
+    for name in ("node0", "spare"):
+        job[name].plan, job[name].epoch = changed, 5
+    job["spare"].workers = {1: 1}
+    for name in ("node0", "spare"):
+        job[name].greet()
+    job.wait(0.1)
+    tell(job)
+    job.wait(0.1)
+    assert job.phase == "running"
+    job["spare"].say(job["spare"].crash(1))
+    assert job.phase == "quiescing"
+
+
+# -- replica groups ------------------------------------------------------------------------------------
+
+
+def test_a_replica_group_comes_back_between_two_steps() -> None:
+    job = Job(nodes=2, groups=2, policy="shrink")
+    job.all_step(1)
+    lose(job, "node1")
+    job.all_report()
+    job.all_step(2)
+    spare = job.join("spare")
+    effects = job.wait(0.1)
+    assert sent(effects, SendCounts).keys() == {job["node0"].peer}
+    prepare = sent(job["node0"].say(OperationCounts(role=0, counts={"0-1:1#0": 3})), Prepare)[spare.peer]
+    assert prepare.roles == [1] and prepare.worker.ahead == {1: 0} and prepare.worker.absent == {}
+    assert prepare.worker.completed == {"0-1:1#0": (3, 0)}
+    effects = spare.say(Prepared(role=1))
+    assert sent(effects, SendHeartbeat).keys() == {job["node0"].peer}
+    [hold] = sent(job["node0"].beat(), Hold).values()
+    assert (hold.epoch, hold.step) == (2, 1 + 2), "two steps after the newest"
+    job["node0"].say(Held(epoch=2, role=0))
+    assert job.phase == "quiescing" and job.records_of("returning")
+    job.all_report()
+    assert job.records_of("returned")[0].roles == (1,)
+    assert spare.plan is not None and spare.plan.roles == {0: "node0", 1: "spare"}
+
+
+def test_a_job_starts_over_while_a_group_is_ready_to_come_back() -> None:
+    """Its workers are ended too; no plan has them yet."""
+    job = Job(nodes=2, groups=2, policy="shrink")
+    job.resumes = True
+    job.all_step(1)
+    lose(job, "node1")
+    job.all_report()
+    job.all_step(2)
+    spare = job.join("spare")
+    job.wait(0.1)
+    job["node0"].say(OperationCounts(role=0, counts={}))
+    spare.workers[1] = next(job.pids)
+    spare.say(Prepared(role=1))
+    for agent in job.agents.values():
+        agent.versions, agent.replicas = {}, {}
+    lost = job["node0"].crash(0)
+    job["node0"].say(lost)
+    job.all_report()
+    assert job.records_of("starting_over")
+    assert KillWorker(role=1) in spare.heard
+
+
+def test_a_group_is_lost_before_anybody_has_trained_anew() -> None:
+    """The job has started over: what a role makes by itself nobody else has."""
+    job = Job(nodes=2, groups=2, policy="shrink")
+    job.resumes, job.redundancy = True, Redundancy.ADOPTABLE
+    job.all_step(1)
+    for agent in job.agents.values():
+        agent.versions, agent.replicas = {}, {}
+    job["node0"].say(job["node0"].crash(0))
+    job.all_report()
+    assert job.records_of("starting_over")
+    job["node1"].say(job["node1"].crash(1))
+    job.all_report()
+    assert job.controller.facts.started_over and job.phase == "running"
+    lose(job, "node1")
+    job.all_report()
+    assert job.phase == "waiting" and "not been copied yet" in job.records_of("waiting")[0].reason
+
+
+# -- the rest ------------------------------------------------------------------------------------------
+
+
+def test_sigterm_to_a_node_is_its_loss_and_to_the_job_its_end() -> None:
+    job = Job(nodes=2, spares=1)
+    job.all_step(1)
+    job["node1"].say(Left())
+    job.agents.pop("node1")
+    job.wait(0.2)
+    assert "told to end (SIGTERM)" in job.records_of("detected")[0].reason
+    job.all_report()
+    job.all_step(2)
+    job.happens(Terminate())
+    job["node0"].say(Left())
+    job.agents.pop("node0")
+    job.wait(0.2)
+    assert job.phase == "running", "others may handle it"
+    job["node2"].say(Left())
+    job.wait(0.2)
+    assert job.done == End(143)
+
+
+def test_ftctl_does_not_wait_for_ever() -> None:
+    job = Job(nodes=2)
+    job.all_step(1)
+    ctl = next(job.peers)
+    [asked] = job.happens(Received(ctl, DescribeRole(role=1)))
+    assert asked == Send(job["node1"].peer, DescribeRole(role=1))
+    answers = sent(job.wait(6), Denied)
+    assert "does not answer" in answers[ctl].error
+    [status] = sent(job.happens(Received(ctl, AskStatus())), JobStatus).values()
+    assert [(row.role, row.node) for row in status.roles] == [(0, "node0"), (1, "node1")]
+    [killed, injected] = job.happens(Received(ctl, Inject(role=1)))[1:]
+    assert killed == Send(job["node1"].peer, KillWorker(role=1)) and injected == Send(ctl, Injected(killed=1))
+
+
+def test_settings_that_contradict_another_nodes_end_the_job_with_the_reason() -> None:
+    job = Job(nodes=2)
+    job["node0"].configured = {"replicas": 0}
+    job["node1"].configured = {"replicas": 1}
+    restart(job, "node0")
+    assert job.controller.facts.settings.replicas == 0
+    job["node1"].greet()
+    assert job.done == End(1) and "only one set for the whole job" in job.said[0]
+
+
+def test_who_has_left_while_another_waits_is_found() -> None:
+    job = Job(nodes=2)
+    job.all_step(1)
+    job["node0"].say(Completed(epoch=1, role=0, part=1, last=True))
+    effects = job.wait(INTERVAL + 0.2)
+    [round] = {question.round for question in sent(effects, SendIssued).values()}
+    about = {"round": round, "epoch": 1, "step": 4}
+    job["node0"].say(Issued(**about, role=0, at_end=True, issued={"0-1:1#0": 5}))
+    assert job.done is None
+    job["node1"].say(Issued(**about, role=1, at_end=False, issued={"0-1:1#0": 6}))
+    assert job.done == End(1) and "role 0 came to the end of its script after step 4" in job.said[0]
+
+
+def test_all_come_to_the_end() -> None:
+    job = Job(nodes=2)
+    job.all_step(1)
+    for role in range(2):
+        effects = job[f"node{role}"].say(Completed(epoch=1, role=role, part=1, last=True))
+    assert {release.parts for release in sent(effects, Release).values()} == {1}
+    job["node0"].say(Finished(role=0))
+    job["node1"].say(job["node1"].crash(1))
+    assert job.done == End(0) and "only local work left" in job.records_of("detected")[0].reason
+    late = Agent(job, "late", -1)
+    job.agents["late"] = late
+    assert late.greet() == [Send(late.peer, Shutdown(code=0)), Close(late.peer)]
