@@ -105,6 +105,8 @@ class Facts:
     job_dir: str
     groups: Groups
     nodes: dict[str, Node] = field(default_factory=dict)
+    peers: dict[Peer, Node] = field(default_factory=dict)
+    """The same by their connections."""
     epoch: int = 0
     plan: JobState | None = None
     """The newest that was begun. It says which nodes there are now; nothing else of it changes."""
@@ -141,6 +143,16 @@ class Facts:
         """The plan, once there is one."""
         assert self.plan is not None, "no plan was made yet"
         return self.plan
+
+    def add(self, node: Node) -> None:
+        """It has come, or has another connection."""
+        self.drop(node)
+        self.nodes[node.name] = self.peers[node.peer] = node
+
+    def drop(self, node: Node) -> None:
+        """It is gone."""
+        if (known := self.nodes.pop(node.name, None)) is not None:
+            del self.peers[known.peer]
 
     def playing(self) -> list[Node]:
         """The live nodes that have a role."""

@@ -115,6 +115,10 @@ class AsyncChannel(Generic[T]):
 
     async def send(self, message: Struct | Provisional) -> None:
         self.post(message)
+        await self.drain()
+
+    async def drain(self) -> None:
+        """Until there is room for more. Raises ConnectionError."""
         try:
             await self._writer.drain()
         except OSError as error:

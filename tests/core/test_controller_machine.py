@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from ft_core.control import machine
+from ft_core.control import epochs, takeover
 from ft_core.control.completion import INTERVAL
 from ft_core.control.events import (
     Close,
@@ -309,7 +309,7 @@ def sent(effects: list[Effect], kind: type[M]) -> dict[int, M]:
 def lose(job: Job, name: str) -> list[Effect]:
     """A node is no more, and that is noticed."""
     job.agents.pop(name).hangs_up()
-    return job.wait(machine.RETURN_GRACE + 0.2)
+    return job.wait(epochs.RETURN_GRACE + 0.2)
 
 
 def test_a_node_dies_and_a_spare_takes_its_roles() -> None:
@@ -319,7 +319,7 @@ def test_a_node_dies_and_a_spare_takes_its_roles() -> None:
     dead = job["node1"].peer
     gone = job.agents.pop("node1")
     gone.hangs_up()
-    job.wait(machine.RETURN_GRACE - 0.1)
+    job.wait(epochs.RETURN_GRACE - 0.1)
     assert job.phase == "running", "it may come back"
     effects = job.wait(0.2)
     assert Close(dead) in effects
@@ -461,7 +461,7 @@ def test_a_worker_dies_on_a_node_without_a_standby() -> None:
             job["node0"].say(Idle(idle=1))
             assert job.records_of("decided")[1].more["moved"] == {0: "node0"}
         else:
-            job.wait(machine.STANDBY_GRACE - 1)
+            job.wait(epochs.STANDBY_GRACE - 1)
             assert job.phase == "waiting"
             job.wait(2)
             assert job.records_of("decided")[1].more["moved"] == {0: "node2"}
@@ -573,7 +573,7 @@ def test_a_node_that_died_with_the_controller_is_missed() -> None:
     restart(job, "node0", "node2")
     job.wait(0.1)
     tell(job)
-    job.wait(machine.REBUILD_GRACE - 0.5)
+    job.wait(takeover.GRACE - 0.5)
     assert job.phase == "rebuilding"
     job.wait(1)
     assert job.records_of("detected")[0].reason == "lost while the controller was away"
@@ -606,7 +606,7 @@ def test_an_attempt_to_bring_a_group_back_ends_with_the_plan_of_another_controll
     job.all_step(2)
     job.join("spare")
     job.wait(0.1)
-    assert job.controller.returning.attempt is not None
+    assert job.controller._epochs.returning.attempt is not None
     plan = job["node0"].plan
     assert plan is not None
     roles = {0: "node0", 1: "spare"}

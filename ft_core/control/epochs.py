@@ -1,0 +1,468 @@
+"""The job's epochs: how they begin and end, what roles and nodes that are lost mean for them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, assert_never
+
+import msgspec
+
+from ft_core.control import explain, plans, takeover
+from ft_core.control.completion import Completion
+from ft_core.control.deciding import AskStorage, GiveUp, Shortage, StandbyComes, Start, StartOver, decide
+from ft_core.control.durable_names import Checkpoints
+from ft_core.control.events import Close, Effect, End, Record, Say, Send
+from ft_core.control.facts import Facts, Node, Operations, completed, epoch_of, records
+from ft_core.control.forming import first_places
+from ft_core.control.phases import Done, Forming, Phase, Quiescing, Rebuilding, Running, Waiting
+from ft_core.control.progress import Progress
+from ft_core.control.returning import Returning
+from ft_core.control.samples import Samples
+from ft_core.protocol import messages as m
+
+log = logging.getLogger(__name__)
+
+# All limits, here and in the other modules, are in time that the controller's process was awake: what it
+# missed by being stopped or held up is nobody else's fault.
+RETURN_GRACE = 0.3
+"""Seconds that an agent whose connection broke has to come back before its node counts as lost."""
+REPEAT = 1.0
+"""Seconds after which a plan is sent again to a node that has not begun it."""
+STANDBY_GRACE = 20.0
+"""Seconds that a healthy node has to bring up a standby before a crashed worker's role moves elsewhere."""
+FUTILE = 8
+"""Recoveries in a row without a step that nobody had done before, after which the job is stopped."""
+
+
+class Epochs:
+    """The epoch under way, or what comes between two."""
+
+    def __init__(self, facts: Facts, ids: Callable[[], str], recorded: Mapping[str, int]) -> None:
+        """As `Controller`."""
+        self.facts = facts
+        self.phase: Phase = Forming()
+        self.returning = Returning()
+        self.completion = Completion()
+        self.checkpoints = Checkpoints()
+        self.progress = Progress()
+        self.samples = Samples()
+        self.unprotected = facts.settings.command.no_python
+        """Whether scripts run without fault tolerance."""
+        self.suspicious: set[str] = set()
+        """Nodes of which a worker, or the agent, saw a connection to a peer break in this epoch."""
+        self.leaving = False
+        """Whether SIGTERM has come: what ends because of it is not replaced."""
+        self.now = 0.0
+        self.effects: list[Effect] = []
+        """Of the event that is being handled."""
+        self._ids, self._recorded = ids, dict(recorded)
+        self._encoded = msgspec.Raw()
+        """The plan's state."""
+        self._lost: dict[int, tuple[str, int]] = {}
+        """Role -> node and pid of the worker that was lost last."""
+        self._last_failure = ""
+        self._shortage = ""
+        """What was said of the workers that the job waits for."""
+
+    def do(self, *effects: Effect) -> None:
+        self.effects += effects
+
+    def record(self, name: str, reason: str = "", roles: Collection[int] = (), **more: Any) -> None:
+        """A line of `events.jsonl`."""
+        self.do(Record(name, self.facts.epoch, reason, tuple(roles), more))
+
+    def _once(self, name: str, **more: Any) -> None:
+        """Record what comes once an epoch: those who tell of it tell a restarted controller again."""
+        if self._recorded.get(name, 0) < self.facts.epoch:
+            self._recorded[name] = self.facts.epoch
+            self.record(name, **more)
+
+    # -- controllers and nodes that come back ------------------------------------------------------
+
+    def was_given_up(self, node: Node) -> bool:
+        """Whether a plan was made without this node since it began its own; if so, it is told.
+
+        Its roles are played elsewhere then, and its state is of a past that may have been done again. A node
+        that was thought lost and is back before any such plan takes part as if nothing had been.
+        """
+        plan, begun = self.facts.plan, node.greeted_with
+        if plan is None or not begun or node.name in plan.nodes or begun == plan.id:
+            return False
+        if epoch_of(begun) > plan.epoch:
+            return False
+        reason = f"node {node.name} is back, too late: it joins again as a spare"
+        self.record("given_up", reason, node=node.name)
+        self.do(Send(node.peer, m.GivenUp()), Close(node.peer))
+        return True
+
+    def look_for_plan(self, epoch: int) -> None:
+        """Somebody has begun a plan of `epoch`: if it is newer than what is known, learn it first."""
+        phase = self.phase
+        if isinstance(phase, Rebuilding):
+            if epoch > max(phase.newest, self.facts.plan_epoch):
+                phase.newest, phase.asked_at = epoch, float("-inf")
+        elif epoch > self.facts.plan_epoch:
+            self.phase = Rebuilding(epoch, self.now)
+
+    @property
+    def planned(self) -> bool:
+        """Whether the newest plan is here. Without it, a restarted controller understands little."""
+        return not isinstance(self.phase, Rebuilding) or self.facts.plan_epoch >= self.phase.newest
+
+    def take(self, state: m.JobState) -> None:
+        """Of another controller, from an agent that has begun it."""
+        if state.epoch <= self.facts.plan_epoch:
+            return  # several were asked
+        self.facts.take(state)
+        self._begin(state)
+        self.returning.taken_over(self.now)
+        for node in list(self.facts.nodes.values()):
+            if self.was_given_up(node):
+                self.facts.drop(node)
+
+    def take_over(self, phase: Rebuilding, plan: m.JobState) -> None:
+        """Go on where the former controller was, or begin a recovery where that is not possible."""
+        facts = self.facts
+        self.phase = Running()
+        if facts.initial is not None and facts.reached > facts.initial:
+            facts.fill_catalogue()
+        self.record("controller_restarted", f"plan of epoch {plan.epoch} taken over")
+        if self.end_if_finished():
+            return
+        self.release_if_complete()
+        self.completion.taken_over()
+        dead = takeover.dead(facts, plan)
+        for reason, roles in phase.undone:
+            self.record("detected", reason, roles)
+        self.tell_of_nodes()
+        if dead or phase.undone or facts.epoch > plan.epoch:
+            self.fail("lost while the controller was away" if dead else "recovery was under way", dead)
+
+    # -- plans -------------------------------------------------------------------------------------
+
+    def _begin(self, state: m.JobState) -> None:
+        self.facts.plan, self._encoded, self.progress = state, plans.encode(state), Progress()
+
+    def _start(self, start: Start, done: Operations) -> None:
+        """Begin an epoch. `done`: the start-up operations of those who take part, by group."""
+        facts, before = self.facts, self.facts.plan
+        self.returning.epoch_begins(self.now)
+        facts.groups.withdrawn = set()
+        facts.groups.changed(start.version, start.roles)
+        if before is None or (facts.initial is None and start.origin == "durable"):
+            facts.start = start.version, start.origin
+        job = before.job if before is not None else self._ids()
+        state = plans.state(facts, start, done, name=f"{facts.epoch}-{self._ids()}", job=job)
+        self._begin(state)
+        self.phase, self._shortage = Running(), ""
+        moved = {role: node for role, node in start.roles.items() if role in start.lost}
+        about = {"version": start.version, "origin": start.origin, "moved": moved}
+        self.record("decided", f"version {start.version} ({start.origin})", start.lost, **about)
+        for node in facts.nodes.values():
+            self._send_plan(node)
+        if facts.settings.policy == "shrink":
+            self.do(*self.samples.begin(facts))
+            left = set(before.roles if before is not None else ()) - set(start.roles)
+            returned = set(before.absent if before is not None else ()) & set(start.roles)
+            for name, change in (("left", left), ("returned", returned)):
+                if change:
+                    self.record(name, f"replica groups {facts.groups.of(change)}", sorted(change))
+
+    def _send_plan(self, node: Node) -> None:
+        node.planned = self.now
+        plan = plans.node_plan(self.facts.begun, node.name, self.facts.settings, self._encoded)
+        self.do(Send(node.peer, plan))
+
+    def remind(self, node: Node, epoch: int, shown: Collection[int]) -> None:
+        """Say again what a node has not heard: its connection broke, or a controller died over saying it.
+
+        `epoch` is the newest that it has heard of; `shown` are the roles that it has, or has workers for.
+        """
+        facts, running = self.facts, isinstance(self.phase, Running)
+        if isinstance(self.phase, Forming | Rebuilding | Done):
+            return
+        plan = facts.begun
+        split = node.begun != plan.id and epoch_of(node.begun) == facts.epoch
+        if epoch > facts.epoch or (split and running):
+            facts.epoch = max(facts.epoch, epoch)
+            self.end_epoch("detected", f"node {node.name} is in epoch {epoch} of another controller", [])
+            return
+        if epoch < facts.epoch:
+            self.do(Send(node.peer, m.Abort(epoch=facts.epoch)))
+        if not running:
+            for role in sorted(facts.groups.withdrawn & set(shown)):
+                self.do(Send(node.peer, m.KillWorker(role=role)))
+        elif node.begun != plan.id:
+            if self.now - node.planned > REPEAT:
+                self._send_plan(node)
+        else:
+            here = {role for role, name in plan.roles.items() if name == node.name}
+            # Of a group whose start was given up, perhaps by a former controller.
+            if others := set(shown) - here - self.returning.on(node.name):
+                self.do(Send(node.peer, m.Withdraw(roles=sorted(others))))
+
+    def tell_of_nodes(self) -> None:
+        """Nodes without a role have come or gone in the epoch under way: they keep copies for others."""
+        if isinstance(self.phase, Running) and (changed := plans.nodes_changed(self.facts)) is not None:
+            self.facts.plan, news = changed
+            self.do(*self.facts.to_all(news))
+
+    # -- how far the roles are ---------------------------------------------------------------------
+
+    def progressed(self, message: m.Restored | m.Stepped | m.Reopened) -> None:
+        facts = self.facts
+        if facts.plan is None or message.epoch != facts.epoch:
+            return
+        due = self.progress.told(facts.plan, message)
+        if isinstance(message, m.Stepped):
+            facts.seen_at([message.version])
+            if due is not None:
+                self.returning.stepped()
+        if due is not None:
+            name, about = due
+            self._once(name, **about)
+
+    def end_if_finished(self) -> bool:
+        if not self.completion.over(self.facts.places):
+            return False
+        self.end(0, "every role has finished")
+        return True
+
+    def release_if_complete(self) -> None:
+        """Let the workers leave a part of their scripts, once all have come to the end of it."""
+        facts = self.facts
+        if not isinstance(self.phase, Running):
+            return
+        if parts := self.completion.passed(facts.places, facts.plan_epoch, facts.parts):
+            facts.parts = parts
+            self.do(*facts.to_all(m.Release(parts=parts)))
+
+    # -- failures ----------------------------------------------------------------------------------
+
+    def worker_lost(self, node: Node, lost: m.WorkerLost) -> None:
+        """A worker with a role has ended, for whatever reason."""
+        role = lost.role
+        if self._lost.get(role) == (node.name, lost.pid):
+            return  # it is said again
+        self._lost[role] = node.name, lost.pid
+        where = f"worker {lost.pid} of role {role} on {node.name}: {lost.exit}"
+        if self.returning.concerns(role):
+            self.do(*self.returning.fail(self.facts, where))
+            return
+        node.worker_died(role)
+        if lost.crashed:
+            self.fail(where, [role])
+        elif lost.code:
+            short = explain.script_error(lost, self.facts.job_dir)
+            self.end(1, f"{where}\n{lost.traceback}", f"{where}\n{short}")
+        elif self.facts.initial is None or self.unprotected or self.completion.released:
+            self.completion.finished.add(role)
+            self.end_if_finished()
+        else:
+            self.end(1, f"{where}, in the middle of training (os._exit?): the others would wait for it")
+
+    def node_lost(self, node: Node, why: str) -> None:
+        """What happens when a node dies.
+
+        It is forgotten: what it says from now on is not heard, and should it come back after a plan was made
+        without it, it joins as a spare (`_was_given_up`). If it was to bring a replica group back, that is
+        given up, and nobody else notices. If it had roles, the epoch ends (`_fail`, `_end_epoch`): all
+        workers leave their step (`Abort`), the other agents report what they hold (`Holdings`), and once all
+        have (`_decide_if_ready`), other nodes get its roles (`deciding.decide`, `_start`), or the job waits
+        for one. If it had none, nobody stops: the others are told where no more copies are to be kept.
+        """
+        self.facts.drop(node)
+        self.do(Close(node.peer))
+        if self.returning.on(node.name):
+            self.do(*self.returning.fail(self.facts, f"node {node.name} is lost"))
+        roles = [role for role, name in self.facts.places.items() if name == node.name]
+        if roles:
+            self.fail(f"node {node.name} lost: {why}", roles)
+        else:
+            self.record("spare_lost", f"node {node.name}: {why}", node=node.name)
+            self.tell_of_nodes()
+            self.decide_if_ready()
+
+    def fail(self, reason: str, roles: list[int]) -> None:
+        """Roles have lost their worker or their state: end the epoch, unless it is ending already."""
+        phase = self.phase
+        if isinstance(phase, Rebuilding):
+            phase.undone.append((reason, roles))
+        elif isinstance(phase, Forming | Done):
+            self.record("detected", reason, roles)
+            self.form_if_ready()
+        elif self.completion.released:
+            # Training is behind everybody: nothing is left to lose.
+            self.record("detected", f"{reason}; its script had only local work left", roles)
+            self.completion.finished |= set(roles)
+            self.end_if_finished()
+        elif isinstance(phase, Quiescing | Waiting):
+            self.record("detected", reason, roles)
+            self.decide_if_ready()
+        elif self.unprotected:
+            self.end(1, f"{reason}; the script runs without fault tolerance (--ft)")
+        else:
+            self.facts.futile, self._last_failure = self.facts.futile + 1, reason
+            self.end_epoch("detected", reason, roles)
+
+    def end_epoch(self, event: str, reason: str, roles: Collection[int]) -> None:
+        """Have all workers leave what they are in, and decide how to go on."""
+        self.facts.epoch += 1
+        self.suspicious.clear()
+        self.phase = Quiescing(self.now)
+        self.checkpoints = self.checkpoints.forgotten()
+        self.record(event, reason, roles)
+        self.do(*self.facts.to_all(m.Abort(epoch=self.facts.epoch)))
+        self.decide_if_ready()
+
+    def _go_on_without(self, late: list[int]) -> None:
+        """Replica groups that came back keep the others waiting: they leave once more, and try again."""
+        facts = self.facts
+        roles = facts.groups.roles(facts.groups.of(late))
+        facts.groups.withdrawn |= set(roles)
+        self.do(*self.returning.give_up(facts, {role: facts.places[role] for role in roles}))
+        limit = facts.settings.return_limit
+        reason = f"roles {late} did not have their state within {limit:g} s"
+        self.end_epoch("not_returning", reason, roles)
+
+    # -- time --------------------------------------------------------------------------------------
+
+    def look_for_silence(self) -> None:
+        limit = self.facts.settings.silence_limit
+        for node in list(self.facts.nodes.values()):
+            # A peer that saw its connections break as well leaves no doubt.
+            grace = 0.0 if self.suspicious - {node.name} else RETURN_GRACE
+            if node.gone_since is not None and self.now - node.gone_since > grace:
+                self.node_lost(node, "its agent's connection broke")
+            elif self.now - node.seen > limit:
+                self.node_lost(node, f"no heartbeat for {limit:.1f} s")
+
+    def watch_endings(self) -> None:
+        facts = self.facts
+        question = self.completion.question(facts.places, facts.plan_epoch, facts.parts, self.now)
+        if question is not None:
+            self.do(*facts.to_all(question))
+
+    def bring_groups_back(self) -> None:
+        facts = self.facts
+        if self.progress.all_stepped(facts.begun):
+            self.return_if_due()
+            if not self.completion.released:
+                self.do(*self.returning.tick(facts))
+            return
+        restored = self.progress.restored
+        late = self.returning.returned.late(restored, facts.settings.return_limit, self.now)
+        if late and restored:
+            self._go_on_without(late)
+
+    def return_if_due(self) -> None:
+        if isinstance(self.phase, Running) and (roles := self.returning.due(self.facts, self.now)):
+            reason = f"replica groups {self.facts.groups.of(roles)} come back"
+            self.end_epoch("returning", reason, roles)
+
+    # -- decisions ---------------------------------------------------------------------------------
+
+    def durable(self, nodes: Collection[str]) -> Mapping[int, str] | None:
+        """The durable checkpoints that these nodes can read, by version; None while they are asked."""
+        if not self.facts.settings.durable_dir:
+            return {}
+        self.do(*self.checkpoints.ask(self.facts.nodes, nodes))
+        return self.checkpoints.common(nodes)
+
+    def form_if_ready(self) -> None:
+        """Begin the first epoch, once there are workers for all roles."""
+        if not isinstance(self.phase, Forming):
+            return
+        facts = self.facts
+        roles, in_vain = first_places(facts, self.now - self.phase.joined_at)
+        if in_vain and (what := explain.missing_at_the_start(in_vain)) != self._shortage:
+            self._shortage = what
+            self.record("waiting", what)
+            log.warning("%s", what)
+        if roles is None or (durable := self.durable(set(roles.values()))) is None:
+            return
+        if self.checkpoints.errors:
+            # To begin anew, where there may be something to go on from, would be wrong.
+            where = f"durable checkpoints in {facts.settings.durable_dir} cannot be read"
+            self.end(1, f"{where}: {'; '.join(self.checkpoints.errors.values())}")
+            return
+        facts.epoch += 1
+        if durable:
+            self._start(Start(roles, max(durable), "durable", {}, [], durable[max(durable)]), {})
+        else:
+            self._start(Start(roles, None, "initial", {}, []), {})
+
+    def decide_if_ready(self) -> None:
+        """An epoch has ended: go on, once all nodes have reported and nothing is missing."""
+        facts, phase = self.facts, self.phase
+        if not isinstance(phase, Quiescing | Waiting):
+            return
+        nodes = facts.nodes.values()
+        if any(n.holdings.reported != facts.epoch or n.gone_since is not None for n in nodes):
+            return
+        if facts.reached > facts.goal:  # the failure is the first that comes after it
+            facts.futile, facts.goal = min(facts.futile, 1), facts.reached
+        if facts.futile > FUTILE:
+            count = f"{FUTILE} recoveries in a row without a new step after step {facts.goal}"
+            self.end(1, f"{count}; the last failure: {self._last_failure}")
+            return
+        overdue = self.now - phase.since > STANDBY_GRACE
+        outcome = decide(facts, self.returning.places(), self.checkpoints.common, overdue)
+        if isinstance(outcome, StandbyComes):
+            self.phase = Waiting(phase.since)
+        elif isinstance(outcome, AskStorage):
+            self.durable(outcome.nodes)
+        elif isinstance(outcome, Shortage):
+            self._wait(phase, outcome)
+        elif isinstance(outcome, Start):
+            self._start(outcome, completed(records(nodes, outcome.roles)))
+        elif isinstance(outcome, StartOver):
+            self._start_over(outcome)
+        elif isinstance(outcome, GiveUp):
+            self.end(1, explain.the_end(facts, outcome, self.checkpoints.errors.values()))
+        else:
+            assert_never(outcome)
+
+    def _start_over(self, outcome: StartOver) -> None:
+        """Memory does not suffice: end all workers; once they are replaced, let the scripts begin anew."""
+        if left := outcome.left:
+            log.warning("%s\nThe script is started again from its own newest checkpoint.", outcome.reason)
+            self._kill(left)
+            self.end_epoch("starting_over", outcome.reason, sorted(left))
+            return
+        self.facts.forget()
+        self._start(Start(outcome.roles, None, "initial", {}, outcome.lost), {})
+
+    def _kill(self, places: Mapping[int, str]) -> None:
+        for role, node in places.items():
+            self.do(Send(self.facts.nodes[node].peer, m.KillWorker(role=role)))
+
+    def _wait(self, phase: Quiescing | Waiting, shortage: Shortage) -> None:
+        """There are too few workers."""
+        facts = self.facts
+        facts.groups.withdrawn |= set(shortage.combine)
+        self._kill(shortage.combine)
+        what, nodes = explain.shortage(facts, shortage)
+        if self.leaving:
+            self.end(1, f"{what}; the job was told to end (SIGTERM), so it does not wait for a node")
+            return
+        if facts.settings.policy == "stop" and nodes:
+            self.end(1, f"{what}; policy is stop")
+            return
+        self.phase = Waiting(phase.since)
+        if nodes and what != self._shortage:
+            self._shortage = what
+            what, how = f"{what}; {explain.what_is_left(facts)}", explain.how_to_join(facts)
+            self.record("waiting", f"{what}: {how}", shortage.roles)
+            log.warning("%s; waiting for a node: %s", what, how)
+
+    def end(self, code: int, reason: str, shown: str = "") -> None:
+        """End the job with this exit code, unless it is over. `shown`: on the console, if not `reason`."""
+        if isinstance(self.phase, Done):
+            return
+        self.phase = Done(code)
+        self.record("finished" if code == 0 else "stopped", reason)
+        if code:
+            self.do(Say(f"ftrun: the job stops: {shown or reason}"))
+        self.do(*self.facts.to_all(m.Shutdown(code=code)), End(code))

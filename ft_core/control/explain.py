@@ -1,0 +1,65 @@
+"""What the controller says to the person who has to do something."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from ft_core.control.deciding import GiveUp, Shortage
+from ft_core.control.facts import Facts
+from ft_core.protocol.messages import WorkerLost
+
+_FRAMES = re.compile(r'^  File ".*\n(?:    .*\n)*', re.M)
+"""Of a traceback."""
+
+
+def script_error(lost: WorkerLost, job_dir: str) -> str:
+    """What a worker has raised. The traceback is in its log, and shown from there."""
+    short = _FRAMES.split(lost.traceback)[-1].rstrip()
+    if short != lost.traceback.rstrip():
+        short += f"\nIts traceback is in {job_dir}/logs/role-{lost.role}/stderr.log"
+    return short
+
+
+def shortage(facts: Facts, found: Shortage) -> tuple[str, list[str]]:
+    """That there are too few workers; and the lost nodes, if that is why."""
+    nodes = sorted({facts.places[role] for role in found.roles} - set(facts.nodes))
+    what = f"no worker for roles {found.roles} (lost nodes: {', '.join(nodes) or 'none'})"
+    return what + (f", and the job cannot shrink: {found.reason}" if found.reason else ""), nodes
+
+
+def how_to_join(facts: Facts) -> str:
+    """The command for another node."""
+    return f"ftrun --join {facts.settings.controller} --job-dir {facts.job_dir}"
+
+
+def what_is_left(facts: Facts) -> str:
+    """While the job waits for nodes."""
+    if any(facts.alive(role, node) for role, node in facts.places.items()):
+        return "survivors hold their state until a node joins"
+    left = "no node is left" if not facts.nodes else "no node with a role is left"
+    if facts.resumes or facts.settings.durable_dir:
+        return f"{left}; once nodes join, the job goes on from what others hold, or its newest checkpoint"
+    if facts.initial is None or facts.reached <= facts.initial:
+        return f"{left}; no step was done yet, and the job begins once nodes join"
+    return f"{left}, and no checkpoint: what other nodes hold may suffice, else start the job again"
+
+
+def missing_at_the_start(ranks: Iterable[int]) -> str:
+    """Nodes of these ranks are missing, and there are no spares for them."""
+    which = ", ".join(map(str, ranks))
+    return f"the job waits to begin: there is no node of rank {which}, and no spare for it"
+
+
+def the_end(facts: Facts, outcome: GiveUp, unread: Iterable[str]) -> str:
+    """Nothing helps. `unread`: why checkpoints cannot be read."""
+    if not outcome.unrecoverable:
+        return outcome.reason
+    advice = (
+        "it goes on from the newest checkpoint of the script's own."
+        if facts.resumes
+        else "with checkpoints of its script's own that it resumes from (Megatron-LM's --save), or else with "
+        "--ft-durable-interval, it will have something to fall back to."
+    )
+    problems = [f"\nCheckpoints cannot be read: {why}" for why in unread]
+    return "".join([outcome.reason, *problems, f"\nStart the job again; {advice}"])

@@ -1,0 +1,42 @@
+"""A controller that was restarted: what it asks for, and what it finds."""
+
+from __future__ import annotations
+
+from ft_core.control.events import Effect, Send
+from ft_core.control.facts import Facts, epoch_of
+from ft_core.control.phases import Rebuilding
+from ft_core.protocol.messages import JobState, SendState
+
+GRACE = 2.0
+"""Seconds without news that it waits for the nodes of the plan it was told of."""
+REPEAT = 1.0
+"""Seconds after which another is asked for the plan."""
+
+
+def newest(facts: Facts) -> int:
+    """The epoch of the newest plan that a node has begun."""
+    return max((epoch_of(node.greeted_with) for node in facts.nodes.values()), default=0)
+
+
+def ask(facts: Facts, phase: Rebuilding, now: float) -> list[Effect]:
+    """Ask one of those who have begun the newest plan what it is."""
+    if now - phase.asked_at < REPEAT:
+        return []
+    there = [node for node in facts.nodes.values() if epoch_of(node.greeted_with) == phase.newest]
+    asked = there[phase.asked % len(there)]
+    phase.asked_at, phase.asked = now, phase.asked + 1
+    return [Send(asked.peer, SendState())]
+
+
+def complete(facts: Facts, phase: Rebuilding, arriving: int, now: float) -> bool:
+    """Whether it has heard from everybody, or it is clear who does not come."""
+    quiet = now - phase.heard_at
+    late = quiet > GRACE and (not arriving or quiet > facts.settings.silence_limit)
+    return late or not set(facts.places.values()) - set(facts.nodes)
+
+
+def dead(facts: Facts, plan: JobState) -> list[int]:
+    """Roles without a worker. Nodes that have not begun the plan are sent it, and give its newcomers some."""
+    behind = {node.name for node in facts.nodes.values() if node.begun != plan.id}
+    given = {role for role in plan.newcomers if plan.roles.get(role) in behind}
+    return [role for role, node in plan.roles.items() if role not in given and not facts.alive(role, node)]
