@@ -33,6 +33,7 @@ from ft_deepspeed.exchange import Exchange
 from ft_deepspeed.ghost import Ghost
 from ft_deepspeed.loaders import Loaders
 from ft_deepspeed.results import Results
+from ft_deepspeed.resumption import Resumption
 from ft_deepspeed.state import DeepSpeedAdapter
 from ft_deepspeed.zero import unsupported
 
@@ -105,6 +106,7 @@ class Protection:
             self._elastic(state.replica_group, state.ring)
         elif shrink:
             log.warning("%s: %s, so the job waits when one is lost", POLICY, state.objection)
+        resumption = Resumption(engine, session)
         self._guard("forward", Forward)
         self._guard("backward", self._backward)
         self._guard_direct_backward()
@@ -130,6 +132,7 @@ class Protection:
             # from that step and is answered from there; the state itself comes from memory.
             with session.comms.startup.section("load", muted=session.joining):
                 path, client_state = load(*args, **kwargs)
+            resumption.loaded(load, *args, **kwargs)
             deal = client_state.pop(checkpoints.KEY, None) if client_state else None
             if self.dealing is not None and path is not None:
                 self.dealing.resume(engine.global_steps, deal)

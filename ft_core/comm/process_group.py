@@ -425,6 +425,16 @@ class Communicators:
         with self._condition:
             self.startup.reached(step)
 
+    def newcomers_begin_at(self, step: int) -> None:
+        """See `Startup.newcomers_begin_at`."""
+        with self._condition:
+            self.startup.newcomers_begin_at(step)
+
+    def keep_records(self, wanted: bool) -> None:
+        """See `Startup.keep`. Any thread."""
+        with self._condition:
+            self.startup.keep(wanted)
+
     def startup_counts(self) -> dict[Tally, int]:
         """What is on record here, see `StartupLog.counts`. Any thread."""
         with self._condition:

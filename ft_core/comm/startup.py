@@ -19,6 +19,16 @@ Where a script is protected in place (`Session.begin`), the phase does not end: 
 does between the framework's calls, for as long as it runs. The framework's own collectives are not
 recorded (`paused`): its calls are done again as a whole. Before an operation is issued again in a new
 epoch, `recover` brings the framework's state to where it was.
+
+What newcomers may ask for is kept, and no more. Who asks is a survivor that is blocked in an operation, or a
+newcomer, whose script is on its way from where it begins to where the others are. A script that begins at its
+top needs the record of all steps, since what its collectives give it decides what it does. One that goes on
+from its own newest checkpoint begins there: once that of step `s` is complete (`newcomers_begin_at`), and a
+step after it is done on this role, so that every role has finished what it issued before `s`, and whoever had
+begun at an older checkpoint has come to where the others are, the record of the steps before `s` is dropped.
+A replica group that comes back is waited for by nobody while it is on its way, so from when it is announced
+until it takes part nothing is dropped (`keep`). The only one that could miss a record is a survivor that left
+a send or a receive of before `s` without a `wait` for more than a step; its error says so.
 """
 
 from __future__ import annotations
@@ -33,13 +43,13 @@ import torch
 from torch import distributed as dist
 
 from ft_core.comm.collectives import FtProcessGroup
+from ft_core.comm.entries import Entry
 from ft_core.comm.inner import Inner
 from ft_core.comm.startup_log import (
     ENTRY_CAP,
     Call,
     Completed,
     CountsByRole,
-    Entry,
     StartupLog,
     describe,
     fill,
@@ -134,6 +144,10 @@ class Startup:
         self.rehearsing = False
         self._comms = comms
         self._first: int | None = None
+        """The step that the record begins with."""
+        self._begin = 0
+        """The step at which newcomers' scripts begin, or later."""
+        self._keep = False
         self._completed = Completed({})
         self._fetch: Fetch | None = None
         self._fetched: dict[Series, tuple[int, list[Entry]]] = {}
@@ -185,7 +199,20 @@ class Startup:
             self._issued.clear()  # of series that do not come again
         self._step = step
         under_way = (work.series.step for work in self._pending)
-        self.log.passed(self._first, min([step, *(s for s in under_way if s is not None)]))
+        until = min([step, *(s for s in under_way if s is not None)])
+        needed = min(self._begin, until)
+        if self._first < needed and step > self._begin and not self._keep:
+            self.log.drop(needed)
+            self._first = needed
+        self.log.passed(self._first, until)
+
+    def newcomers_begin_at(self, step: int) -> None:
+        """With the lock: the script's own checkpoint of that step is complete, and its newcomers load it."""
+        self._begin = max(self._begin, step)
+
+    def keep(self, wanted: bool) -> None:
+        """With the lock: whether somebody may be on its way from an older checkpoint, until the next plan."""
+        self._keep = wanted
 
     def live_epoch(self) -> int:
         """Block until there is a live epoch, in which the state is what it was; return it."""
@@ -196,6 +223,7 @@ class Startup:
     def plan(self, completed: CountsByRole, fetch: Fetch | None) -> None:
         """With the lock: what survivors had completed when this epoch began, and where to get it."""
         self._completed, self._fetch, self._fetched = Completed(completed), fetch, {}
+        self._keep = False
 
     def learn(self, completed: CountsByRole) -> None:
         """With the lock: survivors have completed more."""
@@ -291,7 +319,7 @@ class Startup:
             if not first <= number < first + len(entries):
                 if not self._comms.if_alive(epoch, lambda: None):
                     raise EpochChanged(f"epoch {epoch} ended: role {holder} may have another worker by now")
-                theirs = f"{number} operations (role {holder}) before they went on"
+                theirs = f"{number} operations (role {holder}) before they went on, or dropped their record"
                 raise mismatch(self.where(series, number), signature, theirs)
         return entries[number - first]
 

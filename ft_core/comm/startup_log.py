@@ -3,22 +3,21 @@
 An operation belongs to a series (see `protocol.groups`: the group or pair of roles that it is made in, and
 where the phase goes on between training steps, the step) and has a number there. What is told of a log at an
 epoch change (`StartupLog.counts`) must not grow with the steps: those that are over are told as one `Steps`
-for each group or pair.
+for each group or pair. Those that no newcomer asks for any more are dropped, see `startup`.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import itertools
+import heapq
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from ft_core.comm.entries import Column, Entry, Kinds
 from ft_core.errors import ReplayMismatch
 from ft_core.protocol.groups import Ended, Series, Steps, Tally
 
@@ -43,94 +42,108 @@ _OWN_RESULT = ("reduce_scatter", "scatter", "alltoall")
 _AT_ROOT = ("gather", "reduce")
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A completed operation. `tensors`: the bytes of each result, or None where they are not kept.
-
-    There may be one for each training step.
-    """
-
-    kind: str
-    signature: str
-    tensors: tuple[bytes, ...] | None
-
-    def to_json(self) -> dict[str, Any]:
-        """For the control channel: tensors as base64."""
-        kept = None if self.tensors is None else [base64.b64encode(t).decode() for t in self.tensors]
-        return {"kind": self.kind, "signature": self.signature, "tensors": kept}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Entry:
-        """Inverse of `to_json`. Raises ReplayMismatch on anything else."""
-        try:
-            kept = data["tensors"]
-            tensors = None if kept is None else tuple(base64.b64decode(t, validate=True) for t in kept)
-            return cls(str(data["kind"]), str(data["signature"]), tensors)
-        except (KeyError, TypeError, ValueError, binascii.Error) as error:
-            raise ReplayMismatch(f"a peer's start-up log cannot be read: {error!r}") from error
-
-
 class StartupLog:
     """Completed operations by series. The caller holds the lock that abort takes."""
 
     def __init__(self, total_cap: int = TOTAL_CAP, entry_cap: int = ENTRY_CAP) -> None:
         self._room, self._entry_cap = total_cap, entry_cap
-        self._entries: dict[Series, list[Entry]] = {}
-        self._open: set[Series] = set()
-        self._over: set[Series] = set()
-        """Without a step."""
+        self._startup: dict[Series, list[Entry]] = {}
+        """Of no step."""
+        self._open: dict[Series, list[Entry]] = {}
+        """Of steps that are not over."""
+        self._over: dict[Series, Column] = {}
+        """Of those that are; by series without a step."""
+        self._kinds = Kinds()
         self._steps = (0, 0)
+
+    def __len__(self) -> int:
+        rows = [*self._startup.values(), *self._open.values()]
+        return sum(map(len, rows)) + sum(map(len, self._over.values()))
 
     def append(self, series: Series, entry: Entry) -> None:
         """Record the next operation of `series`."""
-        if entry.tensors is not None:
-            nbytes = sum(map(len, entry.tensors))
-            if nbytes > min(self._room, self._entry_cap):
-                entry = Entry(entry.kind, entry.signature, None)
-            else:
-                self._room -= nbytes
-        self._entries.setdefault(series, []).append(entry)
-        self._open.add(series)
+        if entry.nbytes > min(self._room, self._entry_cap):
+            entry = Entry(entry.kind, entry.signature, None)
+        self._room -= entry.nbytes
+        entries = self._startup if series.step is None else self._open
+        entries.setdefault(series, []).append(entry)
 
     def passed(self, first: int, until: int) -> None:
         """All operations of steps `first` to `until` - 1 that there are on this role are recorded."""
         self._steps = (first, until)
-        for series in [s for s in self._open if s.step is not None and s.step < until]:
-            self._open.remove(series)
-            self._over.add(series.at(None))
+        over = [(s.step, s) for s in self._open if s.step is not None and s.step < until]
+        for step, series in sorted(over, key=lambda found: found[0]):
+            column = self._over.setdefault(series.at(None), Column(self._kinds))
+            column.append(step, self._open.pop(series))
+
+    def drop(self, until: int) -> None:
+        """Forget all operations of steps before `until`, which are over."""
+        self._room += sum(column.drop(until) for column in self._over.values())
 
     @property
     def series(self) -> Iterable[Series]:
-        """Those that have operations on record."""
-        return self._entries
+        """Those that have operations on record, but for steps that are over."""
+        return [*self._startup, *self._open]
 
     def count(self, series: Series) -> int:
         """Completed operations of `series`."""
-        return len(self._entries.get(series, ()))
+        column = self._over.get(series.at(None)) if series.step is not None else None
+        over = column.count(series.step) if column is not None and series.step is not None else 0
+        return over or len(self._startup.get(series) or self._open.get(series) or ())
 
     def counts(self) -> dict[Tally, int]:
         """Completed operations by series, and steps that are over; merged by maximum."""
         first, until = self._steps
         over: dict[Tally, int] = {Steps(first, series): until for series in self._over}
-        return over | {series: len(self._entries[series]) for series in self._open}
+        return over | {s: len(entries) for s, entries in [*self._startup.items(), *self._open.items()]}
 
     def to_json(self, series: Series, start: int) -> dict[Series, list[dict[str, Any]]]:
-        """Entries of `series` from `start` on, and of the series that came up after it, up to `AT_ONCE`.
+        """Entries of `series` from `start` on, and what was recorded after it, up to `AT_ONCE`.
 
-        Those are what a newcomer needs next: operations of a later step come up later.
+        That is what a newcomer needs next: operations of a later step come up later.
         """
-        all_series = iter(self._entries)
-        if series not in all_series:  # which passes over those before it
-            return {}
         found: dict[Series, list[dict[str, Any]]] = {}
+        if start >= self.count(series):
+            return found
         left = AT_ONCE
-        for each in itertools.chain([series], all_series):
-            for entry in self._entries[each][start if each == series else 0 :]:
-                if left <= 0:
-                    return found
-                found.setdefault(each, []).append(entry.to_json())
-                left -= _OVERHEAD + sum(map(len, entry.tensors or ()))
+        for each, entry in self._since(series, start):
+            if left <= 0:
+                break
+            found.setdefault(each, []).append(entry.to_json())
+            left -= _OVERHEAD + entry.nbytes
         return found
+
+    def _since(self, series: Series, start: int) -> Iterator[tuple[Series, Entry]]:
+        """What is on record from operation `start` of `series` on."""
+        if series.step is None:
+            yield from _since(self._startup, series, start)
+        if series not in self._open:
+            # Of one step the series itself comes first: what is asked for must be there.
+            whole = sorted(self._over, key=lambda each: each.at(series.step) != series)
+            yield from heapq.merge(*(self._of(each, series, start) for each in whole), key=_step)
+        yield from _since(self._open, series, start)
+
+    def _of(self, whole: Series, series: Series, start: int) -> Iterator[tuple[Series, Entry]]:
+        step = series.step
+        skipped = start if step is not None and whole.at(step) == series else 0
+        for found, entry in self._over[whole].since(0 if step is None else step, skipped):
+            yield whole.at(found), entry
+
+
+def _since(
+    entries: Mapping[Series, Sequence[Entry]], series: Series, start: int
+) -> Iterator[tuple[Series, Entry]]:
+    """From operation `start` of `series` on. All, if it is not among them: it comes before."""
+    reached = series not in entries
+    for each, found in entries.items():
+        reached |= each == series
+        for entry in found[start if each == series else 0 :] if reached else ():
+            yield each, entry
+
+
+def _step(found: tuple[Series, Entry]) -> int:
+    assert found[0].step is not None
+    return found[0].step
 
 
 class Completed:
@@ -170,7 +183,7 @@ class Completed:
     def holder(self, series: Series, number: int) -> int | None:
         """Who is past this operation, and has it on record if it did it; None if nobody is past it.
 
-        Raises ReplayMismatch if those who are past it began later: the record is lost with other workers.
+        Raises ReplayMismatch if their records begin later: it was dropped, or is lost with other workers.
         """
         count, role = self.count(series)
         if number < count:
@@ -183,8 +196,9 @@ class Completed:
         if past and past[0][0] > step:
             raise ReplayMismatch(
                 f"operation {number} of group {series} is on record nowhere: role {past[0][1]} is past it, "
-                f"but began at step {past[0][0]}, and the workers that did it are lost; the job must fall "
-                "back to its durable checkpoint"
+                f"but its record begins at step {past[0][0]}. Either the workers that did it are lost, or "
+                "this script begins at an earlier checkpoint than its newest (see its file `latest`); the "
+                "job must fall back to its durable checkpoint"
             )
         return past[0][1] if past else None
 

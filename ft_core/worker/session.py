@@ -657,7 +657,8 @@ class Session:
             entries = self.comms.startup_entries(Series.parse(message["group"]), message["start"])
             texts = {str(series): rows for series, rows in entries.items()}
             self._send({"type": "reply", "id": message["id"], "entries": texts})
-        elif kind == "counts":
+        elif kind == "counts":  # a replica group is about to come back
+            self.comms.keep_records(True)
             self._send({"type": "counts", "counts": _texts(self.comms.startup_counts())})
         elif kind == "issued":
             about = {"epoch": self.epoch, "step": self.version, "at_end": self._at_end}
@@ -666,6 +667,8 @@ class Session:
             version, counts = self.version, _texts(self.comms.startup_counts())
             self._send({"type": "reply", "id": message["id"], "version": version, "counts": counts})
         elif kind == "hold":
+            if not message["epoch"]:  # it does not come after all
+                self.comms.keep_records(False)
             with self._condition:
                 self._hold_in, self._hold_at = message["epoch"], message["step"]
                 self._condition.notify_all()

@@ -466,6 +466,26 @@ def between_steps(worker: Any, stops: dict[int, int], begin: int, more: int | No
     return {**plain({"sums": sums, "received": received}), "counts": worker.comms.startup_counts()}
 
 
+def with_checkpoints(worker: Any, stop: int, begin: int, steps: int, every: int) -> dict[str, Any]:
+    """What a script does between training steps that saves a checkpoint after each `every` of them. Role 0
+    stops in step `stop`; a newcomer begins at step `begin`."""
+    dist.init_process_group("gloo")
+    role, sums, most = worker.role, [], 0
+    for step in range(begin if worker.newcomer else 0, steps):
+        worker.comms.reached(step)
+        most = max(most, len(worker.comms.startup.log))
+        t = torch.tensor([role + step])
+        dist.all_reduce(t)
+        sums.append(t.item())
+        t = torch.tensor([step])
+        dist.send(t, 1 - role) if step % 2 == role else dist.recv(t, 1 - role)
+        if (step + 1) % every == 0:
+            dist.barrier()
+            worker.comms.newcomers_begin_at(step + 1)
+        stop_here(worker, (0, stop), step)
+    return {"sums": sums, "most": most, "first": begin if worker.newcomer else 0}
+
+
 def rehearse(worker: Any) -> dict[str, Any]:
     """Role 1 issues operations in a rehearsal, which nobody else does; then all issue one."""
     dist.init_process_group("gloo")

@@ -8,10 +8,12 @@ import pytest
 import torch
 from core.pg_harness import Job
 
+from ft_core.comm.entries import Entry
 from ft_core.comm.process_group import Communicators
-from ft_core.comm.startup_log import AT_ONCE, Call, Entry, StartupLog, to_bytes
+from ft_core.comm.startup import Startup
+from ft_core.comm.startup_log import AT_ONCE, Call, StartupLog, to_bytes
 from ft_core.errors import EpochChanged, ReplayMismatch
-from ft_core.protocol.groups import GroupId, Series
+from ft_core.protocol.groups import GroupId, Series, Steps
 
 GROUP = Series(GroupId.of((0, 1), 0))
 
@@ -84,6 +86,101 @@ def test_records_that_were_lost_with_their_workers() -> None:
         lose(job, 2, at=27, begin=5)
         kind, text, _ = job.wait("error", [2])[2]
     assert kind == "ReplayMismatch" and "group 5/0-2:1#0/2>1 is on record nowhere" in text
+
+
+def test_what_is_behind_everybody_is_dropped() -> None:
+    """The record does not grow with the steps, and who begins at the newest checkpoint has what it needs."""
+    steps, every, stop = 1000, 50, 531
+    with Job(2, "with_checkpoints", stop, 0, steps, every) as job:
+        job.wait("stopped", [0])
+        job.kill(0)
+        job.next_epoch([0], (stop, 500, steps, every))
+        for result in job.results():
+            assert result["sums"] == [1 + 2 * step for step in range(result["first"], steps)]
+            assert result["most"] < 2 * 2 * every, "two a step, since the newest checkpoint but one"
+
+
+def test_a_newcomer_that_begins_before_the_newest_checkpoint() -> None:
+    with Job(2, "with_checkpoints", 27, 0, 30, 10) as job:
+        job.wait("stopped", [0], 27)
+        job.kill(0)
+        job.next_epoch([0], (27, 19, 30, 10))
+        kind, text, _ = job.wait("error", [0])[0]
+    assert kind == "ReplayMismatch" and "operation 0 of group 19/0-1:1#0 is on record nowhere" in text
+    assert "its record begins at step 20" in text and "`latest`" in text
+
+
+def done(startup: Startup, steps: range) -> list[int]:
+    """After these steps of one operation each: of which steps there are records."""
+    for step in steps:
+        startup.reached(step)
+        startup.log.append(GROUP.at(step), Entry("broadcast", "s", (bytes(9),)))
+    startup.reached(steps.stop)
+    kept = [step for step in range(steps.stop) if startup.log.count(GROUP.at(step))]
+    assert len(startup.log) == len(kept) + 1 and startup.log.count(GROUP) == 1, "what is of no step stays"
+    return kept
+
+
+def test_when_records_are_dropped() -> None:
+    startup = Communicators(0, 2, on_failure=lambda _: None, secret=b"").startup
+    startup.log.append(GROUP, Entry("broadcast", "of start-up", (b"",)))
+    assert done(startup, range(4)) == [0, 1, 2, 3]
+    startup.newcomers_begin_at(4)
+    assert done(startup, range(4, 4)) == [0, 1, 2, 3], "others may not have finished step 3"
+    assert done(startup, range(4, 5)) == [4]
+    assert startup.counts() == {GROUP: 1, Steps(4, GROUP): 5}
+    startup.keep(True)  # a replica group is on its way
+    startup.newcomers_begin_at(6)
+    assert done(startup, range(5, 8)) == [4, 5, 6, 7]
+    startup.keep(False)
+    assert done(startup, range(8, 9)) == [6, 7, 8]
+    startup.newcomers_begin_at(5)  # an older one
+    assert done(startup, range(9, 10)) == [6, 7, 8, 9]
+
+
+def test_room_is_given_back() -> None:
+    log = StartupLog(total_cap=100)
+    for step in range(10):
+        log.append(GROUP.at(step), Entry("broadcast", "s", (bytes(40),)))
+        log.passed(0, step + 1)
+        log.drop(step)
+    given = log.to_json(GROUP.at(9), 0)[GROUP.at(9)]
+    assert len(given) == 1 and given[0]["tensors"] is not None
+
+
+def test_steps_that_are_over_are_given_as_they_were() -> None:
+    """Packed, since there may be very many; also once the first of them are dropped."""
+    log, pair = StartupLog(), Series(GROUP.group, (1, 0))
+    expected: dict[Series, list[Entry]] = {}
+
+    def record(series: Series, *entries: Entry) -> None:
+        for entry in entries:
+            log.append(series, entry)
+            expected.setdefault(series, []).append(entry)
+
+    record(GROUP, Entry("barrier", "barrier()", ()))
+    for step in range(40):
+        record(GROUP.at(step), Entry("allreduce", "a", (bytes([step]), b"", bytes([step] * 3))))
+        record(GROUP.at(step), *[Entry("gather", "g", None)] * (step % 3))
+        if step % 2:
+            record(pair.at(step), Entry("send", f"send {step % 4}", (bytes([step] * 2),)))
+        log.passed(0, step)
+    for until in (0, 7, 8, 30):
+        log.drop(until)
+        kept = {s: entries for s, entries in expected.items() if s.step is None or s.step >= until}
+        assert len(log) == sum(map(len, kept.values()))
+        for series, entries in kept.items():
+            assert log.count(series) == len(entries)
+            for start in range(len(entries)):
+                given = {
+                    s: list(map(Entry.from_json, rows)) for s, rows in log.to_json(series, start).items()
+                }
+                first = 0 if series.step is None else series.step
+                later = {s: e for s, e in kept.items() if s.step is not None and s.step > first}
+                assert given[series] == entries[start:]
+                assert later.items() <= given.items()
+            assert log.to_json(series, len(entries)) == {}
+    assert log.to_json(GROUP.at(29), 0) == {} == log.to_json(pair.at(30), 0)
 
 
 def test_a_step_that_is_over_cannot_have_had_more_operations() -> None:
