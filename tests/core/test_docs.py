@@ -124,7 +124,7 @@ def test_every_module_is_listed(site: Path) -> None:
         for path in (ROOT / package).rglob("*.py"):
             parts = path.relative_to(ROOT).with_suffix("").parts
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            assert name in listed, f"docs/api/modules.md lacks {name}"
+            assert name in listed or parts[-1] == "__main__", f"docs/api/modules.md lacks {name}"
 
 
 def test_docstrings_of_the_api_are_sentences() -> None:
