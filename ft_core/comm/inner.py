@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 NOW, PATIENCE = timedelta(0), timedelta(seconds=0.5)
 """How long an opening waits for members to come by themselves before it asks them."""
 
-DOUBT = timedelta(seconds=30)
+STORE_LOST = timedelta(seconds=30)
 """How long an epoch may go on without its store before that is told."""
-_LOOK = 0.05
+_POLL = 0.05
 
 WAKE_TAG = 0x7F7
 """Tag of the receive that never matches: it only exists to time out."""
@@ -227,12 +227,12 @@ class Opener:
                 number += 1
         except dist.DistStoreError as error:
             # Mostly its node has died, and the next epoch is about to come.
-            end = time.monotonic() + DOUBT.total_seconds()
+            end = time.monotonic() + STORE_LOST.total_seconds()
             while self._alive():
                 if time.monotonic() > end:
                     log.warning("role %d opens no groups that others ask for any more: %s", self._role, error)
                     return
-                time.sleep(_LOOK)
+                time.sleep(_POLL)
 
     def close(self) -> None:
         """The epoch is over: whoever waits at its store is woken."""

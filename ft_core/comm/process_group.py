@@ -23,11 +23,11 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ft_core.comm.collectives import COLLECTIVES, FtProcessGroup
-from ft_core.comm.flights import Flight, Flights
 from ft_core.comm.inner import Inner, Opener, start
 from ft_core.comm.partial import Partial
 from ft_core.comm.startup import Fetch, Startup
 from ft_core.comm.startup_log import CountsByRole
+from ft_core.comm.watchdog import InFlight, Watchdog
 from ft_core.comm.works import AnySourceWork, FtWork, is_the_scripts, is_transport_error
 from ft_core.errors import EpochChanged, FtError
 from ft_core.protocol.groups import GroupId, Series, Tally
@@ -84,8 +84,8 @@ class Communicators:
         self._asked: set[GroupId] = set()
         self._to_reopen: list[FtProcessGroup] = []
         self._reported = self._announced = -1
-        self._flying, self._generation = 0, 0
-        self._flights = Flights()
+        self._in_flight, self._generation = 0, 0
+        self._watchdog = Watchdog()
         self._traffic_lock = threading.RLock()  # the garbage collector may end an operation inside
 
     # -- epochs -----------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class Communicators:
         with self._condition:
             if epoch <= self.epoch or epoch < self.aborted:
                 return
-            old, _ = self._bury(epoch)
+            old, _ = self._end_epochs(epoch)
             self._opener.close()
             alive = lambda: epoch >= self.aborted  # noqa: E731
             about = (self.role, alive, self._on_asked, newcomers)
@@ -137,12 +137,12 @@ class Communicators:
         with self._condition:
             if epoch <= self.aborted:
                 return
-            self._bury(epoch)
+            self._end_epochs(epoch)
             if self._opener.epoch < epoch:
                 self._opener.close()
             self._condition.notify_all()
 
-    def _bury(self, epoch: int) -> tuple[list[Inner], list[Inner]]:
+    def _end_epochs(self, epoch: int) -> tuple[list[Inner], list[Inner]]:
         """With the lock: mark epochs below `epoch` dead, wake their operations. Returns what to close."""
         woken, dead = [], []
         for group in self._groups:
@@ -165,7 +165,7 @@ class Communicators:
             group.coalescing = False
         with self._traffic_lock:
             self._generation += 1
-            busy, self._flying = self._flying > 0, 0
+            busy, self._in_flight = self._in_flight > 0, 0
             if busy and self.traffic is not None:
                 self.traffic(0)
 
@@ -340,8 +340,8 @@ class Communicators:
         with self._traffic_lock:
             generation = self._generation
             inner.count(kind := COLLECTIVES.get(method), args)
-            self._flying += 1
-            if self._flying == 1 and self.traffic is not None:
+            self._in_flight += 1
+            if self._in_flight == 1 and self.traffic is not None:
                 self.traffic(1)
         try:
             if inner.pg is None:
@@ -362,23 +362,25 @@ class Communicators:
                 raise
             self.failed(inner.epoch, error)
         if inner.asynchronous:
-            self._flights.begin()
+            self._watchdog.begin()
         if work is None:
-            self.landing(inner, method, inner.marker() if inner.asynchronous else None, generation)
+            self.ends_when(inner, method, inner.marker() if inner.asynchronous else None, generation)
             return None
         wrapper = AnySourceWork if method == "recv_anysource" else FtWork
         return wrapper(self, inner, method, work, generation, after)
 
-    def landing(self, inner: Inner, method: str, landed: Callable[[], bool] | None, generation: int) -> None:
-        """An operation that `launch` counted was waited for. It is over once it has `landed`; None: now."""
-        if landed is None or not inner.asynchronous:
+    def ends_when(
+        self, inner: Inner, method: str, completed: Callable[[], bool] | None, generation: int
+    ) -> None:
+        """An operation that `launch` counted was waited for. It is over once it is `completed`; None: now."""
+        if completed is None or not inner.asynchronous:
             self.ended(generation)
             return
 
-        def gone() -> bool:
-            return generation != self._generation or landed()
+        def over() -> bool:
+            return generation != self._generation or completed()
 
-        def overdue() -> None:
+        def timed_out() -> None:
             what = f"{method} in group {inner.group} of epoch {inner.epoch}"
             late = RuntimeError(f"{what} has not ended within the group's time-out of {inner.timeout}")
             try:
@@ -389,14 +391,14 @@ class Communicators:
                 self.hung(str(error))
 
         deadline = time.monotonic() + inner.timeout.total_seconds()
-        self._flights.follow(Flight(gone, lambda: self.ended(generation), overdue, deadline))
+        self._watchdog.watch(InFlight(over, lambda: self.ended(generation), timed_out, deadline))
 
     def ended(self, generation: int) -> None:
         """An operation that `launch` counted is over."""
         with self._traffic_lock:
             if generation == self._generation:
-                self._flying -= 1
-                if self._flying == 0 and self.traffic is not None:
+                self._in_flight -= 1
+                if self._in_flight == 0 and self.traffic is not None:
                     self.traffic(0)
 
     def issued(self) -> dict[Series, int]:

@@ -57,7 +57,7 @@ from ft_core.comm.startup_log import (
     tensors_in,
     to_bytes,
 )
-from ft_core.comm.works import FtWork
+from ft_core.comm.works import CompletedWork, FtWork
 from ft_core.errors import EpochChanged, ReplayMismatch
 from ft_core.protocol.groups import Ended, GroupId, Series, Tally
 
@@ -92,45 +92,6 @@ class Communicators(Protocol):
         """Find out why something of `epoch` failed, and raise accordingly."""
 
 
-class DoneWork(dist.Work):
-    """An operation that is complete."""
-
-    def __init__(self, results: list[torch.Tensor], source: int = -1) -> None:
-        super().__init__()
-        self._results, self._source = results, source
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns at once: there is nothing to wait for, whatever the `timeout`."""
-        return True
-
-    def is_completed(self) -> bool:
-        """Always, since an operation of start-up is issued and completed in one call."""
-        return True
-
-    def is_success(self) -> bool:
-        """Always: an operation that fails raises where it is issued."""
-        return True
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def result(self) -> list[torch.Tensor]:
-        """The output tensors."""
-        return self._results
-
-    def source_rank(self) -> int:
-        """Of `recv_anysource`: who sent, as a rank in the group."""
-        return self._source
-
-    _source_rank = source_rank
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A future that has its value."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self._results)
-        return future
-
-
 class Startup:
     """Executes, records and replays the operations of the start-up phase (main thread)."""
 
@@ -156,7 +117,7 @@ class Startup:
         self._ended: set[Series] = set()
         self._recover: Callable[[], None] | None = None
 
-    def go_on(self, recover: Callable[[], None]) -> None:
+    def training_begins(self, recover: Callable[[], None]) -> None:
         """With the lock: training begins, and what is issued outside of `paused` is recorded further on."""
         self._recover, self._strict = recover, True
 
@@ -244,12 +205,12 @@ class Startup:
     ) -> Any:
         """Complete one operation, over as many epochs as it takes. Raises ReplayMismatch."""
         if self._muted:
-            return DoneWork(tensors_in(args), 0)
+            return CompletedWork(tensors_in(args), 0)
         if group.size() == 1:
             self._execute(group, method, kind, args, kwargs, None)
-            return DoneWork(tensors_in(args), 0)
+            return CompletedWork(tensors_in(args), 0)
         if self.rehearsing:
-            return DoneWork(Call(group.rank(), kind, args, kwargs).without_peers(), 0)
+            return CompletedWork(Call(group.rank(), kind, args, kwargs).without_peers(), 0)
         if method == "recv_anysource":
             return self._any_source(group, args)
         if kind in ("send", "recv"):
@@ -269,7 +230,7 @@ class Startup:
                     self._execute(group, method, kind, args, kwargs, epoch)
                     entry = call.entry()
                 if self.record(epoch, series, entry):
-                    return DoneWork(call.results)
+                    return CompletedWork(call.results)
             except EpochChanged:
                 pass
             for tensor, copy in saved:
@@ -335,7 +296,7 @@ class Startup:
             self.reissue()
         return work
 
-    def _any_source(self, group: FtProcessGroup, args: tuple[Any, ...]) -> DoneWork:
+    def _any_source(self, group: FtProcessGroup, args: tuple[Any, ...]) -> CompletedWork:
         while True:
             epoch = self.live_epoch()
             for series in self._completed.received(self._series(group), self._comms.role):
@@ -352,7 +313,7 @@ class Startup:
             tensors, series = tensors_in(args[0]), self._series(group, (source, group.rank()))
             if self.record(epoch, series, _sent(tensors)):
                 self._issued[series] += 1
-                return DoneWork(tensors, source)
+                return CompletedWork(tensors, source)
 
     def reissue(self) -> None:
         """After an epoch change: issue what is pending again, in order."""

@@ -58,8 +58,10 @@ class Epochs(Protocol):
     def failed(self, epoch: int, error: Exception) -> NoReturn:
         """Find out why an operation of `epoch` failed, and raise accordingly."""
 
-    def landing(self, inner: Inner, method: str, landed: Callable[[], bool] | None, generation: int) -> None:
-        """An operation was waited for. It is over once it has `landed`; None: now."""
+    def ends_when(
+        self, inner: Inner, method: str, completed: Callable[[], bool] | None, generation: int
+    ) -> None:
+        """An operation was waited for. It is over once it is `completed`; None: now."""
 
     def wait_for(self, predicate: Callable[[], bool], epoch: int) -> None:
         """Block until `predicate` or the end of `epoch`. Whoever makes it true calls `notify`."""
@@ -84,13 +86,13 @@ class FtWork(dist.Work):
         super().__init__()
         self._comms, self._inner, self._work, self._generation = comms, inner, work, generation
         self._method = method
-        self._flying = True
+        self._counted = True
         self._after = after
 
     def _end(self) -> None:
-        if self._flying:
-            self._flying = False
-            self._comms.landing(self._inner, self._method, self._work.is_completed, self._generation)
+        if self._counted:
+            self._counted = False
+            self._comms.ends_when(self._inner, self._method, self._work.is_completed, self._generation)
 
     def __del__(self) -> None:
         self._end()
@@ -202,6 +204,45 @@ class AnySourceWork(FtWork):
         if outcome[0] is not None:
             self._comms.failed(self._inner.epoch, outcome[0])
         return True
+
+
+class CompletedWork(dist.Work):
+    """An operation that is complete."""
+
+    def __init__(self, results: list[torch.Tensor], source: int = -1) -> None:
+        super().__init__()
+        self._results, self._source = results, source
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Returns at once: there is nothing to wait for, whatever the `timeout`."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Always, since an operation of start-up is issued and completed in one call."""
+        return True
+
+    def is_success(self) -> bool:
+        """Always: an operation that fails raises where it is issued."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def result(self) -> list[torch.Tensor]:
+        """The output tensors."""
+        return self._results
+
+    def source_rank(self) -> int:
+        """Of `recv_anysource`: who sent, as a rank in the group."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that has its value."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._results)
+        return future
 
 
 def devices_of_future(future: Any) -> list[str]:

@@ -203,7 +203,7 @@ class Session:
         with self._condition:
             # An abort answered by the watcher on behalf of a worker in start-up is completed first.
             self._condition.wait_for(lambda: self._pending <= self.epoch)
-            self.comms.startup.go_on(self.recover)
+            self.comms.startup.training_begins(self.recover)
             self._stage = Stage.TRAINING
         objection = self.start.objection(adapter.replica_group, self.role, version)
         if objection and not self.joining:

@@ -120,7 +120,7 @@ def test_a_store_that_goes_is_told_of_if_its_epoch_goes_on(
     dies: bool, stores: Stores, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Who hears of a node's death by the end of its store, before the controller's word, says nothing."""
-    monkeypatch.setattr(inner, "DOUBT", timedelta(seconds=60 if dies else 0.1))
+    monkeypatch.setattr(inner, "STORE_LOST", timedelta(seconds=60 if dies else 0.1))
     looked: list[None] = []
 
     def alive() -> bool:

@@ -67,7 +67,7 @@ def test_traffic_lasts_as_long_as_the_device_is_at_it(comms: Communicators, how:
             assert isinstance(work, FtWork) and work.wait()
         del work
     first.work.done.set()
-    wait_for_value(lambda: comms._flying, 1)
+    wait_for_value(lambda: comms._in_flight, 1)
     assert words == [1]
     second.work.done.set()
     wait_for_value(lambda: words, [1, 0])
@@ -101,7 +101,7 @@ def test_an_operation_that_takes_too_long_is_told_of(comms: Communicators, lost:
     assert suspected.wait(60)
     if lost:
         comms.abort(2)
-        wait_for_value(lambda: [t.name for t in threading.enumerate() if t.name == "ft-overdue"], [])
+        wait_for_value(lambda: [t.name for t in threading.enumerate() if t.name == "ft-timeout"], [])
         assert reasons == []
     else:
         about = (
