@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
@@ -13,6 +12,12 @@ HOOKS = "ft_core.hooks"
 PRELOAD = "ft_core.preload"
 """Called without arguments in a node's fork server: imports what a framework would import only when used."""
 
+PLANNER = "ft_core.planner"
+"""A `ft_core.cli.planner.shape.Framework`: what `ftctl plan` must know of it."""
+
+DOCTOR = "ft_core.doctor"
+"""A `ft_core.cli.doctor.case.Framework`: what `ftctl doctor` must know of it."""
+
 
 @cache
 def packages() -> tuple[str, ...]:
@@ -21,6 +26,6 @@ def packages() -> tuple[str, ...]:
 
 
 @cache
-def load(group: str) -> tuple[Callable[..., Any], ...]:
+def load(group: str) -> tuple[Any, ...]:
     """The objects that entry points of `group` name. Looked up once per process and its forks."""
     return tuple(found.load() for found in sorted(entry_points(group=group), key=lambda e: e.name))

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ft_core import plugins
 from ft_core.cli import ledger_check
 from ft_core.cli.ask import ask
 from ft_core.cli.doctor import command as doctor
@@ -50,8 +51,9 @@ def main(argv: list[str] | None = None) -> int:
     victim = kill.add_mutually_exclusive_group(required=True)
     victim.add_argument("--role", type=int)
     victim.add_argument("--node")
+    frameworks = plugins.load(plugins.PLANNER)
     planner.add_arguments(
-        commands.add_parser("plan", help="bytes, memory and what is survived, for given flags")
+        commands.add_parser("plan", help="bytes, memory and what is survived, for given flags"), frameworks
     )
     doctor.add_arguments(
         commands.add_parser("doctor", help="what would keep a recovery from working here, before it does")
@@ -68,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.command == "doctor":
         return doctor.main(args)
     if args.command == "plan" and args.job_dir is None and not args.controller:
-        return planner.main(args)
+        return planner.main(args, frameworks)
     try:
         if args.command == "plan":
             state = ask({"type": "state", "role": args.role}, args.job_dir, args.controller)

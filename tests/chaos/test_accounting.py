@@ -19,8 +19,8 @@ from harness import (
     torchrun,
 )
 
-from ft_core.cli.planner import razor
 from ft_core.state.manifest import ALIGN
+from ft_megatron.planner import Gpt
 
 HERE = Path(__file__).parent
 STEPS = 12
@@ -67,8 +67,7 @@ def test_bytes_between_hosts(layout: Layout, nproc: int, tmp_path):
         assert 0 <= gaps < ALIGN * items
     if layout.distributed:
         # 12 bytes a parameter over all roles; 8 where the parameters themselves are fp32.
-        parameters = sum(t.parameters for stage in range(layout.pp) for t in _model(layout, stage))
-        assert sum(b for b, _ in state.values()) == parameters * (12 if layout.bf16 else 8)
+        assert sum(b for b, _ in state.values()) == _parameters(layout) * (12 if layout.bf16 else 8)
 
 
 def _snapshots(logs: str) -> dict[int, list]:
@@ -78,22 +77,20 @@ def _snapshots(logs: str) -> dict[int, list]:
     return found
 
 
-def _model(layout: Layout, stage: int) -> list[razor.Tensor]:
+def _parameters(layout: Layout) -> int:
+    """Of all stages, as Megatron has them."""
     flags = dict(zip(TINY[0:-1:2], TINY[1:-1:2], strict=True))
-    job = razor.Job(
+    model = Gpt(
         num_layers=int(flags["--num-layers"]),
         hidden_size=int(flags["--hidden-size"]),
         num_attention_heads=int(flags["--num-attention-heads"]),
         seq_length=int(flags["--seq-length"]),
         vocab_size=257,  # bytes and an end of text
         world_size=layout.world,
-        nproc_per_node=1,
         tp=layout.tp,
         pp=layout.pp,
-        distributed_optimizer=layout.distributed,
-        precision="bf16" if layout.bf16 else "fp32",
     )
-    return razor.tensors(job, stage)
+    return sum(t.parameters for stage in range(layout.pp) for t in model.tensors(stage))
 
 
 @pytest.mark.parametrize("layout", [Layout(1, 2, 2, distributed=True, bf16=True), Layout(2, 1, 2)], ids=str)

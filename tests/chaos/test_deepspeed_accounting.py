@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 from deepspeed_jobs import TINY, Pipeline, Zero
 from harness import Job, Result, Training, read_logs, undisturbed
+from planned import described, parameters
 
 from ft_core.cli.ask import ask
-from ft_core.cli.planner import command, razor
+from ft_core.cli.planner import command
+from ft_core.cli.planner.razor import plan
+from ft_core.cli.planner.shape import Job as PlannedJob
 from ft_core.state.snapshot import ENVELOPE
 
 STEPS = 6
@@ -145,34 +148,29 @@ def test_zero(training: Zero, per_parameter: int, tmp_path: Path, capsys: pytest
         assert accounts.planned[role]["unique_bytes"] >= sum(nbytes for _, nbytes in items.values())
         if training.stage == 0:
             assert set(items) == {ENVELOPE}  # random states, and what the script was given
-    model, hidden = described(training)
+    model, hidden = planned(training)
     sizes = accounts.of("parameters")[0][0]
-    parameters = sum(t.parameters for t in razor.tensors(model, 0))  # with a vocabulary as Megatron pads it
-    assert sum(sizes) == parameters - -VOCABULARY % 128 * hidden
+    count = parameters(model)  # with a vocabulary as Megatron pads it
+    assert sum(sizes) == count - -VOCABULARY % 128 * hidden
     unique = [
         items for found in accounts.unique.values() for name, items in found.items() if name != ENVELOPE
     ]
     state = sum(nbytes for shape, nbytes in unique if shape)  # others are numbers of steps
     assert state == per_parameter * padded(sizes, training)
-    assert razor.plan(model).unique == pytest.approx(per_parameter * parameters / training.dp, abs=64)
+    assert plan(model).unique == pytest.approx(per_parameter * count / training.dp, abs=64)
 
 
-def described(training: Zero) -> tuple[razor.Job, int]:
+def planned(training: Zero) -> tuple[PlannedJob, int]:
     """As `ftctl plan` is told of it, and the hidden size."""
     flags = dict(zip(TINY[0:-1:2], TINY[1:-1:2], strict=True))
-    hidden = int(flags["--hidden-size"])
-    job = razor.Job(
-        num_layers=int(flags["--num-layers"]),
-        hidden_size=hidden,
-        num_attention_heads=int(flags["--num-attention-heads"]),
-        seq_length=int(flags["--seq-length"]),
-        vocab_size=VOCABULARY,
-        world_size=training.world,
-        nproc_per_node=1,
-        zero_stage=training.stage,
-        precision="bf16" if training.bf16 else "fp32",
+    names = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length")
+    job = described(
+        *(f"{name} {flags[name]}" for name in names),
+        f"--vocab-size {VOCABULARY} --world-size {training.world} --nproc-per-node 1",
+        f"--zero-stage {training.stage}",
+        "--bf16" * training.bf16,
     )
-    return job, hidden
+    return job, int(flags["--hidden-size"])
 
 
 def padded(sizes: list[int], training: Zero) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from harness import ROOT, Job, Layout, environment
+from planned import FRAMEWORKS as PLANNERS
 
 from ft_core.cli import ctl
 from ft_core.cli.doctor import case as doctor_case
@@ -24,7 +25,10 @@ from ft_core.cli.doctor import job as doctor_job
 from ft_core.cli.doctor import machine, network, software
 from ft_core.cli.doctor.case import Case, Finding, Level
 from ft_core.settings import Command, Settings
+from ft_deepspeed.doctor import FRAMEWORK as DEEPSPEED
+from ft_megatron.doctor import FRAMEWORK as MEGATRON
 
+FRAMEWORKS = (DEEPSPEED, MEGATRON)
 SETTINGS = Settings(nnodes=2, nproc_per_node=2, command=Command("train.py"), controller="127.0.0.1:1")
 
 
@@ -87,10 +91,19 @@ def test_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert level("launcher", "torchrun", "--nnodes", "2", script) is Level.FAIL
     assert level("launcher", "python", "-m", "torch.distributed.run", script) is Level.FAIL
     assert level("launcher", "ftrun", "--standalone", script, "--ft") is Level.OK
-    assert level("protection", "ftrun", "--standalone", script, "--ft") is Level.OK
-    assert level("protection", script, "--lr", "1") is Level.WARN
-    assert level("other fault tolerance", script, "--ft", "--inprocess-restart") is Level.FAIL
     assert level("command line", "ftrun", "--nnodes=2", script) is Level.FAIL  # no --node-rank
+
+
+def test_the_scripts_arguments() -> None:
+    def levels(*arguments: str) -> dict[str, Level]:
+        found = software.script(Case(frameworks=FRAMEWORKS, arguments=arguments))
+        return {f.name: f.level for f in found}
+
+    assert levels("--ft", "--lr=1") == {"protection": "ok"}
+    assert levels("--deepspeed_config=ds.json") == {"protection": "ok"}
+    assert levels("--lr", "1") == {"protection": "warn"}
+    assert levels("--ft", "--inprocess-restart") == {"other fault tolerance": "fail", "protection": "ok"}
+    assert not list(software.script(Case(arguments=["--lr"])))  # no framework says what to look for
 
 
 @pytest.mark.parametrize(
@@ -110,7 +123,7 @@ def test_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     ],
 )
 def test_versions(name: str, version: str, level: str) -> None:
-    assert only(software.versions(Case(versions={name: version}))).level == level
+    assert only(software.versions(Case(versions={name: version}, frameworks=FRAMEWORKS))).level == level
 
 
 @pytest.mark.parametrize(
@@ -194,7 +207,9 @@ def test_memory_of_a_container(root: Path) -> None:
     model = "--num-layers {} --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 1024"
     for layers, level in ((2, "ok"), (10, "warn"), (12, "fail")):
         arguments = model.format(layers).split()
-        found = only(machine.memory(Case(settings=SETTINGS, arguments=arguments, root=root)))
+        found = only(
+            machine.memory(Case(settings=SETTINGS, arguments=arguments, planners=PLANNERS, root=root))
+        )
         assert found.level == level, found
     (root / "proc/self/cgroup").write_text("4:memory:/gone\n0::/\n")  # cgroup v1; the path is the host's
     v1 = root / "sys/fs/cgroup/memory"

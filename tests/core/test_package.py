@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from harness import ROOT
+from harness import ROOT, environment
 
 PACKAGES = {"ft_core", "ft_megatron", "ft_deepspeed"}
 NOT_SOURCE = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "site")
@@ -42,6 +42,52 @@ def test_top_level_names(installed: Path) -> None:
     for package in PACKAGES:
         found = {str(path.relative_to(installed)) for path in (installed / package).rglob("*.py")}
         assert found == {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
+
+
+PLAN = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257"
+
+
+def ftctl(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """In a process to which the distribution is what `place` holds."""
+    code = (
+        "import sys, ft_core; from ft_core.cli import ctl; status = ctl.main(sys.argv[1:]); "
+        "print('adapters', sorted(name for name in sys.modules if name in ('ft_megatron', 'ft_deepspeed'))); "
+        f"assert ft_core.__file__.startswith({str(place)!r}); sys.exit(status)"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=place,
+        env={**environment(), "PYTHONPATH": str(place)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_adapters_are_found(installed: Path) -> None:
+    sizes = ("--world-size=8", "--nproc-per-node=1", "--zero-stage=1")
+    planned = ftctl(installed, "plan", *PLAN.split(), *sizes)
+    assert (planned.returncode, "word embeddings" in planned.stdout) == (0, True), planned.stderr
+    assert planned.stdout.endswith("adapters ['ft_deepspeed', 'ft_megatron']\n")
+    examined = ftctl(installed, "doctor", "deepspeed", "train.py", "--deepspeed_config=ds.json")
+    assert "begins with deepspeed" in examined.stdout and "ok    protection" in examined.stdout
+
+
+def test_the_engine_without_adapters(installed: Path, tmp_path: Path) -> None:
+    """Their entry points are hidden."""
+    shutil.copytree(installed / "ft_core", tmp_path / "ft_core")
+    (metadata,) = installed.glob("*.dist-info")
+    (tmp_path / metadata.name).mkdir()
+    shutil.copy(metadata / "METADATA", tmp_path / metadata.name)
+    planned = ftctl(tmp_path, "plan", "--parameters=1000000", "--world-size=8", "--nproc-per-node=1")
+    assert "any 7 lost nodes at once" in planned.stdout, planned.stderr
+    assert planned.stdout.endswith("adapters []\n") and planned.returncode == 0
+    refused = ftctl(tmp_path, "plan", *PLAN.split(), "--world-size=8")
+    assert refused.returncode == 2 and "unrecognized arguments: --num-layers" in refused.stderr
+    examined = ftctl(tmp_path, "doctor", "ftrun", "--standalone", "train.py", "--ft")
+    assert "ok    version of torch" in examined.stdout and "ok    launcher: ftrun" in examined.stdout
+    assert "protection" not in examined.stdout and "megatron" not in examined.stdout
+    assert examined.stdout.endswith("adapters []\n"), examined.stderr
 
 
 def test_nothing_else_of_this_tree_is_imported() -> None:

@@ -6,14 +6,16 @@ import contextlib
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from ft_core import plugins
 from ft_core.cli import launch
 from ft_core.cli.ask import ask
+from ft_core.cli.planner import shape as planner
 from ft_core.errors import ConfigError, FtError
 from ft_core.settings import Settings
 
@@ -23,9 +25,36 @@ _LAUNCHERS = {
     "torchrun": "torchrun",
     "torch.distributed.run": "torchrun",
     "torch.distributed.launch": "torchrun",
-    "deepspeed": "deepspeed",
 }
 """Programs and modules that a training command line begins with -> the launcher they are."""
+
+
+@dataclass(frozen=True)
+class Supported:
+    """Versions of a distribution: the lowest that is supported, the highest that was tested.
+
+    `broken`: first and last version of some between that are not to be used, and what they do.
+    """
+
+    lowest: tuple[int, int]
+    highest: tuple[int, int]
+    broken: tuple[tuple[tuple[int, ...], tuple[int, ...], str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Framework:
+    """What an adapter adds to `ftctl doctor`, by the entry point `ft_core.doctor`."""
+
+    supported: Mapping[str, Supported]
+    """By the distribution's name (docs/compatibility.md)."""
+    protection: str
+    """What a user gives a script so that it is protected."""
+    protects: Callable[[Set[str]], bool]
+    """Whether it is among these flags of a script."""
+    rivals: tuple[str, ...] = ()
+    """Flags that have something else restart or kill workers."""
+    launchers: Mapping[str, str] = field(default_factory=dict)
+    """Programs that start its scripts -> the launcher they are."""
 
 
 class Level(StrEnum):
@@ -71,11 +100,14 @@ def judge(name: str, found: str, advice: str, *, bad: bool, fatal: bool = False)
 class Case:
     """All that the checks are told; the machine they look at themselves. `root` is for their tests."""
 
+    frameworks: Sequence[Framework] = ()
+    planners: Sequence[planner.Framework] = ()
+    """What `ftctl plan` knows of frameworks."""
     environment: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     gpus: int = 0
     launcher: str = ""
-    """`ftrun`, `torchrun`, `deepspeed`, or empty where the command line begins with the script."""
+    """`ftrun`, `torchrun`, a framework's, or empty where the command line begins with the script."""
     arguments: Sequence[str] | None = None
     """The script's; None if no script is known."""
     settings: Settings | None = None
@@ -111,10 +143,10 @@ Check = Callable[[Case], Iterator[Finding]]
 """Says nothing where it has nothing to look at."""
 
 
-def versions() -> dict[str, str]:
+def versions(frameworks: Iterable[Framework]) -> dict[str, str]:
     """Name -> version of what a recovery depends on, of what is installed here."""
     found = {"python": platform.python_version()}
-    for name in ("torch", "megatron-core", "deepspeed"):
+    for name in ("torch", *(name for framework in frameworks for name in framework.supported)):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     import torch  # slow; `ftctl status` does without
@@ -128,11 +160,14 @@ def case(job_dir: Path | None, controller: str, words: Sequence[str]) -> Case:
     """Everything there is to know about a command line, and about the job in `job_dir` or at `controller`."""
     import torch
 
+    frameworks: Sequence[Framework] = plugins.load(plugins.DOCTOR)
     facts: dict[str, Any] = {
+        "frameworks": frameworks,
+        "planners": plugins.load(plugins.PLANNER),
         "environment": dict(os.environ),
-        "versions": versions(),
+        "versions": versions(frameworks),
         "gpus": torch.cuda.device_count(),
-        **_command(words),
+        **_command(words, frameworks),
     }
     named = bool(job_dir or controller)
     job_dir = job_dir or facts.get("job_dir")
@@ -158,13 +193,14 @@ def case(job_dir: Path | None, controller: str, words: Sequence[str]) -> Case:
     return Case(**facts)
 
 
-def _command(words: Sequence[str]) -> dict[str, Any]:
+def _command(words: Sequence[str], frameworks: Iterable[Framework]) -> dict[str, Any]:
     """What a command line says: that of a launcher with a script, or a script with its arguments."""
     while words and (Path(words[0]).name.startswith("python") or words[0] == "-m"):
         words = words[1:]
     if not words:
         return {}
-    launcher = _LAUNCHERS.get(Path(words[0]).name, "")
+    launchers = _LAUNCHERS | {name: of for each in frameworks for name, of in each.launchers.items()}
+    launcher = launchers.get(Path(words[0]).name, "")
     if launcher != "ftrun":
         return {"launcher": launcher, "arguments": list(words[1:])}
     args = launch.parser().parse_args(words[1:])

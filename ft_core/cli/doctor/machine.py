@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import os
 import re
 import resource
@@ -16,6 +15,8 @@ from pathlib import Path
 
 from ft_core.cli.doctor.case import Case, Check, Finding, fail, judge, warn
 from ft_core.cli.planner import command as planner
+from ft_core.cli.planner.razor import plan
+from ft_core.errors import ConfigError
 from ft_core.state.memory import SharedMemory
 
 _GIB = 1 << 30
@@ -57,20 +58,18 @@ def _needed(case: Case) -> int | None:
         return None
     settings = case.settings
     flags = argparse.ArgumentParser(allow_abbrev=False)
-    planner.add_arguments(flags)
-    given = [*case.arguments, f"--world-size={settings.world_size}", "--json"]
+    planner.add_arguments(flags, case.planners)
+    given = [*case.arguments, f"--world-size={settings.world_size}"]
     given += [f"--nproc-per-node={settings.nproc_per_node}", f"--ft-replicas={settings.replicas}"]
     if not any(word.startswith("--vocab-size") for word in given):
         given.append("--vocab-size=131072")  # the tokenizer knows; this is a large one
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
+    with contextlib.redirect_stderr(io.StringIO()):
         try:
-            if planner.main(flags.parse_known_args(given)[0]) == 2:
-                return None
-        except SystemExit:  # a value that `ftctl plan` does not know
+            job = planner.described(flags.parse_known_args(given)[0], case.planners)
+            nbytes = plan(job).memory_per_node
+        except (SystemExit, ConfigError):  # a value that `ftctl plan` does not know, or too few flags
             return None
-    nodes = settings.nnodes if case.standalone else 1
-    return int(json.loads(output.getvalue())["host_memory_bytes_per_node"]) * nodes
+    return nbytes * (settings.nnodes if case.standalone else 1)
 
 
 def cgroup(root: Path, controller: str) -> Iterator[Path]:

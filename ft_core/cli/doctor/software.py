@@ -7,19 +7,16 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
-from ft_core.cli.doctor.case import Case, Check, Finding, fail, ok, warn
+from ft_core.cli.doctor.case import Case, Check, Finding, Supported, fail, ok, warn
 
 _SUPPORTED = {
-    "python": ((3, 11), (3, 12)),
-    "torch": ((2, 7), (2, 13)),
-    "megatron-core": ((0, 16), (0, 19)),
-    "deepspeed": ((0, 17), (0, 19)),
+    "python": Supported((3, 11), (3, 12)),
+    "torch": Supported((2, 7), (2, 13)),
 }
-"""Lowest version that is supported, and the highest that was tested (docs/compatibility.md)."""
+"""What the engine itself needs (docs/compatibility.md)."""
 _NCCL_WITHOUT_ABORT = ((2, 28, 3), (2, 28, 8))
 _TEARS_DOWN = ("1", "3")
 """TORCH_NCCL_ASYNC_ERROR_HANDLING with which torch's watchdog ends the process. 3 is torch's default."""
-_RIVALS = ("--enable-ft-package", "--inprocess-restart")
 
 
 def launcher(case: Case) -> Iterator[Finding]:
@@ -42,6 +39,7 @@ def launcher(case: Case) -> Iterator[Finding]:
 
 def versions(case: Case) -> Iterator[Finding]:
     """Python, torch, the frameworks and NCCL are ones that recoveries were tested with."""
+    supported = _SUPPORTED | {name: of for each in case.frameworks for name, of in each.supported.items()}
     for name, text in case.versions.items():
         version = tuple(map(int, re.findall(r"\d+", text.partition("+")[0])[:3]))
         if name == "nccl":
@@ -56,18 +54,18 @@ def versions(case: Case) -> Iterator[Finding]:
             else:
                 yield ok("version of nccl", text)
             continue
-        low2, high2 = _SUPPORTED[name]
-        if version[:2] < low2:
-            least = ".".join(map(str, low2))
+        tested = supported[name]
+        broken = [why for first, last, why in tested.broken if first <= version <= last]
+        if version[:2] < tested.lowest:
+            least = ".".join(map(str, tested.lowest))
             advice = f"use {least} or later: the hooks were not written for this one"
             yield fail(f"version of {name}", text, advice)
-        elif version[:2] > high2:
-            most = ".".join(map(str, high2))
+        elif version[:2] > tested.highest:
+            most = ".".join(map(str, tested.highest))
             advice = f"nothing above {most} was tested (docs/compatibility.md): kill a node on purpose first"
             yield warn(f"version of {name}", text, advice)
-        elif name == "deepspeed" and (0, 18, 7) <= version <= (0, 18, 9):
-            advice = "use another: this one fails by itself in the first step of ZeRO 1 and 2 on CPUs"
-            yield warn("version of deepspeed", text, advice)
+        elif broken:
+            yield warn(f"version of {name}", text, f"use another: this one {broken[0]}")
         else:
             yield ok(f"version of {name}", text)
 
@@ -152,7 +150,7 @@ def script(case: Case) -> Iterator[Finding]:
     if case.arguments is None:
         return
     flags = {word.partition("=")[0] for word in case.arguments}
-    for rival in _RIVALS:
+    for rival in (rival for framework in case.frameworks for rival in framework.rivals):
         if rival in flags:
             yield fail(
                 "other fault tolerance",
@@ -160,15 +158,14 @@ def script(case: Case) -> Iterator[Finding]:
                 f"leave {rival} out: it restarts or kills workers on time-outs of its own, in the middle of "
                 "what ftrun is repairing",
             )
-    protected = "--ft" in flags or any(flag.startswith("--deepspeed") for flag in flags)
-    if protected:
+    if any(framework.protects(flags) for framework in case.frameworks):
         yield ok("protection", "the script's arguments ask for it")
-    else:
+    elif case.frameworks:  # else nobody knows what to look for
+        ways = " or ".join(framework.protection for framework in case.frameworks)
         yield warn(
             "protection",
-            "no --ft among the script's arguments",
-            "add --ft, unless the script itself has a fault_tolerance section for DeepSpeed: without either "
-            "the first failure ends the job",
+            "nothing among the script's arguments asks for it",
+            f"give {ways}, unless the script itself asks for it: without, the first failure ends the job",
         )
 
 
@@ -187,7 +184,7 @@ def slurm(case: Case) -> Iterator[Finding]:
             "slurm",
             where,
             "start the agents with `srun --kill-on-bad-exit=0 --no-kill --wait=0`: else Slurm kills all "
-            "nodes as soon as one has failed (recipes/megatron/slurm.sbatch)",
+            "nodes as soon as one has failed (docs/operations.md)",
         )
     else:
         yield ok("slurm", "one task's failure does not end the others")

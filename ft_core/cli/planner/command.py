@@ -6,10 +6,12 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ft_core.cli.planner.razor import Job, Plan, failure_domains, plan, summarise
+from ft_core.cli.planner.razor import Plan, plan, summarise
+from ft_core.cli.planner.shape import DataParallel, Framework, Hosts, Job, Storage
 from ft_core.cli.planner.survival import failure_probability, loss_bound, recovery_probability
 from ft_core.errors import ConfigError
 from ft_core.state.manifest import Segment
@@ -19,41 +21,22 @@ HOURS = 12
 """The time for which FFTrainer gives its recovery probability."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags are named as Megatron-LM's, so that a job's command line can be pasted; others are ours."""
-    model = parser.add_argument_group("model")
-    for name in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--vocab-size"):
-        model.add_argument(name, type=int, default=0, metavar="N")
-    model.add_argument("--ffn-hidden-size", type=int, default=0, metavar="N", help="default: 4 * hidden size")
-    model.add_argument("--kv-channels", type=int, default=0, metavar="N", help="default: hidden size / heads")
-    model.add_argument("--num-query-groups", type=int, default=0, metavar="N", help="default: one per head")
-    model.add_argument("--swiglu", action="store_true")
-    model.add_argument("--disable-bias-linear", action="store_true")
-    model.add_argument("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm")
-    kinds = ["learned_absolute", "rope", "none"]
-    model.add_argument("--position-embedding-type", choices=kinds, default=kinds[0])
-    model.add_argument("--untie-embeddings-and-output-weights", action="store_true")
-    model.add_argument("--num-experts", type=int, default=0, metavar="N")
-    model.add_argument("--moe-router-topk", type=int, default=2, metavar="N")
-    model.add_argument("--moe-ffn-hidden-size", type=int, default=0, metavar="N")
-
-    job = parser.add_argument_group("parallel layout")
+def add_arguments(parser: argparse.ArgumentParser, frameworks: Iterable[Framework]) -> None:
+    """Flags of frameworks have the names that they have there, so that a job's command line can be pasted."""
+    job = parser.add_argument_group("job")
     job.add_argument("--world-size", type=int, default=0, metavar="N")
     job.add_argument("--nproc-per-node", type=int, default=8, metavar="N")
-    job.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N")
-    job.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="N")
-    job.add_argument("--expert-model-parallel-size", type=int, default=1, metavar="N")
-    job.add_argument("--expert-tensor-parallel-size", type=int, default=0, metavar="N", help="default: as TP")
-    job.add_argument("--use-distributed-optimizer", action="store_true")
-    job.add_argument("--num-distributed-optimizer-instances", type=int, default=1, metavar="N")
     job.add_argument(
-        "--zero-stage", type=int, choices=range(4), default=0, help="DeepSpeed's, in place of those"
+        "--parameters", type=int, default=0, metavar="N", help="of a model that every role has whole"
     )
     job.add_argument("--global-batch-size", type=int, default=0, metavar="N", help="sequences a step")
+    job.add_argument("--seq-length", type=int, default=0, metavar="N", help="tokens of a sequence")
     job.add_argument("--optimizer", choices=["adam", "sgd"], default="adam")
     precision = job.add_mutually_exclusive_group()
     precision.add_argument("--bf16", action="store_true")
     precision.add_argument("--fp16", action="store_true")
+    for framework in frameworks:
+        framework.add_arguments(parser)
 
     ours = parser.add_argument_group("fault tolerance")
     ours.add_argument("--role", type=int, default=0, metavar="R", help="of a running job (with --job-dir)")
@@ -115,59 +98,46 @@ def of_running(state: dict[str, Any], as_json: bool) -> int:
     return 0
 
 
-def main(args: argparse.Namespace) -> int:
+def main(args: argparse.Namespace, frameworks: Sequence[Framework]) -> int:
     """Print the plan. Returns 2 if the flags cannot work, 1 if the job would survive less than asked for."""
-    needed = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "world_size")
-    if missing := [f"--{name.replace('_', '-')}" for name in needed if getattr(args, name) < 1]:
-        print(
-            f"ftctl plan: give {', '.join(missing)}, or --job-dir of a running job (before the word plan)",
-            file=sys.stderr,
-        )
-        return 2
     try:
-        job = _job(args)
+        job = described(args, frameworks)
         found = plan(job)
     except ConfigError as error:
         print(f"ftctl plan: {error}", file=sys.stderr)
         return 2
     figures = _figures(args, job, found)
     print(json.dumps(figures, indent=1) if args.json else _text(job, found, figures))
-    return 0 if found.survives >= job.replicas else 1
+    return 0 if found.survives >= job.hosts.replicas else 1
 
 
-def _job(args: argparse.Namespace) -> Job:
+def described(args: argparse.Namespace, frameworks: Sequence[Framework]) -> Job:
+    """The job that the flags describe. Raises ConfigError for those that clash, or are too few."""
+    models = [found for framework in frameworks if (found := framework.model(args)) is not None]
+    if args.parameters > 0:
+        models.append(DataParallel(args.world_size, args.parameters))
+    if not models or args.world_size < 1:
+        raise ConfigError(
+            "give --world-size and what describes a model (--parameters, or a framework's flags: ftctl plan "
+            "--help), or --job-dir of a running job (before the word plan)"
+        )
+    if len(models) > 1:
+        raise ConfigError("the flags describe more than one model: give --parameters, or one framework's")
+    usual = Storage.usual("bf16" if args.bf16 else "fp16" if args.fp16 else "fp32", args.optimizer)
+    storages = {f.name: kept for f in frameworks if (kept := f.storage(args, usual)) is not None}
+    if len(storages) > 1:
+        raise ConfigError(f"flags of {' and '.join(storages)} say who keeps which state: give those of one")
     return Job(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        seq_length=args.seq_length,
-        vocab_size=args.vocab_size,
-        world_size=args.world_size,
-        nproc_per_node=args.nproc_per_node,
-        nodes_per_domain=args.nodes_per_domain,
-        ffn_hidden_size=args.ffn_hidden_size,
-        kv_channels=args.kv_channels,
-        num_query_groups=args.num_query_groups,
-        swiglu=args.swiglu,
-        bias=not args.disable_bias_linear,
-        rmsnorm=args.normalization == "RMSNorm",
-        learned_positions=args.position_embedding_type == "learned_absolute",
-        untied=args.untie_embeddings_and_output_weights,
-        num_experts=args.num_experts,
-        topk=args.moe_router_topk,
-        moe_ffn_hidden_size=args.moe_ffn_hidden_size,
-        tp=args.tensor_model_parallel_size,
-        pp=args.pipeline_model_parallel_size,
-        ep=args.expert_model_parallel_size,
-        etp=args.expert_tensor_parallel_size,
-        distributed_optimizer=args.use_distributed_optimizer,
-        instances=args.num_distributed_optimizer_instances,
-        zero_stage=args.zero_stage,
-        precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
-        optimizer=args.optimizer,
-        replicas=args.ft_replicas,
-        spares=args.spares,
-        global_batch_size=args.global_batch_size,
+        Hosts(
+            args.world_size,
+            nproc_per_node=args.nproc_per_node,
+            nodes_per_domain=args.nodes_per_domain,
+            spares=args.spares,
+            replicas=args.ft_replicas,
+        ),
+        models[0],
+        next(iter(storages.values()), usual),
+        tokens=args.global_batch_size * args.seq_length,
     )
 
 
@@ -181,7 +151,7 @@ def _figures(args: argparse.Namespace, job: Job, found: Plan) -> dict[str, Any]:
         "received_bytes_per_node_and_step": found.received_per_node,
         "snapshot_bytes_per_rank": found.snapshots_per_rank,
         "host_memory_bytes_per_node": found.memory_per_node,
-        "replicas": job.replicas,
+        "replicas": job.hosts.replicas,
         "survives": found.survives,
         "segments_by_domains": {str(k): v for k, v in found.copies.items()},
         "segments_redundant_in_one_domain_only": found.same_domain,
@@ -198,20 +168,24 @@ def _figures(args: argparse.Namespace, job: Job, found: Plan) -> dict[str, Any]:
             ratio = found.free_checkpointing_ratio(step, bandwidth)
             figures["free_checkpointing_ratio"] = None if math.isinf(ratio) else ratio
     if args.mtbf_hours:
-        if found.sent_per_rank and found.survives >= job.replicas:
-            nodes = len(set(job.role_nodes.values()))
+        if found.sent_per_rank and found.survives >= job.hosts.replicas:
+            nodes = len(set(job.hosts.role_nodes.values()))
             figures["recovery_probability_12h"] = recovery_probability(
-                nodes, job.nproc_per_node, args.mtbf_hours, HOURS, job.replicas
+                nodes, job.hosts.nproc_per_node, args.mtbf_hours, HOURS, job.hosts.replicas
             )
         if step:
-            devices = job.nproc_per_node * job.nodes_per_domain
+            devices = job.hosts.nproc_per_node * job.hosts.nodes_per_domain
             lost = failure_probability(devices, args.mtbf_hours, step)
             figures["loss_probability_bound_per_step"] = loss_bound(found.copies, lost)
     return figures
 
 
 def _text(job: Job, found: Plan, figures: dict[str, Any]) -> str:
-    lines = [f"State of a role of pipeline stage {found.stage}, the heaviest (data parallel {job.dp}):", ""]
+    stage = f"pipeline stage {found.stage}, the heaviest (data parallel {job.data_parallel})"
+    lines = [
+        f"State of a role of {stage}:",
+        "",
+    ]
     columns = ("parameters", "weights", "main params", "optimizer", "unique")
     lines.append(f"{'':<20}" + "".join(f"{c:>13}" for c in columns))
     for row in found.rows:
@@ -226,7 +200,7 @@ def _text(job: Job, found: Plan, figures: dict[str, Any]) -> str:
 
     share = f"{_size(found.unique)} of {_size(found.nbytes)} ({found.unique / found.nbytes:.0%})"
     say("unique state per role", share)
-    what = f"for {job.replicas} lost domain{_s(job.replicas)}"
+    what = f"for {job.hosts.replicas} lost domain{_s(job.hosts.replicas)}"
     say(f"sent per step {what}, busiest role", _size(found.sent_per_rank))
     say(f"received per step {what}, busiest node", _size(found.received_per_node))
     say("host memory: two snapshots per role", _size(found.snapshots_per_rank))
@@ -244,7 +218,7 @@ def _text(job: Job, found: Plan, figures: dict[str, Any]) -> str:
             + ("hidden behind the step" if ratio >= 1 else "longer than the step, which will wait for it")
         )
         say("free-checkpointing ratio (FFTrainer, eq. 2)", verdict)
-    what = "node" if job.nodes_per_domain == 1 else f"group of {job.nodes_per_domain} nodes"
+    what = "node" if job.hosts.nodes_per_domain == 1 else f"group of {job.hosts.nodes_per_domain} nodes"
     say("survives, from memory", f"any {found.survives} lost {what}{_s(found.survives)} at once")
     if "recovery_probability_12h" in figures:
         value = figures["recovery_probability_12h"]
@@ -257,10 +231,11 @@ def _text(job: Job, found: Plan, figures: dict[str, Any]) -> str:
 
 def _warnings(job: Job, found: Plan) -> list[str]:
     lines = []
-    if found.survives < job.replicas:
+    replicas = job.hosts.replicas
+    if found.survives < replicas:
         lines.append(
-            f"\nWARNING: {job.replicas} lost domains cannot be survived: there are {failure_domains(job)}, "
-            f"each segment needs {job.replicas + 1}. Use more nodes or spares, or a smaller --ft-replicas."
+            f"\nWARNING: {replicas} lost domains cannot be survived: there are {job.hosts.failure_domains}, "
+            f"each segment needs {replicas + 1}. Use more nodes or spares, or a smaller --ft-replicas."
         )
     if found.same_domain:
         lines.append(

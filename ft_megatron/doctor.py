@@ -1,0 +1,12 @@
+"""What `ftctl doctor` must know of Megatron: versions, how a script asks for protection, its rivals."""
+
+from __future__ import annotations
+
+from ft_core.cli.doctor.case import Framework, Supported
+
+FRAMEWORK = Framework(
+    supported={"megatron-core": Supported((0, 16), (0, 19))},
+    protection="--ft (Megatron-LM)",
+    protects=lambda flags: "--ft" in flags,
+    rivals=("--enable-ft-package", "--inprocess-restart"),
+)

@@ -1,0 +1,164 @@
+"""`ftctl plan` for Megatron's GPT model, whose optimizer Megatron or DeepSpeed shards."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+
+import pytest
+from planned import FRAMEWORKS, described, parameters
+
+from ft_core.cli.planner import command
+from ft_core.cli.planner.razor import plan
+from ft_core.errors import ConfigError
+
+GPT2_MEDIUM = (
+    "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257 "
+    "--world-size 4 --nproc-per-node 1"
+)
+PARAMETERS = 24 * (12 * 1024**2 + 13 * 1024) + 50304 * 1024 + 1024 * 1024 + 2 * 1024
+LLAMA_2_7B = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --vocab-size 32000 "
+    "--ffn-hidden-size 11008 --swiglu --disable-bias-linear --normalization RMSNorm "
+    "--position-embedding-type none --untie-embeddings-and-output-weights"
+)
+DISTRIBUTED = "--use-distributed-optimizer"
+
+
+def test_parameters_of_gpt2_medium() -> None:
+    assert parameters(described(GPT2_MEDIUM)) == PARAMETERS == 354_871_296
+
+
+def test_parameters_of_llama_2_7b() -> None:
+    assert parameters(described(LLAMA_2_7B, "--world-size 1")) == 6_738_415_616
+    # Tensor parallelism pads the vocabulary and splits all but the norms; stages share the layers out.
+    layout = "--world-size 8 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2"
+    split = described(LLAMA_2_7B, layout)
+    norms, padding = 65 * 4096, 2 * 256 * 4096
+    assert (
+        sum(parameters(split, stage) for stage in range(2)) == (6_738_415_616 + padding - norms) // 4 + norms
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "unique_per_parameter", "total_per_parameter"),
+    [
+        ("", 0, 12),  # plain data parallelism, fp32: parameters and two moments everywhere
+        ("--bf16", 0, 14),
+        (DISTRIBUTED, 8 / 4, 4 + 8 / 4),  # main parameters are views of the parameters
+        (f"{DISTRIBUTED} --bf16", 12 / 4, 2 + 12 / 4),
+        (f"{DISTRIBUTED} --fp16 --optimizer sgd", 8 / 4, 2 + 8 / 4),
+        (f"{DISTRIBUTED} --bf16 --num-distributed-optimizer-instances 2", 0, 2 + 12 / 2),
+        ("--zero-stage 1 --bf16", 12 / 4, 2 + 12 / 4),
+        ("--zero-stage 2", 8 / 4, 4 + 8 / 4),
+        ("--zero-stage 3 --bf16", 12 / 4, 12 / 4),  # the weights are their rounding
+        ("--zero-stage 3", 12 / 4, 12 / 4),
+        (f"{DISTRIBUTED} --bf16 --tensor-model-parallel-size 4", 14, 14),  # DP 1: everything
+    ],
+)
+def test_unique_bytes(flags: str, unique_per_parameter: float, total_per_parameter: float) -> None:
+    job = described(GPT2_MEDIUM, flags)
+    found = plan(job)
+    assert found.unique == pytest.approx(unique_per_parameter * parameters(job), abs=64)
+    assert found.nbytes == pytest.approx(total_per_parameter * parameters(job), abs=64)
+    assert found.sent_per_rank == pytest.approx(found.unique, abs=64)
+    assert found.snapshots_per_rank == 2 * found.nbytes
+    # Each node keeps what its predecessor sends, in two slots.
+    assert found.memory_per_node == pytest.approx(2 * (found.nbytes + found.unique), abs=512)
+    assert found.survives >= 1
+
+
+def test_replicas_multiply_the_traffic() -> None:
+    once, twice = (plan(described(GPT2_MEDIUM, DISTRIBUTED, f"--ft-replicas {k}")) for k in (1, 2))
+    assert twice.sent_per_rank == 2 * once.sent_per_rank
+    assert (twice.survives, twice.copies) == (2, {3: 4, 4: 1})
+
+
+def test_experts_without_data_parallel_peers_are_unique() -> None:
+    moe = f"{GPT2_MEDIUM} --num-experts 4 --moe-router-topk 1"
+    rows = {row.tensor: row for row in plan(described(moe, "--expert-model-parallel-size 4")).rows}
+    assert rows["experts"].unique == rows["experts"].nbytes == 24 * 12 * (8 * 1024**2 + 5 * 1024)
+    assert all(row.unique == 0 for name, row in rows.items() if name != "experts")
+    pairs = {row.tensor: row for row in plan(described(moe, "--expert-model-parallel-size 2")).rows}
+    assert pairs["experts"].unique == 0
+
+
+def test_peers_on_one_node_are_replicated() -> None:
+    """PP 2, DP 4 on nodes of 4: a stage is a node, so its parameters are sent, by one of the four."""
+    staged = f"{GPT2_MEDIUM} --world-size 8 --pipeline-model-parallel-size 2"
+    found = plan(described(staged, "--nproc-per-node 4"))
+    assert found.unique == 0
+    assert found.same_domain == 2
+    assert found.sent_per_rank == found.nbytes
+    assert found.survives == 1
+    spread = plan(described(staged))
+    assert (spread.sent_per_rank, spread.same_domain, spread.copies) == (0, 0, {4: 2})
+
+
+def test_one_node_survives_nothing() -> None:
+    found = plan(described(GPT2_MEDIUM, DISTRIBUTED, "--nproc-per-node 4"))
+    assert (found.survives, found.sent_per_rank) == (0, 0)
+
+
+def test_free_checkpointing_ratio_is_the_papers() -> None:
+    """DBSV / 2F for mixed precision and Adam, here with all parameters taking part in the products."""
+    flags = "--bf16 --global-batch-size 64 --position-embedding-type none"
+    found = plan(described(GPT2_MEDIUM, DISTRIBUTED, flags))
+    dp, per_device, bandwidth, flops = 4, 64 / 4, 400e9 / 8, 100e12
+    expected = dp * per_device * 1024 * bandwidth / (2 * flops)
+    step = found.compute_seconds(flops)
+    assert found.free_checkpointing_ratio(step, bandwidth) == pytest.approx(expected, rel=1e-6)
+    assert math.isinf(plan(described(GPT2_MEDIUM)).free_checkpointing_ratio(1.0, bandwidth))
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--tensor-model-parallel-size 3", "--world-size"),
+        ("--pipeline-model-parallel-size 2 --num-layers 3", "--num-layers"),
+        (f"--zero-stage 1 {DISTRIBUTED}", "flags of DeepSpeed and Megatron"),
+        ("--num-distributed-optimizer-instances 2", DISTRIBUTED),
+        (f"{DISTRIBUTED} --num-distributed-optimizer-instances 3", "instances"),
+        ("--num-experts 3 --expert-model-parallel-size 2", "--num-experts"),
+        ("--hidden-size 0", "--hidden-size"),
+        ("--parameters 7", "more than one model"),
+    ],
+)
+def test_flags_that_clash(flags: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        plan(described(GPT2_MEDIUM, flags))
+
+
+FLAGS = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257
+    --bf16 --use-distributed-optimizer --world-size 64 --global-batch-size 512
+    --network-gbps 50 --device-tflops 400 --mtbf-hours 80000"""
+
+
+def ftctl(*flags: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser, FRAMEWORKS)
+    return command.main(parser.parse_args([*FLAGS.split(), *flags]), FRAMEWORKS)
+
+
+def test_plan_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ftctl() == 0
+    text = capsys.readouterr().out
+    assert "any 1 lost node at once" in text
+    assert "66.54 MB of 776.3 MB (9%)" in text  # 12 / 64 of 14 bytes a parameter
+
+
+def test_plan_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ftctl("--json", "--ft-replicas", "2") == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["survives"] == 2
+    assert figures["sent_bytes_per_rank_and_step"] == 2 * figures["unique_bytes_per_rank"]
+
+
+def test_plan_says_what_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ftctl("--ft-replicas", "8") == 1
+    assert "WARNING: 8 lost domains cannot be survived: there are 8" in capsys.readouterr().out
+    assert ftctl("--ft-replicas", "8", "--spares", "1") == 0  # which has memory too
+    assert "any 8 lost nodes at once" in capsys.readouterr().out
+    assert ftctl("--tensor-model-parallel-size", "3") == 2
+    assert "--world-size" in capsys.readouterr().err
