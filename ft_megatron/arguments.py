@@ -55,7 +55,8 @@ def settings(arguments: list[str]) -> dict[str, Any]:
     if found is None:
         return {}
     check(flags)  # of Megatron's flags, the switches; the others when Megatron has read them
-    stages = flags.pipeline_model_parallel_size
+    # Megatron's order of ranks has the pipeline outermost, with the other mapping the replica groups.
+    stages = 1 if flags.use_tp_pp_dp_mapping else flags.pipeline_model_parallel_size
     return {**found, "stages": stages} if stages > 1 else found
 
 
@@ -76,6 +77,7 @@ def _given(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_to(parser).add_argument("--yaml-cfg", default=None)
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
     for refusal in _REFUSED:
         if refusal.refuses is None:
             parser.add_argument(refusal.flag, action="store_true")

@@ -121,9 +121,10 @@ class Membership:
 class Start:
     """Which roles a job has that starts with some of its replica groups; the others join when nodes do.
 
-    Before scripts run nobody knows what the replica groups are. Ranks are taken to be numbered by Megatron's
-    and DeepSpeed's default: pipeline stages outermost, then replica groups. `there` counts the roles of each
-    of the `stages` that start.
+    Before scripts run nobody knows what the replica groups are. Ranks are taken to be numbered so that each
+    of `stages` equal ranges of them has its part of every group, one group after the other. Whether these are
+    a model's pipeline stages depends on the framework's order of ranks, and its adapter says so. `there`
+    counts the roles of each range that start.
     """
 
     roles: int
@@ -160,8 +161,9 @@ class Start:
         if self.group(role, groups) != group or missing * groups % self.roles:
             return (
                 f"role {role} is in replica group {group} of {groups}, unlike --nnodes MIN:MAX expects: "
-                "MIN nodes must hold whole groups, in Megatron's default order of ranks. Give "
-                f"--ft-pipeline-stages if there are other than {self.stages}, or start with all nodes"
+                f"MIN nodes must hold whole groups, which follow each other in each of {self.stages} "
+                "pipeline stages. Give --ft-pipeline-stages if there are more or less of these in the order "
+                "of ranks, or start with all nodes"
             )
         if not found.may_leave:
             return (

@@ -42,6 +42,18 @@ def test_flags():
     assert found.keys() < FLAGS.keys()
 
 
+def test_the_order_of_ranks():
+    """A job that starts with some replica groups must know where they are before Megatron does."""
+    pipeline = ["--ft", "--pipeline-model-parallel-size=2"]
+    assert arguments.settings(pipeline) == {"stages": 2}
+    assert arguments.settings([*pipeline, "--use-tp-pp-dp-mapping"]) == {}
+    command = ["--standalone", "--nnodes=2:4", "--ft-policy=shrink", __file__, *pipeline]
+    some = launch.settings_of(launch.parser().parse_args(command))
+    assert some.start.present == [0, 2]
+    other = launch.settings_of(launch.parser().parse_args([*command, "--use-tp-pp-dp-mapping"]))
+    assert other.start.present == [0, 1]
+
+
 def test_the_defaults_need_no_more_than_the_switch():
     assert arguments.settings(MEGATRON) == arguments.settings([*MEGATRON, "--ft"]) == {}
     assert settings_of(__file__, *MEGATRON, "--ft").replicas == 1
