@@ -22,14 +22,13 @@ from typing import Any
 
 import torch
 from deepspeed import comm
-from deepspeed.runtime import engine as runtime_engine
-from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.timer import NoopTimer
 
 from ft_core.adapter import StateTensor
-from ft_deepspeed import fragments
-from ft_deepspeed.alone import Alone, Together, replaced
+from ft_core.patching import replaced
+from ft_deepspeed import fragments, patched
+from ft_deepspeed.alone import Alone, Together
 from ft_deepspeed.shard import Shard
 from ft_deepspeed.zero import Master, inner_optimizer
 
@@ -61,28 +60,29 @@ class Partitions:
         self._adapter, self._optimizer = adapter, engine.optimizer
         self._optimizer.groups_before = None
         self._held: dict[int, Partition] = {}
-        save = engine._save_zero_checkpoint
 
-        @functools.wraps(save)
-        def save_all(*args: Any, **kwargs: Any) -> None:
-            save(*args, **kwargs)
-            for partition in self._held.values():
-                adopted = partition.optimizer
-                with (
-                    adopted.playing() as alone,
-                    replaced(runtime_engine, dist=alone),
-                    replaced(engine, optimizer=adopted),
-                ):
-                    save(*args, **kwargs)
+        def saving_all(save: Callable[..., None]) -> Callable[..., None]:
+            def save_all(*args: Any, **kwargs: Any) -> None:
+                save(*args, **kwargs)
+                for partition in self._held.values():
+                    adopted = partition.optimizer
+                    with (
+                        adopted.playing() as alone,
+                        patched.SAVING_COMM.replaced(alone),
+                        replaced(engine, {"optimizer": adopted}),
+                    ):
+                        save(*args, **kwargs)
 
-        engine._save_zero_checkpoint = save_all
+            return save_all
+
+        patched.ADOPTED_FILES.wrap(saving_all, of=engine)
 
     def adopt(self, roles: Sequence[int]) -> Mapping[int, Partition]:
         """Hold those of these roles, and no others; see `ft_core.adapter.Adapter.adopt`."""
         self._held = {role: self._held.get(role) or Partition(role, self._adapter) for role in roles}
         adopted = [partition.optimizer for partition in self._held.values()]
         own = self._optimizer
-        own.__class__ = Adopter if adopted else DeepSpeedZeroOptimizer
+        patched.ADOPTING_OPTIMIZER.replace(Adopter if adopted else DeepSpeedZeroOptimizer, of=own)
         own.adopted = adopted
         self._share_fragments()
         here = {id(p) for part in (own, *adopted) for group in part.params_in_partition for p in group}
@@ -190,8 +190,9 @@ class Adopted(DeepSpeedZeroOptimizer):
         ]
         try:
             with (
-                replaced(inner, param_groups=groups, state=self.kept.state),
-                replaced(stage_1_and_2, dist=alone, all_gather_dp_groups=_nothing),
+                replaced(inner, {"param_groups": groups, "state": self.kept.state}),
+                patched.PARTITION_COMM.replaced(alone),
+                patched.PARTITION_GATHER.replaced(_nothing),
             ):
                 yield alone
         finally:
@@ -264,7 +265,7 @@ class Adopter(DeepSpeedZeroOptimizer):
         """Out of the bucket, into a buffer that has room for all parameters in the partitions held here."""
         parts = zip(self.params_in_partition, *(a.params_in_partition for a in self.adopted), strict=True)
         together = [list(dict.fromkeys(p for part in group for p in part)) for group in parts]
-        with replaced(self, params_in_partition=together):
+        with replaced(self, {"params_in_partition": together}):
             super().copy_grads_in_partition(*args)
 
     def _get_compact_grad_partition_slice(
@@ -285,7 +286,7 @@ class Adopter(DeepSpeedZeroOptimizer):
     def independent_gradient_partition_epilogue(self) -> None:
         """At the end of a backward pass: what is in buckets is reduced, then sorted into partitions."""
         self.reduce_ipg_grads()
-        with replaced(self, reduce_ipg_grads=_nothing):
+        with replaced(self, {"reduce_ipg_grads": _nothing}):
             self._all(DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue)
 
     def finalize_gradient_accumulation_boundary(self) -> None:
@@ -332,7 +333,7 @@ class Adopter(DeepSpeedZeroOptimizer):
             with adopted.playing() as alone:
                 method(adopted, *args, **kwargs)
             parts.append(alone.given)
-        with replaced(stage_1_and_2, dist=Together(self.dp_process_group, parts)):
+        with patched.PARTITION_COMM.replaced(Together(self.dp_process_group, parts)):
             return method(self, *args, **kwargs)
 
 

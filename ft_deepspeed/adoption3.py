@@ -14,41 +14,20 @@ where data move there is more to do: members of a group that are away take no pa
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from deepspeed import comm
-from deepspeed.runtime import engine as runtime_engine
-from deepspeed.runtime.zero import partition_parameters, stage3, utils
+from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import distributed as dist
 
 from ft_core.errors import FtError
-from ft_deepspeed import zero
+from ft_core.patching import replaced
+from ft_deepspeed import patched, zero
 from ft_deepspeed.slices import Adopted
-
-_FOR_EACH_ROLE = (
-    "independent_gradient_partition_epilogue",
-    "_prepare_sub_group",
-    "unscale_and_clip_grads",
-    "_optimizer_step",
-    "_reassign_or_swap_out_partitioned_parameters",
-    "_release_sub_group",
-    "set_fp32_grad_for_param",
-    "set_full_hp_param",
-)
-"""Methods of the optimizer that have to do with a rank's slices alone."""
-
-_OVER_ALL_ROLES = ("_get_norm_groups", "has_overflow", "get_fp32_grad_for_param", "get_full_hp_param")
-"""Methods of the optimizer that reduce or gather something of all data-parallel ranks."""
-
-_FILES_OF_EACH_ROLE = ("_save_checkpoint", "_save_zero_checkpoint")
-"""Methods of the engine that write a rank's own files."""
-
-_COMPARING = ("assert_lst_len_same_as_other_ranks", "get_lst_from_rank0")
-"""Functions of DeepSpeed by which ranks compare the order of modules, in the first step, with rank 0's."""
 
 
 def objection(engine: Any) -> str:
@@ -85,21 +64,20 @@ class Slices:
         self._held: dict[int, Adopted] = {}
         self._reduced: dict[int, list[torch.Tensor]] = {}
         """By role, its slices of the gradients that have just been reduced."""
-        for name in _FOR_EACH_ROLE:
-            _wrap(self.optimizer, name, self._for_each_role)
-        for name in _OVER_ALL_ROLES:
-            _wrap(self.optimizer, name, self._over_all_roles)
-        for name in _FILES_OF_EACH_ROLE:
-            _wrap(self.engine, name, self._for_each_role)
-        _wrap(self.optimizer, "partition_grads", self._partitioning)
-        _wrap(self.optimizer, "update_fp32_grad_for_param_vectorized", self._without_adopted)
-        stage3.reduce_scatter_coalesced = self._reducing(stage3.reduce_scatter_coalesced)
+        for patch in patched.FOR_EACH_ROLE:
+            patch.wrap(self._for_each_role, of=self.optimizer)
+        for patch in patched.OVER_ALL_ROLES:
+            patch.wrap(self._over_all_roles, of=self.optimizer)
+        for patch in patched.FILES_OF_EACH_ROLE:
+            patch.wrap(self._for_each_role, of=self.engine)
+        patched.PARTITION_GRADIENTS.wrap(self._partitioning, of=self.optimizer)
+        patched.VECTORIZED_UPDATE.wrap(self._without_adopted, of=self.optimizer)
+        patched.REDUCE_SCATTER.wrap(self._reducing)
         for parameter in self.engine.module.parameters():
-            parameter.all_gather = self._gathering(parameter.all_gather, parameter)
-            parameter.all_gather_coalesced = self._gathering(parameter.all_gather_coalesced)
-        for name in _COMPARING:
-            if hasattr(utils, name):
-                setattr(utils, name, _with_who_is_there(getattr(utils, name)))
+            patched.GATHER_PARAMETER.wrap(partial(self._gathering, alone=parameter), of=parameter)
+            patched.GATHER_PARAMETERS.wrap(self._gathering, of=parameter)
+        for patch in patched.COMPARISONS:
+            patch.wrap(_with_who_is_there)
 
     def adopt(self, roles: Sequence[int]) -> Mapping[int, Adopted]:
         """Hold the slices of these roles, whose content is to be restored, and of no others."""
@@ -130,10 +108,10 @@ class Slices:
 
         alone = _Comm(get_rank=get_rank, all_reduce=all_reduce, all_gather_into_tensor=all_gather)
         with contextlib.ExitStack() as stack:
-            for module in (stage3, runtime_engine):
-                stack.enter_context(_swapped(module, {"dist": alone}))
+            for patch in patched.SLICE_COMMS:
+                stack.enter_context(patch.replaced(alone))
             for part, values in held.attributes:
-                stack.enter_context(_swapped(part, values))
+                stack.enter_context(replaced(part, values))
             yield
 
     # -- what DeepSpeed does, for adopted slices as well ---------------------------------------------
@@ -171,7 +149,7 @@ class Slices:
                 return comm.all_gather_into_tensor(output, part, group=group)
 
             together = _Comm(all_reduce=all_reduce, all_gather_into_tensor=all_gather)
-            with _swapped(stage3, {"dist": together}):
+            with patched.SLICE_REDUCTION_COMM.replaced(together):
                 return method(*args, **kwargs)
 
         return wrapped
@@ -192,7 +170,6 @@ class Slices:
     # -- gradients -----------------------------------------------------------------------------------
 
     def _reducing(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(reduce)
         def wrapped(tensors: list[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
             outputs = reduce(tensors, group)
             self._reduced = {role: self._slices(tensors, outputs, role) for role in self._held}
@@ -232,7 +209,6 @@ class Slices:
     def _gathering(self, gather: Callable[..., Any], alone: Any = None) -> Callable[..., Any]:
         """`alone`: what is gathered where it is not said."""
 
-        @functools.wraps(gather)
         def wrapped(params: Iterable[Any] | None = None, *args: Any, **kwargs: Any) -> Any:
             if "param_list" in kwargs:
                 params = kwargs.pop("param_list")
@@ -240,7 +216,7 @@ class Slices:
             wanted = [p for p in params if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
             if alone is None:
                 wanted.sort(key=lambda p: p.ds_id)  # as `all_gather_coalesced` does
-            with _swapped(partition_parameters, {"dist": self._in_place(wanted)}):
+            with patched.GATHERING_COMM.replaced(self._in_place(wanted)):
                 return gather(params, *args, **kwargs)
 
         return wrapped
@@ -281,34 +257,11 @@ class _Comm:
         return getattr(comm, name)
 
 
-def _wrap(part: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    method = getattr(part, name)
-    setattr(part, name, functools.wraps(method)(wrapper(method)))
-
-
-@contextlib.contextmanager
-def _swapped(part: Any, values: dict[str, Any]) -> Iterator[None]:
-    """`part` has these attributes. What they have become is kept in `values`."""
-    own = {name: vars(part)[name] for name in values if name in vars(part)}
-    for name, value in values.items():
-        setattr(part, name, value)
-    try:
-        yield
-    finally:
-        for name in values:
-            values[name] = getattr(part, name)
-            if name in own:
-                setattr(part, name, own[name])
-            else:
-                delattr(part, name)
-
-
 def _with_who_is_there(compare: Callable[..., Any]) -> Callable[..., Any]:
     """Who stands in for rank 0 says what it has itself, as rank 0 would: all do."""
 
-    @functools.wraps(compare)
     def wrapped(numbers: list[int]) -> Any:
-        with _swapped(utils, {"dist": _Comm(get_rank=lambda *_: 0)}):
+        with patched.COMPARING_COMM.replaced(_Comm(get_rank=lambda *_: 0)):
             return compare(numbers)
 
     return wrapped

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -47,17 +45,3 @@ class Together:
                 else:
                     tensor.add_(part)
         return comm.all_reduce(tensor, op=op, group=group)
-
-
-@contextmanager
-def replaced(target: Any, **values: Any) -> Iterator[None]:
-    """`target` with other attributes."""
-    before = {name: vars(target)[name] for name in values if name in vars(target)}
-    with ExitStack() as undo:
-        for name, value in values.items():
-            if name in before:
-                undo.callback(setattr, target, name, before[name])
-            else:
-                undo.callback(delattr, target, name)
-            setattr(target, name, value)
-        yield

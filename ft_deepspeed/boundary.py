@@ -15,13 +15,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ft_core.worker.session import Session
+from ft_deepspeed import patched
 
 log = logging.getLogger(__name__)
 
@@ -59,24 +59,26 @@ def install(engine: Any, session: Session) -> None:
         if not zero:
             wait()
 
-    engine.buffered_allreduce_fallback = _preceded(engine.buffered_allreduce_fallback, before_exchange)
-    step = _preceded(optimizer.step, before_step)
-    bound = functools.wraps(step)(lambda _, *args, **kwargs: step(*args, **kwargs))
-    optimizer.step = MethodType(bound, optimizer)  # torch's schedulers expect one
+    patched.EXCHANGE_WHOLE.wrap(_preceding(before_exchange), of=engine)
+    patched.STEP.wrap(_preceding(before_step), of=optimizer, bound=True)  # torch's schedulers expect a method
     stepping = optimizer if inner is None else inner
     stepping.register_step_pre_hook(lambda *_: session.optimizer_begins())
     stepping.register_step_post_hook(lambda *_: session.point("gather"))
     if session.injecting and hasattr(engine, "_INSTRUCTION_MAP"):  # elsewhere `calls.Backward` has the point
         from deepspeed.runtime.pipe.schedule import BackwardPass
 
-        backward = _preceded(engine._INSTRUCTION_MAP[BackwardPass], lambda: session.point("backward"))
-        engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, BackwardPass: backward}
+        instructions = engine._INSTRUCTION_MAP
+        backward = _preceding(lambda: session.point("backward"))(instructions[BackwardPass])
+        patched.INSTRUCTIONS.replace({**instructions, BackwardPass: backward}, of=engine)
 
 
-def _preceded(method: Callable[..., Any], action: Callable[[], None]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        action()
-        return method(*args, **kwargs)
+def _preceding(action: Callable[[], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def preceded(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            action()
+            return method(*args, **kwargs)
 
-    return wrapped
+        return wrapped
+
+    return preceded

@@ -6,15 +6,15 @@ wait to be dealt again is known to no framework: it goes into the checkpoint as 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from deepspeed import comm
-from deepspeed.runtime import engine as runtime_engine
 
+from ft_core.patching import replaced
 from ft_core.worker.session import Session
+from ft_deepspeed import patched
 
 KEY = "fault_tolerance"
 """In the client state."""
@@ -25,25 +25,26 @@ def complete(engine: Any, session: Session, ring: tuple[int, ...], deal: Callabl
 
     `ring`: this role's data-parallel peers. `deal`: what the checkpoint is to say of the samples.
     """
-    save = engine.save_checkpoint
 
-    def save_checkpoint(
-        save_dir: Any, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        state = {**(client_state or {}), KEY: deal()}
-        with _standing_in(engine, session, ring):
-            return save(save_dir, tag, state, *args, **kwargs)
+    def whole(save: Callable[..., Any]) -> Callable[..., Any]:
+        def save_checkpoint(
+            save_dir: Any, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
+        ) -> Any:
+            state = {**(client_state or {}), KEY: deal()}
+            with _standing_in(engine, session, ring):
+                return save(save_dir, tag, state, *args, **kwargs)
 
-    save_checkpoint.__doc__ = save.__doc__
-    engine.save_checkpoint = save_checkpoint
-    save_16bit_model = engine.save_16bit_model
+        return save_checkpoint
 
-    @functools.wraps(save_16bit_model)
-    def saved(*args: Any, **kwargs: Any) -> Any:
-        with _standing_in(engine, session, ring):
-            return save_16bit_model(*args, **kwargs)
+    def whole_model(save: Callable[..., Any]) -> Callable[..., Any]:
+        def saved(*args: Any, **kwargs: Any) -> Any:
+            with _standing_in(engine, session, ring):
+                return save(*args, **kwargs)
 
-    engine.save_16bit_model = saved
+        return saved
+
+    for patch, wrapper in zip(patched.WHOLE_SAVES, (whole, whole_model), strict=True):
+        patch.wrap(wrapper, of=engine)
 
 
 class _As:
@@ -63,21 +64,15 @@ class _As:
 @contextmanager
 def _standing_in(engine: Any, session: Session, ring: tuple[int, ...]) -> Iterator[None]:
     """Be the first of this role's peers, if that one is away and this role comes next."""
-    changes: list[tuple[Any, str, Any]] = []
     grid = getattr(engine, "grid", None)
-    if grid is not None and session.absent.intersection(ring):
-        # Each peer would write some of the stage's layers.
-        changes.append((engine.module, "checkpoint_parallel_write_pipeline", False))
-    if ring[0] in session.absent and session.role == next(r for r in ring if r not in session.absent):
-        changes += [(engine, "save_non_zero_checkpoint", True), (engine, "global_rank", ring[0])]
-        changes.append((runtime_engine, "dist", _As(ring[0])))  # it asks that one, too
-        if grid is not None:
-            changes.append((grid, "data_parallel_id", 0))
-    before = [(part, name, getattr(part, name)) for part, name, _ in changes]
-    try:
-        for part, name, value in changes:
-            setattr(part, name, value)
+    with ExitStack() as undo:
+        if grid is not None and session.absent.intersection(ring):
+            # Each peer would write some of the stage's layers.
+            undo.enter_context(replaced(engine.module, {"checkpoint_parallel_write_pipeline": False}))
+        if ring[0] in session.absent and session.role == next(r for r in ring if r not in session.absent):
+            first = {"save_non_zero_checkpoint": True, "global_rank": ring[0]}
+            undo.enter_context(replaced(engine, first))
+            undo.enter_context(patched.SAVING_COMM.replaced(_As(ring[0])))  # it asks that one, too
+            if grid is not None:
+                undo.enter_context(replaced(grid, {"data_parallel_id": 0}))
         yield
-    finally:
-        for part, name, value in before:
-            setattr(part, name, value)

@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler
 
 from ft_core.adapter import ReplicaGroup
 from ft_core.elastic.rules import Deal, Membership, positions
 from ft_core.errors import ConfigError
+from ft_core.patching import replaced
 from ft_core.worker.session import Session
+from ft_deepspeed import patched
 from ft_deepspeed.stream import Stream
 
 log = logging.getLogger(__name__)
@@ -62,19 +64,24 @@ class Dealing:
     # -- the script's loader -------------------------------------------------------------------
 
     def _install(self) -> None:
-        self._plain: Any = BatchSampler.__iter__
-        begin: Any = DataLoader.__iter__
+        self._plain: Any = patched.DRAW.original()
 
-        def drawn(batches: BatchSampler) -> Iterator[list[int]]:
-            yield from self._deal_to(batches) if self._deals(batches) else self._plain(batches)
+        def dealing(plain: Callable[..., Any]) -> Callable[..., Any]:
+            def drawn(batches: BatchSampler) -> Iterator[list[int]]:
+                yield from self._deal_to(batches) if self._deals(batches) else plain(batches)
 
-        def checked(loader: Any) -> Any:
-            self._check(loader)
-            ahead = self._deals(loader.batch_sampler) and loader.num_workers > 0
-            return self._not_ahead(begin, loader) if ahead else begin(loader)
+            return drawn
 
-        BatchSampler.__iter__ = drawn  # type: ignore[method-assign]
-        DataLoader.__iter__ = checked  # type: ignore[method-assign]
+        def checking(begin: Callable[..., Any]) -> Callable[..., Any]:
+            def checked(loader: Any) -> Any:
+                self._check(loader)
+                ahead = self._deals(loader.batch_sampler) and loader.num_workers > 0
+                return self._not_ahead(begin, loader) if ahead else begin(loader)
+
+            return checked
+
+        patched.DRAW.wrap(dealing)
+        patched.DRAW_AHEAD.wrap(checking)
 
     def _deals(self, batches: Any) -> bool:
         if not isinstance(batches, BatchSampler) or not isinstance(batches.sampler, DistributedSampler):
@@ -102,12 +109,8 @@ class Dealing:
                 *(POLICY, loader.num_workers),
             )
         self._told = True
-        asked = {name: getattr(loader, name) for name in ("num_workers", "timeout")}
-        try:
-            loader.num_workers, loader.timeout = 0, 0
+        with replaced(loader, {"num_workers": 0, "timeout": 0}):
             return begin(loader)
-        finally:
-            vars(loader).update(asked)
 
     def _deal_to(self, batches: BatchSampler) -> Iterator[list[int]]:
         if self._stream is None:

@@ -6,23 +6,19 @@ has not been dealt any takes part with a zero gradient, which brings it to the s
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
-from deepspeed.runtime import utils
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 
 from ft_core.elastic.rules import intervened
+from ft_core.patching import replaced
 from ft_core.worker.session import Session
+from ft_deepspeed import patched
 from ft_deepspeed.zero import inner_optimizers
-
-_AVERAGING = ("_aggregate_total_loss", "_reduce_outputs")
-"""Of a pipeline engine: they divide a sum over the data-parallel ranks by their number."""
 
 
 class Exchange:
@@ -35,46 +31,48 @@ class Exchange:
             self._weigh_partitioned(engine.optimizer)
         else:
             self._weigh_whole(engine)
-        for name in _AVERAGING:
-            if hasattr(engine, name):
-                setattr(engine, name, self._over_those_present(getattr(engine, name)))
-        if hasattr(engine, "clip_fp32_gradients"):
-            engine.clip_fp32_gradients = self._by_whole_norm(engine.clip_fp32_gradients)
-        step = engine.optimizer.step
+        for average in patched.AVERAGES:
+            average.wrap(self._over_those_present, of=engine)
+        patched.CLIP.wrap(self._by_whole_norm, of=engine)
 
-        @functools.wraps(step)
-        def slowed(_: Any, *args: Any, **kwargs: Any) -> Any:
-            rated = [group for optimizer in inner_optimizers(engine) for group in optimizer.param_groups]
-            with intervened(rated, session.lr_factor):
-                return step(*args, **kwargs)
+        def slowing(step: Callable[..., Any]) -> Callable[..., Any]:
+            def slowed(*args: Any, **kwargs: Any) -> Any:
+                rated = [group for optimizer in inner_optimizers(engine) for group in optimizer.param_groups]
+                with intervened(rated, session.lr_factor):
+                    return step(*args, **kwargs)
 
-        engine.optimizer.step = MethodType(slowed, engine.optimizer)  # torch's schedulers expect a method
+            return slowed
+
+        patched.SLOWED_STEP.wrap(slowing, of=engine.optimizer, bound=True)  # schedulers expect a method
 
     def _weigh_whole(self, engine: Any) -> None:
         """Where ranks exchange whole gradients after the last backward pass."""
-        gradients = engine._get_gradients_for_reduction
 
-        def weighted() -> Any:
-            found = dense, experts = gradients()
-            for gradient in itertools.chain(dense, *experts.values()):
-                self._weigh(gradient)
-            return found
+        def weighing(gradients: Callable[..., Any]) -> Callable[..., Any]:
+            def weighted() -> Any:
+                found = dense, experts = gradients()
+                for gradient in itertools.chain(dense, *experts.values()):
+                    self._weigh(gradient)
+                return found
 
-        engine._get_gradients_for_reduction = weighted
+            return weighted
+
+        patched.WHOLE_GRADIENTS.wrap(weighing, of=engine)
 
     def _weigh_partitioned(self, optimizer: Any) -> None:
         """With ZeRO: as a gradient goes into the bucket that is reduced."""
-        enter = optimizer.reduce_independent_p_g_buckets_and_remove_grads
         stage3 = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
 
-        @functools.wraps(enter)
-        def entered(parameter: Any, *args: Any) -> None:
-            gradient = parameter.grad if stage3 else optimizer.get_param_gradient_attribute(parameter)
-            if gradient is not None and getattr(parameter, "ds_grad_is_ready", True):
-                self._weigh(gradient)
-            enter(parameter, *args)
+        def weighing(enter: Callable[..., Any]) -> Callable[..., Any]:
+            def entered(parameter: Any, *args: Any) -> None:
+                gradient = parameter.grad if stage3 else optimizer.get_param_gradient_attribute(parameter)
+                if gradient is not None and getattr(parameter, "ds_grad_is_ready", True):
+                    self._weigh(gradient)
+                enter(parameter, *args)
 
-        optimizer.reduce_independent_p_g_buckets_and_remove_grads = entered
+            return entered
+
+        patched.BUCKETED_GRADIENTS[stage3].wrap(weighing, of=optimizer)
 
     def _weigh(self, gradient: Any) -> None:
         membership = self._session.membership
@@ -85,30 +83,21 @@ class Exchange:
             gradient.mul_(membership.groups / len(contributing))
 
     def _over_those_present(self, average: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(average)
         def averaged(*args: Any, **kwargs: Any) -> Any:
-            engine, everybody = self._engine, self._engine.dp_world_size
             there = self._session.membership.taking_part(self._session.version + 1)
-            engine.dp_world_size = len(there)
-            try:
+            with replaced(self._engine, {"dp_world_size": len(there)}):
                 return average(*args, **kwargs)
-            finally:
-                engine.dp_world_size = everybody
 
         return averaged
 
     def _by_whole_norm(self, clip: Callable[..., Any]) -> Callable[..., Any]:
         """DeepSpeed averages the norm over the data-parallel ranks once more, all of which have the same."""
 
-        @functools.wraps(clip)
         def clipped(*args: Any, **kwargs: Any) -> Any:
-            membership, comm = self._session.membership, utils.dist
+            membership, comm = self._session.membership, patched.NORM_COMM.original()
             there = membership.taking_part(self._session.version + 1)
-            utils.dist = _Comm(comm, membership.groups / len(there))
-            try:
+            with patched.NORM_COMM.replaced(_Comm(comm, membership.groups / len(there))):
                 return clip(*args, **kwargs)
-            finally:
-                utils.dist = comm
 
         return clipped
 

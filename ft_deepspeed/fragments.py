@@ -6,18 +6,13 @@ have them: an adopter gives, and sets, those of the partitions it holds as well.
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ft_deepspeed.alone import Alone, Together, replaced
+from ft_core.patching import replaced
+from ft_deepspeed import patched
+from ft_deepspeed.alone import Alone, Together
 
-# `deepspeed.utils` has a class of the same name.
-tensor_fragment = importlib.import_module("deepspeed.utils.tensor_fragment")
-
-_GETTING = ("get_full_hp_param", "get_full_hp_grad")
-_SETTING = ("set_full_hp_param", "set_full_hp_grad")
 _LINKS = ("_hp_mapping", "_index_in_param_group")
 """What DeepSpeed keeps with a parameter of the fragment that is in the rank's partition."""
 
@@ -35,34 +30,32 @@ def share(parameter: Any, group: Any, others: Sequence[Callable[[], tuple[int, L
     `group`: the data-parallel peers. `others`: for each partition its rank among those and, anew each time,
     the parameter's links in it. DeepSpeed's own methods are back when it links its parameters again.
     """
-    for name in _GETTING:
-        setattr(parameter, name, _gathering(parameter, getattr(parameter, name), group, others))
-    for name in _SETTING:
-        setattr(parameter, name, _setting(parameter, getattr(parameter, name), others))
+    for patch in patched.FRAGMENT_GETTERS:
+        patch.wrap(lambda get: _gathering(parameter, get, group, others), of=parameter)
+    for patch in patched.FRAGMENT_SETTERS:
+        patch.wrap(lambda put: _setting(parameter, put, others), of=parameter)
 
 
 def _gathering(parameter: Any, get: Callable[..., Any], group: Any, others: Any) -> Callable[..., Any]:
-    @functools.wraps(get)
     def gathered(*args: Any, **kwargs: Any) -> Any:
         parts = []
         for other in others:
             rank, found = other()
             alone = Alone(group, rank)
-            with replaced(parameter, **found), replaced(tensor_fragment, dist=alone):
+            with replaced(parameter, dict(found)), patched.FRAGMENT_COMM.replaced(alone):
                 get(*args, **kwargs)
             parts.append(alone.given)
-        with replaced(tensor_fragment, dist=Together(group, parts)):
+        with patched.FRAGMENT_COMM.replaced(Together(group, parts)):
             return get(*args, **kwargs)
 
     return gathered
 
 
 def _setting(parameter: Any, put: Callable[..., None], others: Any) -> Callable[..., None]:
-    @functools.wraps(put)
     def set_everywhere(*args: Any, **kwargs: Any) -> None:
         for other in others:
             _, found = other()
-            with replaced(parameter, **found):
+            with replaced(parameter, dict(found)):
                 put(*args, **kwargs)
         put(*args, **kwargs)
 

@@ -6,10 +6,10 @@ What it prints was printed before, and what it saves, too; and it would save a l
 from __future__ import annotations
 
 import os
-import sys
-from typing import Any, TextIO
+from contextlib import ExitStack, redirect_stdout
+from typing import Any
 
-import torch
+from ft_deepspeed import patched
 
 
 class Ghost:
@@ -20,13 +20,11 @@ class Ghost:
         """The version whose state is loaded: when the script has come there, it goes live."""
         self.envelope: Any = None
         """Counters, random states and schedules of that version."""
-        self._stdout: TextIO = sys.stdout
-        self._save = torch.save
-        self._nowhere = open(os.devnull, "w")  # noqa: SIM115 - closed in `close`
-        sys.stdout = self._nowhere
-        torch.save = lambda *args, **kwargs: None
+        self._undo = ExitStack()
+        nowhere = open(os.devnull, "w")  # noqa: SIM115 - closed in `close`
+        self._undo.enter_context(redirect_stdout(self._undo.enter_context(nowhere)))
+        self._undo.enter_context(patched.SAVE.replaced(lambda *args, **kwargs: None))
 
     def close(self) -> None:
         """It is there."""
-        sys.stdout, torch.save = self._stdout, self._save
-        self._nowhere.close()
+        self._undo.close()

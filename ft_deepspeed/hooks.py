@@ -7,7 +7,6 @@ enabled `fault_tolerance` section comes along.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import inspect
 import sys
@@ -16,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from ft_core.import_hook import after_import
+from ft_deepspeed import patched
 
 
 def install() -> None:
@@ -40,9 +40,8 @@ def preload() -> None:
 
 
 def _patch(module: ModuleType) -> None:
-    module.initialize = _protected(module.initialize)  # type: ignore[attr-defined]
-    comm: Any = importlib.import_module("deepspeed.comm.torch")
-    comm.build_shm_op = _not_under_ftrun(comm.build_shm_op)
+    patched.INITIALIZE.wrap(_protected, of=module)
+    patched.BUILD_SHM_OP.wrap(_not_under_ftrun)
 
 
 def _not_under_ftrun(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,7 +51,6 @@ def _not_under_ftrun(build: Callable[..., Any]) -> Callable[..., Any]:
     behind that hangs whoever starts next. DeepSpeed uses the process group in its absence.
     """
 
-    @functools.wraps(build)
     def build_unless_protected() -> Any:
         from ft_core.worker import session
 
@@ -67,20 +65,16 @@ def _unannounced() -> Iterator[None]:
 
     A newcomer's peers have done so; or they come back with it, and are connected when they take part.
     """
-    p2p: Any = importlib.import_module("deepspeed.runtime.pipe.p2p")
-    functions = p2p.send, p2p.recv
-    p2p.send = p2p.recv = lambda *args, **kwargs: None
-    try:
+    with contextlib.ExitStack() as undo:
+        for patch in patched.CONNECT_STAGES:
+            undo.enter_context(patch.replaced(lambda *args, **kwargs: None))
         yield
-    finally:
-        p2p.send, p2p.recv = functions
 
 
 def _protected(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
     protected = False
 
-    @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
         from ft_core.errors import ConfigError
         from ft_core.worker import session

@@ -6,10 +6,12 @@ computes nothing for the steps that are done, so its generator is not where its 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import dataloader
+
+from ft_deepspeed import patched
 
 KEPT = 4
 """Iterators whose states are kept: the one that training draws from, and evaluation's, with room."""
@@ -22,23 +24,23 @@ class Loaders:
         self._begun = 0
         self._states: dict[int, torch.Tensor] = {}
         self._noted: dict[int, torch.Tensor] = {}
-        base: Any = dataloader._BaseDataLoaderIter
-        original = base.__init__
+        patched.BEGIN_DATA.wrap(self._beginning)
+        patched.BEGIN_DATA_AGAIN.wrap(self._beginning_again)
 
+    def _beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def begin(iterator: Any, *args: Any, **kwargs: Any) -> None:
             self._begin()
             original(iterator, *args, **kwargs)
 
-        base.__init__ = begin
-        with_processes: Any = dataloader._MultiProcessingDataLoaderIter
-        reset = with_processes._reset
+        return begin
 
+    def _beginning_again(self, reset: Callable[..., Any]) -> Callable[..., Any]:
         def begin_again(iterator: Any, loader: Any, first_iter: bool = False) -> None:
             if not first_iter:  # its processes are kept (`persistent_workers`), and begin their data anew
                 self._begin()
             reset(iterator, loader, first_iter)
 
-        with_processes._reset = begin_again
+        return begin_again
 
     def _begin(self) -> None:
         if (noted := self._noted.get(self._begun)) is not None:

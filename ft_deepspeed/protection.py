@@ -9,7 +9,6 @@ On a newcomer, whose script runs from its top, calls of steps that are done are 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 import sys
@@ -24,8 +23,9 @@ from torch.utils import _pytree as pytree
 from ft_core.adapter import Redundancy, ReplicaGroup, State, StateTensor
 from ft_core.errors import ConfigError, EpochChanged
 from ft_core.kept import Kept
+from ft_core.patching import replaced
 from ft_core.worker.session import Session
-from ft_deepspeed import boundary, checkpoints
+from ft_deepspeed import boundary, checkpoints, patched
 from ft_deepspeed.calls import Backward, Batch, Call, Direct, Forward, Save, Step
 from ft_deepspeed.context import Context
 from ft_deepspeed.dealing import POLICY, Dealing
@@ -48,8 +48,7 @@ _POINTS = {
 }
 """Kind of call -> where a failure may be injected when it begins."""
 
-_SAVES = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
-
+Method = Callable[..., Any]
 
 _NEAR = 8
 """Steps that a newcomer's script passes with others waiting, rather than ask once more how far they are."""
@@ -106,39 +105,18 @@ class Protection:
             self._elastic(state.replica_group, state.ring)
         elif shrink:
             log.warning("%s: %s, so the job waits when one is lost", POLICY, state.objection)
-        resumption = Resumption(engine, session)
-        self._guard("forward", Forward)
-        self._guard("backward", self._backward)
-        self._guard_direct_backward()
-        self._guard("step", Step)
-        for name in ("train_batch", "eval_batch"):
-            if hasattr(engine, name):
-                self._guard(name, Batch)
-        for name in _SAVES:
-            if hasattr(engine, name):
-                self._guard(name, Save)
-        if (trainer := sys.modules.get("transformers.trainer")) is not None:
-            for name in ("_save_checkpoint", "save_model"):
-                self._guard_save(trainer.Trainer, name)
-        load = engine.load_checkpoint
-
-        def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            if self._begun:
-                raise ConfigError(
-                    "engine.load_checkpoint after the first step changes state of which copies are kept; "
-                    "load before training, or set fault_tolerance.enabled to false"
-                )
-            # A newcomer may find a checkpoint that was not there when its peers began. Its script goes on
-            # from that step and is answered from there; the state itself comes from memory.
-            with session.comms.startup.section("load", muted=session.joining):
-                path, client_state = load(*args, **kwargs)
-            resumption.loaded(load, *args, **kwargs)
-            deal = client_state.pop(checkpoints.KEY, None) if client_state else None
-            if self.dealing is not None and path is not None:
-                self.dealing.resume(engine.global_steps, deal)
-            return path, client_state
-
-        engine.load_checkpoint = load_checkpoint
+        self._resumption = Resumption(engine, session)
+        for patch, make in zip(patched.CALLS, (Forward, self._backward, Step), strict=True):
+            patch.wrap(self._guard(make), of=engine)
+        for patch in patched.BATCHES:
+            patch.wrap(self._guard(Batch), of=engine)
+        for patch in patched.SAVES:
+            patch.wrap(self._guard(Save), of=engine)
+        patched.BACKWARD.wrap(self._guard_direct_backward)
+        if "transformers.trainer" in sys.modules:
+            for patch in patched.TRAINER_SAVES:
+                patch.wrap(self._guard_save)
+        patched.LOAD.wrap(self._guard_load, of=engine)
         session.point("startup")
 
     def _elastic(self, group: ReplicaGroup, ring: tuple[int, ...]) -> None:
@@ -157,32 +135,51 @@ class Protection:
 
     # -- the script's calls --------------------------------------------------------------------
 
-    def _guard(self, name: str, make: Callable[..., Call]) -> None:
-        method = getattr(self._engine, name)
+    def _guard(self, make: Callable[..., Call]) -> Callable[[Method], Method]:
+        def guarding(method: Method) -> Method:
+            def guarded(*args: Any, **kwargs: Any) -> Any:
+                if self._busy:  # the engine calls itself
+                    return method(*args, **kwargs)
+                self._begin()
+                return self._call(make(self._engine, method, args, kwargs))
 
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            if self._busy:  # the engine calls itself
-                return method(*args, **kwargs)
-            self._begin()
-            return self._call(make(self._engine, method, args, kwargs))
+            return guarded
 
-        guarded.__name__, guarded.__doc__ = name, method.__doc__
-        setattr(self._engine, name, guarded)
+        return guarding
 
-    def _guard_save(self, owner: Any, name: str) -> None:
+    def _guard_load(self, load: Method) -> Method:
+        engine, session = self._engine, self._session
+
+        def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            if self._begun:
+                raise ConfigError(
+                    "engine.load_checkpoint after the first step changes state of which copies are kept; "
+                    "load before training, or set fault_tolerance.enabled to false"
+                )
+            # A newcomer may find a checkpoint that was not there when its peers began. Its script goes on
+            # from that step and is answered from there; the state itself comes from memory.
+            with session.comms.startup.section("load", muted=session.joining):
+                path, client_state = load(*args, **kwargs)
+            self._resumption.loaded(load, *args, **kwargs)
+            deal = client_state.pop(checkpoints.KEY, None) if client_state else None
+            if self.dealing is not None and path is not None:
+                self.dealing.resume(engine.global_steps, deal)
+            return path, client_state
+
+        return load_checkpoint
+
+    def _guard_save(self, method: Method) -> Method:
         """Of a class that trains with this engine."""
-        method = getattr(owner, name)
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if self._busy or not self._begun:
                 return method(*args, **kwargs)
             return self._call(Save(self._engine, method, args, kwargs))
 
-        setattr(owner, name, functools.wraps(method)(guarded))
+        return guarded
 
-    def _guard_direct_backward(self) -> None:
+    def _guard_direct_backward(self, backward: Method) -> Method:
         """`loss.backward()` ends at the leaves that the script was given, and goes on from here."""
-        backward = torch.autograd.backward
 
         def guarded(
             tensors: Any,
@@ -204,7 +201,7 @@ class Protection:
                     self._forwards = [f for f in self._forwards if f not in reached]
                 self._call(call)
 
-        torch.autograd.backward = functools.wraps(backward)(guarded)
+        return guarded
 
     def _backward(self, engine: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backward:
         call = Backward(engine, method, args, kwargs, self._forwards)
@@ -566,10 +563,5 @@ class _Adopted:
 @contextlib.contextmanager
 def _quiet(engine: Any) -> Iterator[None]:
     """DeepSpeed's own log of a step that is done again was written the first time."""
-    enabled = engine.monitor.enabled
-    engine.monitor.enabled, engine._report_progress = False, lambda step: None
-    try:
+    with replaced(engine.monitor, {"enabled": False}), patched.REPORT.replaced(lambda step: None, of=engine):
         yield
-    finally:
-        engine.monitor.enabled = enabled
-        del engine._report_progress

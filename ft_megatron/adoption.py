@@ -7,23 +7,20 @@ as the rank that is away would have made it, and those of this rank take it alon
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from ft_core.adapter import StateTensor
+from ft_megatron import patched
 
 if TYPE_CHECKING:
     from ft_megatron.state import MegatronAdapter
-
-_DONE_FOR_ALL = ("_copy_model_grads_to_main_grads", "_copy_main_params_to_model_params", "zero_grad")
-_LISTED_FOR_ALL = ("get_parameters", "_collect_main_grad_data_for_unscaling")
-"""What gradients are unscaled and clipped by: norm, overflow and clipping see all shards that are here."""
 
 _PARAMETERS = "_ft_parameters"
 
@@ -33,17 +30,16 @@ def remember_parameters() -> None:
 
     They forget those that have no part in their own shard.
     """
-    made = DistributedOptimizer.__init__
-    if hasattr(made, "__wrapped__"):
-        return
 
-    @functools.wraps(made)
-    def init(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        groups = [list(group["params"]) for group in optimizer.param_groups] if optimizer is not None else []
-        made(self, optimizer, *args, **kwargs)
-        setattr(self, _PARAMETERS, groups)
+    def remembering(made: Callable[..., None]) -> Callable[..., None]:
+        def init(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            groups = [list(g["params"]) for g in optimizer.param_groups] if optimizer is not None else []
+            made(self, optimizer, *args, **kwargs)
+            setattr(self, _PARAMETERS, groups)
 
-    DistributedOptimizer.__init__ = init
+        return init
+
+    patched.MADE.wrap(remembering, once=True)
 
 
 def can_adopt(optimizers: Sequence[Any]) -> bool:
@@ -108,10 +104,7 @@ class Shards:
         return [shard.optimizers[index] for shard in self._of.values()]
 
     def _take_along(self, index: int, optimizer: Any) -> None:
-        def for_all(name: str) -> Any:
-            own = getattr(optimizer, name)
-
-            @functools.wraps(own)
+        def for_all(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
             def done(*args: Any, **kwargs: Any) -> Any:
                 result = own(*args, **kwargs)
                 for sibling in self._of_optimizer(index):
@@ -120,34 +113,32 @@ class Shards:
 
             return done
 
-        def of_all(name: str) -> Any:
-            own = getattr(optimizer, name)
-
-            @functools.wraps(own)
+        def of_all(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
             def listed() -> list[Any]:
                 return sum((getattr(s, name)() for s in self._of_optimizer(index)), start=own())
 
             return listed
 
-        for name in _DONE_FOR_ALL:
-            setattr(optimizer, name, for_all(name))
-        for name in _LISTED_FOR_ALL:
-            setattr(optimizer, name, of_all(name))
+        for patch in patched.DONE_FOR_ALL:
+            patch.wrap(partial(for_all, patch.name), of=optimizer)
+        for patch in patched.LISTED_FOR_ALL:
+            patch.wrap(partial(of_all, patch.name), of=optimizer)
         inner = optimizer.optimizer
-        step = inner.step
 
-        @functools.wraps(step)
-        def stepped(*args: Any, **kwargs: Any) -> Any:
-            siblings = [sibling.optimizer for sibling in self._of_optimizer(index)]
-            for sibling in siblings:
-                for group, own in zip(sibling.param_groups, inner.param_groups, strict=True):
-                    group.update({key: value for key, value in own.items() if key != "params"})
-            result = step(*args, **kwargs)
-            for sibling in siblings:
-                sibling.step(*args, **kwargs)
-            return result
+        def with_siblings(step: Callable[..., Any]) -> Callable[..., Any]:
+            def stepped(*args: Any, **kwargs: Any) -> Any:
+                siblings = [sibling.optimizer for sibling in self._of_optimizer(index)]
+                for sibling in siblings:
+                    for group, own in zip(sibling.param_groups, inner.param_groups, strict=True):
+                        group.update({key: value for key, value in own.items() if key != "params"})
+                result = step(*args, **kwargs)
+                for sibling in siblings:
+                    sibling.step(*args, **kwargs)
+                return result
 
-        inner.step = stepped
+            return stepped
+
+        patched.INNER_STEP.wrap(with_siblings, of=inner)
 
 
 def _sibling(optimizer: Any) -> Any:

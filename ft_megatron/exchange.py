@@ -7,9 +7,11 @@ has not been dealt any takes part with a zero gradient, which brings it to the s
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ft_core.worker.session import Session
+from ft_megatron import patched
 
 
 class Exchange:
@@ -24,10 +26,10 @@ class Exchange:
         for chunk in model:
             for bucket_group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
                 factors = [bucket.gradient_scaling_factor for bucket in bucket_group.buckets]
-                sync = self._scaled(bucket_group, bucket_group.start_grad_sync, factors)
-                bucket_group.start_grad_sync = sync
+                scaled = partial(self._scaled, bucket_group=bucket_group, factors=factors)
+                patched.GRADIENTS.wrap(scaled, of=bucket_group)
 
-    def _scaled(self, bucket_group: Any, start: Callable[..., Any], factors: list[float]) -> Any:
+    def _scaled(self, start: Callable[..., Any], *, bucket_group: Any, factors: list[float]) -> Any:
         def start_grad_sync(*args: Any, **kwargs: Any) -> Any:
             session = self._session
             contributors = session.contributing

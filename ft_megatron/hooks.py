@@ -6,7 +6,6 @@ runs, and do nothing until its arguments say `--ft`.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from ft_core.import_hook import after_import
-from ft_megatron import versions
+from ft_megatron import patched, versions
 
 CPU_SHADOW_ENV = "FT_CPU_SHADOW"
 """Set to 1, an unmodified script runs on a machine without a GPU (tests, demonstrations)."""
@@ -47,13 +46,10 @@ def _version() -> str:
 def _patch_arguments(module: ModuleType) -> None:
     from ft_megatron import arguments
 
-    original: Callable[..., Any] = module.add_megatron_arguments
+    def adding(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda parser: arguments.add_to(original(parser))
 
-    @functools.wraps(original)
-    def add_megatron_arguments(parser: Any) -> Any:
-        return arguments.add_to(original(parser))
-
-    module.add_megatron_arguments = add_megatron_arguments  # type: ignore[attr-defined]
+    patched.ADD_ARGUMENTS.wrap(adding, of=module)
 
 
 def _patch_global_vars(module: ModuleType) -> None:
@@ -62,14 +58,15 @@ def _patch_global_vars(module: ModuleType) -> None:
     It is the one place that every version passes and that nobody holds by another name; where `validate_args`
     is called differs, and modules that a fork server has preloaded hold it from before.
     """
-    original: Callable[[Any], None] = module.set_args
 
-    @functools.wraps(original)
-    def set_args(args: Any) -> None:
-        _configure(args)
-        original(args)
+    def configuring(original: Callable[..., None]) -> Callable[..., None]:
+        def set_args(args: Any) -> None:
+            _configure(args)
+            original(args)
 
-    module.set_args = set_args  # type: ignore[attr-defined]
+        return set_args
+
+    patched.SET_ARGS.wrap(configuring, of=module)
 
 
 def _configure(args: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from ft_core.elastic.rules import intervened
 from ft_core.worker.session import Session
+from ft_megatron import patched
 
 log = logging.getLogger(__name__)
 Finalize = Callable[..., Any]
@@ -30,7 +32,6 @@ def hook_optimizer(
     the function with the wait before it, or the function itself where the wait stands elsewhere.
     """
     spans_all = sharded and model[0].ddp_config.num_distributed_optimizer_instances == 1
-    step, step_with_ready_grads = optimizer.step, optimizer.step_with_ready_grads
     has_norm = hasattr(optimizer, "chained_optimizers") or optimizer.config.clip_grad > 0
     overlapped = model[0].ddp_config.overlap_grad_reduce
     extra = not has_norm or (not spans_all and overlapped)
@@ -39,24 +40,30 @@ def hook_optimizer(
             "this configuration has no reduction that all ranks take part in: one of one element is added"
         )
 
-    def protected_step(*args: Any, **kwargs: Any) -> Any:
-        session.point("gradients")
-        if spans_all or extra:
-            session.commit_wait()
-        if extra:
-            dist.all_reduce(torch.zeros(1, device=torch.cuda.current_device()))
-        return step(*args, **kwargs)
+    def protected(step: Callable[..., Any]) -> Callable[..., Any]:
+        def protected_step(*args: Any, **kwargs: Any) -> Any:
+            session.point("gradients")
+            if spans_all or extra:
+                session.commit_wait()
+            if extra:
+                dist.all_reduce(torch.zeros(1, device=torch.cuda.current_device()))
+            return step(*args, **kwargs)
 
-    def tagged_step_with_ready_grads(*args: Any, **kwargs: Any) -> Any:
-        session.optimizer_begins()
-        with intervened(optimizer.param_groups, session.lr_factor):
-            return step_with_ready_grads(*args, **kwargs)
+        return protected_step
 
-    optimizer.step = protected_step
-    optimizer.step_with_ready_grads = tagged_step_with_ready_grads
+    def tagged(step_with_ready_grads: Callable[..., Any]) -> Callable[..., Any]:
+        def tagged_step_with_ready_grads(*args: Any, **kwargs: Any) -> Any:
+            session.optimizer_begins()
+            with intervened(optimizer.param_groups, session.lr_factor):
+                return step_with_ready_grads(*args, **kwargs)
+
+        return tagged_step_with_ready_grads
+
+    patched.STEP.wrap(protected, of=optimizer)
+    patched.STEP_WITH_READY_GRADS.wrap(tagged, of=optimizer)
     for chunk in model if session.injecting else ():
         for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
-            group.start_param_sync = _with_point(group.start_param_sync, session)
+            patched.GATHER.wrap(partial(_with_point, session=session), of=group)
 
     def protected_finalize(finalize: Finalize) -> Finalize:
         if spans_all or extra:

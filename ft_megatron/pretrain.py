@@ -23,7 +23,7 @@ from ft_core.elastic.rules import Membership
 from ft_core.protocol.groups import GroupId
 from ft_core.worker import session
 from ft_core.worker.session import Session
-from ft_megatron import moe_metrics, replica_groups, saves
+from ft_megatron import moe_metrics, patched, replica_groups, saves
 from ft_megatron.data import Loaders
 from ft_megatron.optimizer_hooks import hook_optimizer
 from ft_megatron.progress_log import ProgressLog
@@ -43,26 +43,14 @@ _SYNC_FUNCTIONS = ("no_sync_func", "grad_sync_func", "param_sync_func")
 def install(training: ModuleType) -> None:
     """Patch `megatron.training.training`. Its functions do as they did until arguments say `--ft`."""
     hooks = Hooks(training)
-    for name in (
-        "load_checkpoint",
-        "train",
-        "train_step",
-        "training_log",
-        "evaluate_and_print_results",
-        "save_checkpoint_and_time",
-        "save_checkpoint",
-        "write_args_to_tensorboard",
-    ):
-        original = getattr(training, name)
-        hook = functools.partial(getattr(hooks, name), original)
-        setattr(training, name, functools.wraps(original)(hook))
-    training.build_pretraining_data_loader = hooks.loaders.wrap(  # type: ignore[attr-defined]
-        training.build_pretraining_data_loader, hooks.enabled, replica_groups.dealt
+    for patch in patched.LOOP:
+        patch.wrap(functools.partial(functools.partial, getattr(hooks, patch.name)), of=training)
+    patched.LOADERS.wrap(
+        lambda build: hooks.loaders.wrap(build, hooks.enabled, replica_groups.dealt), of=training
     )
-    finalize = training.finalize_model_grads
     # The loop takes it by this name, after the hooks that depend on the optimizer are known.
-    training.finalize_model_grads = functools.wraps(finalize)(  # type: ignore[attr-defined]
-        lambda *args, **kwargs: hooks.finalize(finalize)(*args, **kwargs)
+    patched.FINALIZE.wrap(
+        lambda finalize: lambda *args, **kwargs: hooks.finalize(finalize)(*args, **kwargs), of=training
     )
 
 

@@ -16,6 +16,8 @@ from hashlib import sha256
 from types import ModuleType
 from typing import Any
 
+from ft_megatron import patched
+
 
 class ProgressLog:
     """What `megatron.training.training` prints on the last rank, and writes to tensorboard."""
@@ -33,27 +35,29 @@ class ProgressLog:
         self._written: set[tuple[str, int]] = set()
         self._key = self._last = ""
         self._muted = False
-        original = training.print_rank_last
-        vars(sys.modules[original.__module__])["is_last_rank"] = is_last
+        get_tensorboard_writer = training.get_tensorboard_writer
 
-        def print_rank_last(message: str) -> None:
-            if self._muted or not is_last():
-                return
-            if self._key and self._key in message:
-                if (writer := get_tensorboard_writer()) is not None:
-                    writer.flush()  # a successor that finds the line relies on its values
-                self._printed.add(self._key)
-            original(message)
+        def printing(original: Callable[[str], None]) -> Callable[[str], None]:
+            def print_rank_last(message: str) -> None:
+                if self._muted or not is_last():
+                    return
+                if self._key and self._key in message:
+                    if (writer := get_tensorboard_writer()) is not None:
+                        writer.flush()  # a successor that finds the line relies on its values
+                    self._printed.add(self._key)
+                original(message)
+
+            return print_rank_last
 
         def muted(get: Any) -> Any:
             return lambda: None if self._muted else get()
 
-        get_tensorboard_writer = training.get_tensorboard_writer
         if (writer := get_tensorboard_writer()) is not None:
-            writer.add_scalar = self._once_each(writer.add_scalar)
-        training.print_rank_last = print_rank_last  # type: ignore[attr-defined]
-        training.get_tensorboard_writer = muted(get_tensorboard_writer)  # type: ignore[attr-defined]
-        training.get_wandb_writer = muted(training.get_wandb_writer)  # type: ignore[attr-defined]
+            patched.ADD_SCALAR.wrap(self._once_each, of=writer)
+        patched.IS_LAST.replace(is_last, of=sys.modules[training.print_rank_last.__module__])
+        patched.PRINT.wrap(printing, of=training)
+        for patch in patched.WRITERS:
+            patch.wrap(muted, of=training)
 
     def undo(self, iteration: int) -> None:
         """What comes after `iteration` is not done again as it was: lines that it has do not count."""

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from ft_core.elastic.rules import Deal
 from ft_core.worker import session
 from ft_core.worker.session import Session
+from ft_megatron import patched
 from ft_megatron.data import Loaders
 from ft_megatron.deal import Dealer
 from ft_megatron.exchange import Exchange
@@ -44,7 +45,7 @@ class ReplicaGroups:
             loader.dealer = Dealer(self._session, group, deal, self._adapter.member)
             self._adapter.deal(loader.dealer)
         if scheduler is not None and self._training.get_args().train_samples:
-            scheduler.step = self._by_samples(scheduler.step)
+            patched.SCHEDULE.wrap(self._by_samples, of=scheduler)
 
     @property
     def all_are_there(self) -> bool:

@@ -6,13 +6,14 @@ matter. An entry is for one that does.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+
+from ft_megatron import patched
 
 log = logging.getLogger(__name__)
 
@@ -99,17 +100,17 @@ def _minor(version: str) -> str:
 
 
 def _escape_percent(arguments: ModuleType) -> None:
-    original: Callable[..., Any] = arguments.add_megatron_arguments
+    def escaping(original: Callable[..., Any]) -> Callable[..., Any]:
+        def add_megatron_arguments(parser: Any) -> Any:
+            parser = original(parser)
+            for action in parser._actions:
+                if action.help and "10%)" in action.help:
+                    action.help = action.help.replace("10%)", "10%%)")
+            return parser
 
-    @functools.wraps(original)
-    def add_megatron_arguments(parser: Any) -> Any:
-        parser = original(parser)
-        for action in parser._actions:
-            if action.help and "10%)" in action.help:
-                action.help = action.help.replace("10%)", "10%%)")
-        return parser
+        return add_megatron_arguments
 
-    arguments.add_megatron_arguments = add_megatron_arguments  # type: ignore[attr-defined]
+    patched.HELP.wrap(escaping, of=arguments)
 
 
 ENTRIES = (

@@ -8,6 +8,7 @@ from typing import Any
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ft_core import patched
 from ft_core.comm.collectives import FtProcessGroup
 from ft_core.comm.process_group import Communicators
 from ft_core.errors import ConfigError
@@ -23,7 +24,7 @@ def install(comms: Communicators) -> None:
     `get_backend` still returns what was asked for, because frameworks branch on "gloo" and "nccl". Once per
     process.
     """
-    original: Any = c10d._new_process_group_helper
+    original = patched.NEW_GROUP.original()
     asked_for = ""
 
     def creator(options: Any, backend_options: Any) -> FtProcessGroup:
@@ -54,10 +55,9 @@ def install(comms: Communicators) -> None:
         return group, prefix
 
     c10d.Backend.register_backend(NAME, creator, extended_api=True, devices=["cpu", "cuda"])
-    module: Any = c10d
-    module.rendezvous = rendezvous
-    module._new_process_group_helper = helper
-    module._store_based_barrier = lambda *args, **kwargs: None  # the store has one client
+    patched.RENDEZVOUS.replace(rendezvous)
+    patched.NEW_GROUP.replace(helper)
+    patched.BARRIER.replace(lambda *args, **kwargs: None)
 
 
 def _check_place(comms: Communicators, rank: int, world_size: int) -> None:

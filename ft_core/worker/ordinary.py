@@ -16,12 +16,14 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing import forkserver, process, resource_tracker
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+
+from ft_core import patched
 
 _Main = type(process.current_process())
 """Of the process that first imports this module, which nobody has started by `multiprocessing`."""
@@ -55,21 +57,24 @@ def warn_once(predecessors: Iterable[Path]) -> None:
     `predecessors`: their log directories.
     """
     said = "".join(_start_of(directory / "stderr.log") for directory in predecessors)
-    original = warnings.showwarning
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        if file is not None or warnings.formatwarning(message, category, filename, lineno, line) not in said:
-            original(message, category, filename, lineno, file, line)
+    def showing(original: Callable[..., None]) -> Callable[..., None]:
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            shown = warnings.formatwarning(message, category, filename, lineno, line)
+            if file is not None or shown not in said:
+                original(message, category, filename, lineno, file, line)
+
+        return show
 
     if said:
-        warnings.showwarning = show
+        patched.SHOW_WARNING.wrap(showing)
 
 
 def _start_of(log: Path) -> str:

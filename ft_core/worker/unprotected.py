@@ -6,13 +6,12 @@ model in it has no step that could be done again, and is told so once.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
-
+from ft_core import patched
 from ft_core.import_hook import after_import
 from ft_core.worker.session import Session
 
@@ -20,8 +19,7 @@ from ft_core.worker.session import Session
 def install(session: Session) -> None:
     """Have the session know when a model is wrapped. Once per process."""
 
-    def told(wrap: Callable[..., Any], name: str) -> Callable[..., Any]:
-        @functools.wraps(wrap)
+    def noticing(name: str, wrap: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if not session.protecting:
                 session.unprotected(f"a model is wrapped in torch's {name}, whose steps cannot be done again")
@@ -30,11 +28,8 @@ def install(session: Session) -> None:
         return wrapped
 
     def patch(fsdp: ModuleType) -> None:
-        module: Any = fsdp
-        kind = module.FullyShardedDataParallel
-        kind.__init__ = told(kind.__init__, kind.__name__)
-        module.fully_shard = told(module.fully_shard, "fully_shard")
+        patched.FSDP.wrap(partial(noticing, "FullyShardedDataParallel"))
+        patched.FULLY_SHARD.wrap(partial(noticing, "fully_shard"), of=fsdp)
 
-    ddp: Any = DistributedDataParallel
-    ddp.__init__ = told(ddp.__init__, ddp.__name__)
+    patched.DDP.wrap(partial(noticing, "DistributedDataParallel"))
     after_import("torch.distributed.fsdp", patch)

@@ -3,6 +3,7 @@
     ftctl doctor                                      this machine
     ftctl doctor ftrun --nnodes 4 ... train.py --ft   and this command line, before it is run
     ftctl doctor --job-dir DIR                        and a running job: what would the next failure find?
+    ftctl doctor --patches                            what of torch and the frameworks is replaced, and why
 
 Run it on every node, spares too, in the environment of the job (`srun`, `kubectl exec`): it sees one machine.
 """
@@ -11,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
+from ft_core import patching, plugins
 from ft_core.cli.doctor import job, machine, network, software
 from ft_core.cli.doctor.case import Case, Finding, Level, case
 
@@ -28,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         # Also before the word `doctor`, as with ftctl's other commands: what stands there must not be undone.
         parser.add_argument(flag, default=argparse.SUPPRESS, help="a job's, as above", **options)
     parser.add_argument("--json", action="store_true", help="the same, for programs")
+    parser.add_argument("--patches", action="store_true", help="list what is replaced in frameworks")
     parser.add_argument(
         "words", nargs=argparse.REMAINDER, metavar="command ...", help="the job's command line, or its script"
     )
@@ -39,8 +43,22 @@ def examine(case: Case) -> list[Finding]:
     return [finding for part in parts for check in part.CHECKS for finding in check(case)]
 
 
+def _list_patches(as_json: bool) -> int:
+    found = patching.declared(plugins.packages())
+    if as_json:
+        print(json.dumps([{"target": patch.target, "reason": patch.reason} for patch in found], indent=1))
+        return 0
+    for name, patches in itertools.groupby(found, key=patching.framework):
+        print(name)
+        for patch in patches:
+            print(f"  {patch.target}: {patch.reason}")
+    return 0
+
+
 def main(args: argparse.Namespace) -> int:
     """Print the findings. Returns 1 if any check failed."""
+    if args.patches:
+        return _list_patches(args.json)
     found = examine(case(args.job_dir, args.controller, args.words))
     failed = any(f.level is Level.FAIL for f in found)
     if args.json:

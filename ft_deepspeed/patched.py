@@ -1,0 +1,173 @@
+"""What of DeepSpeed, and of torch beneath it, is replaced while an engine is protected, and why."""
+
+from __future__ import annotations
+
+from ft_core.patching import declare, declare_each
+
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_PIPELINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
+_ZERO12 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+_ZERO3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+
+# -- start-up (hooks) ------------------------------------------------------------------------------
+
+INITIALIZE = declare("deepspeed:initialize", "an engine whose configuration asks for it is protected")
+BUILD_SHM_OP = declare(
+    "deepspeed.comm.torch:build_shm_op",
+    "on CPUs it compiles an all-reduce that goes by the process groups and cannot be repaired",
+)
+CONNECT_STAGES = declare_each(
+    "deepspeed.runtime.pipe.p2p:",
+    "send recv",
+    "a newcomer's pipeline neighbours do not answer the zero that connects stages",
+)
+
+# -- the script's calls (protection) ---------------------------------------------------------------
+
+CALLS = declare_each(_ENGINE, "forward backward step", "a call that a failure interrupts is made again")
+BATCHES = declare_each(
+    _PIPELINE, "train_batch eval_batch", "a call that a failure interrupts is made again", optional=True
+)
+SAVES = declare_each(
+    _ENGINE,
+    "save_checkpoint save_16bit_model save_fp16_model",
+    "a save that a failure interrupts is made again as a whole",
+    optional=True,
+)
+TRAINER_SAVES = declare_each(
+    "transformers.trainer:Trainer",
+    "_save_checkpoint save_model",
+    "a save that a failure interrupts is made again as a whole",
+)
+LOAD = declare(f"{_ENGINE}.load_checkpoint", "a newcomer's is muted, and none may follow the first step")
+BACKWARD = declare("torch.autograd:backward", "`loss.backward()` is made again from the engine's outputs on")
+REPORT = declare(f"{_ENGINE}._report_progress", "a step that is done again was logged the first time")
+SAVE = declare("torch:save", "what a newcomer's script saves on its way to its peers was saved before")
+BEGIN_DATA = declare(
+    "torch.utils.data.dataloader:_BaseDataLoaderIter.__init__",
+    "the random state that a loader draws its seed from is noted for a newcomer",
+)
+BEGIN_DATA_AGAIN = declare(
+    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._reset",
+    "the same for a loader that keeps its processes",
+)
+
+# -- the step (boundary) ---------------------------------------------------------------------------
+
+EXCHANGE_WHOLE = declare(
+    f"{_ENGINE}.buffered_allreduce_fallback", "the commit wait stands before an exchange of whole gradients"
+)
+STEP = declare("torch.optim:Optimizer.step", "the commit wait stands before ZeRO's reduction of the norm")
+INSTRUCTIONS = declare(
+    f"{_PIPELINE}._INSTRUCTION_MAP", "a failure may be injected in the backward pass of a pipeline"
+)
+
+# -- groups that are away (exchange, dealing, checkpoints) -------------------------------------------
+
+SLOWED_STEP = declare("torch.optim:Optimizer.step", "the learning rate goes by the groups that train")
+WHOLE_GRADIENTS = declare(
+    f"{_ENGINE}._get_gradients_for_reduction", "gradients are averaged over the groups that have trained"
+)
+BUCKETED_GRADIENTS = declare_each(
+    _ZERO12,
+    "reduce_independent_p_g_buckets_and_remove_grads",
+    "gradients are averaged over the groups that have trained",
+) + declare_each(
+    _ZERO3,
+    "reduce_independent_p_g_buckets_and_remove_grads",
+    "gradients are averaged over the groups that have trained",
+)
+AVERAGES = declare_each(
+    _PIPELINE,
+    "_aggregate_total_loss _reduce_outputs",
+    "a pipeline's mean loss is that of the groups that are there",
+    optional=True,
+)
+CLIP = declare(
+    f"{_ENGINE}.clip_fp32_gradients", "the norm is averaged over the groups that are there", optional=True
+)
+NORM_COMM = declare("deepspeed.runtime.utils:dist", "the norm is averaged over the groups that are there")
+DRAW = declare("torch.utils.data:BatchSampler.__iter__", "samples are dealt to the groups that are there")
+DRAW_AHEAD = declare(
+    "torch.utils.data:DataLoader.__iter__",
+    "no other process reads samples before it is known which groups will be there",
+)
+WHOLE_SAVES = declare_each(
+    _ENGINE, "save_checkpoint save_16bit_model", "a checkpoint says which samples wait, and another writes it"
+)
+SAVING_COMM = declare("deepspeed.runtime.engine:dist", "who is there writes what an absent peer would")
+
+# -- shards that are adopted (adoption, adoption3, fragments) ---------------------------------------------
+
+ADOPTED_FILES = declare(f"{_ENGINE}._save_zero_checkpoint", "checkpoints get the files of adopted partitions")
+ADOPTING_OPTIMIZER = declare(
+    f"{_ZERO12}.__class__", "what a rank does for its own partition is done for adopted ones"
+)
+PARTITION_COMM = declare(
+    "deepspeed.runtime.zero.stage_1_and_2:dist", "reductions count what adopted partitions give"
+)
+PARTITION_GATHER = declare(
+    "deepspeed.runtime.zero.stage_1_and_2:all_gather_dp_groups", "a partition that is adopted gathers nothing"
+)
+FRAGMENT_COMM = declare(
+    "deepspeed.utils.tensor_fragment:dist", "optimizer state by parameter is gathered from adopted partitions"
+)
+FRAGMENT_GETTERS = declare_each(
+    "torch.nn:Parameter",
+    "get_full_hp_param get_full_hp_grad",
+    "optimizer state by parameter is gathered from adopted partitions",
+    made_later=True,
+)
+FRAGMENT_SETTERS = declare_each(
+    "torch.nn:Parameter",
+    "set_full_hp_param set_full_hp_grad",
+    "optimizer state by parameter is set in adopted partitions",
+    made_later=True,
+)
+FOR_EACH_ROLE = declare_each(
+    _ZERO3,
+    "independent_gradient_partition_epilogue _prepare_sub_group unscale_and_clip_grads _optimizer_step "
+    "_reassign_or_swap_out_partitioned_parameters _release_sub_group set_fp32_grad_for_param "
+    "set_full_hp_param",
+    "what a rank does for its own slices is done for adopted ones",
+)
+OVER_ALL_ROLES = declare_each(
+    _ZERO3,
+    "_get_norm_groups has_overflow get_fp32_grad_for_param get_full_hp_param",
+    "reductions count what adopted slices give",
+)
+FILES_OF_EACH_ROLE = declare_each(
+    _ENGINE, "_save_checkpoint _save_zero_checkpoint", "checkpoints get the files of adopted slices"
+)
+PARTITION_GRADIENTS = declare(f"{_ZERO3}.partition_grads", "gradients of adopted slices are kept, too")
+VECTORIZED_UPDATE = declare(
+    f"{_ZERO3}.update_fp32_grad_for_param_vectorized", "it does not see adopted slices, and is refused"
+)
+REDUCE_SCATTER = declare(
+    "deepspeed.runtime.zero.stage3:reduce_scatter_coalesced", "gradients of adopted slices are kept, too"
+)
+GATHER_PARAMETER = declare(
+    "torch.nn:Parameter.all_gather", "weights are gathered with the slices adopted here", made_later=True
+)
+GATHER_PARAMETERS = declare(
+    "torch.nn:Parameter.all_gather_coalesced",
+    "weights are gathered with the slices adopted here",
+    made_later=True,
+)
+COMPARISONS = declare_each(
+    "deepspeed.runtime.zero.utils:",
+    "assert_lst_len_same_as_other_ranks get_lst_from_rank0",
+    "who stands in for rank 0 compares the order of modules with itself",
+    optional=True,
+)
+SLICE_COMMS = (
+    declare("deepspeed.runtime.zero.stage3:dist", "an adopted slice is played without communication"),
+    declare("deepspeed.runtime.engine:dist", "an adopted slice is played without communication"),
+)
+SLICE_REDUCTION_COMM = declare("deepspeed.runtime.zero.stage3:dist", "reductions count adopted slices")
+GATHERING_COMM = declare(
+    "deepspeed.runtime.zero.partition_parameters:dist", "weights are gathered with the slices adopted here"
+)
+COMPARING_COMM = declare(
+    "deepspeed.runtime.zero.utils:dist", "who stands in for rank 0 compares the order of modules with itself"
+)
