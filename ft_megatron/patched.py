@@ -21,7 +21,7 @@ SET_ARGS = declare(
 LOOP = declare_each(
     _TRAINING,
     "load_checkpoint train train_step training_log evaluate_and_print_results save_checkpoint_and_time "
-    "save_checkpoint write_args_to_tensorboard",
+    "save_checkpoint checkpoint_and_decide_exit write_args_to_tensorboard",
     "the loop is entered again after a recovery, and what was done before is not done twice",
 )
 LOADERS = declare(f"{_TRAINING}build_pretraining_data_loader", "loaders can go back to where a step began")

@@ -186,6 +186,9 @@ class Hooks:
         self._saving = False
         self._training_log = inspect.signature(training.training_log)
         self._train_step = inspect.signature(training.train_step)
+        self._iteration_end = inspect.signature(training.checkpoint_and_decide_exit)
+        self._operations = 0
+        """Floating-point operations of the iterations before this one."""
 
     def enabled(self) -> bool:
         """Whether the arguments say `--ft`."""
@@ -301,6 +304,7 @@ class Hooks:
         assert self._groups is not None
         loop, args = self._loop, self._training.get_args()
         args.iteration, args.num_floating_point_operations_so_far = loop.iteration, loop.operations
+        self._operations = loop.operations
         assert self._log is not None
         self._log.doubtful = 2
         membership, before = self._session.membership, self._membership
@@ -333,7 +337,6 @@ class Hooks:
         assert self._log is not None
         self._log.doubtful, self._postponed = self._log.doubtful - 1, None
         current.raise_if_moved()
-        frame = inspect.currentframe()
         found = self._train_step.bind(*args, **kwargs)
         schedule = self._groups.exchange.schedule(found.arguments["forward_backward_func"])
         found.arguments["forward_backward_func"] = schedule
@@ -343,12 +346,15 @@ class Hooks:
             return result  # the rerun state machine wants to leave before the optimizer steps
         self._groups.count_missing()
         loop.result, loop.iteration = result, arguments.curr_iteration
-        while frame is not None and "num_floating_point_operations_so_far" not in frame.f_locals:
-            frame = frame.f_back
-        if frame is not None:
-            loop.operations = frame.f_locals["num_floating_point_operations_so_far"]
+        loop.operations = self._operations
         current.step_done(self._groups.step_done())
         return result
+
+    def checkpoint_and_decide_exit(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """The end of an iteration: it is told how many operations there were, its own included."""
+        found = self._iteration_end.bind(*args, **kwargs)
+        self._operations = found.arguments["num_floating_point_operations_so_far"]
+        return original(*args, **kwargs)
 
     def training_log(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """One line for each iteration, whoever writes it and however often it is come to."""

@@ -62,10 +62,11 @@ RELIED_ON: dict[str, str] = {
     "num_floating_point_operations_so_far checkpointing_context non_persistent_ckpt train_data_iterator",
     "save_checkpoint": "iteration model optimizer opt_param_scheduler num_floating_point_operations_so_far "
     "checkpointing_context",
+    "checkpoint_and_decide_exit": "model optimizer opt_param_scheduler iteration "
+    "num_floating_point_operations_so_far checkpointing_context train_data_iterator",
     "load_checkpoint": "ddp_model optimizer opt_param_scheduler",
     "build_pretraining_data_loader": "dataset consumed_samples",
     "finalize_model_grads": "model num_tokens pg_collection",
-    "num_floating_point_operations": "args batch_size",
     "update_num_microbatches": "consumed_samples consistency_check verbose",
     "print_rank_last": "message",
     "get_args": "",
@@ -74,7 +75,6 @@ RELIED_ON: dict[str, str] = {
     "get_wandb_writer": "",
     "get_model_config": "model",
     "get_rerun_state_machine": "",
-    "get_current_global_batch_size": "",
     "write_args_to_tensorboard": "",
 }
 """Functions in `megatron.training.training`, its own and imported ones: the parameters they begin with."""
