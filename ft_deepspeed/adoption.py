@@ -27,6 +27,7 @@ from deepspeed.utils.timer import NoopTimer
 
 from ft_core.adapter import StateTensor
 from ft_core.patching import replaced
+from ft_core.state.adoption import AdoptedStates
 from ft_deepspeed import fragments, patched
 from ft_deepspeed.alone import Alone, Together
 from ft_deepspeed.shard import Shard
@@ -59,12 +60,12 @@ class Partitions:
         engine = adapter.engine
         self._adapter, self._optimizer = adapter, engine.optimizer
         self._optimizer.groups_before = None
-        self._held: dict[int, Partition] = {}
+        self._held = AdoptedStates(lambda role: Partition(role, adapter))
 
         def saving_all(save: Callable[..., None]) -> Callable[..., None]:
             def save_all(*args: Any, **kwargs: Any) -> None:
                 save(*args, **kwargs)
-                for partition in self._held.values():
+                for partition in self._held:
                     adopted = partition.optimizer
                     with (
                         adopted.playing() as alone,
@@ -79,8 +80,8 @@ class Partitions:
 
     def adopt(self, roles: Sequence[int]) -> Mapping[int, Partition]:
         """Hold those of these roles, and no others; see `ft_core.adapter.Adapter.adopt`."""
-        self._held = {role: self._held.get(role) or Partition(role, self._adapter) for role in roles}
-        adopted = [partition.optimizer for partition in self._held.values()]
+        held = self._held.adopt(roles)
+        adopted = [partition.optimizer for partition in self._held]
         own = self._optimizer
         patched.ADOPTING_OPTIMIZER.replace(Adopter if adopted else DeepSpeedZeroOptimizer, of=own)
         own.adopted = adopted
@@ -89,10 +90,10 @@ class Partitions:
         for group in own.bit16_groups:
             for parameter in group:
                 own.is_param_in_current_partition[own.get_param_id(parameter)] = id(parameter) in here
-        return self._held
+        return held
 
     def _share_fragments(self) -> None:
-        own, adopted = self._optimizer, [partition.optimizer for partition in self._held.values()]
+        own, adopted = self._optimizer, [partition.optimizer for partition in self._held]
         own._link_all_hp_params()
         self._adapter.link_again()
         for parameter in (p for group in own.bit16_groups for p in group) if adopted else ():
@@ -102,7 +103,7 @@ class Partitions:
     def reset(self) -> None:
         """Forget an abandoned step."""
         self._optimizer.groups_before = None
-        for partition in self._held.values():
+        for partition in self._held:
             partition.optimizer.forget_gradients()
 
 

@@ -26,6 +26,7 @@ from torch import distributed as dist
 
 from ft_core.errors import FtError
 from ft_core.patching import replaced
+from ft_core.state.adoption import AdoptedStates
 from ft_deepspeed import patched, zero
 from ft_deepspeed.slices import Adopted
 
@@ -57,11 +58,11 @@ class Slices:
 
     def __init__(self, adapter: Any) -> None:
         """`adapter`: the `DeepSpeedAdapter` of an engine with stage 3 without an `objection`."""
-        self._adapter, self.engine = adapter, adapter.engine
+        self.engine = adapter.engine
         self.optimizer = self.engine.optimizer
         self.ring: tuple[int, ...] = adapter.ring
         self._place = self.ring.index(dist.get_rank())
-        self._held: dict[int, Adopted] = {}
+        self._held = AdoptedStates(lambda role: Adopted(adapter, role))
         self._reduced: dict[int, list[torch.Tensor]] = {}
         """By role, its slices of the gradients that have just been reduced."""
         for patch in patched.FOR_EACH_ROLE:
@@ -81,13 +82,12 @@ class Slices:
 
     def adopt(self, roles: Sequence[int]) -> Mapping[int, Adopted]:
         """Hold the slices of these roles, whose content is to be restored, and of no others."""
-        self._held = {role: self._held.get(role) or Adopted(self._adapter, role) for role in roles}
-        return self._held
+        return self._held.adopt(roles)
 
     def reset(self) -> None:
         """Forget an abandoned step."""
         self._reduced = {}
-        for adopted in self._held.values():
+        for adopted in self._held:
             adopted.forget_gradients()
 
     @contextlib.contextmanager
@@ -119,7 +119,7 @@ class Slices:
     def _for_each_role(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             result = method(*args, **kwargs)
-            for role in self._held:
+            for role, _ in self._held.items():
                 with self.as_role(role):
                     method(*args, **kwargs)
             return result
@@ -129,7 +129,7 @@ class Slices:
     def _over_all_roles(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             given: list[list[torch.Tensor]] = []
-            for role in self._held:
+            for role, _ in self._held.items():
                 given.append([])
                 with self.as_role(role, given[-1]):
                     method(*args, **kwargs)
@@ -144,7 +144,7 @@ class Slices:
 
             def all_gather(output: torch.Tensor, part: torch.Tensor, group: Any = None) -> Any:
                 parts = output.view(-1).chunk(len(self.ring))
-                for role, other in zip(self._held, next(exchanges), strict=True):
+                for (role, _), other in zip(self._held.items(), next(exchanges), strict=True):
                     parts[self.ring.index(role)].copy_(other)
                 return comm.all_gather_into_tensor(output, part, group=group)
 
@@ -172,7 +172,7 @@ class Slices:
     def _reducing(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(tensors: list[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
             outputs = reduce(tensors, group)
-            self._reduced = {role: self._slices(tensors, outputs, role) for role in self._held}
+            self._reduced = {role: self._slices(tensors, outputs, role) for role, _ in self._held.items()}
             return outputs
 
         return wrapped

@@ -1,7 +1,6 @@
 """The commit wait and the barrier in DeepSpeed's step, and the places where a failure may be injected.
 
-The rule (docs/recovery_rule.md): a rank waits for its commit before it contributes to a reduction without
-which no rank can begin to change state. Which reduction that is depends on the optimizer:
+Which reduction the commit wait must stand before (see `ft_core.worker.boundary`) depends on the optimizer:
 
 - ZeRO 1, 2 and 3 reduce the overflow flag or the gradient norm over all data-parallel (and
   model-parallel) ranks at the beginning of `optimizer.step`: the wait is just before it.
@@ -12,18 +11,13 @@ which no rank can begin to change state. Which reduction that is depends on the 
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from ft_core.worker.boundary import Boundary, preceded_by
 from ft_core.worker.session import Session
 from ft_deepspeed import patched
-
-log = logging.getLogger(__name__)
 
 
 def install(engine: Any, session: Session) -> None:
@@ -40,27 +34,16 @@ def install(engine: Any, session: Session) -> None:
         # In fp32 there is a norm if gradients are clipped, reduced over the model-parallel ranks.
         norm = inner is not None or (engine.gradient_clipping() > 0 and engine.mpu is not None)
         extra = not norm and engine.dp_world_size < dist.get_world_size()
-    if extra:
-        log.warning(
-            "this configuration has no reduction that all ranks take part in: one of one element is added"
-        )
-
-    def wait() -> None:
-        session.commit_wait()
-        if extra:
-            dist.all_reduce(torch.zeros(1, device=engine.device))
+    boundary = Boundary(session, extra, lambda: engine.device)
 
     def before_step() -> None:
         session.point("gradients")
         if zero:
-            wait()
+            boundary.wait()
 
-    def before_exchange() -> None:
-        if not zero:
-            wait()
-
-    patched.EXCHANGE_WHOLE.wrap(_preceding(before_exchange), of=engine)
-    patched.STEP.wrap(_preceding(before_step), of=optimizer, bound=True)  # torch's schedulers expect a method
+    if not zero:
+        patched.EXCHANGE_WHOLE.wrap(preceded_by(boundary.wait), of=engine)
+    patched.STEP.wrap(preceded_by(before_step), of=optimizer, bound=True)  # schedulers expect a method
     stepping = optimizer if inner is None else inner
     stepping.register_step_pre_hook(lambda *_: session.optimizer_begins())
     stepping.register_step_post_hook(lambda *_: session.point("gather"))
@@ -68,17 +51,5 @@ def install(engine: Any, session: Session) -> None:
         from deepspeed.runtime.pipe.schedule import BackwardPass
 
         instructions = engine._INSTRUCTION_MAP
-        backward = _preceding(lambda: session.point("backward"))(instructions[BackwardPass])
+        backward = preceded_by(lambda: session.point("backward"))(instructions[BackwardPass])
         patched.INSTRUCTIONS.replace({**instructions, BackwardPass: backward}, of=engine)
-
-
-def _preceding(action: Callable[[], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def preceded(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            action()
-            return method(*args, **kwargs)
-
-        return wrapped
-
-    return preceded

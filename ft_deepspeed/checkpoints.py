@@ -12,6 +12,7 @@ from typing import Any
 
 from deepspeed import comm
 
+from ft_core.elastic.rules import stand_in
 from ft_core.patching import replaced
 from ft_core.worker.session import Session
 from ft_deepspeed import patched
@@ -69,7 +70,7 @@ def _standing_in(engine: Any, session: Session, ring: tuple[int, ...]) -> Iterat
         if grid is not None and session.absent.intersection(ring):
             # Each peer would write some of the stage's layers.
             undo.enter_context(replaced(engine.module, {"checkpoint_parallel_write_pipeline": False}))
-        if ring[0] in session.absent and session.role == next(r for r in ring if r not in session.absent):
+        if ring[0] in session.absent and session.role == stand_in(ring[0], ring, session.absent):
             first = {"save_non_zero_checkpoint": True, "global_rank": ring[0]}
             undo.enter_context(replaced(engine, first))
             undo.enter_context(patched.SAVING_COMM.replaced(_As(ring[0])))  # it asks that one, too

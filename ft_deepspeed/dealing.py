@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from ft_core.adapter import ReplicaGroup
-from ft_core.elastic.rules import Deal, Membership, positions
+from ft_core.elastic.rules import Deal, Membership
 from ft_core.errors import ConfigError
 from ft_core.patching import replaced
 from ft_core.worker.session import Session
@@ -56,7 +56,7 @@ class Dealing:
         self._batches: Counter[int] = Counter()
         """... the batches that they made."""
         self._under_way: tuple[int, Deal] | None = None
-        self._told = False
+        self._warned = False
         self._resumed: int | None = None
         """The step of the checkpoint that the script goes on from, until it draws its first batch."""
         self._install()
@@ -102,13 +102,13 @@ class Dealing:
         They would read those of later steps, before it is known which groups will be there. To read these
         again would move their random states, besides.
         """
-        if not self._told and self._group == 0:
+        if not self._warned and self._group == 0:
             log.warning(
                 "%s: this process reads its training samples itself, and not by num_workers=%d others: they "
                 "read ahead, before it is known which groups will be there",
                 *(POLICY, loader.num_workers),
             )
-        self._told = True
+        self._warned = True
         with replaced(loader, {"num_workers": 0, "timeout": 0}):
             return begin(loader)
 
@@ -127,13 +127,12 @@ class Dealing:
                 end = stream.begin(batches, deal.next)
             if deal.next >= end:
                 return
-            hand: list[int] = []
-            while len(hand) < batches.batch_size and (deal.next < end or (hand and stream.whole)):
-                mine = deal.take(step, self._membership)
-                hand += positions(mine.get(self._group) or next(iter(mine.values())))
+            batch: list[int] = []
+            while len(batch) < batches.batch_size and (deal.next < end or (batch and stream.whole)):
+                batch += deal.take_for(self._group, step, self._membership)
                 self._turns[step] += 1
             self._batches[step] += 1
-            yield [stream.index(at) for at in hand]
+            yield [stream.index(at) for at in batch]
 
     def _bind(self, batches: BatchSampler) -> None:
         sampler: Any = batches.sampler
@@ -194,13 +193,12 @@ class Dealing:
         deal, membership = Deal.from_json(self._states[step - 1]), self._membership
         for _ in range(self._turns[step]):
             deal.take(step, membership)
-        trained = deal.step_done(step, membership)
+        entry = deal.ledger_entry(step, membership)
         self._under_way = None
         self._states[step] = deal.to_json()
         for kept in (self._states, self._turns, self._batches):
             kept.pop(step - KEPT, None)
-        samples = {str(group): [list(r) for r in ranges] for group, ranges in trained.items()}
-        return {"samples": samples, "waiting": deal.to_json()["waiting"], "next": deal.next}
+        return entry
 
     # -- snapshots -----------------------------------------------------------------------------
 

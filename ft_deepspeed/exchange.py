@@ -1,8 +1,4 @@
-"""The gradient exchange while replica groups come and go (FT-HSDP, sections 4.2 and 4.3).
-
-Gradients are averaged over the groups that have trained samples in the step. A group that has come back and
-has not been dealt any takes part with a zero gradient, which brings it to the same state as all others.
-"""
+"""DeepSpeed's gradient exchange while replica groups come and go (see `Membership.gradient_scale`)."""
 
 from __future__ import annotations
 
@@ -14,8 +10,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 
-from ft_core.elastic.rules import intervened
 from ft_core.patching import replaced
+from ft_core.worker.boundary import intervening
 from ft_core.worker.session import Session
 from ft_deepspeed import patched
 from ft_deepspeed.zero import inner_optimizers
@@ -34,16 +30,10 @@ class Exchange:
         for average in patched.AVERAGES:
             average.wrap(self._over_those_present, of=engine)
         patched.CLIP.wrap(self._by_whole_norm, of=engine)
-
-        def slowing(step: Callable[..., Any]) -> Callable[..., Any]:
-            def slowed(*args: Any, **kwargs: Any) -> Any:
-                rated = [group for optimizer in inner_optimizers(engine) for group in optimizer.param_groups]
-                with intervened(rated, session.lr_factor):
-                    return step(*args, **kwargs)
-
-            return slowed
-
-        patched.SLOWED_STEP.wrap(slowing, of=engine.optimizer, bound=True)  # schedulers expect a method
+        slowed = intervening(
+            session, lambda: itertools.chain.from_iterable(o.param_groups for o in inner_optimizers(engine))
+        )
+        patched.SLOWED_STEP.wrap(slowed, of=engine.optimizer, bound=True)  # schedulers expect a method
 
     def _weigh_whole(self, engine: Any) -> None:
         """Where ranks exchange whole gradients after the last backward pass."""
@@ -75,12 +65,11 @@ class Exchange:
         patched.BUCKETED_GRADIENTS[stage3].wrap(weighing, of=optimizer)
 
     def _weigh(self, gradient: Any) -> None:
-        membership = self._session.membership
-        contributing = membership.contributing(self._session.version + 1)
-        if self._group not in contributing:
-            gradient.zero_()  # what it was must not matter: infinity times 0 is not 0
-        elif len(contributing) != membership.groups:
-            gradient.mul_(membership.groups / len(contributing))
+        scale = self._session.membership.gradient_scale(self._session.version + 1, self._group)
+        if scale is None:
+            gradient.zero_()
+        elif scale != 1.0:
+            gradient.mul_(scale)
 
     def _over_those_present(self, average: Callable[..., Any]) -> Callable[..., Any]:
         def averaged(*args: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from ft_core.adapter import StateTensor
+from ft_core.state.adoption import AdoptedStates
 from ft_megatron import patched
 
 if TYPE_CHECKING:
@@ -88,20 +89,16 @@ class Shards:
     """The shards that this rank holds beside its own."""
 
     def __init__(self, adapter: MegatronAdapter, optimizers: Sequence[Any]) -> None:
-        self._adapter, self._optimizers = adapter, optimizers
-        self._of: dict[int, Shard] = {}
+        self._adopted = AdoptedStates(lambda role: Shard(adapter, role, optimizers))
         for index, optimizer in enumerate(optimizers):
             self._take_along(index, optimizer)
 
     def adopt(self, roles: Iterable[int]) -> dict[int, Shard]:
         """Hold the shards of these roles, and no others."""
-        self._of = {
-            role: self._of.get(role) or Shard(self._adapter, role, self._optimizers) for role in roles
-        }
-        return self._of
+        return self._adopted.adopt(roles)
 
     def _of_optimizer(self, index: int) -> list[Any]:
-        return [shard.optimizers[index] for shard in self._of.values()]
+        return [shard.optimizers[index] for shard in self._adopted]
 
     def _take_along(self, index: int, optimizer: Any) -> None:
         def for_all(name: str, own: Callable[..., Any]) -> Callable[..., Any]:

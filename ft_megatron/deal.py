@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ft_core.elastic.rules import Deal, positions
+from ft_core.elastic.rules import Deal
 from ft_core.worker.session import Session
 
 
@@ -36,13 +36,9 @@ class Dealer:
         return self._group in self._session.contributing
 
     def take(self) -> list[int]:
-        """Positions of the samples of this role's next micro batch in the step under way.
-
-        A group that has not been dealt any takes part with a zero gradient: it reads what the first one does.
-        """
+        """Positions of the samples of this role's next micro batch in the step under way."""
         self._begin()
-        hand = self._deal.take(self._session.version + 1, self._session.membership)
-        dealt = positions(hand.get(self._group) or next(iter(hand.values())))
+        dealt = self._deal.take_for(self._group, self._session.version + 1, self._session.membership)
         index, members = self._member
         size = len(dealt) // members
         return dealt[index * size : (index + 1) * size]
@@ -50,10 +46,9 @@ class Dealer:
     def step_done(self) -> dict[str, Any]:
         """The step is complete: what the ledger is to know of it. Before the engine hears of it."""
         self._begin()
-        trained = self._deal.step_done(self._session.version + 1, self._session.membership)
+        entry = self._deal.ledger_entry(self._session.version + 1, self._session.membership)
         self._done, self._step = self._deal, -1
-        samples = {str(group): [list(r) for r in ranges] for group, ranges in trained.items()}
-        return {"samples": samples, "waiting": self._done.to_json()["waiting"], "next": self._done.next}
+        return entry
 
     def restart(self) -> None:
         """The step under way begins anew."""
@@ -70,4 +65,4 @@ class Dealer:
     def _begin(self) -> None:
         step = self._session.version + 1
         if self._step != step:
-            self._step, self._deal = step, Deal.from_json(self._done.to_json())
+            self._step, self._deal = step, self._done.copy()

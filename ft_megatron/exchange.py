@@ -1,8 +1,4 @@
-"""The gradient exchange while replica groups come and go (FT-HSDP, sections 4.2 and 4.3).
-
-Gradients are averaged over the groups that have trained samples in the step. A group that has come back and
-has not been dealt any takes part with a zero gradient, which brings it to the same state as all others.
-"""
+"""Megatron's gradient exchange while replica groups come and go (see `Membership.gradient_scale`)."""
 
 from __future__ import annotations
 
@@ -32,15 +28,14 @@ class Exchange:
     def _scaled(self, start: Callable[..., Any], *, bucket_group: Any, factors: list[float]) -> Any:
         def start_grad_sync(*args: Any, **kwargs: Any) -> Any:
             session = self._session
-            contributors = session.contributing
-            counted = len(session.taking_part) if self._averaged else session.membership.groups
+            scale = session.membership.gradient_scale
+            counted = len(session.taking_part) if self._averaged else None
             for bucket, factor in zip(bucket_group.buckets, factors, strict=True):
-                if self._group not in contributors:
+                scaled = scale(session.version + 1, self._group, factor, counted)
+                if scaled is None:
                     bucket.grad_data.zero_()
-                elif not self._per_token and counted != len(contributors):
-                    bucket.gradient_scaling_factor = factor * counted / len(contributors)
                 else:
-                    bucket.gradient_scaling_factor = factor
+                    bucket.gradient_scaling_factor = factor if self._per_token else scaled
             return start(*args, **kwargs)
 
         return start_grad_sync

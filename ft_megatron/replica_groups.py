@@ -7,7 +7,7 @@ import time
 from types import ModuleType
 from typing import Any, NoReturn
 
-from ft_core.elastic.rules import Deal
+from ft_core.elastic.rules import Deal, stand_in
 from ft_core.worker import session
 from ft_core.worker.session import Session
 from ft_megatron import patched
@@ -90,11 +90,7 @@ class ReplicaGroups:
     def is_last(self) -> bool:
         """Whether this role writes Megatron's log: the last does, or its next peer whose group is there."""
         last, ring = self._session.world_size - 1, self._adapter.ring
-        if last not in ring:
-            return False
-        at = ring.index(last)
-        order = [*ring[at:], *ring[:at]]
-        return self._session.role == next(role for role in order if role not in self._session.absent)
+        return last in ring and self._session.role == stand_in(last, ring, self._session.absent)
 
     def printed(self, text: str) -> bool:
         """Whether a worker that has written Megatron's log before has printed `text`."""

@@ -13,7 +13,7 @@ group that is gone is dealt again, a few steps later, to those who remain.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,6 +99,22 @@ class Membership:
         """The groups whose gradients count in `step`: they have samples, and are there."""
         there = self.taking_part(step)
         return tuple(g for g in self.dealt(step) if g in there)
+
+    def gradient_scale(
+        self, step: int, group: int, factor: float = 1.0, counted: int | None = None
+    ) -> float | None:
+        """What a group's gradient is multiplied by, so that the mean is over those that count in `step`.
+
+        The framework multiplies it by `factor` to have the mean over all groups, or over `counted` of them.
+        None: this group's does not count, since it has come back and was not dealt any samples yet. It takes
+        part with a zero gradient, whatever it was (infinity times 0 is not 0), which brings it to the
+        state of the others (FT-HSDP, sections 4.2 and 4.3).
+        """
+        contributing = self.contributing(step)
+        if group not in contributing:
+            return None
+        counted = self.groups if counted is None else counted
+        return factor if counted == len(contributing) else factor * counted / len(contributing)
 
     def settled(self, step: int) -> bool:
         """Whether all groups are there, and have been for so long that no samples wait to be dealt again.
@@ -200,15 +216,33 @@ class Deal:
 
     def take(self, step: int, membership: Membership) -> dict[int, list[Range]]:
         """Deal one more turn of `step`: by group, `turn` samples each."""
-        hand = {group: self._draw(step, self.turn) for group in membership.dealt(step)}
-        for group, ranges in hand.items():
+        turn = {group: self._draw(step, self.turn) for group in membership.dealt(step)}
+        for group, ranges in turn.items():
             held = self.dealt.setdefault(group, [])
             for first, end in ranges:
                 if held and held[-1][1] == first:
                     held[-1] = (held[-1][0], end)
                 else:
                     held.append((first, end))
-        return hand
+        return turn
+
+    def take_for(self, group: int, step: int, membership: Membership) -> list[int]:
+        """`take`, and the positions that a role of `group` reads.
+
+        One that is not dealt any takes part with a zero gradient: it reads what the first one does.
+        """
+        turn = self.take(step, membership)
+        return positions(turn.get(group) or next(iter(turn.values())))
+
+    def copy(self) -> Deal:
+        """As it is between two steps."""
+        return Deal.from_json(self.to_json())
+
+    def ledger_entry(self, step: int, membership: Membership) -> dict[str, Any]:
+        """`step_done`: what the ledger is to know of the step."""
+        trained = self.step_done(step, membership)
+        samples = {str(group): [list(r) for r in ranges] for group, ranges in trained.items()}
+        return {"samples": samples, "waiting": self.to_json()["waiting"], "next": self.next}
 
     def step_done(self, step: int, membership: Membership) -> dict[int, list[Range]]:
         """The step is complete: by group, what was trained in it. The rest waits."""
@@ -240,6 +274,13 @@ class Deal:
             drawn.append((self.next, self.next + count))
             self.next += count
         return drawn
+
+
+def stand_in(role: int, peers: Sequence[int], absent: Collection[int]) -> int:
+    """Who writes what `role` writes for all (a log, a checkpoint): itself, or the next of its data-parallel
+    `peers` whose replica group is there."""
+    at = peers.index(role)
+    return next(peer for peer in (*peers[at:], *peers[:at]) if peer not in absent)
 
 
 def positions(ranges: Iterable[Range]) -> list[int]:

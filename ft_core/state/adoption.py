@@ -8,18 +8,46 @@ comes back. So nothing is laid out anew, whoever leaves or returns (see docs/ela
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ft_core.adapter import Adapter
 from ft_core.state.manifest import Segment
 from ft_core.state.snapshot import Snapshotter
 
+S = TypeVar("S")
 Allocate = Callable[[int, int, list[Segment]], Sequence[int]]
 """(role, slot, segments) -> address of fresh memory for that slot, owned by the agent."""
 Part = Mapping[str, Any]
 """Where a snapshot of one role is: `role`, `slot`, `address`, `segments`."""
+
+
+class AdoptedStates(Generic[S]):
+    """What one worker holds of roles that are away, as a framework's adapter has it."""
+
+    def __init__(self, make: Callable[[int], S]) -> None:
+        """`make`: what a role had alone, with content that is yet to be restored."""
+        self._make = make
+        self._of: dict[int, S] = {}
+
+    def adopt(self, roles: Iterable[int]) -> dict[int, S]:
+        """Hold that of these roles, and of no others; what is held already stays. By role."""
+        self._of = {role: self._of[role] if role in self._of else self._make(role) for role in roles}
+        return dict(self._of)
+
+    def items(self) -> Iterable[tuple[int, S]]:
+        """By role, in the order of adoption."""
+        return self._of.items()
+
+    def __iter__(self) -> Iterator[S]:
+        return iter(self._of.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def __getitem__(self, role: int) -> S:
+        return self._of[role]
 
 
 class Snapshots:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DistributedSampler
 
-from ft_core.elastic.rules import AHEAD, Deal, Membership, Range, Start, lr_factor, positions
+from ft_core.elastic.rules import AHEAD, Deal, Membership, Range, Start, lr_factor, positions, stand_in
 from ft_core.protocol.messages import Redundancy, ReplicaGroup
 
 Hands = list[dict[int, list[Range]]]
@@ -277,3 +277,36 @@ def test_a_job_begins_without_groups_that_the_others_can_do_without() -> None:
     assert "others cannot adopt" in start.objection(sharded, 1, 0)
     assert "role 0 is in replica group 1 of 4" in start.objection(replicated, 0, 0)
     assert Start(4, 1, 4).objection(sharded, 1, 5) == ""
+
+
+def test_gradients_are_averaged_over_the_groups_that_count() -> None:
+    """Two of three groups from step 1 on; the third comes back with step 11, and has samples from 13 on."""
+    membership = Membership(3).changed(0, [0, 1]).changed(10, [0, 1, 2])
+    full = Membership(3)
+    for factor in (1.0, 1 / 3, 1 / 12):
+        assert full.gradient_scale(5, 2, factor) == factor
+        assert membership.gradient_scale(5, 0, factor) == factor * 3 / 2
+        assert membership.gradient_scale(5, 0, factor, counted=2) == factor
+        assert membership.gradient_scale(5, 2, factor) is None
+        assert membership.gradient_scale(11, 2, factor) is membership.gradient_scale(12, 2, factor) is None
+        assert membership.gradient_scale(12, 0, factor, counted=3) == factor * 3 / 2
+        assert membership.gradient_scale(13, 2, factor) == factor
+
+
+def test_who_writes_for_a_role_that_is_away() -> None:
+    peers = (1, 3, 5)
+    assert [stand_in(role, peers, ()) for role in peers] == [1, 3, 5]
+    assert [stand_in(role, peers, {1, 2}) for role in peers] == [3, 3, 5]
+    assert [stand_in(role, peers, {3, 5}) for role in peers] == [1, 1, 1]
+
+
+def test_a_group_without_samples_reads_what_the_first_one_does() -> None:
+    membership, deal = Membership(3).changed(0, [0, 1]), Deal(2)
+    entry = deal.copy()
+    assert [entry.take_for(group, 5, membership) for group in (0, 1, 2)] == [[0, 1], [6, 7], [8, 9]]
+    assert (deal.next, entry.next) == (0, 12)
+    assert entry.ledger_entry(5, membership) == {
+        "samples": {"0": [[0, 2], [4, 6], [8, 10]], "1": [[2, 4], [6, 8], [10, 12]]},
+        "waiting": [],
+        "next": 12,
+    }
