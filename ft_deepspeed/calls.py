@@ -44,7 +44,7 @@ class Call:
         """Once more, for the engine's state. Returns what the script is given if it still waits for it."""
         return self.execute()
 
-    def ghost(self, results: Results, number: int) -> Any:
+    def answer(self, results: Results, number: int) -> Any:
         """Stand for a call of a step that is done, on a newcomer: nothing is computed."""
         return results.answer(self.kind, self.version, number, torch.device(self.engine.device))
 
@@ -152,9 +152,9 @@ class Backward(Call):
         """The value that the script's loss had."""
         return self._value
 
-    def ghost(self, results: Results, number: int) -> Any:
+    def answer(self, results: Results, number: int) -> Any:
         """No gradient is needed. The script's loss, made of outputs without content, gets its true value."""
-        value = super().ghost(results, number)
+        value = super().answer(results, number)
         if value is not None and self._loss is not None:
             self._loss.detach().copy_(value)
         return self._loss
@@ -205,9 +205,9 @@ class Direct(Call):
             for forward in self._forwards:
                 forward.release()
 
-    def ghost(self, results: Results, number: int) -> None:
+    def answer(self, results: Results, number: int) -> None:
         """The script's losses, made of outputs without content, get their true values."""
-        for loss, value in zip(self._losses, super().ghost(results, number) or (), strict=False):
+        for loss, value in zip(self._losses, super().answer(results, number) or (), strict=False):
             loss.detach().copy_(value)
 
 
@@ -238,7 +238,7 @@ class Step(Call):
         managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
         return not managed or engine.is_gradient_accumulation_boundary()
 
-    def ghost(self, results: Results, number: int) -> Any:
+    def answer(self, results: Results, number: int) -> Any:
         """Count it."""
         self.engine.micro_steps += 1
         return None
@@ -268,7 +268,7 @@ class Batch(Call):
             if self.engine.data_iterator is feed:
                 self.engine.data_iterator = self._source
 
-    def ghost(self, results: Results, number: int) -> Any:
+    def answer(self, results: Results, number: int) -> Any:
         """Draw as many as the engine would."""
         engine, source = self.engine, self._source if self._source is not None else self.engine.data_iterator
         many = self.kwargs.get("num_micro_batches") or engine.micro_batches
@@ -276,7 +276,7 @@ class Batch(Call):
         if source is not None and (engine.is_first_stage() or engine.is_last_stage()):
             for _ in itertools.islice(source, many):
                 pass
-        return super().ghost(results, number)
+        return super().answer(results, number)
 
     @property
     def ends_step(self) -> bool:
@@ -297,7 +297,7 @@ class Save(Call):
 
     kind = "save"
 
-    def ghost(self, results: Results, number: int) -> Any:
+    def answer(self, results: Results, number: int) -> Any:
         """The files are there, and the state in memory is a later one."""
         return True
 

@@ -3,7 +3,7 @@
 On a survivor, a call that a failure interrupts is recovered in place: the engine goes back to the version
 that the controller decided on, the calls since then are made again, and last the one that was interrupted.
 On a newcomer, whose script runs from its top, calls of steps that are done are only counted and answered
-(`ghost`) until it has come to where its peers are.
+(`catch_up`) until it has come to where its peers are.
 """
 
 from __future__ import annotations
@@ -13,28 +13,30 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from enum import Enum, auto
 from typing import Any
 
 import torch
-from msgspec import structs
 from torch.utils import _pytree as pytree
 
-from ft_core.adapter import Redundancy, ReplicaGroup, State, StateTensor
+from ft_core.adapter import ReplicaGroup
 from ft_core.errors import ConfigError, EpochChanged
 from ft_core.kept import Kept
 from ft_core.patching import replaced
 from ft_core.worker.session import Session
 from ft_deepspeed import boundary, checkpoints, patched
 from ft_deepspeed.calls import Backward, Batch, Call, Direct, Forward, Save, Step
+from ft_deepspeed.catch_up import CatchUp
 from ft_deepspeed.context import Context
 from ft_deepspeed.dealing import POLICY, Dealing
 from ft_deepspeed.exchange import Exchange
-from ft_deepspeed.ghost import Ghost
 from ft_deepspeed.loaders import Loaders
+from ft_deepspeed.protected_state import ProtectedState
 from ft_deepspeed.results import Results
 from ft_deepspeed.resumption import Resumption
 from ft_deepspeed.state import DeepSpeedAdapter
+from ft_deepspeed.tape import Tape
 from ft_deepspeed.zero import unsupported
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,19 @@ _NEAR = 8
 """Steps that a newcomer's script passes with others waiting, rather than ask once more how far they are."""
 
 
+class Phase(Enum):
+    """Where the script is."""
+
+    STARTUP = auto()
+    """It has made no call yet."""
+    BEGINNING = auto()
+    """It has made its first call; what state the engine goes on from is being settled."""
+    CATCHING_UP = auto()
+    """A newcomer's: the engine is further on, and calls are answered from the record."""
+    LIVE = auto()
+    """Where the engine is."""
+
+
 class Protection:
     """Stands between the script and one engine. The engine's public methods are replaced by guarded ones."""
 
@@ -66,7 +81,7 @@ class Protection:
             raise ConfigError(reason)
         self._engine, self._session = engine, session
         state = DeepSpeedAdapter(engine)
-        self._adapter = _Adapter(state, self, shrink)
+        self._adapter = ProtectedState(state, self, shrink)
         if engine.zero_optimization_stage() == 3 and session.absent and not session.joining:
             raise ConfigError(
                 "ZeRO stage 3 shards the weights from the start on, so a job cannot start without some "
@@ -74,13 +89,14 @@ class Protection:
             )
         self.results = Results()
         self.loaders = Loaders()
-        self._tape: list[Call] = []
-        self._covered = 0
-        """The oldest version from which the tape leads to here."""
+        self._phase = Phase.STARTUP
+        self._tape = Tape()
         self._pending: Call | None = None
+        """The script's call that is under way, or was interrupted."""
         self._outside: Context | None = None
-        self._busy = self._begun = self._live = False
-        """`_live`: the script is where the engine is."""
+        """Where a failure has interrupted the script between two calls, as it left the engine."""
+        self._performing = False
+        """Whether a call is being made: then the engine calls itself."""
         self._began_at = 0
         """The step after which the script made its first call."""
         self.kept = Kept()
@@ -90,11 +106,12 @@ class Protection:
         self._counted: Counter[str] = Counter()
         self._forwards: list[Forward] = []
         self._touched = False
-        """Whether the newest `backward` has come to what a ghost has answered."""
-        self._ghost: Ghost | None = None
+        """Whether the newest `backward` has come to what was answered from the record."""
+        self._catch_up: CatchUp | None = None
+        """While the phase is that."""
         self._sample: Forward | None = None
         self._gap = math.inf
-        """Steps that this role's script was behind when it began to pass them, see `_goes_ahead`."""
+        """Steps that this role's script was behind when it began to pass them, see `_passes_ahead`."""
         self._script: Any = None
         """Counters, random states and schedules where a newcomer's script is: the engine is further on."""
         engine.ft_protection = self
@@ -128,7 +145,7 @@ class Protection:
             self._session,
             group,
             engine.gradient_accumulation_steps(),
-            position=lambda: self._position if self._begun else engine.global_steps,
+            position=lambda: engine.global_steps if self._phase is Phase.STARTUP else self._position,
             training=lambda: engine.module.training,
         )
         checkpoints.complete(engine, self._session, ring, self.deal)
@@ -138,7 +155,7 @@ class Protection:
     def _guard(self, make: Callable[..., Call]) -> Callable[[Method], Method]:
         def guarding(method: Method) -> Method:
             def guarded(*args: Any, **kwargs: Any) -> Any:
-                if self._busy:  # the engine calls itself
+                if self._performing:  # the engine calls itself
                     return method(*args, **kwargs)
                 self._begin()
                 return self._call(make(self._engine, method, args, kwargs))
@@ -151,7 +168,7 @@ class Protection:
         engine, session = self._engine, self._session
 
         def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            if self._begun:
+            if self._phase is not Phase.STARTUP:
                 raise ConfigError(
                     "engine.load_checkpoint after the first step changes state of which copies are kept; "
                     "load before training, or set fault_tolerance.enabled to false"
@@ -172,7 +189,7 @@ class Protection:
         """Of a class that trains with this engine."""
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            if self._busy or not self._begun:
+            if self._performing or self._phase is Phase.STARTUP:
                 return method(*args, **kwargs)
             return self._call(Save(self._engine, method, args, kwargs))
 
@@ -191,7 +208,7 @@ class Protection:
         ) -> None:
             self._touched = False
             backward(tensors, grad_tensors, retain_graph, create_graph, *args, **kwargs)
-            if self._busy:
+            if self._performing:
                 return
             reached = [f for f in self._forwards if any(leaf.grad is not None for leaf in f.leaves)]
             if reached or self._touched:
@@ -211,17 +228,18 @@ class Protection:
 
     def _begin(self) -> None:
         """At the first call: what came before it was start-up."""
-        if self._begun:
+        if self._phase is not Phase.STARTUP:
             return
-        self._begun = True
+        self._phase = Phase.BEGINNING
         self._script = self._adapter.envelope()
-        self._covered = self._began_at = self._engine.global_steps
+        self._began_at = self._engine.global_steps
+        self._tape = Tape(self._began_at)
         self.kept = Kept.capture()
-        self._reached(self._covered)
-        if not self._goes_ahead():
+        self._reached(self._began_at)
+        if not self._passes_ahead():
             self._session.begin(self._adapter, self._position, self._redo)
 
-    def _goes_ahead(self) -> bool:
+    def _passes_ahead(self) -> bool:
         """Others train without this role, and nobody waits for it: have its script pass the steps till now.
 
         Returns whether there are any that are worth it. Then `begin` is yet to come.
@@ -231,15 +249,14 @@ class Protection:
         if seen is None or gap < _NEAR or gap > self._gap / 2:
             return False
         self._gap = gap
-        self._ghost = self._ghost or Ghost()
-        self._ghost.until, self._ghost.envelope = seen
+        self._catching_up(*seen)
         self.results = Results(seen[1]["results"])
         self.loaders.follow(seen[1]["loaders"])
         return True
 
     def _call(self, call: Call) -> Any:
         call.version = self._position
-        if self._ghost is not None:
+        if self._phase is Phase.CATCHING_UP:
             return self._answer(call)
         call.context = Context.capture(self._engine)
         self._pending = call
@@ -267,7 +284,7 @@ class Protection:
                     self.kept = Kept.capture()
                     self._step_done()
                 if call.kind != "evaluation" or sum(self._session.comms.counts.values()) > before:
-                    self._tape.append(call)
+                    self._tape.record(call)
                 return result
             except Exception as error:
                 if not self._session.moved(error):
@@ -275,7 +292,7 @@ class Protection:
             self._session.recover()
             if self._session.version > call.version:
                 # Peers had finished this step, and their copy of its outcome was loaded.
-                self._tape.append(call)
+                self._tape.record(call)
                 peers = Results(self._adapter.loaded["results"])
                 if self.dealing is not None:
                     self.dealing.restore(self._session.version, self._adapter.loaded["deal"])
@@ -285,7 +302,7 @@ class Protection:
             action = call.repeat
 
     def _perform(self, call: Call, action: Callable[[], Any]) -> Any:
-        self._busy = True
+        self._performing = True
         try:
             with self._session.inside():
                 if (point := _POINTS.get(call.kind)) is not None:
@@ -293,7 +310,7 @@ class Protection:
                 self._adapter.gather()
                 return action()
         finally:
-            self._busy = False
+            self._performing = False
 
     def _step_done(self) -> None:
         dealt = self.dealing.finish(self._session.version + 1) if self.dealing is not None else None
@@ -304,7 +321,7 @@ class Protection:
         if self.dealing is None:
             return
         if not isinstance(call, Batch):
-            many = sum(c.version == call.version and c.kind == "backward" for c in self._tape)
+            many = self._tape.count(call.version, "backward")
         elif engine.is_first_stage() or engine.is_last_stage():
             many = engine.micro_batches
         else:
@@ -314,8 +331,7 @@ class Protection:
     def _advance(self) -> None:
         """A step is complete on this role, and so on all roles is the one before it."""
         self._reached(self._session.version)
-        self._covered = max(self._covered, self._position - 1)
-        self._tape = [c for c in self._tape if c.version >= self._covered]
+        self._tape.forget_before(self._position - 1)
 
     def _reached(self, step: int) -> None:
         self._position = step
@@ -326,7 +342,7 @@ class Protection:
 
     def interrupted(self) -> None:
         """The adapter is told to drop an abandoned call: the script must find everything as it left it."""
-        if self._ghost is not None:
+        if self._phase is Phase.CATCHING_UP:
             self._script = self._adapter.envelope()
         elif self._outside is None and self._pending is None:
             self._outside = Context.capture(self._engine)
@@ -334,17 +350,13 @@ class Protection:
     def _redo(self) -> None:
         """State `session.version` was loaded: get to where the script is."""
         version = self._session.version
-        if self._ghost is not None or (version > self._position and self._pending is None):
-            self._haunt(version)
+        if self._phase is Phase.CATCHING_UP or (version > self._position and self._pending is None):
+            self._follow(version)
             return
-        calls = [c for c in self._tape if c.version >= version]
-        reason = next((c.again for c in [*calls, self._pending] if c is not None and c.again), "")
-        if version < self._covered:
-            reason = f"its calls between step {version} and step {self._covered} are not known any more"
-        if reason:
-            self._session.restart(reason)
+        if objection := self._tape.objection(version, self._pending):
+            self._session.restart(objection)
         if version <= self._position:
-            for call in calls:
+            for call in self._tape.since(version):
                 self._repeat(call)
         if self._outside is not None:
             self._outside.apply(self._engine)
@@ -357,11 +369,11 @@ class Protection:
         That is what it was when the step ended. A script that has come here by its own checkpoint is further:
         it has done what comes after that step, and has loaded what it needs.
         """
-        if not self._live and (loaded := self._adapter.loaded) is not None:
+        if not self.live and (loaded := self._adapter.loaded) is not None:
             if loaded["began"] or self._position > self._began_at:
                 self._adapter.kept.apply()
             self._adapter.kept = Kept()
-        self._live = True
+        self._phase = Phase.LIVE
 
     def _repeat(self, call: Call) -> None:
         assert call.context is not None
@@ -373,15 +385,12 @@ class Protection:
 
     # -- newcomers -----------------------------------------------------------------------------
 
-    def _haunt(self, version: int) -> None:
+    def _follow(self, version: int) -> None:
         """State `version` is loaded, and the script has yet to get there."""
         if version < self._position or (version == self._position and self._counted):
             self._session.restart(f"it has been answered as if beyond step {version}")
         self._outside = None  # of a failure while this worker began; where the script is, `_script` says
-        if self._ghost is None:
-            self._ghost = Ghost()
-        self._ghost.until = version
-        self._ghost.envelope = self._adapter.loaded
+        self._catching_up(version, self._adapter.loaded)
         self.results = Results(self._adapter.loaded["results"])
         if version == self._position:
             self._go_live()
@@ -395,13 +404,13 @@ class Protection:
                 self._session.raise_if_moved()
         except EpochChanged:
             self._session.recover()
-        ghost = self._ghost
-        if ghost is None:  # the recovery went back to where the script is
+        if self._catch_up is None:  # the recovery went back to where the script is
             return self._call(call)
+        until = self._catch_up.until
         number = self._counted[call.kind]
         self._counted[call.kind] += 1
         ends = call.ends_step
-        result = call.ghost(self.results, number)
+        result = call.answer(self.results, number)
         if ends:
             if self.dealing is not None:
                 self.dealing.finish(self._position + 1)
@@ -409,10 +418,10 @@ class Protection:
             self._engine.global_steps = self._position
             if self._engine.lr_scheduler is not None:
                 self._engine.lr_scheduler.step()
-            if self._position == ghost.until:
+            if self._position == until:
                 if self._session.protecting:
                     self._go_live()
-                elif not self._goes_ahead():
+                elif not self._passes_ahead():
                     self._session.rehearse(self._adapter, self._rehearse)
                     self._session.begin(self._adapter, self._position, self._redo)
         elif isinstance(call, Forward):
@@ -422,7 +431,7 @@ class Protection:
         return result
 
     def _watch(self, result: Any) -> None:
-        """Notice where the script calls `backward` for what a ghost has answered."""
+        """Notice where the script calls `backward` for what was answered from the record."""
 
         def touched(_: Any) -> None:
             self._touched = True
@@ -437,32 +446,37 @@ class Protection:
         if call is None or call.kind != "forward":
             return
         context = Context.capture(self._engine)
-        self._busy = True
+        self._performing = True
         try:
             call.execute()
             if call.outputs:
                 self._engine.backward(call.outputs[0].float().mean())
         finally:
-            self._busy = False
+            self._performing = False
             context.apply(self._engine)
 
     def _go_live(self) -> None:
-        assert self._ghost is not None
-        deal = self._ghost.envelope["deal"]
+        assert self._catch_up is not None
+        deal = self._catch_up.envelope["deal"]
         if self.dealing is not None and not self.dealing.restore(self._position, deal):
             self._session.restart(f"it has drawn other samples for step {self._position + 1} than it should")
-        self._adapter.settle(self._ghost.envelope)
-        self._ghost.close()
-        self._ghost = None
+        self._adapter.settle(self._catch_up.envelope)
+        self._catch_up.close()
+        self._catch_up = None
         self.loaders.lead()
-        self._covered = self._position
-        self._tape, self._forwards = [], []
+        self._tape, self._forwards = Tape(self._position), []
         self._goes_on()
+
+    def _catching_up(self, until: int, envelope: Any) -> None:
+        """Version `until`, of which this is the envelope, is where the script is to get."""
+        self._phase = Phase.CATCHING_UP
+        self._catch_up = self._catch_up or CatchUp()
+        self._catch_up.until, self._catch_up.envelope = until, envelope
 
     @property
     def live(self) -> bool:
         """Whether the script is where the engine is; else it is a newcomer's, and what it has is made up."""
-        return self._live
+        return self._phase is Phase.LIVE
 
     @property
     def began(self) -> bool:
@@ -476,88 +490,6 @@ class Protection:
     def point(self, name: str) -> None:
         """A place where a failure may be injected."""
         self._session.point(name)
-
-
-class _Adapter:
-    """DeepSpeed's state and the results that the script was given (see `ft_core.adapter.Adapter`)."""
-
-    def __init__(self, engine: DeepSpeedAdapter, protection: Protection, shrink: bool) -> None:
-        self._engine, self._protection = engine, protection
-        self.ring = engine.ring
-        self.replica_group = engine.replica_group
-        if not shrink:
-            self.replica_group = structs.replace(engine.replica_group, redundancy=Redundancy.SHARDED)
-        self.loaded: Any = None
-        self.kept = Kept()
-        """What a newcomer's script is given when it is where the engine is."""
-        self._adopted: dict[int, _Adopted] = {}
-
-    def tensors(self) -> Iterable[StateTensor]:
-        yield from self._engine.tensors()
-        yield from self.kept_tensors(self.envelope_holders())
-
-    def kept_tensors(self, holders: tuple[int, ...]) -> Iterable[StateTensor]:
-        return self._protection.kept.tensors(holders)
-
-    def envelope(self) -> Any:
-        return {
-            "engine": self._engine.envelope(),
-            "results": self._protection.results.state(),
-            "loaders": self._protection.loaders.state(),
-            "deal": self._protection.deal(),
-            "began": self._protection.began,
-        }
-
-    def envelope_holders(self) -> tuple[int, ...]:
-        return self._engine.envelope_holders()
-
-    def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
-        with torch.inference_mode(False):  # the script may have been evaluating
-            self._engine.restore(tensors, envelope["engine"])
-            if not self._protection.live:  # a survivor's script has its own, as it left it
-                self.kept = Kept(tensors)
-        self.loaded = envelope
-
-    def adopt(self, roles: Sequence[int]) -> Mapping[int, State]:
-        before = self._adopted
-        self._adopted = {}
-        adopts = self.replica_group.redundancy is Redundancy.ADOPTABLE
-        for role, state in (self._engine.adopt(roles) if adopts else {}).items():
-            held = before.get(role)
-            self._adopted[role] = held if held and held.state is state else _Adopted(state, self)
-        return self._adopted
-
-    def settle(self, envelope: Any) -> None:
-        """Put back what is no tensor: counters, random states, schedules."""
-        self._engine.settle(envelope["engine"])
-
-    def gather(self) -> None:
-        self._engine.gather()
-
-    def reset(self) -> None:
-        self._protection.interrupted()
-        self._engine.reset()
-
-
-class _Adopted:
-    """What a role that is away had alone, and the results that its counterpart's script was given."""
-
-    def __init__(self, state: State, adapter: _Adapter) -> None:
-        self.state, self._adapter = state, adapter
-
-    def tensors(self) -> Iterable[StateTensor]:
-        yield from self.state.tensors()
-        yield from self._adapter.kept_tensors(self.envelope_holders())
-
-    def envelope(self) -> Any:
-        return {**self._adapter.envelope(), "engine": self.state.envelope()}
-
-    def envelope_holders(self) -> tuple[int, ...]:
-        return self.state.envelope_holders()
-
-    def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
-        with torch.inference_mode(False):
-            self.state.restore(tensors, envelope["engine"])
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A newcomer's script on its way through steps that are done.
+"""A newcomer's script on its way through steps that are done: its calls are answered from the record.
 
 What it prints was printed before, and what it saves, too; and it would save a later state than it means.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from ft_deepspeed import patched
 
 
-class Ghost:
+class CatchUp:
     """From construction to `close` the script's output and `torch.save` go nowhere."""
 
     def __init__(self) -> None:

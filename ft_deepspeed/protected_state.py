@@ -1,0 +1,120 @@
+"""DeepSpeed's state together with the script's: the results that it was given, and what it has named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from msgspec import structs
+
+from ft_core.adapter import Redundancy, State, StateTensor
+from ft_core.kept import Kept
+from ft_deepspeed.loaders import Loaders
+from ft_deepspeed.results import Results
+from ft_deepspeed.state import DeepSpeedAdapter
+
+
+class Script(Protocol):
+    """What the state needs to know of the script."""
+
+    kept: Kept
+    """What it has named, as it was when its newest step ended."""
+    results: Results
+    loaders: Loaders
+
+    @property
+    def live(self) -> bool:
+        """Whether the script is where the engine is; else it is a newcomer's, and what it has is made up."""
+
+    @property
+    def began(self) -> bool:
+        """Whether the version is what this worker's script began with, and not the outcome of a step."""
+
+    def deal(self) -> Any:
+        """Of the samples."""
+
+    def interrupted(self) -> None:
+        """A call is abandoned: the script must find everything as it left it."""
+
+
+class ProtectedState:
+    """DeepSpeed's state and the results that the script was given (see `ft_core.adapter.Adapter`)."""
+
+    def __init__(self, engine: DeepSpeedAdapter, script: Script, shrink: bool) -> None:
+        self._engine, self._script = engine, script
+        self.ring = engine.ring
+        self.replica_group = engine.replica_group
+        if not shrink:
+            self.replica_group = structs.replace(engine.replica_group, redundancy=Redundancy.SHARDED)
+        self.loaded: Any = None
+        self.kept = Kept()
+        """What a newcomer's script is given when it is where the engine is."""
+        self._adopted: dict[int, AdoptedState] = {}
+
+    def tensors(self) -> Iterable[StateTensor]:
+        yield from self._engine.tensors()
+        yield from self.kept_tensors(self.envelope_holders())
+
+    def kept_tensors(self, holders: tuple[int, ...]) -> Iterable[StateTensor]:
+        return self._script.kept.tensors(holders)
+
+    def envelope(self) -> Any:
+        return {
+            "engine": self._engine.envelope(),
+            "results": self._script.results.state(),
+            "loaders": self._script.loaders.state(),
+            "deal": self._script.deal(),
+            "began": self._script.began,
+        }
+
+    def envelope_holders(self) -> tuple[int, ...]:
+        return self._engine.envelope_holders()
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
+        with torch.inference_mode(False):  # the script may have been evaluating
+            self._engine.restore(tensors, envelope["engine"])
+            if not self._script.live:  # a survivor's script has its own, as it left it
+                self.kept = Kept(tensors)
+        self.loaded = envelope
+
+    def adopt(self, roles: Sequence[int]) -> Mapping[int, State]:
+        before = self._adopted
+        self._adopted = {}
+        adopts = self.replica_group.redundancy is Redundancy.ADOPTABLE
+        for role, state in (self._engine.adopt(roles) if adopts else {}).items():
+            held = before.get(role)
+            self._adopted[role] = held if held and held.state is state else AdoptedState(state, self)
+        return self._adopted
+
+    def settle(self, envelope: Any) -> None:
+        """Put back what is no tensor: counters, random states, schedules."""
+        self._engine.settle(envelope["engine"])
+
+    def gather(self) -> None:
+        self._engine.gather()
+
+    def reset(self) -> None:
+        self._script.interrupted()
+        self._engine.reset()
+
+
+class AdoptedState:
+    """What a role that is away had alone, and the results that its counterpart's script was given."""
+
+    def __init__(self, state: State, adapter: ProtectedState) -> None:
+        self.state, self._adapter = state, adapter
+
+    def tensors(self) -> Iterable[StateTensor]:
+        yield from self.state.tensors()
+        yield from self._adapter.kept_tensors(self.envelope_holders())
+
+    def envelope(self) -> Any:
+        return {**self._adapter.envelope(), "engine": self.state.envelope()}
+
+    def envelope_holders(self) -> tuple[int, ...]:
+        return self.state.envelope_holders()
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
+        with torch.inference_mode(False):
+            self.state.restore(tensors, envelope["engine"])
