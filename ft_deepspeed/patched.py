@@ -40,6 +40,9 @@ TRAINER_SAVES = declare_each(
     "a save that a failure interrupts is made again as a whole",
 )
 LOAD = declare(f"{_ENGINE}.load_checkpoint", "a newcomer's is muted, and none may follow the first step")
+RESUMPTION = declare(
+    f"{_ENGINE}.save_checkpoint", "it waits for its version's commit, and newcomers may begin with it"
+)
 BACKWARD = declare("torch.autograd:backward", "`loss.backward()` is made again from the engine's outputs on")
 REPORT = declare(f"{_ENGINE}._report_progress", "a step that is done again was logged the first time")
 SAVE = declare("torch:save", "what a newcomer's script saves on its way to its peers was saved before")

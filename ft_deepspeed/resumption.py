@@ -7,13 +7,13 @@ a tag, that loads weights only, or that looked for checkpoints when there were n
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ft_core.worker.session import Session
+from ft_deepspeed import patched
 
 
 class Resumption:
@@ -24,17 +24,18 @@ class Resumption:
         self._directory: Path | None = None
         self._steps: dict[str, int] = {}
         """Checkpoints saved by this process: tag -> step."""
-        save = engine.save_checkpoint
 
-        @functools.wraps(save)
-        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            session.commit_wait()  # or a newcomer's script could begin beyond the version that all go back to
-            result = save(*args, **kwargs)
-            if (step := self._saved(_given(save, args, kwargs))) is not None:
-                session.comms.newcomers_begin_at(step)
-            return result
+        def noting(save: Callable[..., Any]) -> Callable[..., Any]:
+            def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+                session.commit_wait()  # or a newcomer's script could begin beyond what all go back to
+                result = save(*args, **kwargs)
+                if (step := self._saved(_given(save, args, kwargs))) is not None:
+                    session.comms.newcomers_begin_at(step)
+                return result
 
-        engine.save_checkpoint = save_checkpoint
+            return save_checkpoint
+
+        patched.RESUMPTION.wrap(noting, of=engine)
 
     def loaded(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """`load`, which is the engine's `load_checkpoint`, was called so."""
