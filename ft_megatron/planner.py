@@ -57,7 +57,7 @@ class Gpt:
 
     @property
     def stages(self) -> int:
-        """Pipeline stages."""
+        """As many as there are pipeline stages."""
         return self.pp
 
     def stage(self, role: int) -> int:

@@ -28,7 +28,7 @@ class Report:
 
     steps: int
     samples: int
-    """Trained."""
+    """How many were trained."""
     waiting: int
     """Samples that were dealt in vain, and will be dealt again."""
     by_group: dict[int, int]
