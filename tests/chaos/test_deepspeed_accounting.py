@@ -17,7 +17,7 @@ from planned import described, parameters
 from ft_core.cli.ask import ask
 from ft_core.cli.planner import command
 from ft_core.cli.planner.razor import plan
-from ft_core.cli.planner.shape import Job as PlannedJob
+from ft_core.cli.planner.shape import PlannedJob
 from ft_core.state.snapshot import ENVELOPE
 
 STEPS = 6

@@ -116,7 +116,7 @@ def _main(
     threading.Event().wait()
 
 
-class Job:
+class GroupJob:
     """The controller's side. Use as a context manager: it kills what is left."""
 
     def __init__(self, world: int, script: str, *args: Any) -> None:
@@ -129,7 +129,7 @@ class Job:
         self._controls: dict[int, Any] = {}
         self._ups: dict[int, Any] = {}
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> GroupJob:
         plan = (1, self.store, {})
         for role in range(self.world):
             self._spawn(role, plan, self._args)

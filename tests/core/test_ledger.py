@@ -30,7 +30,7 @@ def written(path: Path) -> Ledger:
     return Ledger(write)
 
 
-class Job:
+class LedgerJob:
     """Writes the ledger of a job of three groups as its controller would, by the rules of `elastic`."""
 
     def __init__(self, directory: Path, start: int = 0, version: int = 0) -> None:
@@ -81,15 +81,15 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
-    return Job(tmp_path)
+def job(tmp_path: Path) -> LedgerJob:
+    return LedgerJob(tmp_path)
 
 
 def changed(line: str, **values: Any) -> str:
     return json.dumps(json.loads(line) | values) + "\n"
 
 
-def test_a_group_leaves_and_comes_back(job: Job):
+def test_a_group_leaves_and_comes_back(job: LedgerJob):
     job.train(5)
     job.begin(4, (0, 2))  # step 5 is void
     job.train(6)
@@ -103,7 +103,7 @@ def test_a_group_leaves_and_comes_back(job: Job):
     assert report.samples == job.deal.next
 
 
-def test_samples_that_wait_are_accounted_for(job: Job):
+def test_samples_that_wait_are_accounted_for(job: LedgerJob):
     job.train(5)
     job.begin(5, (0, 1))
     job.train(2)
@@ -117,11 +117,11 @@ def test_a_job_without_elastic_groups_has_no_ledger(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_ledger_without_steps(job: Job):
+def test_a_ledger_without_steps(job: LedgerJob):
     assert job.verify() == Report(steps=0, samples=0, waiting=0, by_group={}, problems=())
 
 
-def test_all_roles_report_and_one_line_is_written(job: Job):
+def test_all_roles_report_and_one_line_is_written(job: LedgerJob):
     report = job.train(1)
     assert job.ledger.step(report) is None
     assert job.ledger.step(report | {"samples": {**report["samples"], "7": []}}) is None  # took part without
@@ -133,7 +133,7 @@ def test_all_roles_report_and_one_line_is_written(job: Job):
     [{"samples": {"0": [[0, 4]]}}, {"waiting": [[9, 4, 6]]}, {"next": 19}],
     ids=lambda c: next(iter(c)),
 )
-def test_roles_that_disagree(job: Job, change: dict[str, Any]):
+def test_roles_that_disagree(job: LedgerJob, change: dict[str, Any]):
     report = job.train(1)
     problem = job.ledger.step(report | change)
     assert problem is not None and problem.startswith(f"roles disagree on step 1: {next(iter(change))} ")
@@ -161,7 +161,7 @@ def test_roles_that_disagree(job: Job, change: dict[str, Any]):
     ],
     ids=str,
 )
-def test_reports_of_another_shape_are_refused(job: Job, change: dict[str, Any]):
+def test_reports_of_another_shape_are_refused(job: LedgerJob, change: dict[str, Any]):
     report = job.train(1)
     with pytest.raises(ValueError, match="not "):
         job.ledger.step(report | {"step": 2} | change)
@@ -171,13 +171,13 @@ def test_reports_of_another_shape_are_refused(job: Job, change: dict[str, Any]):
 @pytest.mark.parametrize(
     "membership", [{}, {"groups": 0, "changes": []}, {"groups": 2, "changes": [1]}, None]
 )
-def test_epochs_of_another_shape_are_refused(job: Job, membership: Any):
+def test_epochs_of_another_shape_are_refused(job: LedgerJob, membership: Any):
     with pytest.raises(ValueError, match="membership"):
         job.ledger.epoch(2, 0, membership)
     assert len(job.lines) == 1
 
 
-def test_memory_is_bounded_and_old_reports_may_come_again(job: Job, monkeypatch: pytest.MonkeyPatch):
+def test_memory_is_bounded_and_old_reports_may_come_again(job: LedgerJob, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ledger, "KEPT", 4)
     first = job.train(1)
     job.train(10)
@@ -188,7 +188,7 @@ def test_memory_is_bounded_and_old_reports_may_come_again(job: Job, monkeypatch:
     assert not job.verify().problems
 
 
-def test_a_report_that_comes_after_its_epoch(job: Job):
+def test_a_report_that_comes_after_its_epoch(job: LedgerJob):
     job.train(3)
     fourth = job.train(1, write=False)
     fifth = job.train(1, write=False)
@@ -201,7 +201,7 @@ def test_a_report_that_comes_after_its_epoch(job: Job):
     assert report.by_group[2] == 4 * 6  # not of step 5, which group 2 had trained before it left
 
 
-def test_the_job_starts_over(job: Job):
+def test_the_job_starts_over(job: LedgerJob):
     job.train(7)
     job.membership, job.deal, job.step = Membership(3), Deal(TURN), 0
     job.begin(None, range(3))
@@ -209,7 +209,7 @@ def test_the_job_starts_over(job: Job):
     assert job.verify() == Report(steps=2, samples=36, waiting=0, by_group={0: 12, 1: 12, 2: 12}, problems=())
 
 
-def test_another_controller_goes_on(job: Job):
+def test_another_controller_goes_on(job: LedgerJob):
     job.train(2)
     third = job.train(1)
     with job.path.open("a") as file:
@@ -225,12 +225,12 @@ def test_another_controller_goes_on(job: Job):
 
 def test_a_torn_first_line(tmp_path: Path):
     (tmp_path / ledger.NAME).write_text('{"epo')
-    job = Job(tmp_path)
+    job = LedgerJob(tmp_path)
     job.train(2)
     assert job.verify().problems == ()
 
 
-def test_a_line_that_is_being_written(job: Job):
+def test_a_line_that_is_being_written(job: LedgerJob):
     job.train(3)
     whole = "".join(job.lines)
     for cut in range(len("".join(job.lines[:-1])), len(whole)):
@@ -240,7 +240,7 @@ def test_a_line_that_is_being_written(job: Job):
 
 
 def test_a_job_that_goes_on_from_a_checkpoint(tmp_path: Path):
-    job = Job(tmp_path, start=600, version=40)
+    job = LedgerJob(tmp_path, start=600, version=40)
     job.deal.waiting = [[42, 500, 506], [43, 511, 514]]
     job.train(1)
     assert job.verify().problems == ()
@@ -251,7 +251,7 @@ def test_a_job_that_goes_on_from_a_checkpoint(tmp_path: Path):
     assert report.samples == job.deal.next - 600 + 9
 
 
-def test_a_version_without_the_steps_after_it(job: Job):
+def test_a_version_without_the_steps_after_it(job: LedgerJob):
     job.states[7] = job.states[0]
     job.begin(7, range(3))
     job.train(3)
@@ -310,7 +310,7 @@ def insert(at: int, text: str) -> Edit:
         (insert(4, "[1]\n"), ["line 5: not an object"]),
     ],
 )
-def test_what_is_wrong_is_named(job: Job, edit: Edit, problems: list[str]):
+def test_what_is_wrong_is_named(job: LedgerJob, edit: Edit, problems: list[str]):
     job.train(6)
     job.begin(5, (0, 1))
     job.train(6)
@@ -318,7 +318,7 @@ def test_what_is_wrong_is_named(job: Job, edit: Edit, problems: list[str]):
     assert list(verify(edit(job.lines)).problems) == problems
 
 
-def test_samples_of_a_group_that_was_away(job: Job):
+def test_samples_of_a_group_that_was_away(job: LedgerJob):
     job.train(6)
     job.begin(5, (0, 1))
     report = job.train(1, write=False)
@@ -327,7 +327,7 @@ def test_samples_of_a_group_that_was_away(job: Job):
     assert job.verify().problems == ("line 9: groups [2] trained in step 6, to which [0, 1] contribute",)
 
 
-def test_ctl_says_that_all_is_well(job: Job, capsys: pytest.CaptureFixture[str]):
+def test_ctl_says_that_all_is_well(job: LedgerJob, capsys: pytest.CaptureFixture[str]):
     job.train(6)
     job.begin(5, (0, 1))
     job.train(2)
@@ -348,7 +348,7 @@ def test_ctl_says_that_all_is_well(job: Job, capsys: pytest.CaptureFixture[str])
     }
 
 
-def test_ctl_names_problems(job: Job, capsys: pytest.CaptureFixture[str]):
+def test_ctl_names_problems(job: LedgerJob, capsys: pytest.CaptureFixture[str]):
     job.train(60)
     job.path.write_text("".join(job.lines[:2] + job.lines[2::2]))
     assert ctl.main(["--job-dir", str(job.path.parent), "data", "verify"]) == 1

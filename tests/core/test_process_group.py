@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from core import pg_scripts
-from core.pg_harness import CONTEXT, Job
+from core.pg_harness import CONTEXT, GroupJob
 from torch import distributed as dist
 
 from ft_core.comm.works import is_transport_error
@@ -32,7 +32,7 @@ def reference() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("in_startup", [False, True])
 def test_every_collective_equals_plain_gloo(reference: list[dict[str, Any]], in_startup: bool) -> None:
-    with Job(4, "collectives", in_startup) as job:
+    with GroupJob(4, "collectives", in_startup) as job:
         results = job.results()
     for role, (plain, ours) in enumerate(zip(reference, results, strict=True)):
         for name, value in plain.items():
@@ -49,7 +49,7 @@ def test_every_collective_equals_plain_gloo(reference: list[dict[str, Any]], in_
 
 
 def test_groups_are_made_locally_and_named_alike() -> None:
-    with Job(4, "groups") as job:
+    with GroupJob(4, "groups") as job:
         results = job.results()
     assert [r["sum"] for r in results] == [3, 3, 7, 7]
     assert [r["lonely"] for r in results] == [5, 7, 5, 5]
@@ -60,7 +60,7 @@ def test_groups_are_made_locally_and_named_alike() -> None:
 
 def test_collectives_without_a_member_whose_replica_group_is_away() -> None:
     """Sums count those who are there; where data move, its counterpart stands in for who is not."""
-    with Job(4, "without_a_member", 1) as job:
+    with GroupJob(4, "without_a_member", 1) as job:
         results = job.results()
     assert results.pop(1) is None
     own = {role: [10.0 * role, 10.0 * role + 1] for role in range(4)}
@@ -78,12 +78,12 @@ def test_collectives_without_a_member_whose_replica_group_is_away() -> None:
 
 
 def test_first_uses_in_different_order_do_not_deadlock() -> None:
-    with Job(2, "crossed_first_use") as job:
+    with GroupJob(2, "crossed_first_use") as job:
         assert job.results() == [4.0, 4.0]
 
 
 def test_callers_mistakes_are_raised_at_once() -> None:
-    with Job(2, "callers_mistake") as job:
+    with GroupJob(2, "callers_mistake") as job:
         for result in job.results():
             assert "nothing" not in result and "EpochChanged" not in result
             assert result[-2:] == ["2.0", "[]"]
@@ -92,7 +92,7 @@ def test_callers_mistakes_are_raised_at_once() -> None:
 @pytest.mark.parametrize("blocked_in", ["all_reduce", "recv", "anysource", "async", "opening"])
 def test_survivors_go_on_with_a_newcomer(blocked_in: str) -> None:
     stop_at = {1: 2, 2: 0}
-    with Job(3, "train", 3, blocked_in, stop_at) as job:
+    with GroupJob(3, "train", 3, blocked_in, stop_at) as job:
         for epoch, lost in stop_at.items():
             job.wait("stopped", [lost], epoch)
             job.wait("blocked", {0, 1, 2} - {lost}, epoch)
@@ -106,7 +106,7 @@ def test_survivors_go_on_with_a_newcomer(blocked_in: str) -> None:
 
 
 def test_a_failure_that_no_epoch_follows_is_raised() -> None:
-    with Job(2, "fail_alone") as job:
+    with GroupJob(2, "fail_alone") as job:
         job.wait("blocked", [0])
         job.kill(1)
         kind, text, _ = job.wait("error", [0])[0]
@@ -116,14 +116,14 @@ def test_a_failure_that_no_epoch_follows_is_raised() -> None:
 
 def test_an_error_of_the_scripts_own_in_a_wait_is_raised_at_once() -> None:
     """A signal's handler runs in it, a loader's for one: its error is no lost peer."""
-    with Job(2, "interrupted") as job:
+    with GroupJob(2, "interrupted") as job:
         assert job.results()[0] == {"error": "KeyError('own')", "sum": 2.0}
         assert not [event for event in job.events if event[0] == "failed"]
 
 
 def test_thirty_epochs_leave_no_threads_and_no_descriptors() -> None:
     epochs = 30
-    with Job(4, "endure", epochs) as job:
+    with GroupJob(4, "endure", epochs) as job:
         for epoch in range(1, epochs + 1):
             job.wait("round", None, epoch)
             job.next_epoch([])

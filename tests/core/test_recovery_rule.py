@@ -67,7 +67,7 @@ def begin(slots: dict[int, bool], version: int) -> None:
     slots[version] = False
 
 
-class Job:
+class SimulatedJob:
     def __init__(self, layout: Layout, rng: random.Random) -> None:
         self.layout, self.rng = layout, rng
         self.ranks = [Rank() for _ in range(layout.world)]
@@ -212,9 +212,9 @@ class Job:
         return all(self.holders(s, version) for segments in self.segments.values() for s in segments)
 
 
-def fail(layout: Layout, seed: int, crashes: float = 0.3) -> tuple[Job, Choice]:
+def fail(layout: Layout, seed: int, crashes: float = 0.3) -> tuple[SimulatedJob, Choice]:
     rng = random.Random(seed)
-    job = Job(layout, rng)
+    job = SimulatedJob(layout, rng)
     for _ in range(rng.randrange(40 * layout.world)):
         job.step()
     if rng.random() < 0.5:
@@ -225,7 +225,7 @@ def fail(layout: Layout, seed: int, crashes: float = 0.3) -> tuple[Job, Choice]:
     return job, choose_version(job.reports(), range(layout.world), 0, [], placements)
 
 
-def kept(job: Job, choice: Choice) -> bool:
+def kept(job: SimulatedJob, choice: Choice) -> bool:
     """The guarantee: at most one step that any rank, dead or alive, has begun to apply is done again."""
     applying = job.layout.phases.index("optimizer")
     begun = max(r.version + (r.phase >= applying) for r in job.ranks)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from core.pg_harness import Job
+from core.pg_harness import GroupJob
 
 from ft_core.comm.entries import Entry
 from ft_core.comm.process_group import Communicators
@@ -33,7 +33,7 @@ def check(results: list[dict[str, Any]], epoch: int) -> None:
 
 @pytest.mark.parametrize("lost", [1, 3])
 def test_a_newcomer_replays_the_start_up(lost: int) -> None:
-    with Job(4, "start_up", None, lost) as job:
+    with GroupJob(4, "start_up", None, lost) as job:
         job.wait("stopped", [lost])
         job.kill(lost)
         job.next_epoch([lost])
@@ -43,7 +43,7 @@ def test_a_newcomer_replays_the_start_up(lost: int) -> None:
 @pytest.mark.parametrize("lost,point", [(2, 0), (1, 1), (3, 2), (2, 2), (0, 3), (1, 4), (2, 5), (3, 6)])
 def test_a_kill_during_start_up(lost: int, point: int) -> None:
     """Some survivors have completed the operation that others are blocked in (broadcast, point-to-point)."""
-    with Job(4, "start_up", (lost, point), None) as job:
+    with GroupJob(4, "start_up", (lost, point), None) as job:
         job.wait("stopped", [lost], point)
         job.wait("passed", {0, 1, 2, 3} - {lost}, point)
         job.kill(lost)
@@ -52,7 +52,7 @@ def test_a_kill_during_start_up(lost: int, point: int) -> None:
 
 
 def test_two_kills_during_start_up() -> None:
-    with Job(4, "start_up", (2, 3), None) as job:
+    with GroupJob(4, "start_up", (2, 3), None) as job:
         job.wait("stopped", [2], 3)
         job.kill(2)
         job.next_epoch([2], ((2, 99), 2))
@@ -61,7 +61,7 @@ def test_two_kills_during_start_up() -> None:
         check(job.results(), 3)
 
 
-def lose(job: Job, role: int, at: int, begin: int, more: int | None = None) -> None:
+def lose(job: GroupJob, role: int, at: int, begin: int, more: int | None = None) -> None:
     """A role that stops in step `at` is killed; its newcomer begins at step `begin` (see `between_steps`)."""
     job.wait("stopped", [role], at)
     job.kill(role)
@@ -70,7 +70,7 @@ def lose(job: Job, role: int, at: int, begin: int, more: int | None = None) -> N
 
 def test_newcomers_between_training_steps() -> None:
     """The second begins at an earlier step than the first, whose record does not go back so far."""
-    with Job(3, "between_steps", {1: 20, 0: 27}, 0, None) as job:
+    with GroupJob(3, "between_steps", {1: 20, 0: 27}, 0, None) as job:
         lose(job, 1, at=20, begin=12)
         lose(job, 0, at=27, begin=5)
         results = job.results()
@@ -81,7 +81,7 @@ def test_newcomers_between_training_steps() -> None:
 
 
 def test_records_that_were_lost_with_their_workers() -> None:
-    with Job(3, "between_steps", {1: 20, 2: 27}, 0, None) as job:
+    with GroupJob(3, "between_steps", {1: 20, 2: 27}, 0, None) as job:
         lose(job, 1, at=20, begin=12)
         lose(job, 2, at=27, begin=5)
         kind, text, _ = job.wait("error", [2])[2]
@@ -91,7 +91,7 @@ def test_records_that_were_lost_with_their_workers() -> None:
 def test_what_is_behind_everybody_is_dropped() -> None:
     """The record does not grow with the steps, and who begins at the newest checkpoint has what it needs."""
     steps, every, stop = 1000, 50, 531
-    with Job(2, "with_checkpoints", stop, 0, steps, every) as job:
+    with GroupJob(2, "with_checkpoints", stop, 0, steps, every) as job:
         job.wait("stopped", [0])
         job.kill(0)
         job.next_epoch([0], (stop, 500, steps, every))
@@ -101,7 +101,7 @@ def test_what_is_behind_everybody_is_dropped() -> None:
 
 
 def test_a_newcomer_that_begins_before_the_newest_checkpoint() -> None:
-    with Job(2, "with_checkpoints", 27, 0, 30, 10) as job:
+    with GroupJob(2, "with_checkpoints", 27, 0, 30, 10) as job:
         job.wait("stopped", [0], 27)
         job.kill(0)
         job.next_epoch([0], (27, 19, 30, 10))
@@ -184,7 +184,7 @@ def test_steps_that_are_over_are_given_as_they_were() -> None:
 
 
 def test_a_step_that_is_over_cannot_have_had_more_operations() -> None:
-    with Job(3, "between_steps", {1: 20}, 0, None) as job:
+    with GroupJob(3, "between_steps", {1: 20}, 0, None) as job:
         lose(job, 1, at=20, begin=0, more=3)
         kind, text, _ = job.wait("error", [1])[1]
     assert kind == "ReplayMismatch" and "issues barrier(), its peers did 1 operations (role" in text
@@ -192,7 +192,7 @@ def test_a_step_that_is_over_cannot_have_had_more_operations() -> None:
 
 def test_a_rehearsal_needs_no_peers_and_leaves_no_trace() -> None:
     """What peers would have sent is zero."""
-    with Job(2, "rehearse") as job:
+    with GroupJob(2, "rehearse") as job:
         other, alone = job.results()
     assert alone["real"] == other["real"] == [1.0]
     assert alone["counts"] == other["counts"]
@@ -212,7 +212,7 @@ def test_a_rehearsal_needs_no_peers_and_leaves_no_trace() -> None:
     ],
 )
 def test_a_mismatch_is_detected(how: str, said: str) -> None:
-    with Job(2, "divergent", how) as job:
+    with GroupJob(2, "divergent", how) as job:
         job.wait("stopped", [1])
         job.kill(1)
         job.next_epoch([1])

@@ -14,7 +14,7 @@ from adoption_worker import alone, compare
 from deepspeed import comm
 from deepspeed.runtime.zero import stage3
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
-from state_worker import BF16, CASES, Job, main, stage
+from state_worker import BF16, CASES, TrainedEngine, main, stage
 
 from ft_core.adapter import Redundancy
 from ft_core.comm import backend
@@ -67,7 +67,7 @@ class InOrder:
         return tensor.copy_(sum(part for rank, part in enumerate(parts) if rank not in self.adopters))
 
 
-def whole(job: Job) -> list[torch.Tensor]:
+def whole(job: TrainedEngine) -> list[torch.Tensor]:
     """What a script can ask for: of each parameter the main parameter, and the gradient."""
     parameters = [p for p in job.engine.module.parameters() if p.requires_grad]
     return [get(p) for p in parameters for get in (safe_get_full_fp32_param, safe_get_full_grad)]
@@ -82,7 +82,7 @@ def bits(found: Any) -> Any:
 def check(case: str) -> int:
     """Returns how many tensors were compared."""
     comms.end_startup()
-    job = Job(case, seed=1)
+    job = TrainedEngine(case, seed=1)
     rank, world = dist.get_rank(), dist.get_world_size()
     assert job.adapter.replica_group.redundancy is Redundancy.ADOPTABLE, job.adapter.objection
     job.adapter.adopt([])

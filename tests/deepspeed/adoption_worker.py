@@ -15,7 +15,7 @@ from deepspeed.utils import (
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
 )
-from state_worker import ACCUMULATED, BF16, CASES, DYNAMIC, Job, main, stage
+from state_worker import ACCUMULATED, BF16, CASES, DYNAMIC, TrainedEngine, main, stage
 
 from ft_core.adapter import Redundancy
 from ft_core.state import envelope
@@ -47,12 +47,12 @@ def compare(found: Any, expected: Any, where: str) -> None:
         assert repr(found[2][key]) == repr(expected[2][key]), f"{where}: {key} differs"
 
 
-def linked(job: Job) -> list[Any]:
+def linked(job: TrainedEngine) -> list[Any]:
     """Parameters that the optimizer trains."""
     return [p for p in job.engine.module.parameters() if getattr(p, "_hp_mapping", 0) != 0]
 
 
-def gathered(job: Job) -> list[dict[str | None, torch.Tensor]]:
+def gathered(job: TrainedEngine) -> list[dict[str | None, torch.Tensor]]:
     """By parameter what scripts are given of the main parameter and of Adam's momentum."""
     return [
         {None: safe_get_full_fp32_param(p), "exp_avg": safe_get_full_optimizer_state(p, "exp_avg")}
@@ -71,7 +71,7 @@ def fragment(parameter: Any, key: str | None) -> torch.Tensor:
 
 def check(case: str) -> int:
     """Returns how many tensors were compared."""
-    job = Job(case, seed=1)
+    job = TrainedEngine(case, seed=1)
     ring, rank = job.adapter.ring, dist.get_rank()
     *_, adopter, role = ring
     assert job.adapter.replica_group.redundancy is Redundancy.ADOPTABLE, job.adapter.objection

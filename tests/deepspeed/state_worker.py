@@ -265,7 +265,7 @@ SAMPLED = (
 )
 
 
-class Job:
+class TrainedEngine:
     """An engine, its adapter, and batches that depend on step, micro-batch and rank."""
 
     def __init__(self, case: str, seed: int) -> None:
@@ -355,7 +355,7 @@ def compare(found: Any, expected: Any, where: str) -> None:
 
 def run(case: str) -> int:
     """Returns how many interruptions were tried."""
-    job = Job(case, seed=1)
+    job = TrainedEngine(case, seed=1)
     initial = job.snapshot()
     early = job.train(1, 2)
     at2 = job.snapshot()
@@ -396,7 +396,7 @@ def run(case: str) -> int:
     assert job.train(1, 2) == early, "from the beginning: losses differ"
     compare(job.snapshot(), at2, "from the beginning")
 
-    newcomer = Job(case, seed=2)
+    newcomer = TrainedEngine(case, seed=2)
     if dist.get_rank() == dist.get_world_size() - 1:
         job = newcomer
     job.restore(at2)
@@ -405,7 +405,7 @@ def run(case: str) -> int:
     return len(steady[::sparse]) + len(first[:: 3 * sparse])
 
 
-def interrupt(job: Job, step: int, stop: int) -> None:
+def interrupt(job: TrainedEngine, step: int, stop: int) -> None:
     collectives.begin(stop)
     try:
         job.train(step, step)
@@ -415,7 +415,7 @@ def interrupt(job: Job, step: int, stop: int) -> None:
         collectives.begin()
 
 
-def check_holders(job: Job, snapshot: Any) -> None:
+def check_holders(job: TrainedEngine, snapshot: Any) -> None:
     """Those who are said to have the same do have the same, and they agree on it."""
     mine = {t.name: t.holders for t in job.adapter.tensors()}
     everybody: list[Any] = [None] * dist.get_world_size()

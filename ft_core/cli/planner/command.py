@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ft_core.cli.planner.razor import Plan, plan, summarise
-from ft_core.cli.planner.shape import DataParallel, Framework, Hosts, Job, Storage
+from ft_core.cli.planner.shape import DataParallel, Framework, Hosts, PlannedJob, Storage
 from ft_core.cli.planner.survival import failure_probability, loss_bound, recovery_probability
 from ft_core.errors import ConfigError
 from ft_core.state.manifest import Segment
@@ -111,7 +111,7 @@ def main(args: argparse.Namespace, frameworks: Sequence[Framework]) -> int:
     return 0 if found.survives >= job.hosts.replicas else 1
 
 
-def described(args: argparse.Namespace, frameworks: Sequence[Framework]) -> Job:
+def described(args: argparse.Namespace, frameworks: Sequence[Framework]) -> PlannedJob:
     """The job that the flags describe. Raises ConfigError for those that clash, or are too few."""
     models = [found for framework in frameworks if (found := framework.model(args)) is not None]
     if args.parameters > 0:
@@ -127,7 +127,7 @@ def described(args: argparse.Namespace, frameworks: Sequence[Framework]) -> Job:
     storages = {f.name: kept for f in frameworks if (kept := f.storage(args, usual)) is not None}
     if len(storages) > 1:
         raise ConfigError(f"flags of {' and '.join(storages)} say who keeps which state: give those of one")
-    return Job(
+    return PlannedJob(
         Hosts(
             args.world_size,
             nproc_per_node=args.nproc_per_node,
@@ -141,7 +141,7 @@ def described(args: argparse.Namespace, frameworks: Sequence[Framework]) -> Job:
     )
 
 
-def _figures(args: argparse.Namespace, job: Job, found: Plan) -> dict[str, Any]:
+def _figures(args: argparse.Namespace, job: PlannedJob, found: Plan) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "pipeline_stage": found.stage,
         "tensors": [asdict(row) for row in found.rows],
@@ -180,7 +180,7 @@ def _figures(args: argparse.Namespace, job: Job, found: Plan) -> dict[str, Any]:
     return figures
 
 
-def _text(job: Job, found: Plan, figures: dict[str, Any]) -> str:
+def _text(job: PlannedJob, found: Plan, figures: dict[str, Any]) -> str:
     stage = f"pipeline stage {found.stage}, the heaviest (data parallel {job.data_parallel})"
     lines = [
         f"State of a role of {stage}:",
@@ -229,7 +229,7 @@ def _text(job: Job, found: Plan, figures: dict[str, Any]) -> str:
     return "\n".join(lines + _warnings(job, found))
 
 
-def _warnings(job: Job, found: Plan) -> list[str]:
+def _warnings(job: PlannedJob, found: Plan) -> list[str]:
     lines = []
     replicas = job.hosts.replicas
     if found.survives < replicas:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ft_core.cli.planner.shape import Job, Tensor
+from ft_core.cli.planner.shape import PlannedJob, Tensor
 from ft_core.state.manifest import Segment
 from ft_core.state.placement import replica_nodes, sender, survives
 
@@ -123,7 +123,7 @@ class Plan:
         return step_seconds / transfer if transfer else math.inf
 
 
-def plan(job: Job) -> Plan:
+def plan(job: PlannedJob) -> Plan:
     """Work out the state, its placement and its traffic, for all ranks. Raises ConfigError for a clash."""
     hosts, model = job.hosts, job.model
     parts: list[dict[tuple[str, bool], int]] = []  # per stage: (kind, sharded) -> bytes on a rank
@@ -177,7 +177,7 @@ def plan(job: Job) -> Plan:
     )
 
 
-def _split(job: Job, tensor: Tensor, role: int) -> dict[bool, int]:
+def _split(job: PlannedJob, tensor: Tensor, role: int) -> dict[bool, int]:
     """Bytes of a tensor's state on one rank: False -> held by all data-parallel peers, True -> sharded."""
     storage = job.storage
     state = tensor.parameters * (storage.main + storage.optimizer)
@@ -188,7 +188,7 @@ def _split(job: Job, tensor: Tensor, role: int) -> dict[bool, int]:
     return {False: weights, **share} if storage.weights else share
 
 
-def _row(job: Job, tensor: Tensor, role: int) -> PlanRow:
+def _row(job: PlannedJob, tensor: Tensor, role: int) -> PlanRow:
     storage = job.storage
     share = storage.shards(len(job.model.peers(role, tensor.kind)))
     main = -(-tensor.parameters * storage.main // share)

@@ -130,7 +130,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedJob:
     """All that determines what is unique, what is sent and what is survived."""
 
     hosts: Hosts
