@@ -169,6 +169,12 @@ class ToController:
 
 
 @dataclass(frozen=True)
+class Report:
+    """To the controller: `Agent.holdings()`, once what stands before this is done. From `BeginEpoch` on no
+    copy comes in that would push out another; what is reported stays."""
+
+
+@dataclass(frozen=True)
 class ToWorker:
     """Nothing happens if it is gone."""
 
@@ -343,7 +349,7 @@ class End:
 
 
 Effect = (
-    ToController | ToWorker | Start | Kill | Signal | ShowRest | Commit | BeginEpoch | UsePlan
+    ToController | Report | ToWorker | Start | Kill | Signal | ShowRest | Commit | BeginEpoch | UsePlan
     | UseSettings | DropAfter | KeepOnly | Reserve | Strike | Replicate | Bring | WriteDurable
     | LookForDurable | AskPeer | AnswerPeer | KillNode | BecomeSpare | End
 )  # fmt: skip

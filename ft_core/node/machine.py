@@ -47,6 +47,7 @@ from ft_core.node.events import (
     NotConnected,
     PeerAsks,
     Replicated,
+    Report,
     Reserve,
     ShowRest,
     Signalled,
@@ -140,7 +141,7 @@ class Agent:
     def handle(self, event: Event, now: float) -> list[Effect]:
         """What is to be done about `event`, in this order. `now`: seconds that this process was awake."""
         self._now, self._effects = now, []
-        if self.phase is Phase.SERVING:
+        if self.phase is Phase.SERVING or isinstance(event, LauncherGone):
             self._handle(event)
         elif self.phase is Phase.FAREWELL:
             if isinstance(event, WorkerEnded):
@@ -226,7 +227,7 @@ class Agent:
         who = about.node, about.pid, about.node_rank, about.domain, about.data
         # A controller that died may not have answered those, and not have written down these.
         said = [*self._said, *self._asking.values(), *self._trained]
-        self._post(m.AgentHello(*who, self._holdings(), said))
+        self._post(m.AgentHello(*who, self.holdings(), said))
         if self._termination.under_way:
             self._post(m.Leaving())
 
@@ -237,7 +238,10 @@ class Agent:
             return
         node, address = self.about.node, self.settings.controller
         if event.refused and not self._outage.served:
-            log.error("node %s leaves: %s; check the job's secret file", node, event.reason)
+            log.error(
+                "node %s leaves: %s; check the job's secret file, and that all nodes run the same version",
+                *(node, event.reason),
+            )
             self._end(2)
             return
         if event.stranger:
@@ -284,7 +288,8 @@ class Agent:
                 self._withdraw(roles)
             case m.UseSettings(values):
                 # The controller has checked them.
-                self.configured, self.settings = values, dataclasses.replace(self.settings, **values)
+                changed: dict[str, Any] = dict(values)
+                self.configured, self.settings = changed, dataclasses.replace(self.settings, **changed)
                 self._do(UseSettings(self.settings))
                 self._post(m.Configured(values))
             case m.ConfigureAnswer(number, asked, error):
@@ -305,7 +310,8 @@ class Agent:
         beats, replicas = holdings.beats(self.crew, self._view), self._view.replicas()
         return m.Heartbeat(self.epoch, begun, beats, len(self.crew.idle()), replicas)
 
-    def _holdings(self) -> m.Holdings:
+    def holdings(self) -> m.Holdings:
+        """What this node could give to a recovery, as of now."""
         here = self.roles_here()
         replicas, holders = holdings.copies_held(here, self._view)
         return m.Holdings(
@@ -360,7 +366,7 @@ class Agent:
         quiet = all(worker.quiesced >= self.epoch for worker in self.crew.playing())
         if quiet and self.reported < self.epoch and self.epoch != self.begun:
             self.reported = self.epoch
-            self._post(self._holdings())
+            self._do(Report())
 
     def _kill_stuck(self) -> None:
         self._stuck_at = math.inf

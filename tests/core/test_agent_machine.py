@@ -85,7 +85,9 @@ class Node:
 
     def handle(self, event: e.Event, after: float = 0.0) -> list[e.Effect]:
         self.now += after
-        self.done = self.agent.handle(event, self.now)
+        done = self.agent.handle(event, self.now)
+        report = e.ToController(self.agent.holdings())
+        self.done = [report if isinstance(each, e.Report) else each for each in done]
         return self.done
 
     def hear(self, message: m.ToAgent) -> list[e.Effect]:
