@@ -263,8 +263,8 @@ class Launcher:
         self._controller_began = 0.0
         self._controllers_failed = 0
         self._agents: list[subprocess.Popen[bytes]] = []
-        self._gone: list[subprocess.Popen[bytes]] = []
-        self._temporary: dict[int, str] = {}
+        self._temporary: dict[subprocess.Popen[bytes], str] = {}
+        """Directories of agents that have not ended, as far as is known."""
         self._reserved: socket.socket | None = None
         self.numbers = itertools.count()
         self.respawn = False
@@ -273,7 +273,7 @@ class Launcher:
         """All nodes of the job are here."""
         self.patience = math.inf
         """Seconds that workers have to end after SIGTERM, if they handle it."""
-        self._told = 0
+        self._sigterms = 0
         self._pass_on_at = math.inf
         self._deadline = math.inf
 
@@ -306,29 +306,29 @@ class Launcher:
         temporary = tempfile.mkdtemp(prefix="ft-agent-")
         about = ["--node", node, "--node-rank", str(node_rank), "--domain", domain, "--temporary", temporary]
         agent = self._start("ft_core.node.agent", *about)
-        self._temporary[agent.pid] = temporary
+        self._temporary[agent] = temporary
         self._agents.append(agent)
 
     def wait(self) -> int:
         """Until the job is over. Returns its exit code."""
         while True:
-            if self._told:
+            if self._sigterms:
                 self._pass_on()
             if self._controller is not None and (code := self._controller.poll()) is not None:
                 if code >= 0 and code != FAILED:
                     self._reap()
                     return code
-                if self._told and code == -signal.SIGTERM:
+                if self._sigterms and code == -signal.SIGTERM:
                     return ENDED  # it was just starting
                 self._next_controller(code)
             for agent in self._ended():
-                if agent.returncode < 0 and self.respawn and not self._told:
+                if agent.returncode < 0 and self.respawn and not self._sigterms:
                     self._agents.remove(agent)
                     self.agent(f"node{next(self.numbers)}", -1, "")
             if all(a.poll() is not None for a in self._agents):
                 if self._controller is None:
                     return max((abs(a.returncode) for a in self._agents), default=1)
-                if self._told and not self.standalone and all(_left(a.returncode) for a in self._agents):
+                if self._sigterms and not self.standalone and all(_left(a.returncode) for a in self._agents):
                     return ENDED  # the controller goes with its node; other nodes find another one
             if time.monotonic() > self._deadline:
                 return ENDED
@@ -336,8 +336,8 @@ class Launcher:
 
     def terminate(self) -> None:
         """SIGTERM has come: the workers get it too. Once more, and everything ends at once."""
-        self._told += 1
-        if self._told > 1:
+        self._sigterms += 1
+        if self._sigterms > 1:
             sys.exit(ENDED)
 
     def _pass_on(self) -> None:
@@ -367,12 +367,11 @@ class Launcher:
 
     def _ended(self) -> list[subprocess.Popen[bytes]]:
         """Agents that have ended since the last call; what they leave behind goes as well."""
-        ended = [agent for agent in self._agents if agent.poll() is not None and agent not in self._gone]
+        ended = [agent for agent in self._temporary if agent.poll() is not None]
         for agent in ended:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(agent.pid, signal.SIGKILL)
-            shutil.rmtree(self._temporary[agent.pid], ignore_errors=True)
-        self._gone += ended
+            shutil.rmtree(self._temporary.pop(agent), ignore_errors=True)
         return ended
 
     def _reap(self) -> None:

@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -163,9 +162,9 @@ def test_spares_of_the_scripts_own_configuration_are_started(
 ):
     started = []
 
-    def start(_: object, module: str, *about: str) -> SimpleNamespace:
+    def start(_: object, module: str, *about: str) -> object:
         started.append((module, *about))
-        return SimpleNamespace(pid=len(started))
+        return object()
 
     monkeypatch.setattr(launch.Launcher, "_start", start)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
