@@ -20,17 +20,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from deepspeed import comm
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.timer import NoopTimer
 
-from ft_core.adapter import StateTensor
 from ft_core.patching import replaced
 from ft_core.state.adoption import AdoptedStates
 from ft_deepspeed import fragments, patched
 from ft_deepspeed.alone import Alone, Together
-from ft_deepspeed.shard import Shard
+from ft_deepspeed.shard import AdoptedShard, Shard
 from ft_deepspeed.zero import Master, inner_optimizer
 
 
@@ -107,15 +105,15 @@ class Partitions:
             partition.optimizer.forget_gradients()
 
 
-class Partition:
+class Partition(AdoptedShard):
     """The state that one role which is away had alone (see `ft_core.adapter.State`)."""
 
     def __init__(self, role: int, adapter: Any) -> None:
-        self._adapter, self._holders = adapter, (role,)
+        super().__init__(adapter, role)
         own = adapter.engine.optimizer
         rank = adapter.ring.index(role)
         self.optimizer = Adopted(own, rank)
-        masters, self._derived = [], []
+        masters = []
         for i, master in enumerate(self.optimizer.single_partition_of_fp32_groups):
             weights = own.parallel_partitioned_bit16_groups[i][rank]
             same = weights.dtype == master.dtype
@@ -123,26 +121,6 @@ class Partition:
             if same:
                 self._derived.append((master, weights))
         self._shard = Shard(masters, lambda: [self.optimizer.kept])
-
-    def tensors(self) -> Iterator[StateTensor]:
-        """Buffers, as this role has them, masters and what the optimizer keeps for them."""
-        yield from self._adapter.buffers(self._holders)
-        yield from self._shard.tensors()
-
-    def envelope(self) -> Any:
-        """As the role that is away would have it, which does the same as its counterpart."""
-        return self._adapter.envelope() | self._shard.envelope()
-
-    def envelope_holders(self) -> tuple[int, ...]:
-        """Nobody has another like it."""
-        return self._holders
-
-    @torch.no_grad()
-    def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
-        """Put the partition back. Flat weights, of which fp32 masters are a part, are there by then."""
-        self._shard.restore(tensors, envelope)
-        for master, weights in self._derived:
-            master.data.copy_(weights)
 
 
 class Adopted(DeepSpeedZeroOptimizer):

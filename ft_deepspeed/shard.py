@@ -12,6 +12,44 @@ from ft_core.adapter import StateTensor
 from ft_deepspeed.zero import Master
 
 
+class AdoptedShard:
+    """What one role that is away had alone, held by another (see `ft_core.adapter.State`)."""
+
+    _shard: Shard
+
+    def __init__(self, adapter: Any, role: int) -> None:
+        """`adapter`: the `DeepSpeedAdapter` of the role that holds it."""
+        self._adapter, self._holders = adapter, (role,)
+        self._frozen: list[tuple[str, torch.Tensor]] = []
+        """By name, weights that no optimizer steps."""
+        self._derived: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """(tensor, what it is a copy or a rounding of)"""
+
+    def tensors(self) -> Iterator[StateTensor]:
+        """As that role would have them; buffers as the role that holds them has them."""
+        for name, tensor in self._frozen:
+            yield StateTensor(name, tensor, self._holders)
+        yield from self._adapter.buffers(self._holders)
+        yield from self._shard.tensors()
+
+    def envelope(self) -> Any:
+        """As that role would have it, which does the same as its counterpart."""
+        return self._adapter.envelope() | self._shard.envelope()
+
+    def envelope_holders(self) -> tuple[int, ...]:
+        """Nobody has another like it."""
+        return self._holders
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
+        """Copy a snapshot of that role into it. The own state of the role that holds it is there by then."""
+        for name, tensor in self._frozen:
+            tensor.copy_(tensors[name])
+        self._shard.restore(tensors, envelope)
+        for tensor, source in self._derived:
+            tensor.data.copy_(source)
+
+
 class Shard:
     """Masters of one role, and the state that optimizers keep for them."""
 

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from ft_core.adapter import StateTensor
 from ft_deepspeed import zero
-from ft_deepspeed.shard import Shard
+from ft_deepspeed.shard import AdoptedShard, Shard
 
 _GRADIENTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
-class Adopted:
+class Adopted(AdoptedShard):
     """The slices of one role that is away (see `ft_core.adapter.State`)."""
 
     def __init__(self, adapter: Any, role: int) -> None:
         """`adapter`: the `DeepSpeedAdapter` of the role that holds them. They are zeros until restored."""
-        self._adapter, self._holders = adapter, (role,)
+        super().__init__(adapter, role)
         engine, optimizer, own = adapter.engine, adapter.engine.optimizer, zero.layout(adapter.engine)
         self.weights: dict[int, torch.Tensor] = {}
         """By id of the parameter, its slice."""
-        self._derived: list[tuple[torch.Tensor, torch.Tensor]] = []
         flats, masters, parts = [], [], []
         for flat, master, parameters in zip(
             optimizer.fp16_partitioned_groups_flat,
@@ -42,7 +39,6 @@ class Adopted:
                 masters.append(torch.zeros_like(master.detach()))
                 self._derived.append((flats[-1], masters[-1]))
         self._masters = [master.requires_grad_() for master in masters]
-        self._frozen: list[tuple[str, torch.Tensor]] = []
         by_slice = {id(p.ds_tensor): p for p in engine.module.parameters()}
         for name, tensor, _ in own.parameters:
             self._frozen.append((name, torch.zeros_like(tensor)))
@@ -81,27 +77,3 @@ class Adopted:
         self._of_optimizer["averaged_gradients"] = {}
         for master in self._masters:
             master.grad = None
-
-    def tensors(self) -> Iterator[StateTensor]:
-        """As that role would have them; buffers as this role has them."""
-        for name, tensor in self._frozen:
-            yield StateTensor(name, tensor, self._holders)
-        yield from self._adapter.buffers(self._holders)
-        yield from self._shard.tensors()
-
-    def envelope(self) -> Any:
-        """As that role would have it, which does the same as this one."""
-        return self._adapter.envelope() | self._shard.envelope()
-
-    def envelope_holders(self) -> tuple[int, ...]:
-        """Nobody has another like it."""
-        return self._holders
-
-    @torch.no_grad()
-    def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
-        """Copy a snapshot of that role into the slices."""
-        for name, tensor in self._frozen:
-            tensor.copy_(tensors[name])
-        self._shard.restore(tensors, envelope)
-        for tensor, source in self._derived:
-            tensor.copy_(source)
