@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.common import RECIPE, ROOT, finish, ftrun, parser, spread, table
 from benchmarks.recovery import Processes, scratch
-from ft_core.cli.ask import ask
+from ft_core.cli.ask import status
 
 GROUPS = 3
 CLM = ROOT / "recipes" / "deepspeed" / "pretrain_clm.py"
@@ -98,7 +98,7 @@ class Elastic(Processes):
         time.sleep(rng.uniform(2.0, 3.0))
         step = self._step()
         role = rng.randrange(self._roles)
-        agent = next(r["agent_pid"] for r in ask({"type": "status"}, self._job)["roles"] if r["role"] == role)
+        agent = next(row.agent_pid for row in status(self._job).roles if row.role == role and row.agent_pid)
         killed = time.monotonic()
         os.killpg(agent, signal.SIGKILL)
         left = self._event("resumed", self._epoch + 1)

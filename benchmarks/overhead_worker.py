@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.common import cpu_seconds
 from benchmarks.overhead import WARM_UP
-from ft_core.cli.ask import ask
+from ft_core.cli.ask import status
 from ft_core.state.memory import Word
 from ft_core.state.snapshot import Snapshotter
 from ft_core.worker import session
@@ -133,8 +133,8 @@ def sent(role: int) -> tuple[int, int]:
     if live is None:
         return 0, 0
     time.sleep(1.5)  # the figure comes with a heartbeat
-    row = next(r for r in ask({"type": "status"}, live.job_dir)["roles"] if r["role"] == role)
-    return int(row["h2h_bytes"]), int(row["h2h_snapshots"])
+    row = next(row for row in status(live.job_dir).roles if row.role == role)
+    return row.h2h_bytes or 0, row.h2h_snapshots or 0
 
 
 def state_bytes() -> int:

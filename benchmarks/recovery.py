@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RECIPE, ROOT, environment, finish, ftrun, parser, spread, table
-from ft_core.cli.ask import ask
+from ft_core.cli import ask
+from ft_core.protocol.messages import JobStatus
 
 BASELINE = ROOT / "benchmarks" / "restart_baseline.py"
 NODES, PER_NODE = 2, 2
@@ -134,33 +135,32 @@ class FtJob(Processes):
         flags = (f"--nnodes={NODES}", f"--nproc-per-node={PER_NODE}", "--spares=1", "--respawn")
         self.start([*ftrun(self._job, *flags), str(RECIPE), *MODEL, f"--train-iters={ENDLESS}", "--ft"])
 
-    def _ready(self) -> dict[str, Any] | None:
+    def _ready(self) -> JobStatus | None:
         """The job's status, once it trains and a spare stands by."""
         if not any(e["event"] == "resumed" for e in self.events(self._job)):
             return None
-        status = ask({"type": "status"}, self._job)
-        spare = any(s["idle"] >= PER_NODE for s in status["spares"])
-        steps = [row["step"] or 0 for row in status["roles"]]
+        status = ask.status(self._job)
+        spare = any(s.idle >= PER_NODE for s in status.spares)
+        steps = [row.step or 0 for row in status.roles]
         resumed = [e["version"] for e in self.events(self._job) if e["event"] == "resumed"][-1]
         training = len(steps) == WORLD and min(steps) > resumed + 5
-        return status if status["phase"] == "running" and spare and training else None
+        return status if status.phase == "running" and spare and training else None
 
     def failure(self, kind: str, role: int, rng: random.Random) -> dict[str, float]:
         """Kill what `kind` says around `role`; returns the seconds from SIGKILL to each phase."""
         self.until("training with a spare", self._ready)
         time.sleep(_SETTLE + rng.random())
-        status = ask({"type": "status"}, self._job)
-        row = status["roles"][role]
+        status = ask.status(self._job)
+        row = status.roles[role]
+        assert row.agent_pid is not None and row.worker_pid is not None
         killed = time.monotonic()
         if kind == "node":
-            os.killpg(row["agent_pid"], signal.SIGKILL)
+            os.killpg(row.agent_pid, signal.SIGKILL)
         else:
-            os.kill(row["agent_pid"] if kind == "agent" else row["worker_pid"], signal.SIGKILL)
+            os.kill(row.agent_pid if kind == "agent" else row.worker_pid, signal.SIGKILL)
 
         def after() -> list[dict[str, Any]]:
-            return [
-                e for e in self.events(self._job) if e["epoch"] > status["epoch"] and e["event"] in PHASES
-            ]
+            return [e for e in self.events(self._job) if e["epoch"] > status.epoch and e["event"] in PHASES]
 
         self.until(
             f"recovery from the loss of a {kind}", lambda: any(e["event"] == "resumed" for e in after())

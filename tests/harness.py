@@ -20,7 +20,7 @@ from typing import Protocol
 
 from forked import Forked
 
-from ft_core.cli.ask import ask
+from ft_core.cli import ask, ctl
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = (ROOT / "recipes" / "megatron", ROOT / "recipes" / "deepspeed")
@@ -312,7 +312,7 @@ class Job:
 
     def status(self) -> dict:
         """What `ftctl status --json` prints, without the seconds that a new interpreter takes."""
-        return ask({"type": "status"}, self.job_dir)
+        return ctl.to_json(ask.status(self.job_dir))
 
     def console(self) -> str:
         self._output.flush()

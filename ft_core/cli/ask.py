@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+from ft_core.errors import ProtocolError
 from ft_core.protocol.channel import Channel
-from ft_core.protocol.codec import ANYTHING
+from ft_core.protocol.messages import TO_CTL, AskStatus, CtlHello, FromCtl, JobStatus, ToCtl
 from ft_core.settings import Settings, read_secret
 
 _TIMEOUT = 10.0
 
 
-def ask(message: dict[str, Any], job_dir: Path | None, address: str = "") -> dict[str, Any]:
+def ask(question: FromCtl, job_dir: Path | None, address: str = "") -> ToCtl:
     """Put a question to a job's controller. Raises FtError or OSError when it cannot be asked."""
     address = address or Settings.read(job_dir or Path()).controller
-    channel = Channel.connect(address, read_secret(job_dir), ANYTHING, _TIMEOUT)
+    channel = Channel.connect(address, read_secret(job_dir), TO_CTL, _TIMEOUT)
     try:
-        channel.send({"type": "hello", "kind": "ctl"})
-        channel.send(message)
+        channel.send(CtlHello())
+        channel.send(question)
         return channel.recv()
     finally:
         channel.close()
+
+
+def status(job_dir: Path | None, address: str = "") -> JobStatus:
+    """What a job is doing. Raises as `ask`."""
+    answer = ask(AskStatus(), job_dir, address)
+    if not isinstance(answer, JobStatus):
+        raise ProtocolError(f"the controller answered {answer}")
+    return answer

@@ -8,32 +8,49 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ft_core import plugins
 from ft_core.cli import ledger_check
 from ft_core.cli.ask import ask
 from ft_core.cli.doctor import command as doctor
 from ft_core.cli.planner import command as planner
 from ft_core.errors import FtError
+from ft_core.protocol.messages import (
+    AskStatus,
+    Denied,
+    DescribeRole,
+    FromCtl,
+    Inject,
+    Injected,
+    JobStatus,
+    RoleDescribed,
+)
 
 
-def _table(status: dict[str, Any]) -> str:
-    lines = [f"epoch {status['epoch']}  {status['phase']}  controller pid {status['controller_pid']}"]
+def to_json(status: JobStatus) -> dict[str, Any]:
+    """What `ftctl status --json` prints."""
+    found: dict[str, Any] = msgspec.to_builtins(status)
+    del found["type"]
+    return found
+
+
+def _table(status: JobStatus) -> str:
+    lines = [f"epoch {status.epoch}  {status.phase}  controller pid {status.controller_pid}"]
     lines.append(
         f"{'role':>4}  {'node':<16} {'worker':>8} {'agent':>8} {'step':>7} {'tag':>7}  held  replicas"
     )
-    for row in status["roles"]:
-        copies = ", ".join(f"{n}:{v}" for found in row["replicas"].values() for n, v in found.items())
+    for row in status.roles:
+        copies = ", ".join(f"{n}:{v}" for found in row.replicas.values() for n, v in found.items())
         lines.append(
-            f"{row['role']:>4}  {row['node']:<16} {row['worker_pid'] or '-':>8} {row['agent_pid'] or '-':>8} "
-            f"{_or_dash(row['step']):>7} {_or_dash(row['tag']):>7}  {row['held']}  {copies}"
+            f"{row.role:>4}  {row.node:<16} {row.worker_pid or '-':>8} {row.agent_pid or '-':>8} "
+            f"{_or_dash(row.step):>7} {_or_dash(row.tag):>7}  {row.held}  {copies}"
         )
-    lines += [
-        f"spare {s['node']}  agent {s['agent_pid']}  idle workers {s['idle']}" for s in status["spares"]
-    ]
+    lines += [f"spare {s.node}  agent {s.agent_pid}  idle workers {s.idle}" for s in status.spares]
     return "\n".join(lines)
 
 
-def _or_dash(value: Any) -> str:
+def _or_dash(value: int | None) -> str:
     return "-" if value is None else str(value)
 
 
@@ -45,8 +62,8 @@ def main(argv: list[str] | None = None) -> int:
         "--controller", default="", metavar="HOST:PORT", help="its controller, if the directory is elsewhere"
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    status = commands.add_parser("status", help="roles, workers, versions held, replicas, spares")
-    status.add_argument("--json", action="store_true")
+    shown = commands.add_parser("status", help="roles, workers, versions held, replicas, spares")
+    shown.add_argument("--json", action="store_true")
     kill = commands.add_parser("kill", help="inject a failure: SIGKILL a role's worker, or a whole node")
     victim = kill.add_mutually_exclusive_group(required=True)
     victim.add_argument("--role", type=int)
@@ -72,25 +89,25 @@ def main(argv: list[str] | None = None) -> int:
     if args.command == "plan" and args.job_dir is None and not args.controller:
         return planner.main(args, frameworks)
     try:
+        question: FromCtl = AskStatus()
         if args.command == "plan":
-            state = ask({"type": "state", "role": args.role}, args.job_dir, args.controller)
-            if "error" not in state:
-                return planner.of_running(state, args.json)
-            print(f"ftctl: {state['error']}", file=sys.stderr)
-            return 1
-        if args.command == "status":
-            answer = ask({"type": "status"}, args.job_dir, args.controller)
-            print(json.dumps(answer) if args.json else _table(answer))
-            return 0
-        question = {"type": "kill", **({"role": args.role} if args.role is not None else {"node": args.node})}
+            question = DescribeRole(args.role)
+        elif args.command == "kill":
+            question = Inject(args.role, args.node)
         answer = ask(question, args.job_dir, args.controller)
     except (FtError, OSError) as error:
         print(f"ftctl: {error}", file=sys.stderr)
         return 2
-    if "error" in answer:
-        print(f"ftctl: {answer['error']}", file=sys.stderr)
-        return 1
-    print(f"killed {answer['killed']}")
+    match answer:
+        case JobStatus():
+            print(json.dumps(to_json(answer)) if args.json else _table(answer))
+        case RoleDescribed():
+            return planner.of_running(answer, args.json)
+        case Injected(killed):
+            print(f"killed {killed}")
+        case Denied(reason):
+            print(f"ftctl: {reason}", file=sys.stderr)
+            return 1
     return 0
 
 

@@ -2,44 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from ft_core.errors import ReplayMismatch
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A completed operation. `tensors`: the bytes of each result, or None where they are not kept."""
-
-    kind: str
-    signature: str
-    tensors: tuple[bytes, ...] | None
-
-    @property
-    def nbytes(self) -> int:
-        """Of the results that are kept."""
-        return sum(map(len, self.tensors or ()))
-
-    def to_json(self) -> dict[str, Any]:
-        """For the control channel: tensors as base64."""
-        kept = None if self.tensors is None else [base64.b64encode(t).decode() for t in self.tensors]
-        return {"kind": self.kind, "signature": self.signature, "tensors": kept}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Entry:
-        """Inverse of `to_json`. Raises ReplayMismatch on anything else."""
-        try:
-            kept = data["tensors"]
-            tensors = None if kept is None else tuple(base64.b64decode(t, validate=True) for t in kept)
-            return cls(str(data["kind"]), str(data["signature"]), tensors)
-        except (KeyError, TypeError, ValueError, binascii.Error) as error:
-            raise ReplayMismatch(f"a peer's start-up log cannot be read: {error!r}") from error
+from ft_core.protocol.messages import StartupEntry as Entry
 
 
 class Kinds:

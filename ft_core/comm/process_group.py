@@ -31,6 +31,7 @@ from ft_core.comm.watchdog import InFlight, Watchdog
 from ft_core.comm.works import AnySourceWork, FtWork, is_the_scripts, is_transport_error
 from ft_core.errors import EpochChanged, FtError
 from ft_core.protocol.groups import GroupId, Series, Tally
+from ft_core.protocol.messages import StartupEntry
 
 log = logging.getLogger(__name__)
 
@@ -447,10 +448,10 @@ class Communicators:
         with self._condition:
             self.startup.learn(completed)
 
-    def startup_entries(self, series: Series, start: int) -> dict[Series, list[dict[str, Any]]]:
-        """What a peer needs to replay operations, see `StartupLog.to_json`. Any thread."""
+    def startup_entries(self, series: Series, start: int) -> dict[Series, list[StartupEntry]]:
+        """What a peer needs to replay operations, see `StartupLog.entries`. Any thread."""
         with self._condition:
-            return self.startup.log.to_json(series, start)
+            return self.startup.log.entries(series, start)
 
     # -- groups -----------------------------------------------------------------------------------
 

@@ -14,15 +14,15 @@ came is not asked for again: what is set in an epoch is set once.
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import itertools
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar, assert_never
 
 from torch import distributed as dist
 
@@ -31,11 +31,28 @@ from ft_core.process.refusals import Refusals
 from ft_core.protocol import door
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.channel import Channel
-from ft_core.protocol.codec import ANYTHING, field
 from ft_core.protocol.sockets import listen
+from ft_core.protocol.store import (
+    REPLY,
+    REQUEST,
+    AddTo,
+    Answered,
+    CheckKeys,
+    CompareAndSet,
+    DeleteKey,
+    JoinEpoch,
+    Meet,
+    Reply,
+    Request,
+    SetKey,
+    Values,
+    WaitForKeys,
+)
 
 log = logging.getLogger(__name__)
-Message = dict[str, Any]
+_Channel = AsyncChannel[Request]
+V = TypeVar("V", int, bool, bytes)
+_NUMBER = re.compile(rb"-?[0-9]{1,19}")
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
 """For a connection to the epoch's store, and for one answer of it."""
@@ -88,8 +105,11 @@ class Stores:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            channel = await AsyncChannel.accept(reader, writer, self._secret, ANYTHING)
-            epoch = field(await channel.recv(), "epoch", int)
+            channel = await AsyncChannel.accept(reader, writer, self._secret, REQUEST)
+            hello = await channel.recv()
+            if not isinstance(hello, JoinEpoch):
+                raise ProtocolError(f"{channel.peer} did not greet, but sent {type(hello).__name__}")
+            epoch = hello.epoch
             if epoch < self._first:
                 return
             store = self._epochs.setdefault(epoch, _Store())
@@ -113,47 +133,43 @@ class _Store:
     """The keys of one epoch, and who waits for some."""
 
     def __init__(self) -> None:
-        self.channels: set[AsyncChannel] = set()
+        self.channels: set[_Channel] = set()
         self._values: dict[str, bytes] = {}
         self._beside: dict[str, list[str]] = {}
         self._bytes = 0
-        self._waiting: dict[str, list[tuple[AsyncChannel, int, list[str]]]] = {}
+        self._waiting: dict[str, list[tuple[_Channel, int, list[str]]]] = {}
 
-    def handle(self, channel: AsyncChannel, message: Message) -> None:
-        """Serve one request. Raises ProtocolError for what is none, or more than a store takes."""
-        number, operation = field(message, "id", int), field(message, "op", str)
-        if operation == "wait":
-            self._wait(channel, number, [str(key) for key in field(message, "keys", list)])
-            return
-        if operation == "check":
-            value: Any = all(key in self._values for key in field(message, "keys", list))
-        else:
-            key = field(message, "key", str)
-            before = self._values.get(key)
-            if operation == "set":
-                self._set(key, _decoded(message, "value"))
+    def handle(self, channel: _Channel, request: Request) -> None:
+        """Serve one request. Raises ProtocolError for what is none here, or more than a store takes."""
+        match request:
+            case SetKey(key, value):
+                self._set(key, value)
                 self._beside.setdefault(_place(key), []).append(key)
-                return  # without a reply
-            if operation == "meet":
-                if self._add(key, 1) == field(message, "size", int):
+            case WaitForKeys(number, keys):
+                self._wait(channel, number, keys)
+            case Meet(number, key, size):
+                if self._add(key, 1) == size:
                     self._set(key + _ALL_THERE, b"")
                 self._wait(channel, number, [key + _ALL_THERE])
-                return
-            if operation == "add":
-                value = self._add(key, field(message, "amount", int))
-            elif operation == "compare":
-                expected, wanted = _decoded(message, "expected"), _decoded(message, "value")
+            case AddTo(number, key, amount):
+                channel.post(Answered(number, self._add(key, amount)))
+            case CheckKeys(number, keys):
+                channel.post(Answered(number, all(key in self._values for key in keys)))
+            case CompareAndSet(number, key, expected, wanted):
+                before = self._values.get(key)
                 if before == expected or (before is None and not expected):
                     self._set(key, wanted)
                     before = wanted
-                value = _encoded(expected if before is None else before)
-            elif operation == "delete":
-                value = before is not None
-                if before is not None:
+                channel.post(Answered(number, expected if before is None else before))
+            case DeleteKey(number, key):
+                there = key in self._values
+                if there:
                     self._bytes -= len(key) + len(self._values.pop(key)) + _KEY_BYTES
-            else:
-                raise ProtocolError(f"unknown request {operation[:100]!r} to the store of an epoch")
-        channel.post({"id": number, "value": value})
+                channel.post(Answered(number, there))
+            case JoinEpoch():
+                raise ProtocolError(f"{channel.peer} greets once more")
+            case _:
+                assert_never(request)
 
     def _set(self, key: str, value: bytes) -> None:
         before = self._values.get(key)
@@ -167,17 +183,16 @@ class _Store:
 
     def _add(self, key: str, amount: int) -> int:
         before = self._values.get(key, b"0")
-        if not before.lstrip(b"-").isdigit():
+        if not _NUMBER.fullmatch(before):
             raise ProtocolError(f"key {key[:200]!r} of an epoch's store is no number: nothing can be added")
         self._set(key, str(int(before) + amount).encode())
         return int(before) + amount
 
-    def _wait(self, channel: AsyncChannel, number: int, keys: list[str]) -> None:
+    def _wait(self, channel: _Channel, number: int, keys: list[str]) -> None:
         missing = next((key for key in keys if key not in self._values), None)
         if missing is None:
             found = [*keys, *(k for key in keys for k in self._beside.get(_place(key), ()))]
-            values = {k: _encoded(self._values[k]) for k in found if k in self._values}
-            channel.post({"id": number, "values": values})
+            channel.post(Values(number, {k: self._values[k] for k in found if k in self._values}))
         else:
             self._waiting.setdefault(missing, []).append((channel, number, keys))
 
@@ -188,14 +203,14 @@ class EpochStore(dist.Store):
     def __init__(self, address: str, secret: bytes, epoch: int) -> None:
         """Raises OSError or AuthenticationError if nobody of this job answers at `address`."""
         super().__init__()
-        self._channel = Channel.connect(address, secret, ANYTHING, CONNECT_TIMEOUT.total_seconds())
-        self._channel.send({"epoch": epoch})
+        self._channel = Channel.connect(address, secret, REPLY, CONNECT_TIMEOUT.total_seconds())
+        self._channel.send(JoinEpoch(epoch))
         self._name = f"the store of epoch {epoch} at {address}"
         self._condition = threading.Condition()
         self._ids = itertools.count()
-        self._replies: dict[int, Message | None] = {}
+        self._replies: dict[int, Reply | None] = {}
         """By request that somebody waits for, the reply once it is there."""
-        self._brought: dict[str, str] = {}
+        self._brought: dict[str, bytes] = {}
         """Values that have come."""
         self._lost = ""
         threading.Thread(target=self._read, name="ft-store", daemon=True).start()
@@ -209,8 +224,8 @@ class EpochStore(dist.Store):
             while True:
                 reply = self._channel.recv()
                 with self._condition:
-                    if reply["id"] in self._replies:
-                        self._replies[reply["id"]] = reply
+                    if reply.id in self._replies:
+                        self._replies[reply.id] = reply
                         self._condition.notify_all()
         except (OSError, FtError) as error:
             with self._condition:
@@ -219,19 +234,19 @@ class EpochStore(dist.Store):
         finally:
             self._channel.close()
 
-    def _send(self, number: int, op: str, request: Message) -> None:
+    def _send(self, request: Request) -> None:
         with contextlib.suppress(OSError):  # who waits for a reply hears of it
-            self._channel.send({"id": number, "op": op, **request})
+            self._channel.send(request)
 
-    def _begin(self, op: str, **request: Any) -> int:
-        """Send a request; `_end` waits for its reply."""
+    def _begin(self, request: Callable[[int], Request]) -> int:
+        """Send a request, given its number; `_end` waits for its reply."""
         number = next(self._ids)
         with self._condition:
             self._replies[number] = None
-        self._send(number, op, request)
+        self._send(request(number))
         return number
 
-    def _end(self, number: int, within: timedelta | None, last: bool = True) -> Message | None:
+    def _end(self, number: int, within: timedelta | None, last: bool = True) -> Reply | None:
         """The reply, None when it has not come in time. `last`: it is not waited for again."""
         limit = None if within is None else within.total_seconds()
         with self._condition:
@@ -241,15 +256,17 @@ class EpochStore(dist.Store):
             raise dist.DistStoreError(f"{self._name} is gone: {self._lost}")
         return reply
 
-    def _ask(self, op: str, **request: Any) -> Any:
-        reply = self._end(self._begin(op, **request), CONNECT_TIMEOUT)
+    def _ask(self, request: Callable[[int], Request], kind: type[V]) -> V:
+        reply = self._end(self._begin(request), CONNECT_TIMEOUT)
         if reply is None:
             raise dist.DistStoreError(f"timed out: {self._name} gave no answer in {CONNECT_TIMEOUT}")
-        return reply["value"]
+        if not isinstance(reply, Answered) or not isinstance(reply.value, kind):
+            raise dist.DistStoreError(f"{self._name} answered with {reply}")
+        return reply.value
 
     def meet(self, key: str, size: int, patience: timedelta, late: Callable[[], None]) -> None:
         """Until `size` members have come here. Calls `late` once, if that takes longer than `patience`."""
-        number = self._begin("meet", key=key, size=size)
+        number = self._begin(lambda number: Meet(number, key, size))
         if self._end(number, patience, last=False) is None:
             late()
         self._end(number, None)
@@ -265,7 +282,7 @@ class EpochStore(dist.Store):
         """Set `key`."""
         if len(value) > MAX_VALUE:
             raise ValueError(f"a value of {len(value)} bytes for {key!r}; a store takes {MAX_VALUE}")
-        self._send(next(self._ids), "set", {"key": key, "value": _encoded(value)})
+        self._send(SetKey(key, _bytes(value)))
 
     def get(self, key: str) -> bytes:
         """The value of `key`, once there is one."""
@@ -274,35 +291,36 @@ class EpochStore(dist.Store):
         if value is None:
             self.wait([key])
             return self.get(key)
-        return base64.b64decode(value)
+        return value
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number at `key`, which begins at 0. Returns the sum."""
-        return int(self._ask("add", key=key, amount=amount))
+        return self._ask(lambda number: AddTo(number, key, amount), int)
 
     def check(self, keys: list[str]) -> bool:
         """Whether all of them are there."""
-        return bool(self._ask("check", keys=keys))
+        return self._ask(lambda number: CheckKeys(number, keys), bool)
 
     def wait(self, keys: list[str], timeout: timedelta | None = CONNECT_TIMEOUT) -> None:
         """Until all of them are there. Raises DistStoreError after `timeout`."""
         with self._condition:
             if all(key in self._brought for key in keys):
                 return
-        reply = self._end(self._begin("wait", keys=keys), timeout)
+        reply = self._end(self._begin(lambda number: WaitForKeys(number, keys)), timeout)
         if reply is None:
             raise dist.DistStoreError(f"timed out: nobody has set {keys} in {self._name} within {timeout}")
+        assert isinstance(reply, Values), f"{self._name} answered with {reply}"
         with self._condition:
-            self._brought.update(reply["values"])
+            self._brought.update(reply.values)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set `key` if it has the expected value; returns what it has then."""
-        values = {"expected": _encoded(expected), "value": _encoded(desired)}
-        return base64.b64decode(self._ask("compare", key=key, **values))
+        values = _bytes(expected), _bytes(desired)
+        return self._ask(lambda number: CompareAndSet(number, key, *values), bytes)
 
     def delete_key(self, key: str) -> bool:
         """Forget `key`. Returns whether it was there."""
-        return bool(self._ask("delete", key=key))
+        return self._ask(lambda number: DeleteKey(number, key), bool)
 
     def has_extended_api(self) -> bool:
         """Whether there are queues, and operations on several keys: no."""
@@ -329,12 +347,5 @@ def _place(key: str) -> str:
     return key.rpartition("/")[0]
 
 
-def _encoded(value: str | bytes) -> str:
-    return base64.b64encode(value.encode() if isinstance(value, str) else value).decode()
-
-
-def _decoded(message: Message, name: str) -> bytes:
-    try:
-        return base64.b64decode(field(message, name, str), validate=True)
-    except ValueError as error:
-        raise ProtocolError(f"field {name!r} of a request to the store of an epoch: {error}") from None
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else value

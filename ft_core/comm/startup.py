@@ -61,8 +61,8 @@ from ft_core.comm.works import CompletedWork, FtWork
 from ft_core.errors import EpochChanged, ReplayMismatch
 from ft_core.protocol.groups import Ended, GroupId, Series, Tally
 
-Fetch = Callable[[int, Series, int], Mapping[Series, Sequence[Mapping[str, Any]]]]
-"""(holder's role, series, first sequence number) -> see `StartupLog.to_json`."""
+Fetch = Callable[[int, Series, int], Mapping[Series, Sequence[Entry]]]
+"""(holder's role, series, first sequence number) -> see `StartupLog.entries`."""
 
 
 class Communicators(Protocol):
@@ -275,7 +275,7 @@ class Startup:
             except Exception as error:
                 self._comms.failed(epoch, error)
             for each, rows in found.items():
-                self._fetched[each] = number if each == series else 0, [Entry.from_json(e) for e in rows]
+                self._fetched[each] = number if each == series else 0, list(rows)
             first, entries = self._fetched.get(series, (number, []))
             if not first <= number < first + len(entries):
                 if not self._comms.if_alive(epoch, lambda: None):

@@ -97,19 +97,19 @@ class StartupLog:
         over: dict[Tally, int] = {Steps(first, series): until for series in self._over}
         return over | {s: len(entries) for s, entries in [*self._startup.items(), *self._open.items()]}
 
-    def to_json(self, series: Series, start: int) -> dict[Series, list[dict[str, Any]]]:
+    def entries(self, series: Series, start: int) -> dict[Series, list[Entry]]:
         """Entries of `series` from `start` on, and what was recorded after it, up to `AT_ONCE`.
 
         That is what a newcomer needs next: operations of a later step come up later.
         """
-        found: dict[Series, list[dict[str, Any]]] = {}
+        found: dict[Series, list[Entry]] = {}
         if start >= self.count(series):
             return found
         left = AT_ONCE
         for each, entry in self._since(series, start):
             if left <= 0:
                 break
-            found.setdefault(each, []).append(entry.to_json())
+            found.setdefault(each, []).append(entry)
             left -= _OVERHEAD + entry.nbytes
         return found
 

@@ -6,7 +6,23 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ft_core.protocol.async_channel import AsyncChannel
+from ft_core.protocol.messages import (
+    AskStatus,
+    Denied,
+    DescribeRole,
+    FromAgent,
+    FromCtl,
+    Inject,
+    Injected,
+    JobStatus,
+    RoleDescribed,
+    RoleStatus,
+    SpareStatus,
+    ToCtl,
+)
 
 if TYPE_CHECKING:
     from ft_core.control.controller import Controller
@@ -24,7 +40,7 @@ class Console:
         self._c = controller
         self._asked: dict[int, asyncio.Future[Message]] = {}
 
-    async def serve(self, channel: AsyncChannel) -> None:
+    async def serve(self, channel: AsyncChannel[FromAgent | FromCtl]) -> None:
         """Until the other side leaves."""
         while (request := await self._c.receive(channel)) is not None:
             try:
@@ -32,19 +48,17 @@ class Console:
             except ConnectionError:
                 return
 
-    async def _answer(self, request: Message) -> Message:
-        kind, role = request.get("type"), request.get("role")
-        if kind == "status":
-            return self.status()
-        if role is not None and type(role) is not int:
-            return {"error": f"no such role: {role!r}"}
-        if kind == "kill":
-            return self.inject(request)
-        if kind == "state" and role is not None:
-            return await self.state(role)
-        return {"error": f"unknown command {kind!r}"}
+    async def _answer(self, request: FromAgent | FromCtl) -> ToCtl:
+        match request:
+            case AskStatus():
+                return self.status()
+            case Inject():
+                return self.inject(request)
+            case DescribeRole(role):
+                return await self.state(role)
+        return Denied(f"{type(request).__name__} is no question of ftctl")
 
-    def status(self) -> Message:
+    def status(self) -> JobStatus:
         """The answer to `ftctl status`."""
         rows = []
         copies: dict[str, Message] = {}
@@ -56,53 +70,59 @@ class Console:
             beat = host.heartbeat["roles"].get(role, {}) if host else {}
             segments = self._c.catalogue.get(role, {})
             rows.append(
-                {
-                    "role": int(role),
-                    "node": name,
-                    "worker_pid": beat.get("pid"),
-                    "agent_pid": host.about["pid"] if host else None,
-                    "step": beat.get("step"),
-                    "tag": beat.get("tag"),
-                    "held": beat.get("held", []),
-                    "replicas": {
-                        s: v for s, v in copies.items() if s in segments or s.startswith(f"{role}x1-")
-                    },
-                    **{k: beat.get(k) for k in ("committed", "waited_s", "h2h_bytes", "h2h_snapshots")},
-                }
+                RoleStatus(
+                    role=int(role),
+                    node=name,
+                    worker_pid=beat.get("pid"),
+                    agent_pid=host.about["pid"] if host else None,
+                    step=beat.get("step"),
+                    tag=beat.get("tag"),
+                    held=beat.get("held", []),
+                    replicas={s: v for s, v in copies.items() if s in segments or s.startswith(f"{role}x1-")},
+                    committed=beat.get("committed"),
+                    waited_s=beat.get("waited_s"),
+                    h2h_bytes=beat.get("h2h_bytes"),
+                    h2h_snapshots=beat.get("h2h_snapshots"),
+                )
             )
         busy = set(self._c.plan.get("roles", {}).values())
         spares = [
-            {"node": n.name, "agent_pid": n.about["pid"], "idle": n.heartbeat["idle"]}
+            SpareStatus(n.name, n.about["pid"], n.heartbeat["idle"])
             for n in self._c.nodes.values()
             if n.name not in busy
         ]
-        about = {"phase": self._c.phase, "controller_pid": os.getpid(), "finished": sorted(self._c.finished)}
-        return {"epoch": self._c.epoch, "roles": rows, "spares": spares, **about}
+        finished = sorted(self._c.finished)
+        return JobStatus(self._c.epoch, str(self._c.phase), os.getpid(), finished, rows, spares)
 
-    async def state(self, role: int) -> Message:
+    async def state(self, role: int) -> RoleDescribed | Denied:
         """What a role's state consists of, by tensor: its agent knows."""
         node = self._c.nodes.get(self._c.plan.get("roles", {}).get(str(role), ""))
         if node is None:
-            return {"error": f"role {role} has no live node"}
+            return Denied(f"role {role} has no live node")
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._asked[role] = answer
         node.post({"type": "state", "role": role})
         try:
             found = await asyncio.wait_for(answer, _ANSWER)
         except TimeoutError:
-            return {"error": f"node {node.name}, which plays role {role}, does not answer"}
-        places = {key: self._c.plan[key] for key in ("roles", "nodes")}
-        return {**found, **places, "replicas": self._c.settings.replicas}
+            return Denied(f"node {node.name}, which plays role {role}, does not answer")
+        about = {
+            "state": {key: value for key, value in found.items() if key != "type"},
+            "roles": self._c.plan["roles"],
+            "nodes": self._c.plan["nodes"],
+            "replicas": self._c.settings.replicas,
+        }
+        return msgspec.convert(about, RoleDescribed, str_keys=True)
 
-    def inject(self, request: Message) -> Message:
-        role = request.get("role")
-        name = self._c.plan.get("roles", {}).get(str(role)) if role is not None else request.get("node")
+    def inject(self, request: Inject) -> Injected | Denied:
+        role = request.role
+        name = self._c.plan.get("roles", {}).get(str(role)) if role is not None else request.node
         node = self._c.nodes.get(str(name))
         if node is None:
-            return {"error": f"no such role or node: {role if role is not None else name}"}
+            return Denied(f"no such role or node: {role if role is not None else name}")
         self._c.event("injected", f"ftctl kill {'node ' + node.name if role is None else f'role {role}'}")
         node.post({"type": "kill", **({} if role is None else {"role": int(role)})})
-        return {"killed": node.name if role is None else int(role)}
+        return Injected(node.name if role is None else role)
 
     def answered(self, message: Message) -> None:
         """An agent has answered `state`."""

@@ -36,7 +36,6 @@ from ft_core.control.nodes import (
     Message,
     Node,
     alive,
-    check_hello,
     completed,
     copies,
     report,
@@ -55,13 +54,24 @@ from ft_core.process.refusals import Refusals
 from ft_core.process.sigterm import ENDED, GRACE
 from ft_core.process.tasks import Tasks
 from ft_core.protocol import door
+from ft_core.protocol import messages as protocol
 from ft_core.protocol.async_channel import AsyncChannel
-from ft_core.protocol.codec import ANYTHING
-from ft_core.protocol.messages import Redundancy, ReplicaGroup
+from ft_core.protocol.messages import (
+    FROM_CLIENT,
+    AgentHello,
+    CtlHello,
+    FromAgent,
+    FromCtl,
+    Redundancy,
+    ReplicaGroup,
+    Shutdown,
+)
+from ft_core.protocol.provisional import from_agent, to_agent
 from ft_core.protocol.sockets import listen
 from ft_core.settings import Settings, read_secret
 
 log = logging.getLogger(__name__)
+Channel = AsyncChannel[FromAgent | FromCtl]
 
 _TICK = 0.05
 _FRAMES = re.compile(r'^  File ".*\n(?:    .*\n)*', re.M)
@@ -194,7 +204,7 @@ class Controller:
             sigterm.ignore()
         finally:
             tasks.cancel()
-        told = (node.channel.send({"type": "shutdown", "code": code}) for node in self.nodes.values())
+        told = (node.channel.send(Shutdown(code)) for node in self.nodes.values())
         with contextlib.suppress(TimeoutError):  # of one that takes nothing any more
             async with asyncio.timeout(_LAST_LINES):
                 await asyncio.gather(*told, return_exceptions=True)
@@ -255,15 +265,18 @@ class Controller:
             if (admitted := await self._admit(reader, writer)) is None:
                 return
             channel, hello = admitted
-            if hello.get("kind") == "ctl":
+            if isinstance(hello, CtlHello):
                 await self.console.serve(channel)
                 return
-            node = self._greet(channel, hello)
+            node = self._greet(channel, from_agent(hello))
             while node is not None and (message := await self.receive(channel)) is not None:
+                if isinstance(message, AgentHello | FromCtl):
+                    self._refusals.add(f"{channel.peer} sent {type(message).__name__} in an agent's place")
+                    break
                 if node.name not in self.nodes:
                     break  # it is lost: what it had said before is of no use, and it will greet again
                 node.seen = self.clock.now
-                self._on_agent(node, message)
+                self._on_agent(node, from_agent(message))
         except asyncio.CancelledError:
             pass  # this controller ends
         except Exception as error:
@@ -275,16 +288,16 @@ class Controller:
 
     async def _admit(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> tuple[AsyncChannel, Message] | None:
+    ) -> tuple[Channel, AgentHello | CtlHello] | None:
         """Shake hands, and hear who it is."""
         self._arriving += 1
         try:
-            channel = await AsyncChannel.accept(reader, writer, self.secret, ANYTHING)
+            channel = await AsyncChannel.accept(reader, writer, self.secret, FROM_CLIENT)
             self._heard_at = self.clock.now
             if (hello := await self.receive(channel)) is None:
                 return None
-            if hello.get("kind") != "ctl":
-                check_hello(hello)
+            if not isinstance(hello, AgentHello | CtlHello):
+                raise ProtocolError(f"{channel.peer} did not greet, but sent {type(hello).__name__}")
             return channel, hello
         except (AuthenticationError, ProtocolError) as error:
             self._refusals.add(str(error))
@@ -292,7 +305,10 @@ class Controller:
         finally:
             self._arriving -= 1
 
-    async def receive(self, channel: AsyncChannel) -> Message | None:
+    def _encoded(self, message: Message) -> protocol.Message:
+        return to_agent(message, self.plan, self.settings)
+
+    async def receive(self, channel: Channel) -> FromAgent | FromCtl | None:
         """The next message; None at the end of the connection."""
         try:
             return await channel.recv()
@@ -306,10 +322,10 @@ class Controller:
         log.warning("refused: %s", reason)
         self.event("refused", reason)
 
-    def _greet(self, channel: AsyncChannel, hello: Message) -> Node | None:
+    def _greet(self, channel: Channel, hello: Message) -> Node | None:
         name = str(hello["node"])
         self._heard_at = self.clock.now
-        node = Node(name, channel, hello, self.clock.now, holdings=hello)
+        node = Node(name, channel, hello, self.clock.now, self._encoded, holdings=hello)
         if self.phase is Phase.DONE and self._done is not None:  # it has come while the others are told
             node.post({"type": "shutdown", "code": self._done.result()})
             return None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ft_core.control import decision
-from ft_core.errors import ProtocolError
+from ft_core.protocol import messages as protocol
 from ft_core.protocol.async_channel import AsyncChannel
-from ft_core.protocol.codec import field as checked
 
 Message = dict[str, Any]
 
@@ -20,10 +19,11 @@ class Node:
     """A live agent. No other process has had its name: it stands for all that the process holds."""
 
     name: str
-    channel: AsyncChannel
+    channel: AsyncChannel[Any]
     about: Message
     seen: float
     """When it was heard last, on the controller's clock."""
+    encoded: Callable[[Message], protocol.Message]
     holdings: Message = field(default_factory=dict)
     heartbeat: Message = field(default_factory=dict)
     gone_since: float | None = None
@@ -38,23 +38,7 @@ class Node:
     def post(self, message: Message) -> None:
         """Send without waiting. A broken connection is noticed by its reader."""
         with contextlib.suppress(ConnectionError):
-            self.channel.post(message)
-
-
-_HELLO: dict[str, type] = {
-    **dict.fromkeys(("node", "domain", "data", "store", "master", "begun"), str),
-    **dict.fromkeys(("pid", "node_rank", "epoch", "reported", "idle"), int),
-    **dict.fromkeys(("roles", "replicas", "segments"), dict),
-    "said": list,
-}
-
-
-def check_hello(hello: Message) -> None:
-    """Raises ProtocolError for the greeting of an agent of another version of this software."""
-    for name, kind in _HELLO.items():
-        checked(hello, name, kind)
-    if "configured" not in hello:
-        raise ProtocolError("a greeting without the field 'configured'")
+            self.channel.post(self.encoded(message))
 
 
 def versions(held: Message) -> list[int]:

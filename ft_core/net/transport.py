@@ -5,9 +5,7 @@ one (recovery). Both move 1 MiB chunks, each checked against its xxh3_64 while i
 over a few connections. Every call has one deadline for the whole of it: a peer that is stopped, not dead,
 would otherwise hold it for ever. The other side of the conversation is `transport_server.PeerServer`.
 
-Requests on a connection: `push` (may I? -> a token), `chunk` (no answer), `end` (-> which chunks of this
-connection were bad), `commit` (-> the copy is valid now), `fetch` (-> layout, checksums, token), `read` (-> a
-run of chunks), `done`, `ask` (a question to the agent itself).
+The requests on a connection, and their answers, are in `protocol.transfers`.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
@@ -25,14 +23,37 @@ from ft_core.net.transport_server import (
     MAX_SEGMENT_BYTES,
     PeerServer,
     SegmentStore,
+    checked_segment,
     chunk,
     describe,
-    parse_segment,
 )
 from ft_core.protocol.channel import Channel
-from ft_core.protocol.codec import ANYTHING, field
+from ft_core.protocol.messages import Message
 from ft_core.protocol.sockets import as_bytes
+from ft_core.protocol.transfers import (
+    ANSWER,
+    Accepted,
+    Answer,
+    BadChunks,
+    Chunk,
+    ChunkHere,
+    ChunksSent,
+    CommitPush,
+    DoneReading,
+    Failed,
+    FetchSegment,
+    Found,
+    PushBegun,
+    PushSegment,
+    Question,
+    ReadChunks,
+    Request,
+    SegmentLent,
+)
 from ft_core.state.manifest import Segment
+
+A = TypeVar("A", bound=Message)
+_Channel = Channel[Answer]
 
 _ONE_STREAM = 4
 """Segments up to this many chunks use one connection: a second costs more than it saves."""
@@ -88,7 +109,7 @@ class Transport(Protocol):
         undefined and must not be used.
         """
 
-    def request(self, address: str, message: dict[str, Any], deadline: float) -> dict[str, Any]:
+    def request(self, address: str, question: Question, deadline: float) -> Found:
         """Ask another agent a small question. Raises TransportError, also if it answers with an error."""
 
     def close_peers(self, address: str | None = None) -> None:
@@ -117,11 +138,11 @@ class _Peers:
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
         self._lock = threading.Lock()
-        self._idle: dict[str, list[Channel]] = {}
-        self._busy: set[Channel] = set()
+        self._idle: dict[str, list[_Channel]] = {}
+        self._busy: set[_Channel] = set()
         self._drops = 0
 
-    def take(self, address: str, limit: _Deadline) -> Channel:
+    def take(self, address: str, limit: _Deadline) -> _Channel:
         with self._lock:
             drops = self._drops
             idle = self._idle.get(address, [])
@@ -131,7 +152,7 @@ class _Peers:
                     self._busy.add(channel)
                     return channel
                 channel.close()  # the peer restarted since
-        channel = Channel.connect(address, self._secret, ANYTHING, min(limit.left(), _CONNECT))
+        channel = Channel.connect(address, self._secret, ANSWER, min(limit.left(), _CONNECT))
         with self._lock:
             if drops == self._drops:
                 self._busy.add(channel)
@@ -139,7 +160,7 @@ class _Peers:
         channel.close()
         raise ConnectionAbortedError(_DROPPED)
 
-    def give_back(self, channel: Channel, address: str) -> None:
+    def give_back(self, channel: _Channel, address: str) -> None:
         with self._lock:
             if channel in self._busy:
                 self._busy.remove(channel)
@@ -147,7 +168,7 @@ class _Peers:
                 return
         channel.close()
 
-    def discard(self, channel: Channel) -> bool:
+    def discard(self, channel: _Channel) -> bool:
         """Close a connection after a failure; False if the failure came from `drop`."""
         with self._lock:
             mine = channel in self._busy
@@ -175,7 +196,7 @@ class TcpTransport:
         secret: bytes,
         host: str = "127.0.0.1",
         streams: int = 2,
-        answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        answer: Callable[[Question], Found] | None = None,
         max_segment_bytes: int = MAX_SEGMENT_BYTES,
     ) -> None:
         """Listens on `host` at once; `answer` serves `request` of other agents, in threads of the server."""
@@ -214,7 +235,7 @@ class TcpTransport:
         limit = _Deadline(deadline)
         what = describe(segment, version)
 
-        def stripe(channel: Channel, first: int, step: int) -> None:
+        def stripe(channel: _Channel, first: int, step: int) -> None:
             mine = range(first, segment.chunks, step)
             todo: Sequence[int] = mine
             for _ in range(2):
@@ -222,13 +243,13 @@ class TcpTransport:
                     gate()
                     part = chunk(data, index)
                     channel.settimeout(limit.left())
-                    channel.send({"op": "chunk", "token": token, "index": index}, part)
+                    channel.send(Chunk(token, index), part)
                     with self._count_lock:
                         self.sent_bytes += len(part)
-                todo = field(_ask(channel, {"op": "end", "token": token}, limit), "bad", list)
+                todo = _ask(channel, ChunksSent(token), limit, BadChunks).chunks
                 if not todo:
                     return
-                if not all(type(index) is int and index in mine for index in todo):
+                if not all(index in mine for index in todo):
                     raise ProtocolError(f"{channel.peer} complains of chunks that it was not sent")
             raise CorruptSnapshot(
                 f"{what}: chunk {todo[0]} does not match its checksum at agent {address}, sent twice by "
@@ -238,23 +259,12 @@ class TcpTransport:
 
         with self._call(f"pushing {what} to agent {address}") as use:
             control = use(address, limit)
-            reply = _ask(
-                control,
-                {
-                    "op": "push",
-                    "segment": segment.to_json(),
-                    "version": version,
-                    "epoch": epoch,
-                    "checksums": list(checksums),
-                    "seconds": limit.left(),
-                },
-                limit,
-            )
-            if field(reply, "have", bool):
+            request = PushSegment(segment.layout, version, epoch, list(checksums), limit.left())
+            token = _ask(control, request, limit, PushBegun).token
+            if not token:
                 return 0
-            token = field(reply, "token", str)
             self._striped(control, lambda: use(address, limit), segment, stripe)
-            _ask(control, {"op": "commit", "token": token}, limit)
+            _ask(control, CommitPush(token), limit, Accepted)
         return segment.nbytes
 
     def fetch(
@@ -269,18 +279,16 @@ class TcpTransport:
         """As `Transport.fetch`."""
         limit = _Deadline(deadline)
 
-        def read(channel: Channel, run: range) -> list[int]:
+        def read(channel: _Channel, run: range) -> list[int]:
             """Ask for the chunks of `run`; returns those that came bad."""
             bad = []
             channel.settimeout(limit.left())
-            channel.send(
-                {"op": "read", "token": token, "first": run.start, "stop": run.stop, "step": run.step}
-            )
+            channel.send(ReadChunks(token, run.start, run.stop, run.step))
             for index in run:
                 channel.settimeout(limit.left())
-                message = _checked(channel.recv(), channel)
+                here = _checked(channel.recv(), channel, ChunkHere)
                 part = chunk(data, index)
-                if message.get("index") != index or channel.payload_bytes != len(part):
+                if here.index != index or channel.payload_bytes != len(part):
                     raise ProtocolError(f"{channel.peer} did not send chunk {index} when it was due")
                 channel.recv_payload_into(part)
                 with self._count_lock:
@@ -289,7 +297,7 @@ class TcpTransport:
                     bad.append(index)
             return bad
 
-        def stripe(channel: Channel, first: int, step: int) -> None:
+        def stripe(channel: _Channel, first: int, step: int) -> None:
             for index in read(channel, range(first, segment.chunks, step)):
                 if read(channel, range(index, index + 1)):
                     raise CorruptSnapshot(
@@ -300,10 +308,9 @@ class TcpTransport:
 
         with self._call(f"fetching segment {segment_id} version {version} from agent {address}") as use:
             control = use(address, limit)
-            question = {"op": "fetch", "segment": segment_id, "version": version, "seconds": limit.left()}
-            reply = _ask(control, question, limit)
-            token = field(reply, "token", str)
-            segment, checksums = parse_segment(reply, self._max_segment_bytes)
+            lent = _ask(control, FetchSegment(segment_id, version, limit.left()), limit, SegmentLent)
+            token, checksums = lent.token, lent.checksums
+            segment = checked_segment(lent.segment, checksums, self._max_segment_bytes)
             if segment.id != segment_id:
                 raise ProtocolError(f"it answered with segment {segment.id}")
             data = as_bytes(allocate(segment))
@@ -312,14 +319,17 @@ class TcpTransport:
                     f"allocate() gave {len(data)} bytes for the {segment.nbytes} of {segment_id}"
                 )
             self._striped(control, lambda: use(address, limit), segment, stripe)
-            _ask(control, {"op": "done", "token": token}, limit)
+            _ask(control, DoneReading(token), limit, Accepted)
         return segment, checksums
 
-    def request(self, address: str, message: dict[str, Any], deadline: float) -> dict[str, Any]:
+    def request(self, address: str, question: Question, deadline: float) -> Found:
         """As `Transport.request`."""
         limit = _Deadline(deadline)
         with self._call(f"asking agent {address}") as use:
-            return field(_ask(use(address, limit), {"op": "ask", "message": message}, limit), "message", dict)
+            found = _ask(use(address, limit), question, limit, Message)
+            if not isinstance(found, Found):
+                raise ProtocolError(f"it answered with {type(found).__name__}")
+            return found
 
     def close_peers(self, address: str | None = None) -> None:
         """As `Transport.close_peers`."""
@@ -331,12 +341,12 @@ class TcpTransport:
         self._server.close()
 
     @contextmanager
-    def _call(self, doing: str) -> Iterator[Callable[[str, _Deadline], Channel]]:
+    def _call(self, doing: str) -> Iterator[Callable[[str, _Deadline], _Channel]]:
         """Yields what gets connections; gives them back after success, closes them (so that the peer forgets
         the call too) after failure, and makes TransportErrors that say what was being done."""
-        taken: list[tuple[Channel, str]] = []
+        taken: list[tuple[_Channel, str]] = []
 
-        def use(address: str, limit: _Deadline) -> Channel:
+        def use(address: str, limit: _Deadline) -> _Channel:
             taken.append((self._peers.take(address, limit), address))
             return taken[-1][0]
 
@@ -352,10 +362,10 @@ class TcpTransport:
 
     def _striped(
         self,
-        control: Channel,
-        another: Callable[[], Channel],
+        control: _Channel,
+        another: Callable[[], _Channel],
         segment: Segment,
-        stripe: Callable[[Channel, int, int], None],
+        stripe: Callable[[_Channel, int, int], None],
     ) -> None:
         """Run stripe(channel, i, n) on n connections at once, the first in this thread.
 
@@ -385,17 +395,18 @@ class TcpTransport:
             raise failures[0]
 
 
-def _checked(message: dict[str, Any], channel: Channel) -> dict[str, Any]:
+def _checked(message: Answer, channel: _Channel, kind: type[A]) -> A:
     """The answer, unless it is an error, which is raised as it was at the peer."""
-    if message.get("ok") is True:
-        return message
-    text = f"agent {channel.peer} answered: {message.get('error')}"
-    kind: type[FtError] = CorruptSnapshot if message.get("kind") == "CorruptSnapshot" else TransportError
-    raise kind(text)
+    if isinstance(message, Failed):
+        failure: type[FtError] = CorruptSnapshot if message.corrupt else TransportError
+        raise failure(f"agent {channel.peer} answered: {message.error}")
+    if not isinstance(message, kind):
+        raise ProtocolError(f"{channel.peer} answered with {type(message).__name__}")
+    return message
 
 
-def _ask(channel: Channel, message: dict[str, Any], limit: _Deadline) -> dict[str, Any]:
+def _ask(channel: _Channel, request: Request, limit: _Deadline, kind: type[A]) -> A:
     channel.settimeout(limit.left())
-    channel.send(message)
+    channel.send(request)
     channel.settimeout(limit.left())
-    return _checked(channel.recv(), channel)
+    return _checked(channel.recv(), channel, kind)

@@ -8,25 +8,45 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
-from ft_core.errors import AuthenticationError, FtError, ProtocolError, TransportError
+from ft_core.errors import AuthenticationError, CorruptSnapshot, FtError, ProtocolError, TransportError
 from ft_core.process.refusals import Refusals
 from ft_core.protocol.channel import Channel
-from ft_core.protocol.codec import ANYTHING, field
 from ft_core.protocol.door import connections
+from ft_core.protocol.messages import Layout
 from ft_core.protocol.sockets import as_bytes, listen
+from ft_core.protocol.transfers import (
+    REQUEST,
+    Accepted,
+    Answer,
+    BadChunks,
+    Chunk,
+    ChunkHere,
+    ChunksSent,
+    CommitPush,
+    DoneReading,
+    Failed,
+    FetchSegment,
+    Found,
+    PushBegun,
+    PushSegment,
+    Question,
+    ReadChunks,
+    Request,
+    SegmentLent,
+)
 from ft_core.state.manifest import CHUNK, Segment
 
 log = logging.getLogger(__name__)
+_Channel = Channel[Request]
 
 MAX_SEGMENT_BYTES = 256 << 30
 _MISSING, _COMING, _VERIFIED = range(3)
@@ -65,42 +85,23 @@ def describe(segment: Segment, version: int) -> str:
     return f"segment {segment.id} (of role {roles}) version {version}"
 
 
-def parse_segment(message: dict[str, Any], max_bytes: int) -> tuple[Segment, list[int]]:
-    """The layout and checksums in a peer's message. Raises ProtocolError unless they make sense together."""
-    try:
-        segment = Segment.from_json(field(message, "segment", dict))
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ProtocolError(f"not a segment: {error!r}") from None
-    if not segment.holders or min(segment.holders) < 0 or len(set(segment.holders)) != len(segment.holders):
-        raise ProtocolError("a segment needs distinct, non-negative holders")
+def checked_segment(layout: Layout, checksums: Sequence[int], max_bytes: int) -> Segment:
+    """The segment in a peer's message. Raises ProtocolError unless it, and its checksums, make sense."""
+    segment = Segment.of(layout)
+    if not segment.holders or len(set(segment.holders)) != len(segment.holders):
+        raise ProtocolError("a segment needs distinct holders")
     end = 0
     for item in segment.items:
-        if item.offset < end or item.nbytes < 0 or any(n < 0 for n in item.shape):
-            raise ProtocolError(f"item {item.name!r} overlaps the one before it or has a negative size")
+        if item.offset < end:
+            raise ProtocolError(f"item {item.name!r} overlaps the one before it")
         end = item.offset + item.nbytes
         if end > max_bytes:
             raise ProtocolError(f"a segment of {end} bytes or more is over the limit of {max_bytes}")
-    checksums = field(message, "checksums", list)
     if len(checksums) != segment.chunks:
         raise ProtocolError(f"{len(checksums)} checksums for {segment.chunks} chunks")
-    if not all(type(c) is int and 0 <= c < 1 << 64 for c in checksums):
+    if any(checksum >= 1 << 64 for checksum in checksums):
         raise ProtocolError("checksums must be unsigned 64-bit numbers")
-    return segment, checksums
-
-
-def _natural(message: dict[str, Any], name: str) -> int:
-    value = field(message, name, int)
-    if value < 0:
-        raise ProtocolError(f"field {name!r} of a message must not be negative")
-    return value
-
-
-def _end_of(message: dict[str, Any]) -> float:
-    """The caller's deadline, as time.monotonic() here: when it has given up, so may we."""
-    seconds = field(message, "seconds", float)
-    if not math.isfinite(seconds) or seconds <= 0:
-        raise ProtocolError("field 'seconds' of a message must be positive")
-    return time.monotonic() + seconds
+    return segment
 
 
 class _Push:
@@ -125,12 +126,12 @@ class _Push:
         self._checksums = checksums
         self._changed = threading.Condition()
         self._chunks = bytearray(segment.chunks)  # _MISSING, _COMING or _VERIFIED
-        self._writers: set[Channel] = set()
-        self._bad: dict[Channel, list[int]] = {}
+        self._writers: set[_Channel] = set()
+        self._bad: dict[_Channel, list[int]] = {}
         self._over = False  # no chunk is taken any more
         self._ended = False  # the store knows, too
 
-    def receive(self, channel: Channel, index: int) -> int:
+    def receive(self, channel: _Channel, index: int) -> int:
         """Take chunk `index`, the payload that follows on `channel`. Returns its size."""
         with self._changed:
             if self._over:
@@ -156,7 +157,7 @@ class _Push:
             self._bad.setdefault(channel, []).append(index)
         return len(part)
 
-    def take_bad(self, channel: Channel) -> list[int]:
+    def take_bad(self, channel: _Channel) -> list[int]:
         """Chunks that came on this connection since last asked and did not match their checksums."""
         return self._bad.pop(channel, [])
 
@@ -217,12 +218,12 @@ class PeerServer:
         store: SegmentStore,
         secret: bytes,
         host: str,
-        answer: Callable[[dict[str, Any]], dict[str, Any]] | None,
+        answer: Callable[[Question], Found] | None,
         max_segment_bytes: int,
     ) -> None:
         self._store = store
         self._secret = secret
-        self._answer = answer
+        self._asked = answer
         self._max_segment_bytes = max_segment_bytes
         self._listener = listen(host)
         port = self._listener.getsockname()[1]
@@ -273,7 +274,7 @@ class PeerServer:
     def _connection(self, sock: socket.socket) -> None:
         try:
             try:
-                channel = Channel.accept(sock, self._secret, ANYTHING)
+                channel = Channel.accept(sock, self._secret, REQUEST)
             except AuthenticationError as error:
                 self._refusals.add(str(error))
                 return
@@ -283,83 +284,86 @@ class PeerServer:
                 self._sockets.discard(sock)
                 self._threads.discard(threading.current_thread())
 
-    def _serve(self, channel: Channel) -> None:
+    def _serve(self, channel: _Channel) -> None:
         owned: _Owned = {}
         try:
             while True:
                 ends = [job.end for job in owned.values()]
                 channel.settimeout(max(min(ends) - time.monotonic(), 1e-3) if ends else None)
-                self._handle(channel, channel.recv(), owned)
+                self._handle(channel, owned)
         except (ConnectionError, TimeoutError) as error:
             if owned:  # the copy that it was to replace is still there
                 log.info("transport at %s: unfinished transfer given up: %s", self.address, error)
         except (ProtocolError, AuthenticationError) as error:
-            log.error("transport at %s closes a connection: %s", self.address, error)
+            self._refusals.add(str(error))
         finally:
             for token in list(owned):
                 self._finish(token, owned)
             channel.close()
 
-    def _handle(self, channel: Channel, message: dict[str, Any], owned: _Owned) -> None:
+    def _handle(self, channel: _Channel, owned: _Owned) -> None:
         """Serve one request. A refusal is answered; nonsense is answered and then raised, to close."""
         try:
-            operation = message.get("op")
-            if channel.payload_bytes and operation != "chunk":
-                raise ProtocolError(f"request {operation!r} has no payload")
-            if operation == "chunk":
-                size = self._job(message, _Push).receive(channel, _natural(message, "index"))
+            request = channel.recv()
+            if channel.payload_bytes and not isinstance(request, Chunk):
+                raise ProtocolError(f"{type(request).__name__} of {channel.peer} has no payload")
+            if isinstance(request, Chunk):
+                size = self._job(request.token, _Push).receive(channel, request.index)
                 with self._lock:
                     self.received_bytes += size
                 return
-            if operation == "read":
-                self._read(channel, self._job(message, _Lease), message)
+            if isinstance(request, ReadChunks):
+                self._read(channel, self._job(request.token, _Lease), request)
                 return
-            reply = self._reply(channel, operation, message, owned)
-        except (ConnectionError, TimeoutError):
+            reply = self._reply(channel, request, owned)
+        except (ConnectionError, TimeoutError, AuthenticationError):
+            raise
+        except ProtocolError as error:
+            with contextlib.suppress(OSError):  # where it was no frame, the connection is closed already
+                self._answer(channel, Failed(str(error)))
             raise
         except Exception as error:
             if not isinstance(error, FtError):
-                log.exception("transport at %s: request %r failed", self.address, message.get("op"))
-            if not isinstance(error, ProtocolError):
-                channel.skip_payload()
-            reply = {"ok": False, "kind": type(error).__name__, "error": str(error)}
-            channel.settimeout(5)
-            channel.send(reply)
-            if isinstance(error, ProtocolError):
-                raise
-            return
+                log.exception("transport at %s: a request failed", self.address)
+            channel.skip_payload()
+            reply = Failed(str(error), corrupt=isinstance(error, CorruptSnapshot))
+        self._answer(channel, reply)
+
+    @staticmethod
+    def _answer(channel: _Channel, answer: Answer) -> None:
         channel.settimeout(5)
-        channel.send({"ok": True} | reply)
+        channel.send(answer)
 
     def _reply(
-        self, channel: Channel, operation: Any, message: dict[str, Any], owned: _Owned
-    ) -> dict[str, Any]:
-        if operation == "push":
-            return self._begin(message, owned)
-        if operation == "end":
-            return {"bad": self._job(message, _Push).take_bad(channel)}
-        if operation == "commit":
-            self._job(message, _Push, owned).commit()
-            self._finish(message["token"], owned)
-            return {}
-        if operation == "fetch":
-            return self._lend(message, owned)
-        if operation == "done":
-            self._job(message, _Lease, owned)
-            self._finish(message["token"], owned)
-            return {}
-        if operation == "ask":
-            question = field(message, "message", dict)
-            if self._answer is None:
-                raise TransportError("this agent answers no questions")
-            try:
-                return {"message": self._answer(question)}
-            except OSError as error:  # not one of this connection's
-                raise TransportError(str(error)) from error
-        raise ProtocolError(f"unknown request {str(operation)[:100]!r}")
+        self,
+        channel: _Channel,
+        request: PushSegment | ChunksSent | CommitPush | FetchSegment | DoneReading | Question,
+        owned: _Owned,
+    ) -> Answer:
+        match request:
+            case PushSegment():
+                return self._begin(request, owned)
+            case ChunksSent(token):
+                return BadChunks(self._job(token, _Push).take_bad(channel))
+            case CommitPush(token):
+                self._job(token, _Push, owned).commit()
+                self._finish(token, owned)
+                return Accepted()
+            case FetchSegment():
+                return self._lend(request, owned)
+            case DoneReading(token):
+                self._job(token, _Lease, owned)
+                self._finish(token, owned)
+                return Accepted()
+        if self._asked is None:
+            raise TransportError("this agent answers no questions")
+        try:
+            return self._asked(request)
+        except OSError as error:  # not one of this connection's
+            raise TransportError(str(error)) from error
 
-    def _job(self, message: dict[str, Any], kind: type[J], owned: _Owned | None = None) -> J:
-        job = (self._jobs if owned is None else owned).get(field(message, "token", str))
+    def _job(self, token: str, kind: type[J], owned: _Owned | None = None) -> J:
+        job = (self._jobs if owned is None else owned).get(token)
         if not isinstance(job, kind):
             raise TransportError("the transfer is over: it was superseded, or its first connection was lost")
         return job
@@ -372,9 +376,10 @@ class PeerServer:
             if isinstance(job, _Push) and self._coming.get(job.segment.id) is job:
                 del self._coming[job.segment.id]
 
-    def _begin(self, message: dict[str, Any], owned: _Owned) -> dict[str, Any]:
-        segment, checksums = parse_segment(message, self._max_segment_bytes)
-        version, epoch, end = _natural(message, "version"), _natural(message, "epoch"), _end_of(message)
+    def _begin(self, request: PushSegment, owned: _Owned) -> PushBegun:
+        segment = checked_segment(request.segment, request.checksums, self._max_segment_bytes)
+        version, epoch, checksums = request.version, request.epoch, request.checksums
+        end = time.monotonic() + request.seconds  # when the caller has given up, so may we
         with self._begin_lock:
             before = self._coming.get(segment.id)
             if before is not None:
@@ -386,29 +391,27 @@ class PeerServer:
                 before.cancel()  # its sender was replaced, or gave up and tries again
             data = self._store.begin(segment, version, epoch, checksums)
             if data is None:
-                return {"have": True}
+                return PushBegun("")
             push = _Push(self._store, segment, version, epoch, data, checksums, end)
             token = secrets.token_hex(8)
             with self._lock:
                 self._jobs[token] = owned[token] = self._coming[segment.id] = push
-        return {"have": False, "token": token}
+        return PushBegun(token)
 
-    def _lend(self, message: dict[str, Any], owned: _Owned) -> dict[str, Any]:
-        segment_id, version = field(message, "segment", str), _natural(message, "version")
-        end = _end_of(message)
-        found = self._store.find(segment_id, version)
+    def _lend(self, request: FetchSegment, owned: _Owned) -> SegmentLent:
+        end = time.monotonic() + request.seconds
+        found = self._store.find(request.segment, request.version)
         if found is None:
-            raise TransportError(f"no valid copy of segment {segment_id} version {version} here")
+            raise TransportError(f"no valid copy of segment {request.segment} version {request.version} here")
         segment, data, checksums = found
         token = secrets.token_hex(8)
         with self._lock:
             self._jobs[token] = owned[token] = _Lease(as_bytes(data), segment.chunks, end)
-        return {"token": token, "segment": segment.to_json(), "checksums": list(checksums)}
+        return SegmentLent(token, segment.layout, list(checksums))
 
-    def _read(self, channel: Channel, lease: _Lease, message: dict[str, Any]) -> None:
-        first, stop, step = (_natural(message, name) for name in ("first", "stop", "step"))
-        if stop > lease.chunks or step < 1:
-            raise ProtocolError(f"chunks {first} to {stop} by {step} of a segment that has {lease.chunks}")
-        for index in range(first, stop, step):
+    def _read(self, channel: _Channel, lease: _Lease, request: ReadChunks) -> None:
+        if request.stop > lease.chunks:
+            raise ProtocolError(f"chunks up to {request.stop} of a segment that has {lease.chunks}")
+        for index in range(request.first, request.stop, request.step):
             channel.settimeout(max(lease.end - time.monotonic(), 1e-3))
-            channel.send({"ok": True, "index": index}, chunk(lease.data, index))
+            channel.send(ChunkHere(index), chunk(lease.data, index))

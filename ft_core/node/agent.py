@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, assert_never
 
 import msgspec
 
@@ -45,13 +45,59 @@ from ft_core.process.descriptors import check_limit
 from ft_core.process.inject import ENV as INJECT_ENV
 from ft_core.process.inject import Injector
 from ft_core.process.outlet import console, log_to_console
+from ft_core.process.refusals import Refusals
 from ft_core.process.stalls import Stalls
 from ft_core.process.tasks import Tasks
 from ft_core.protocol import door
 from ft_core.protocol.async_channel import AsyncChannel
-from ft_core.protocol.codec import ANYTHING
-from ft_core.protocol.messages import ReplicaGroup
+from ft_core.protocol.messages import (
+    FROM_CONTROLLER,
+    FROM_WORKER,
+    Abort,
+    Allocate,
+    Allocated,
+    AskProgress,
+    AskStartupEntries,
+    Assign,
+    BringSettings,
+    CopyHere,
+    CorruptCopy,
+    FromWorker,
+    Hold,
+    PlanBegins,
+    Progress,
+    Quiesced,
+    Refused,
+    Registered,
+    Release,
+    Restore,
+    ScriptFailed,
+    SendCounts,
+    SendIssued,
+    SettingsTaken,
+    Staged,
+    StartupEntries,
+    ToAgent,
+    ToWorker,
+    Welcome,
+    WorkerCompleted,
+    WorkerCounts,
+    WorkerFinished,
+    WorkerHeld,
+    WorkerHello,
+    WorkerIssued,
+    WorkerPlan,
+    WorkerReopened,
+    WorkerRestored,
+    WorkerStepped,
+    WorkerSuspects,
+    WorkerTrained,
+    WorkerUnprotected,
+)
+from ft_core.protocol.messages import Exit as EndScript
+from ft_core.protocol.provisional import from_controller, to_controller
 from ft_core.protocol.sockets import listen, reserve
+from ft_core.protocol.transfers import Found, Question
 from ft_core.settings import Settings, read_secret, unique
 from ft_core.state import durable
 from ft_core.state.manifest import Segment
@@ -62,6 +108,7 @@ from ft_core.worker.logs import Tee, players
 log = logging.getLogger(__name__)
 Message = dict[str, Any]
 T = TypeVar("T")
+R = TypeVar("R")
 
 _RECONNECT = 0.05
 _WARN_EVERY = 60.0
@@ -96,10 +143,11 @@ class Agent:
         self.transport = TcpTransport(self.store, self.secret, host=self._host, answer=self._answer)
         self._injector = Injector(job_dir, settings.inject)
         self.replicator = Replicator(self.store, self.transport, settings.replicas, self._injector)
-        self._controller: AsyncChannel | None = None
+        self._controller: AsyncChannel[ToAgent] | None = None
         self.stores = Stores(self._host, self.secret)
         self._master = reserve(self._host)
         self._inquiries: Inquiries | None = None
+        self._refusals = Refusals(lambda reason: log.warning("node %s refused: %s", self.node, reason))
         self._reports = Reports(self)
         self._said = Said()
         self.configured: Message | None = None
@@ -190,7 +238,7 @@ class Agent:
                 self._post({"type": "hello", "kind": "agent", **about, "said": said})
                 self._departure.announce()
                 while (message := await self._receive(channel)) is not None:
-                    self._on_controller(message)
+                    self._on_controller(from_controller(message))
                 # Training goes on without a controller; it rebuilds its view when it is back.
                 self._controller = None
                 met = of_use = clock.tick()
@@ -215,14 +263,14 @@ class Agent:
         elif seconds > _MISSED:
             self._warn(f"no controller answers at {address}")
 
-    async def _connect(self) -> AsyncChannel | None:
+    async def _connect(self) -> AsyncChannel[ToAgent] | None:
         """The controller, if it is there."""
         address = self.settings.controller
         try:
-            return await AsyncChannel.connect(address, self.secret, ANYTHING)
+            return await AsyncChannel.connect(address, self.secret, FROM_CONTROLLER)
         except (AuthenticationError, ProtocolError) as error:
             if isinstance(error, AuthenticationError) and not self._served:
-                log.error("node %s leaves: %s; check the job's secret file", self.node, error)
+                log.error("node %s leaves: %s", self.node, error)
                 self._end(2)
             else:
                 self._warn(f"whoever answers at {address} is not this job's controller: {error}")
@@ -230,14 +278,14 @@ class Agent:
             log.debug("node %s: no controller at %s (%s)", self.node, address, error)
         return None
 
-    async def _receive(self, channel: AsyncChannel) -> Message | None:
+    async def _receive(self, channel: AsyncChannel[R]) -> R | None:
         """The next message; None at the end of the connection."""
         try:
             return await channel.recv()
         except ConnectionError as error:
             log.debug("node %s: a connection ended (%s)", self.node, error)
         except (AuthenticationError, ProtocolError) as error:
-            log.warning("node %s: a connection is given up: %s", self.node, error)
+            self._refusals.add(str(error))
         return None
 
     def _warn(self, problem: str) -> None:
@@ -269,12 +317,19 @@ class Agent:
         elif kind == "beat":
             self._post(self._reports.heartbeat())
         elif kind in ("release", "counts", "hold", "issued"):
+            about = {key: value for key, value in message.items() if key != "type"}
+            passed: ToWorker = {
+                "release": Release,
+                "counts": SendCounts,
+                "hold": Hold,
+                "issued": SendIssued,
+            }[kind](**about)
             for worker in self.pool.playing():
-                worker.post(message)
+                worker.post(passed)
         elif kind == "prepare" and message["epoch"] == self.plan.get("epoch"):
             for role in message["roles"]:
                 if self.pool.of_role(role) is None:
-                    self._assign(role, message["changes"])
+                    self._assign(role, message["worker"])
                 elif (said := self._said.get("prepared", role)) is not None:
                     self._post(said)  # to another controller, which has asked before
         elif kind == "tell":
@@ -307,7 +362,8 @@ class Agent:
         """The controller has taken the settings that a worker here brings, or says why not."""
         self._asking.pop(message["worker"], None)
         if (worker := self.pool.workers.get(message["worker"])) is not None:
-            worker.post({**message, "type": "reply"})
+            error = message["error"]
+            worker.post(Refused(message["id"], error) if error else SettingsTaken(message["id"]))
 
     async def _heartbeat(self) -> None:
         # An agent that is held up looks dead from outside: leave a trace of what held it up.
@@ -328,7 +384,7 @@ class Agent:
     def _post(self, message: Message) -> None:
         if self._controller is not None:
             with contextlib.suppress(ConnectionError):  # the controller just died: its reader notices
-                self._controller.post(message)
+                self._controller.post(to_controller(message))
 
     def _say(self, message: Message) -> None:
         """Post what the controller must know, whichever it is by then."""
@@ -347,7 +403,7 @@ class Agent:
         for worker in self.pool.playing():
             worker.replicated.clear()
             worker.control[Word.COMMITTED] = -1
-            worker.post({"type": "abort", "epoch": epoch})
+            worker.post(Abort(epoch))
         self._tasks.spawn(self._kill_stuck(epoch))
         self._report_if_quiet()
 
@@ -390,7 +446,7 @@ class Agent:
         for role in self.roles_here():
             worker = self.pool.of_role(role)
             if worker is not None:
-                worker.post({"type": "plan", **self._worker_plan()})
+                worker.post(PlanBegins(self._worker_plan()))
             elif role in plan["newcomers"] or role not in roles:
                 worker = self._assign(role)
             # Otherwise it has died since this node reported: the plan relies on it, so there will be another.
@@ -414,29 +470,12 @@ class Agent:
                 worker.role, worker.withdrawn = None, True
                 self.pool.kill(worker)
 
-    def _worker_plan(self) -> Message:
-        keys = (
-            "epoch",
-            "store",
-            "version",
-            "completed",
-            "parts",
-            "origin",
-            "started_over",
-            "absent",
-            "adopted",
-            "newcomers",
-            "groups",
-        )
-        own = {
-            "policy": self.settings.policy,
-            "lr_intervention": self.settings.lr_intervention,
-            "begins_with": dataclasses.asdict(self.settings.start),
-        }
-        return {**{key: self.plan[key] for key in keys}, **own}
+    def _worker_plan(self) -> WorkerPlan:
+        plan: WorkerPlan = self.plan["worker"]
+        return plan
 
-    def _assign(self, role: int, changes: Message | None = None) -> Worker | None:
-        """Give the role to an idle worker. `changes` to the plan: for one that takes no part yet."""
+    def _assign(self, role: int, plan: WorkerPlan | None = None) -> Worker | None:
+        """Give the role to an idle worker. `plan`: for one that takes no part yet."""
         idle = self.pool.idle()
         self._said.forget([role])
         if not idle:
@@ -449,15 +488,8 @@ class Agent:
             worker.device = min(set(range(self.settings.nproc_per_node)) - taken, default=local_rank)
         worker.role = role
         self._tee.succeed(players(self._log_dir.parent, role))
-        worker.post(
-            {
-                "type": "assign",
-                "role": role,
-                "world_size": self.settings.world_size,
-                "env": self._environment(role, worker.device),
-                "plan": {**self._worker_plan(), **(changes or {})},
-            }
-        )
+        environment = self._environment(role, worker.device)
+        worker.post(Assign(role, self.settings.world_size, environment, plan or self._worker_plan()))
         return worker
 
     def _environment(self, role: int, local_rank: int) -> dict[str, str]:
@@ -493,7 +525,7 @@ class Agent:
         """Have version `plan["version"]` of `role`, and of what it adopts, in memory here, then let its
         worker load it."""
         epoch, version = plan["epoch"], plan["version"]
-        message: Message = {"type": "restore", "epoch": epoch, "version": version, "parts": []}
+        parts: list[CopyHere] = []
         for held in [role, *self._adopted_by(role)] if version is not None else []:
             memory = self.store.memory(held, adopted=held != role)
             found = memory.find(version)
@@ -511,11 +543,10 @@ class Agent:
                     self._say({"type": "restore_failed", "epoch": epoch, "role": role, "reason": str(error)})
                     return
             slot, buffer = found
-            segments = [s.to_json() for s in buffer.segments]
-            part = {"role": held, "slot": slot, "address": buffer.memory.address, "segments": segments}
-            message["parts"].append(part)
+            layouts = [segment.layout for segment in buffer.segments]
+            parts.append(CopyHere(held, slot, buffer.memory.address, layouts))
         if self.epoch == epoch:
-            worker.post(message)
+            worker.post(Restore(epoch, version, parts))
 
     def _adopted_by(self, role: int) -> list[int]:
         worker = self.pool.of_role(role)
@@ -526,10 +557,10 @@ class Agent:
     def _adopted_here(self) -> list[int]:
         return [adopted for role in self.roles_here() for adopted in self._adopted_by(role)]
 
-    def _answer(self, question: Message) -> Message:
+    def _answer(self, question: Question) -> Found:
         """Another agent asks. Runs in a thread of the transport."""
         if self._inquiries is None:
-            return {"error": f"node {self.node} is starting"}
+            raise FtError(f"node {self.node} is starting")
         return self._inquiries.answer(question)
 
     # -- workers -------------------------------------------------------------------------------
@@ -537,18 +568,20 @@ class Agent:
     async def _accept_worker(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A connection. Only what is wrong with the connection ends it; other errors end this process."""
         try:
-            channel = await AsyncChannel.accept(reader, writer, self.secret, ANYTHING)
+            channel = await AsyncChannel.accept(reader, writer, self.secret, FROM_WORKER)
             hello = await self._receive(channel)
-            worker = self.pool.workers.get(int(hello["worker"])) if hello is not None else None
+            if hello is not None and not isinstance(hello, WorkerHello):
+                raise ProtocolError(f"{channel.peer} did not greet, but sent {type(hello).__name__}")
+            worker = self.pool.workers.get(hello.worker) if hello is not None else None
             if worker is None:
                 return  # it has died since
             worker.channel = channel
-            worker.post({"type": "welcome", "control": worker.control.memory.address})
+            worker.post(Welcome(worker.control.memory.address))
             self._post({"type": "idle", "idle": len(self.pool.idle())})
             while (message := await self._receive(channel)) is not None:
                 self._on_worker(worker, message)
-        except AuthenticationError as error:
-            log.debug("node %s: somebody else at the workers' socket (%s)", self.node, error)
+        except (AuthenticationError, ProtocolError) as error:
+            self._refusals.add(str(error))
         except asyncio.CancelledError:
             pass  # this agent ends
         except Exception as error:
@@ -556,59 +589,77 @@ class Agent:
         finally:
             writer.close()
 
-    def _on_worker(self, worker: Worker, message: Message) -> None:
-        kind, role = message["type"], worker.role
+    def _on_worker(self, worker: Worker, message: FromWorker) -> None:
+        role = worker.role
         assert self._inquiries is not None
         if role is None:
             return
-        if kind == "staged":
-            self._commit(worker, message["role"], message["version"])
-        elif kind == "allocate":
-            segments = [Segment.from_json(s) for s in message["segments"]]
-            adopted = message["role"] != role
-            buffer = self.store.memory(message["role"], adopted).allocate(message["slot"], segments)
-            layout = {s.id: list(s.holders) for s in segments}
-            group = msgspec.to_builtins(worker.group)
-            about = {"initial": worker.initial, "resumes": worker.resumes, "group": group}
-            whose = {"role": message["role"], "adopted": adopted, "epoch": self.epoch}
-            self._say({"type": "layout", "segments": layout, **whose, **about})
-            worker.post({"type": "reply", "id": message["id"], "address": buffer.memory.address})
-        elif kind == "registered":
-            worker.stage, worker.initial, worker.ring = "training", message["version"], message["ring"]
-            worker.resumes, worker.group = message["resumes"], msgspec.convert(message["group"], ReplicaGroup)
-            self.replicator.register(role, message["ring"])
-            if role not in self.roles_here():
-                self._say({"type": "prepared", "role": role})
-        elif kind == "quiesced":
-            worker.quiesced, worker.stage = message["epoch"], message["stage"]
-            worker.counts = message["counts"]
-            self._report_if_quiet()
-        elif kind == "restored":
-            self._say({**message, "role": role, "pid": worker.pid})
-            for held in [role, *self._adopted_by(role)] if message["loaded"] else []:
-                self._commit(worker, held, message["version"])
-        elif kind in ("stepped", "reopened", "unprotected", "held", "completed"):
-            self._say({**message, "role": role})
-        elif kind in ("suspect", "counts", "issued"):
-            self._post({**message, "role": role})
-        elif kind == "trained":
-            self._trained.append(message)
-            self._post(message)
-        elif kind == "corrupt":
-            self.store.memory(message["role"], message["role"] != role).strike(message["slot"])
-            self._say({"type": "restore_failed", "epoch": self.epoch, "role": role, **_reason(message)})
-        elif kind == "ask":
-            self._tasks.spawn(self._inquiries.relay(worker, message, self.plan))
-        elif kind == "configure":
-            self._asking[worker.number] = {**message, "worker": worker.number}
-            self._post(self._asking[worker.number])
-        elif kind == "reply":
-            self._inquiries.answered(message)
-        elif kind == "failed":
-            worker.traceback = message["traceback"]
-        elif kind == "finished":
-            worker.finished = True
-            self._say({"type": "finished", "role": role})
+        match message:
+            case Staged(of, version):
+                self._commit(worker, of, version)
+            case Allocate():
+                segments = [Segment.of(layout) for layout in message.segments]
+                adopted = message.role != role
+                buffer = self.store.memory(message.role, adopted).allocate(message.slot, segments)
+                layout = {s.id: list(s.holders) for s in segments}
+                group = msgspec.to_builtins(worker.group)
+                about = {"initial": worker.initial, "resumes": worker.resumes, "group": group}
+                whose = {"role": message.role, "adopted": adopted, "epoch": self.epoch}
+                self._say({"type": "layout", "segments": layout, **whose, **about})
+                worker.post(Allocated(message.id, buffer.memory.address))
+            case Registered(version, ring, resumes, group):
+                worker.stage, worker.initial, worker.ring = "training", version, ring
+                worker.resumes, worker.group = resumes, group
+                self.replicator.register(role, ring)
+                if role not in self.roles_here():
+                    self._say({"type": "prepared", "role": role})
+            case Quiesced(epoch, stage, counts):
+                worker.quiesced, worker.stage, worker.counts = epoch, stage, counts
+                self._report_if_quiet()
+            case WorkerRestored(epoch, version, loaded):
+                about = {"epoch": epoch, "version": version, "loaded": loaded}
+                self._say({"type": "restored", **about, "role": role, "pid": worker.pid})
+                for held in [role, *self._adopted_by(role)] if loaded else []:
+                    self._commit(worker, held, version)
+            case WorkerStepped(epoch, version):
+                self._say({"type": "stepped", "epoch": epoch, "role": role, "version": version})
+            case WorkerReopened(epoch):
+                self._say({"type": "reopened", "epoch": epoch, "role": role})
+            case WorkerUnprotected():
+                self._say({"type": "unprotected", "role": role})
+            case WorkerHeld(epoch):
+                self._say({"type": "held", "epoch": epoch, "role": role})
+            case WorkerCompleted(epoch, part, last):
+                self._say({"type": "completed", "epoch": epoch, "role": role, "part": part, "last": last})
+            case WorkerSuspects(epoch, reason):
+                self._post({"type": "suspect", "epoch": epoch, "role": role, "reason": reason})
+            case WorkerCounts(counts):
+                self._post({"type": "counts", "role": role, "counts": counts})
+            case WorkerIssued():
+                self._post({"type": "issued", "role": role, **_fields(message)})
+            case WorkerTrained():
+                self._trained.append({"type": "trained", "role": role, **_fields(message)})
+                self._post(self._trained[-1])
+            case CorruptCopy(of, slot, reason):
+                self.store.memory(of, of != role).strike(slot)
+                self._say({"type": "restore_failed", "epoch": self.epoch, "role": role, "reason": reason})
+            case AskStartupEntries() | AskProgress():
+                self._tasks.spawn(self._inquiries.relay(worker, message, self.plan))
+            case BringSettings(number, values):
+                asked = {"type": "configure", "worker": worker.number, "id": number, "settings": values}
+                self._asking[worker.number] = asked
+                self._post(asked)
+            case StartupEntries() | Progress():
+                self._inquiries.answered(message)
+            case ScriptFailed(said):
+                worker.traceback = said
+            case WorkerFinished():
+                worker.finished = True
+                self._say({"type": "finished", "role": role})
+            case WorkerHello():
+                self._refusals.add(f"worker {worker.number} greets once more")
+            case _:
+                assert_never(message)
 
     def _commit(self, worker: Worker, role: int, version: int) -> None:
         self._tasks.spawn(self._replicate(worker, role, version, self.epoch))
@@ -727,7 +778,7 @@ class Agent:
 
     async def _farewell(self) -> None:
         for worker in self.pool.playing():
-            worker.post({"type": "exit"})
+            worker.post(EndScript())
         deadline = time.monotonic() + _FAREWELL
         while any(w.finished for w in self.pool.playing()) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -751,8 +802,8 @@ class Agent:
             self._done.set_exception(error)
 
 
-def _reason(message: Message) -> Message:
-    return {"reason": message["reason"]}
+def _fields(message: Any) -> Message:
+    return {name: value for name, value in msgspec.to_builtins(message).items() if name != "type"}
 
 
 def _own_host(controller: str) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ft_core.errors import CorruptSnapshot, TransportError
 from ft_core.net.transport import TcpTransport
+from ft_core.protocol.transfers import DescribeSegment, SegmentFound, StrikeCopy
 from ft_core.settings import Settings
 from ft_core.state import durable
 from ft_core.state.manifest import Segment
@@ -52,9 +53,11 @@ def _describe(
     reasons = []
     for position, node in enumerate(nodes):
         try:
-            question = {"ask": "segment", "segment": name, "version": version}
+            question = DescribeSegment(name, version)
             answer = transport.request(plan["nodes"][node]["data"], question, deadline=_ASK_DEADLINE)
-            return Segment.from_json(answer["segment"]), nodes[position:]
+            if not isinstance(answer, SegmentFound):
+                raise TransportError(f"it answered {answer}")
+            return Segment.of(answer.segment), nodes[position:]
         except (TransportError, KeyError) as error:
             reasons.append(f"{node}: {error}")
     raise TransportError(f"no holder gave segment {name}: {'; '.join(reasons)}")
@@ -74,8 +77,7 @@ def _fetch(
             return checksums
         except CorruptSnapshot as error:
             reasons.append(error)
-            strike = {"ask": "strike", "segment": segment.id, "version": version}
-            transport.request(address, strike, deadline=_ASK_DEADLINE)
+            transport.request(address, StrikeCopy(segment.id, version), deadline=_ASK_DEADLINE)
         except TransportError as error:
             reasons.append(error)
     raise TransportError(f"no good copy of segment {segment.id}: {'; '.join(map(str, reasons))}")

@@ -288,8 +288,8 @@ class Agent:
                 self._withdraw(roles)
             case m.UseSettings(values):
                 # The controller has checked them.
-                changed: dict[str, Any] = dict(values)
-                self.configured, self.settings = changed, dataclasses.replace(self.settings, **changed)
+                about: dict[str, Any] = dict(values)
+                self.configured, self.settings = values, dataclasses.replace(self.settings, **about)
                 self._do(UseSettings(self.settings))
                 self._post(m.Configured(values))
             case m.ConfigureAnswer(number, asked, error):

@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 from ft_core.errors import FtError
 from ft_core.node import preload
 from ft_core.protocol.async_channel import AsyncChannel
-from ft_core.protocol.messages import Redundancy, ReplicaGroup
+from ft_core.protocol.messages import FromWorker, Redundancy, ReplicaGroup, Stage, ToWorker
 from ft_core.settings import Command
 from ft_core.state.memory import ControlBlock, Word
 from ft_core.worker import entry as worker
@@ -44,11 +43,11 @@ class Worker:
     pid: int
     log_dir: Path
     control: ControlBlock
-    channel: AsyncChannel | None = None
+    channel: AsyncChannel[FromWorker] | None = None
     role: int | None = None
     quiesced: int = 0
     """The newest epoch for which it has left its step."""
-    stage: str = "startup"
+    stage: Stage = "startup"
     counts: dict[str, int] = field(default_factory=dict)
     initial: int | None = None
     """The version that its script starts from; known once it has entered training."""
@@ -74,7 +73,7 @@ class Worker:
         """Ready to be given a role."""
         return self.channel is not None and self.role is None and not self.withdrawn
 
-    def post(self, message: dict[str, Any]) -> None:
+    def post(self, message: ToWorker) -> None:
         """Send without waiting; a worker that is gone is noticed through its pid."""
         if self.channel is not None:
             with contextlib.suppress(ConnectionError):

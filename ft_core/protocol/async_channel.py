@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from ft_core.errors import AuthenticationError, ProtocolError
 from ft_core.protocol import handshake
-from ft_core.protocol.codec import MAX_BYTES, Decoder, Provisional, encode
+from ft_core.protocol.codec import MAX_BYTES, Decoder, encode
 from ft_core.protocol.door import lobby
 from ft_core.protocol.framing import HEADER, Frames
 from ft_core.protocol.handshake import Handshake
@@ -102,7 +102,7 @@ class AsyncChannel(Generic[T]):
             raise
         return cls(reader, writer, hands.frames(client=False), receives, peer)
 
-    def post(self, message: Struct | Provisional) -> None:
+    def post(self, message: Struct) -> None:
         """Queue a message without waiting. Raises ConnectionError if closed or the peer takes nothing."""
         if self._writer.is_closing():
             raise ConnectionResetError(f"the connection to {self.peer} is closed")
@@ -113,7 +113,7 @@ class AsyncChannel(Generic[T]):
             )
         self._writer.write(self._frames.pack(encode(message)))
 
-    async def send(self, message: Struct | Provisional) -> None:
+    async def send(self, message: Struct) -> None:
         self.post(message)
         await self.drain()
 
@@ -132,7 +132,6 @@ class AsyncChannel(Generic[T]):
             body = await self._reader.readexactly(self._frames.body_bytes(self._header))
             if self._frames.open(self._header, body):
                 raise ProtocolError(f"{self.peer} sent a payload over a control connection")
-            message = self._receives.decode(body, self.peer)
         except asyncio.IncompleteReadError:
             self.close()
             raise ConnectionResetError(f"{self.peer} closed the connection") from None
@@ -143,7 +142,7 @@ class AsyncChannel(Generic[T]):
             self.close()
             raise
         self._header = None
-        return message
+        return self._receives.decode(body, self.peer)
 
     def close(self) -> None:
         self._writer.close()

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from ft_core.errors import AuthenticationError, ProtocolError
 from ft_core.protocol import handshake
-from ft_core.protocol.codec import Decoder, Provisional, encode
+from ft_core.protocol.codec import Decoder, encode
 from ft_core.protocol.door import lobby
 from ft_core.protocol.framing import HEADER, Frames
 from ft_core.protocol.handshake import Handshake
@@ -131,7 +131,7 @@ class Channel(Generic[T]):
     def _end(self) -> float | None:
         return None if self._timeout is None else time.monotonic() + self._timeout
 
-    def send(self, message: Struct | Provisional, payload: bytes | memoryview | None = None) -> None:
+    def send(self, message: Struct, payload: bytes | memoryview | None = None) -> None:
         """Send one frame. `payload` must be contiguous bytes; no copy of it is made."""
         body = encode(message)
         data = as_bytes(b"" if payload is None else payload)
@@ -149,7 +149,9 @@ class Channel(Generic[T]):
             self._lock.release()
 
     def recv(self) -> T:
-        """The next frame's message. ProtocolError and AuthenticationError also close the channel."""
+        """The next message. AuthenticationError: the frame is not the peer's, or was altered; this closes the
+        channel. ProtocolError: it is no frame, which does so too, or no message that is expected here, which
+        the peer can still be told."""
         if self.payload_bytes:
             raise ProtocolError(f"{self.payload_bytes} payload bytes from {self.peer} were not taken")
         end = self._end()
@@ -158,15 +160,14 @@ class Channel(Generic[T]):
                 self._fill(self._header, end)
                 self._body, self._have = bytearray(self._frames.body_bytes(self._header)), 0
             self._fill(self._body, end)
-            payload_bytes = self._frames.open(self._header, self._body)
-            message = self._receives.decode(self._body, self.peer)
+            self.payload_bytes = self._frames.open(self._header, self._body)
         except TimeoutError:
             raise
         except BaseException:
             self.close()
             raise
-        self._body, self._have, self.payload_bytes = None, 0, payload_bytes
-        return message
+        body, self._body, self._have = self._body, None, 0
+        return self._receives.decode(body, self.peer)
 
     def _fill(self, buffer: bytearray, end: float | None) -> None:
         """Complete `buffer`; what came before a time-out stays for the next call."""

@@ -48,17 +48,3 @@ class Decoder(Generic[T]):
 def _short(error: Exception) -> str:
     text = str(error)
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
-
-
-Provisional = dict[str, Any]
-ANYTHING = Decoder[dict[str, Any]](dict[str, Any])
-"""Until each connection's messages are types."""
-
-
-def field(message: dict[str, Any], name: str, kind: type[T]) -> T:
-    """`message[name]`, which must be exactly of type `kind`. Raises ProtocolError. Until all are types."""
-    value = message.get(name)
-    if type(value) is not kind:  # not isinstance: true is no number
-        got = type(value).__name__
-        raise ProtocolError(f"field {name!r} of a message must be {kind.__name__}, got {got}")
-    return value

@@ -83,7 +83,9 @@ class Handshake:
     def confirm(self, proof: bytes) -> None:
         """Client: the server's last word. Raises AuthenticationError."""
         if proof == REFUSED:
-            raise AuthenticationError(f"{self._peer} refused this process: its job has another secret")
+            raise AuthenticationError(
+                f"{self._peer} refused this process: its job has another secret; check the job's secret file"
+            )
         if not hmac.compare_digest(proof, self._mac(b"server")):
             raise AuthenticationError(f"{self._peer} does not know this job's secret: not talking to it")
 

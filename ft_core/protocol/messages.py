@@ -9,15 +9,21 @@ default. Times are in seconds, sizes in bytes. Roles are integers. A segment is 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct, field
 
-Role = Annotated[int, Meta(ge=0)]
-Epoch = Annotated[int, Meta(ge=0)]
-Version = int
+from ft_core.protocol.codec import Decoder
+
+_WORD = (1 << 62) - 1
+"""What fits into a word of shared memory."""
+
+Role = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Epoch = Annotated[int, Meta(ge=0, le=_WORD)]
+Version = Annotated[int, Meta(ge=-1, le=_WORD)]
 """Steps that a state has seen; -1 where none."""
+Size = Annotated[int, Meta(ge=0, le=_WORD)]
 SegmentId = str
 NodeName = str
 PlanId = Annotated[str, Meta(pattern=r"^([0-9]+-[0-9a-z]+)?$")]
@@ -26,6 +32,8 @@ Stage = Literal["startup", "training"]
 """Whether a worker has reached its first train step in this job."""
 Origin = Literal["memory", "initial", "durable"]
 """Where the state of an epoch comes from, see `control.decision.Choice`."""
+Setting = str | int | float | bool
+"""A value of `ft_core.settings.Settings` that a script may bring."""
 Counts = dict[str, int]
 """Start-up operations by group: how many are on record."""
 
@@ -49,13 +57,14 @@ class NodeAddress(Value, frozen=True):
 
 
 class Item(Value, frozen=True, array_like=True):
-    """As `state.manifest.Item`."""
+    """A tensor in a segment: `dtype` without the `torch.` prefix, `offset` and `nbytes` in the segment's
+    bytes."""
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
+    shape: tuple[Size, ...]
+    offset: Size
+    nbytes: Size
 
 
 class Layout(Value, frozen=True):
@@ -124,6 +133,22 @@ class Dealt(Value, frozen=True):
     samples: dict[int, list[tuple[int, int]]]
     waiting: list[tuple[int, int, int]]
     next: int
+
+
+class StartupEntry(Value, frozen=True):
+    """A completed operation of the start-up phase. There may be one for each training step.
+
+    `tensors`: the bytes of each result, or None where they are not kept.
+    """
+
+    kind: str
+    signature: str
+    tensors: tuple[bytes, ...] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the results that are kept."""
+        return sum(map(len, self.tensors or ()))
 
 
 class RoleHeld(Value, frozen=True):
@@ -245,7 +270,7 @@ class Holdings(Message, frozen=True):
     idle: int
     store: str
     master: str
-    configured: dict[str, Any] | None
+    configured: dict[str, Setting] | None
 
 
 class Heartbeat(Message, frozen=True):
@@ -401,13 +426,13 @@ class Configure(Message, frozen=True):
 
     worker: int
     id: int
-    settings: dict[str, Any]
+    settings: dict[str, Setting]
 
 
 class Configured(Message, frozen=True):
     """An agent uses these."""
 
-    configured: dict[str, Any]
+    configured: dict[str, Setting]
 
 
 class DurableNames(Message, frozen=True):
@@ -570,7 +595,7 @@ class GivenUp(Message, frozen=True):
 class UseSettings(Message, frozen=True):
     """Settings that the script has brought."""
 
-    settings: dict[str, Any]
+    settings: dict[str, Setting]
 
 
 class ConfigureAnswer(Message, frozen=True):
@@ -815,14 +840,14 @@ class BringSettings(Message, frozen=True):
     """The script brings settings."""
 
     id: int
-    settings: dict[str, Any]
+    settings: dict[str, Setting]
 
 
 class StartupEntries(Message, frozen=True):
     """Answers `SendStartupEntries`: by text form of a group, its records from there on."""
 
     id: int
-    entries: dict[str, list[Any]]
+    entries: dict[str, list[StartupEntry]]
 
 
 class Progress(Message, frozen=True):
@@ -916,7 +941,7 @@ class EntriesBrought(Message, frozen=True):
     """Answers `AskStartupEntries`."""
 
     id: int
-    entries: dict[str, list[Any]]
+    entries: dict[str, list[StartupEntry]]
 
 
 class ProgressBrought(Message, frozen=True):
@@ -951,3 +976,13 @@ ToWorker = (
     | Allocated | Refused | SettingsTaken | EntriesBrought | ProgressBrought | SendStartupEntries
     | SendProgress | Exit
 )  # fmt: skip
+
+
+# -- what each end of a connection decodes -------------------------------------------------------------
+
+FROM_CONTROLLER = Decoder[ToAgent](ToAgent)
+FROM_CLIENT = Decoder[FromAgent | FromCtl](FromAgent | FromCtl)
+"""Of the controller: an agent, or `ftctl`."""
+TO_CTL = Decoder[ToCtl](ToCtl)
+FROM_WORKER = Decoder[FromWorker](FromWorker)
+TO_WORKER = Decoder[ToWorker](ToWorker)

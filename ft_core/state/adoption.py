@@ -8,19 +8,18 @@ comes back. So nothing is laid out anew, whoever leaves or returns (see docs/ela
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from ft_core.adapter import Adapter
+from ft_core.protocol.messages import CopyHere
 from ft_core.state.manifest import Segment
 from ft_core.state.snapshot import Snapshotter
 
 S = TypeVar("S")
 Allocate = Callable[[int, int, list[Segment]], Sequence[int]]
 """(role, slot, segments) -> address of fresh memory for that slot, owned by the agent."""
-Part = Mapping[str, Any]
-"""Where a snapshot of one role is: `role`, `slot`, `address`, `segments`."""
 
 
 class AdoptedStates(Generic[S]):
@@ -94,11 +93,11 @@ class Snapshots:
         for _, snapshotter in self._of.values():
             snapshotter.step_begins()
 
-    def load(self, part: Part, version: int) -> None:
+    def load(self, part: CopyHere, version: int) -> None:
         """Put `version` of one role back into the framework; see `Snapshotter.load`."""
-        segments = [Segment.from_json(segment) for segment in part["segments"]]
-        _, snapshotter = self._of[part["role"]]
-        snapshotter.load(part["slot"], part["address"], segments, version)
+        segments = [Segment.of(layout) for layout in part.segments]
+        _, snapshotter = self._of[part.role]
+        snapshotter.load(part.slot, part.address, segments, version)
 
     def wait(self) -> None:
         """Until what was begun is complete in host memory. Raises what a copy raised."""

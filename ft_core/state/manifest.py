@@ -13,22 +13,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ft_core.protocol.messages import Item, Layout
+
 CHUNK = 1 << 20
 """Bytes per checksummed chunk; the last chunk of a segment may be shorter."""
 
 ALIGN = 64
 """Every item starts at a multiple of this many bytes, so that a view has its dtype's alignment."""
-
-
-@dataclass(frozen=True)
-class Item:
-    """One tensor: `dtype` without the `torch.` prefix, `offset` and `nbytes` in its segment's bytes."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -59,8 +50,18 @@ class Segment:
         """Equal signatures mean equal layouts: a copy of one is usable as the other."""
         return hashlib.sha256(json.dumps(self.to_json()).encode()).hexdigest()[:16]
 
+    @classmethod
+    def of(cls, layout: Layout) -> Segment:
+        """As it came in a message."""
+        return cls(layout.holders, layout.items)
+
+    @property
+    def layout(self) -> Layout:
+        """For messages."""
+        return Layout(self.holders, self.items)
+
     def to_json(self) -> dict[str, Any]:
-        """For control messages and replica metadata."""
+        """For files."""
         rows = [[i.name, i.dtype, list(i.shape), i.offset, i.nbytes] for i in self.items]
         return {"holders": list(self.holders), "items": rows}
 

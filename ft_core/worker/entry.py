@@ -17,7 +17,7 @@ from ft_core.comm import backend
 from ft_core.errors import ConfigError
 from ft_core.process.outlet import log_beside_script
 from ft_core.protocol.channel import Channel
-from ft_core.protocol.codec import ANYTHING
+from ft_core.protocol.messages import TO_WORKER
 from ft_core.settings import Command
 from ft_core.state.snapshot import has_gpu
 from ft_core.worker import cuda_fork, import_output, ordinary, unprotected
@@ -46,18 +46,18 @@ def main(
     ordinary.begin()
     redirect(logs[0], Path(logs[1]))
     log_beside_script(plugins.packages())
-    channel = Channel.connect(socket, secret, ANYTHING, _CONNECT_TIMEOUT)
+    channel = Channel.connect(socket, secret, TO_WORKER, _CONNECT_TIMEOUT)
     channel.settimeout(None)
     session = Session(channel, secret, Path(job_dir), worker)
     if device >= 0 and not command.no_python and not cuda_fork.broken() and has_gpu():
         torch.cuda.set_device(device)
         torch.zeros(1, device="cuda")  # a spare has its device context up
     assignment = session.wait_for_role()
-    session.predecessors = take_over(Path(logs[1]), assignment["role"], assignment["plan"]["started_over"])
+    session.predecessors = take_over(Path(logs[1]), assignment.role, assignment.plan.started_over)
     if session.role == 0 and not session.predecessors:
         import_output.show()
     ordinary.warn_once(session.predecessors)
-    os.environ.update(assignment["env"])
+    os.environ.update(assignment.env)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ignored until here, see ft_core.node.departure
     if command.no_python:
         # Another program cannot be hooked from here; it runs as under torchrun, in the same process.

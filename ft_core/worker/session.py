@@ -18,19 +18,68 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, assert_never
 
 import msgspec
+from msgspec.structs import replace
 
 from ft_core.adapter import Adapter
 from ft_core.comm.process_group import Communicators
 from ft_core.elastic.rules import AHEAD, Membership, Start, lr_factor
-from ft_core.errors import ConfigError, CorruptSnapshot, EpochChanged, FtError
+from ft_core.errors import ConfigError, CorruptSnapshot, EpochChanged, FtError, ProtocolError
 from ft_core.process.collector import Pause
 from ft_core.process.inject import ENV as INJECT_ENV
 from ft_core.process.inject import Injector
 from ft_core.protocol.channel import Channel
 from ft_core.protocol.groups import Series, Tally, parse
+from ft_core.protocol.messages import (
+    Abort,
+    Allocate,
+    Allocated,
+    AskProgress,
+    AskStartupEntries,
+    Assign,
+    BringSettings,
+    CorruptCopy,
+    Dealt,
+    EntriesBrought,
+    Exit,
+    FromWorker,
+    Hold,
+    PlanBegins,
+    Progress,
+    ProgressBrought,
+    Quiesced,
+    Refused,
+    Registered,
+    Release,
+    Restore,
+    ScriptFailed,
+    SendCounts,
+    SendIssued,
+    SendProgress,
+    SendStartupEntries,
+    Setting,
+    SettingsTaken,
+    Staged,
+    StartupEntries,
+    StartupEntry,
+    ToWorker,
+    Welcome,
+    WorkerCompleted,
+    WorkerCounts,
+    WorkerFinished,
+    WorkerHeld,
+    WorkerHello,
+    WorkerIssued,
+    WorkerPlan,
+    WorkerReopened,
+    WorkerRestored,
+    WorkerStepped,
+    WorkerSuspects,
+    WorkerTrained,
+    WorkerUnprotected,
+)
 from ft_core.state.adoption import Snapshots
 from ft_core.state.envelope import decode
 from ft_core.state.manifest import Segment
@@ -40,7 +89,8 @@ from ft_core.worker.logs import played, printed
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Message = dict[str, Any]
+Reply = Allocated | Refused | SettingsTaken | EntriesBrought | ProgressBrought
+R = TypeVar("R", Allocated, SettingsTaken, EntriesBrought, ProgressBrought)
 
 _HOLD_LIMIT = 2.0
 """Seconds that a role waits at the end of a step for those who come back, should the controller be gone."""
@@ -64,14 +114,15 @@ class Stage(StrEnum):
 class Session:
     """One worker's part in the job. It is there before the user's script starts: see `current`."""
 
-    def __init__(self, channel: Channel, secret: bytes, job_dir: Path, worker: int) -> None:
+    def __init__(self, channel: Channel[ToWorker], secret: bytes, job_dir: Path, worker: int) -> None:
         self._channel, self._secret = channel, secret
         self._condition = threading.Condition()
-        self._replies: dict[int, Message] = {}
+        self._replies: dict[int, Reply] = {}
         self._ids = itertools.count()
-        self._assignment: Message | None = None
-        self._plan: Message = {}
-        self._restore: Message | None = None
+        self._assignment: Assign | None = None
+        self._plan: WorkerPlan
+        """Of the newest epoch that this worker knows the plan of; once it has a role."""
+        self._restore: Restore | None = None
         self._pending = 0
         self._stage = Stage.STARTUP
         self._exit = threading.Event()
@@ -103,14 +154,16 @@ class Session:
         """Which replica groups take part in which step."""
         self.predecessors: list[Path] = []
         """Log directories, as far as they can be seen here, of the workers that played this role before."""
-        channel.send({"type": "hello", "worker": worker, "pid": os.getpid()})
+        channel.send(WorkerHello(worker, os.getpid()))
         welcome = channel.recv()
-        self.control = ControlBlock(SharedMemory.open(welcome["control"]))
+        if not isinstance(welcome, Welcome):
+            raise ProtocolError(f"the agent greets with {welcome}")
+        self.control = ControlBlock(SharedMemory.open(welcome.control))
         threading.Thread(target=self._watch, name="ft-watcher", daemon=True).start()
 
     # -- before the script ---------------------------------------------------------------------
 
-    def wait_for_role(self) -> Message:
+    def wait_for_role(self) -> Assign:
         """Block until this worker is given a role; returns the agent's assignment."""
         global _current
         with self._condition:
@@ -130,12 +183,12 @@ class Session:
         """Nothing of the script is left to be done in this process. Returns when the whole job is over."""
         self._set_stage(Stage.FINISHED)
         self._at_end = True
-        self._channel.send({"type": "finished"})
+        self._channel.send(WorkerFinished())
         self._exit.wait()
 
     def failed(self, traceback: str) -> None:
         """The script raised an error of its own: the agent is told why before this process ends."""
-        self._send({"type": "failed", "traceback": traceback})
+        self._send(ScriptFailed(traceback))
 
     # -- the step ------------------------------------------------------------------------------
 
@@ -219,8 +272,7 @@ class Session:
             on_copy=lambda: self.point("d2h"),
             moved=lambda: self._pending > self.epoch,
         )
-        about = {"version": version, "ring": list(adapter.ring), "resumes": resumes}
-        self._send({"type": "registered", "group": msgspec.to_builtins(adapter.replica_group), **about})
+        self._send(Registered(version, list(adapter.ring), resumes, adapter.replica_group))
         self._persist(self._catch_up, self._quiesce)
 
     def rehearse(self, adapter: Adapter, step: Callable[[], object]) -> None:
@@ -246,54 +298,55 @@ class Session:
         """
         if not self._ahead:
             return None
-        holder = self._plan["ahead"][str(self.role)]
+        holder = self._plan.ahead[self.role]
         try:
-            found = self._ask({"type": "ask", "ask": "progress", "holder": holder})
-            envelope = decode(found["envelope"].encode())
+            found = self._ask(lambda number: AskProgress(number, holder), ProgressBrought)
+            envelope = decode(found.envelope.encode())
         except (FtError, ValueError) as error:
             log.info("role %d: %s; its script gets to the others with the epoch to come", self.role, error)
             return None
-        self.membership = Membership.from_json(self._plan["groups"]["membership"])
-        self.comms.learn({parse(text): (count, holder) for text, count in found["counts"].items()})
-        return int(found["version"]) - 1, envelope  # which all roles have done
+        self.membership = _membership(self._plan)
+        self.comms.learn({parse(text): (count, holder) for text, count in found.counts.items()})
+        return found.version - 1, envelope  # which all roles have done
 
     @property
     def _ahead(self) -> bool:
-        return str(self.role) in self._plan.get("ahead", {})
+        return self.role in self._plan.ahead
 
     @property
     def joining(self) -> bool:
         """Whether the state this role goes on from is held elsewhere: its own start-up does not make it."""
-        return self._plan.get("origin") in ("memory", "durable")
+        return self._plan.origin in ("memory", "durable")
 
     @property
     def started_over(self) -> bool:
         """Whether the job has fallen back to what its script makes when it is started again."""
-        return bool(self._plan.get("started_over"))
+        return bool(self._plan.started_over)
 
     @property
     def elastic(self) -> bool:
         """Whether replica groups may leave (policy `shrink`)."""
-        return bool(self._plan["policy"] == "shrink")
+        return self._plan.policy == "shrink"
 
     @property
     def absent(self) -> frozenset[int]:
         """Roles whose replica groups are away."""
-        return frozenset(map(int, self._plan["absent"]))
+        return frozenset(self._plan.absent)
 
     def printed(self, text: str, roles: Iterable[int] = ()) -> bool:
         """Whether a worker that has played this role before has printed `text` of late, or any of `roles`.
 
         As far as its output can be seen here: the job directory is shared, or the node the same.
         """
-        since = self._plan["started_over"]
+        since = self._plan.started_over
         others = [path for role in roles for path in played(self.job_dir / "logs", role, since)]
         return printed(text, [*self.predecessors, *others])
 
     @property
     def start(self) -> Start:
         """The roles that the job began with."""
-        return Start(**self._plan["begins_with"])
+        began = self._plan.began_with
+        return Start(began.roles, began.stages, began.there)
 
     @property
     def taking_part(self) -> tuple[int, ...]:
@@ -309,7 +362,7 @@ class Session:
     def lr_factor(self) -> float:
         """What the learning rate is multiplied by in the step under way: 1.0 while all replica groups
         train."""
-        return lr_factor(self._plan["lr_intervention"], len(self.contributing), self.membership.groups)
+        return lr_factor(self._plan.lr_intervention, len(self.contributing), self.membership.groups)
 
     @property
     def protecting(self) -> bool:
@@ -348,12 +401,12 @@ class Session:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("unreachable")
 
-    def configure(self, settings: Message) -> None:
+    def configure(self, settings: Mapping[str, Setting]) -> None:
         """Settings that the script brings (names as in `Settings`). Raises FtError if they cannot be had."""
-        self._ask({"type": "configure", "settings": settings})
+        self._ask(lambda number: BringSettings(number, dict(settings)), SettingsTaken)
         with self._condition:  # the plan of this epoch was made before
             known = ("policy", "lr_intervention")
-            self._plan = {**self._plan, **{str(k): settings[k] for k in known if k in settings}}
+            self._plan = replace(self._plan, **{k: settings[k] for k in known if k in settings})
 
     def unprotected(self, reason: str = "") -> None:
         """The script wants no fault tolerance, or cannot have it for `reason`: nothing is recorded, and a
@@ -365,7 +418,7 @@ class Session:
             log.warning("%s: any failure ends this job", reason)
         self.comms.end_startup()
         self._set_stage(Stage.TRAINING)
-        self._send({"type": "unprotected"})
+        self._send(WorkerUnprotected())
 
     def commit_wait(self) -> None:
         """Wait until this version is staged here and verified at the nodes that keep copies of it (DeadPool,
@@ -403,7 +456,7 @@ class Session:
         self._snapshots.step_begins()
         self.point("optimizer")
 
-    def step_done(self, trained: Message | None = None) -> None:
+    def step_done(self, trained: Mapping[str, Any] | None = None) -> None:
         """The step is complete on this role: its state is a new version, which is staged at once.
 
         Copying goes on behind the next forward pass. `trained`: for the ledger, the samples of the step as
@@ -420,10 +473,11 @@ class Session:
         self.control[Word.VERSION] = self.control[Word.TAG] = self.version
         if self._report_step:
             self._report_step = False
-            self._send({"type": "stepped", "epoch": self.epoch, "version": self.version})
+            self._send(WorkerStepped(self.epoch, self.version))
         self._snapshots.stage(self.version)
         if trained is not None and self.elastic:
-            self._send({"type": "trained", "epoch": self.epoch, "step": self.version, **trained})
+            dealt = msgspec.convert(trained, Dealt, str_keys=True)
+            self._send(WorkerTrained(self.epoch, self.version, dealt))
         self._hold()
 
     def _hold(self) -> None:
@@ -431,7 +485,7 @@ class Session:
         if self._hold_in != self.epoch or self.version < self._hold_at:
             return
         self._collection.begin()
-        self._send({"type": "held", "epoch": self.epoch})
+        self._send(WorkerHeld(self.epoch))
         with self._condition:
             self._condition.wait_for(
                 lambda: self._pending > self.epoch or self._hold_in != self.epoch, _HOLD_LIMIT
@@ -473,7 +527,7 @@ class Session:
         assert self._snapshots is not None
         self._snapshots.wait()
         self._collection.end()  # no step may follow
-        self._send({"type": "completed", "epoch": self.epoch, "part": self._part, "last": last})
+        self._send(WorkerCompleted(self.epoch, self._part, last))
         with self._condition, self._waiting():
             self._condition.wait_for(lambda: self._parts_done >= self._part or self._pending > self.epoch)
             if self._parts_done >= self._part:
@@ -493,39 +547,38 @@ class Session:
     def _resume(self) -> None:
         assert self._snapshots is not None and self._adapter is not None
         self._collection.begin()  # a newcomer has not been in `_quiesce`
-        membership = Membership.from_json(self._plan["groups"]["membership"])
+        membership = _membership(self._plan)
         if not membership.groups:  # the plan was made before the roles had told of their groups
             membership = self.start.membership(self._adapter.replica_group.groups)
         if membership != self.membership and self.role == min(set(range(self.world_size)) - self.absent):
-            self._tell(membership, self._plan["version"] or 0)
+            self._tell(membership, self._plan.version or 0)
         self.membership = membership
         if self.epoch > 1:
             self.point("recovery")
         restore = self._await_restore()
-        version = restore["version"]
-        adopted = (int(r) for r, adopter in self._plan["adopted"].items() if adopter == self.role)
+        adopted = (role for role, adopter in self._plan.adopted.items() if adopter == self.role)
         held = self._snapshots.adopt(adopted)
-        parts = [part for part in restore["parts"] if part["role"] in held]
-        without = held - {self.role, *(part["role"] for part in parts)}
+        parts = [part for part in restore.parts if part.role in held]
+        without = held - {self.role, *(part.role for part in parts)}
         if without and (self.version or without & set(self.start.present)):
             raise FtError(f"role {self.role} has no copy of what roles {sorted(without)} had alone")
         for part in parts:
+            assert restore.version is not None
             try:
-                self._snapshots.load(part, version)
+                self._snapshots.load(part, restore.version)
             except CorruptSnapshot as error:
                 # The copy is struck off, and the controller decides again without it.
-                what = {"role": part["role"], "slot": part["slot"], "reason": str(error)}
-                self._send({"type": "corrupt", **what})
+                self._send(CorruptCopy(part.role, part.slot, str(error)))
                 self._await_epoch()
-        loaded = any(part["role"] == self.role for part in parts)
-        if loaded:
-            self.version = self.control[Word.STAGED] = version
+        loaded = any(part.role == self.role for part in parts)
+        if loaded and restore.version is not None:
+            self.version = self.control[Word.STAGED] = restore.version
         else:
             self._snapshots.stage(self.version)
         self.control[Word.VERSION] = self.control[Word.TAG] = self.version
         self._step_began = time.monotonic_ns()
         self._report_step = True
-        self._send({"type": "restored", "epoch": self.epoch, "version": self.version, "loaded": loaded})
+        self._send(WorkerRestored(self.epoch, self.version, loaded))
 
     def _quiesce(self) -> None:
         assert self._snapshots is not None and self._adapter is not None
@@ -541,43 +594,41 @@ class Session:
             self._send_quiesced(epoch, self._stage)
             with self._condition:
                 self._condition.wait_for(
-                    lambda e=epoch: self._pending > e or self._plan.get("epoch", 0) >= e  # type: ignore[misc]
+                    lambda e=epoch: self._pending > e or self._plan.epoch >= e  # type: ignore[misc]
                 )
-                if self._pending == self._plan.get("epoch"):
+                if self._pending == self._plan.epoch:
                     plan = self._plan
                     break
         self._swap(plan)
         self.comms.reset()
-        self.epoch = plan["epoch"]
+        self.epoch = plan.epoch
 
     def _tell(self, membership: Membership, version: int) -> None:
         """The log says what becomes of the learning rate."""
         for step in range(version + 1, version + AHEAD + 2):
             live = len(membership.contributing(step))
             if live != len(membership.contributing(step - 1)):
-                factor = lr_factor(self._plan["lr_intervention"], live, membership.groups)
+                factor = lr_factor(self._plan.lr_intervention, live, membership.groups)
                 log.warning(
                     "from step %d on %d of %d replica groups train: learning rate x %.4f (%s)",
-                    *(step, live, membership.groups, factor, self._plan["lr_intervention"]),
+                    *(step, live, membership.groups, factor, self._plan.lr_intervention),
                 )
 
-    def _swap(self, plan: Message) -> None:
-        fetch = self._fetch_startup
-        absent = {int(role): int(counterpart) for role, counterpart in plan["absent"].items()}
-        completed = {parse(text): (count, role) for text, (count, role) in plan["completed"].items()}
-        about = (completed, fetch, absent, bool(plan["adopted"]), plan["newcomers"])
-        self.comms.swap(plan["epoch"], plan["store"], *about)
+    def _swap(self, plan: WorkerPlan) -> None:
+        completed = {parse(text): (count, role) for text, (count, role) in plan.completed.items()}
+        about = (completed, self._fetch_startup, plan.absent, bool(plan.adopted), plan.newcomers)
+        self.comms.swap(plan.epoch, plan.store, *about)
 
     def _send_quiesced(self, epoch: int, stage: Stage) -> None:
         counts = _texts(self.comms.startup_counts())
-        self._send({"type": "quiesced", "epoch": epoch, "stage": stage, "counts": counts})
+        self._send(Quiesced(epoch, "startup" if stage is Stage.STARTUP else "training", counts))
 
-    def _await_restore(self) -> Message:
+    def _await_restore(self) -> Restore:
         with self._condition:
             self._condition.wait_for(
                 lambda: (
                     self._pending > self.epoch
-                    or (self._restore is not None and self._restore["epoch"] == self.epoch)
+                    or (self._restore is not None and self._restore.epoch == self.epoch)
                 )
             )
             self.raise_if_moved()
@@ -591,34 +642,34 @@ class Session:
 
     # -- the agent -----------------------------------------------------------------------------
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: FromWorker) -> None:
         self._channel.send(message)
 
-    def _ask(self, message: Message) -> Message:
-        """Send a request and wait for the agent's reply. Raises EpochChanged when overtaken."""
+    def _ask(self, request: Callable[[int], FromWorker], kind: type[R]) -> R:
+        """Send a request, given its number, and wait for the reply. Raises FtError if it is refused."""
         number = next(self._ids)
-        self._send({**message, "id": number})
+        self._send(request(number))
         with self._condition:
             self._condition.wait_for(lambda: number in self._replies)
             reply = self._replies.pop(number)
-        if "error" in reply:
-            raise FtError(reply["error"])
+        if isinstance(reply, Refused):
+            raise FtError(reply.error)
+        assert isinstance(reply, kind), f"{reply} answers a request for {kind.__name__}"
         return reply
 
     def _allocate(self, role: int, slot: int, segments: list[Segment]) -> list[int]:
-        layout = {"segments": [s.to_json() for s in segments]}
-        reply = self._ask({"type": "allocate", "role": role, "slot": slot, **layout})
-        return list(reply["address"])
+        layouts = [segment.layout for segment in segments]
+        return self._ask(lambda number: Allocate(number, role, slot, layouts), Allocated).address
 
     def _staged(self, role: int, version: int) -> None:
         if role == self.role:
             self.control[Word.STAGED] = version
-        self._send({"type": "staged", "role": role, "version": version})
+        self._send(Staged(role, version))
 
-    def _fetch_startup(self, holder: int, series: Series, start: int) -> dict[Series, list[Any]]:
-        question = {"ask": "startup", "holder": holder, "group": str(series), "start": start}
-        reply = self._ask({"type": "ask", **question})
-        return {Series.parse(text): list(entries) for text, entries in reply["entries"].items()}
+    def _fetch_startup(self, holder: int, series: Series, start: int) -> dict[Series, list[StartupEntry]]:
+        question = lambda number: AskStartupEntries(number, holder, str(series), start)  # noqa: E731
+        reply = self._ask(question, EntriesBrought)
+        return {Series.parse(text): entries for text, entries in reply.entries.items()}
 
     def _set_stage(self, stage: Stage) -> None:
         with self._condition:
@@ -637,59 +688,61 @@ class Session:
             log.exception("role %d: the watcher failed", self.role)
             os._exit(1)
 
-    def _handle(self, message: Message) -> None:
-        kind = message["type"]
-        if kind == "abort":
-            self._abort(message["epoch"])
-        elif kind == "plan":
-            self._planned(message)
-        elif kind == "assign":
-            self._assigned(message)
-        elif kind == "restore":
-            with self._condition:
-                self._restore = message
-                self._condition.notify_all()
-        elif kind == "reply":
-            with self._condition:
-                self._replies[message["id"]] = message
-                self._condition.notify_all()
-        elif kind == "startup_entries":
-            entries = self.comms.startup_entries(Series.parse(message["group"]), message["start"])
-            texts = {str(series): rows for series, rows in entries.items()}
-            self._send({"type": "reply", "id": message["id"], "entries": texts})
-        elif kind == "counts":  # a replica group is about to come back
-            self.comms.keep_records(True)
-            self._send({"type": "counts", "counts": _texts(self.comms.startup_counts())})
-        elif kind == "issued":
-            about = {"epoch": self.epoch, "step": self.version, "at_end": self._at_end}
-            self._send({**message, **about, "issued": _texts(self.comms.issued())})
-        elif kind == "progress":
-            version, counts = self.version, _texts(self.comms.startup_counts())
-            self._send({"type": "reply", "id": message["id"], "version": version, "counts": counts})
-        elif kind == "hold":
-            if not message["epoch"]:  # it does not come after all
-                self.comms.keep_records(False)
-            with self._condition:
-                self._hold_in, self._hold_at = message["epoch"], message["step"]
-                self._condition.notify_all()
-        elif kind == "release":
-            with self._condition:
-                self._parts_done = message["parts"]
-                self._condition.notify_all()
-        elif kind == "exit":
-            self._exit.set()
+    def _handle(self, message: ToWorker) -> None:
+        match message:
+            case Abort(epoch):
+                self._abort(epoch)
+            case PlanBegins(plan):
+                self._planned(plan)
+            case Assign():
+                self._assigned(message)
+            case Restore():
+                with self._condition:
+                    self._restore = message
+                    self._condition.notify_all()
+            case Allocated() | Refused() | SettingsTaken() | EntriesBrought() | ProgressBrought():
+                with self._condition:
+                    self._replies[message.id] = message
+                    self._condition.notify_all()
+            case SendStartupEntries(number, group, start):
+                entries = self.comms.startup_entries(Series.parse(group), start)
+                self._send(StartupEntries(number, {str(series): rows for series, rows in entries.items()}))
+            case SendCounts():
+                self.comms.keep_records(True)  # a replica group is about to come back
+                self._send(WorkerCounts(_texts(self.comms.startup_counts())))
+            case SendIssued(number):
+                issued = _texts(self.comms.issued())
+                self._send(WorkerIssued(number, self.epoch, self.version, self._at_end, issued))
+            case SendProgress(number):
+                self._send(Progress(number, self.version, _texts(self.comms.startup_counts())))
+            case Hold(epoch, step):
+                if not epoch:  # it does not come after all
+                    self.comms.keep_records(False)
+                with self._condition:
+                    self._hold_in, self._hold_at = epoch, step
+                    self._condition.notify_all()
+            case Release(parts):
+                with self._condition:
+                    self._parts_done = parts
+                    self._condition.notify_all()
+            case Exit():
+                self._exit.set()
+            case Welcome():
+                raise ProtocolError("the agent greets once more")
+            case _:
+                assert_never(message)
 
-    def _assigned(self, message: Message) -> None:
-        self.role, self.world_size = message["role"], message["world_size"]
-        self._injector = Injector(self.job_dir, message["env"][INJECT_ENV])
+    def _assigned(self, message: Assign) -> None:
+        self.role, self.world_size = message.role, message.world_size
+        self._injector = Injector(self.job_dir, message.env[INJECT_ENV])
         self.comms = Communicators(self.role, self.world_size, self._suspect, self._secret)
         self.comms.traffic, self.comms.hung = self._traffic, self._hung
-        self.comms.reopened = lambda epoch: self._send({"type": "reopened", "epoch": epoch})
-        plan = message["plan"]
+        self.comms.reopened = lambda epoch: self._send(WorkerReopened(epoch))
+        plan = message.plan
         self._swap(plan)
         with self._condition:
-            self._pending = self.epoch = plan["epoch"]
-            self._plan, self._parts_done = plan, plan["parts"]
+            self._pending = self.epoch = plan.epoch
+            self._plan, self._parts_done = plan, plan.parts
             self._assignment = message
             self._condition.notify_all()
 
@@ -704,18 +757,18 @@ class Session:
         if stage is not Stage.TRAINING:
             self._send_quiesced(epoch, stage)
 
-    def _planned(self, plan: Message) -> None:
+    def _planned(self, plan: WorkerPlan) -> None:
         with self._condition:
-            if plan["epoch"] != self._pending:
+            if plan.epoch != self._pending:
                 return
-            self._plan, self._parts_done = plan, plan["parts"]
+            self._plan, self._parts_done = plan, plan.parts
             if self._stage is not Stage.TRAINING:
                 self._swap(plan)
-                self.epoch = plan["epoch"]
+                self.epoch = plan.epoch
             self._condition.notify_all()
 
     def _suspect(self, reason: str) -> None:
-        self._send({"type": "suspect", "epoch": self.epoch, "reason": reason})
+        self._send(WorkerSuspects(self.epoch, reason))
 
     def _hung(self, reason: str) -> None:
         """The main thread may wait for the device, which nobody can interrupt: this process ends."""
@@ -726,6 +779,10 @@ class Session:
 
     def _traffic(self, in_flight: int) -> None:
         self.control[Word.TRAFFIC] = in_flight
+
+
+def _membership(plan: WorkerPlan) -> Membership:
+    return Membership(plan.membership.groups, plan.membership.changes)
 
 
 def _texts(counts: Mapping[Tally, int] | Mapping[Series, int]) -> dict[str, int]:

@@ -18,6 +18,7 @@ from ft_core.cli.ask import ask
 from ft_core.cli.planner import command
 from ft_core.cli.planner.razor import plan
 from ft_core.cli.planner.shape import PlannedJob
+from ft_core.protocol.messages import DescribeRole, RoleDescribed
 from ft_core.state.snapshot import ENVELOPE
 
 STEPS = 6
@@ -90,7 +91,9 @@ def protected(
         rows = job.wait_for_snapshots(STEPS + 1)
         planned = {}
         for role in range(training.world):
-            command.of_running(ask({"type": "state", "role": role}, job_dir), as_json=True)
+            answer = ask(DescribeRole(role), job_dir)
+            assert isinstance(answer, RoleDescribed)
+            command.of_running(answer, as_json=True)
             planned[role] = json.loads(capsys.readouterr().out)
         (job_dir / "go").touch()
         return Accounts(job.finish(), rows, planned, read_logs(job_dir))

@@ -18,7 +18,7 @@ from harness import Job, Layout, check_clean, check_identical, check_survivors
 
 from ft_core.errors import AuthenticationError
 from ft_core.protocol.channel import Channel
-from ft_core.protocol.codec import ANYTHING
+from ft_core.protocol.transfers import ANSWER
 
 PACED = Path(__file__).parent / "paced.py"
 LAYOUT = Layout(1, 1, 2, distributed=True)
@@ -140,7 +140,7 @@ def test_strangers_are_refused_and_the_job_goes_on(tmp_path):
         listeners += [f"127.0.0.1:{port}" for port in ports]
         for address in listeners:
             with pytest.raises(AuthenticationError):
-                Channel.connect(address, b"another job's secret", ANYTHING, 5.0)
+                Channel.connect(address, b"another job's secret", ANSWER, 5.0)
             garbage(address)
         job.wait_for("refused", 2)
         result = job.finish()

@@ -33,8 +33,8 @@ import msgspec
 
 from ft_core.control.controller import Controller
 from ft_core.protocol.async_channel import AsyncChannel
-from ft_core.protocol.codec import ANYTHING
-from ft_core.protocol.messages import Redundancy, ReplicaGroup
+from ft_core.protocol.messages import FROM_CONTROLLER, Redundancy, ReplicaGroup, ToAgent
+from ft_core.protocol.provisional import from_controller, to_controller
 from ft_core.settings import Command, Settings, unique, write_secret
 
 Message = dict[str, Any]
@@ -85,7 +85,7 @@ class Node:
         self._awake = asyncio.Event()
         self._awake.set()
         self._queue: asyncio.Queue[Message] = asyncio.Queue()
-        self._channel: AsyncChannel | None = None
+        self._channel: AsyncChannel[ToAgent] | None = None
         self._reported = 0
         self._said: dict[tuple[str, int], Message] = {}
         self._tasks = [asyncio.create_task(work) for work in (self._connect(), self._send(), self._beat())]
@@ -234,7 +234,7 @@ class Node:
         while self.code is None:
             with contextlib.suppress(OSError):
                 channel = await AsyncChannel.connect(
-                    self.fleet.settings.controller, self.fleet.secret, ANYTHING
+                    self.fleet.settings.controller, self.fleet.secret, FROM_CONTROLLER
                 )
                 self.connections += 1
                 identity = {"node": self.name, "pid": self.connections, "node_rank": self.node_rank}
@@ -243,7 +243,7 @@ class Node:
                 hello["said"] = list(self._said.values())
                 if await self._arrives(hello):
                     self.sent.append(hello)
-                    channel.post(hello)
+                    channel.post(to_controller(hello))
                     self._channel = channel
                     try:
                         await self._receive(channel)
@@ -252,9 +252,9 @@ class Node:
                         channel.close()
             await asyncio.sleep(0.01)
 
-    async def _receive(self, channel: AsyncChannel) -> None:
+    async def _receive(self, channel: AsyncChannel[ToAgent]) -> None:
         while True:
-            message = await channel.recv()
+            message = from_controller(await channel.recv())
             await self._awake.wait()
             if await self._arrives(message):
                 self.received.append(message)
@@ -265,7 +265,7 @@ class Node:
             message = await self._queue.get()
             if await self._arrives(message) and self._channel is not None:
                 with contextlib.suppress(OSError):  # as the agent: what is lost is lost
-                    self._channel.post(message)
+                    self._channel.post(to_controller(message))
                     self.sent.append(message)
 
     async def _arrives(self, message: Message) -> bool:

@@ -7,19 +7,30 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import xxhash
 
 from ft_core.node.agent import Agent
 from ft_core.node.inquiries import Inquiries
 from ft_core.node.workers import Exit, Worker, WorkerPool
 from ft_core.process.tasks import Tasks
-from ft_core.protocol.messages import Redundancy, ReplicaGroup
+from ft_core.protocol.messages import (
+    Abort,
+    Allocate,
+    Assign,
+    Quiesced,
+    Redundancy,
+    Registered,
+    ReplicaGroup,
+    Restore,
+    Staged,
+    ToWorker,
+    WorkerReopened,
+    WorkerRestored,
+    WorkerStepped,
+)
 from ft_core.settings import Settings
 from ft_core.state.manifest import layout
 from ft_core.state.memory import ControlBlock, Word
-
-Message = dict[str, Any]
 
 
 class Peer:
@@ -28,7 +39,7 @@ class Peer:
     def __init__(self, agent: RealAgent, worker: Worker) -> None:
         self.agent, self.worker, self.heard = agent, worker, []  # type: ignore[var-annotated]
 
-    def post(self, message: Message) -> None:
+    def post(self, message: ToWorker) -> None:
         self.heard.append(message)
         asyncio.get_running_loop().call_soon(self.agent.worker_hears, self.worker, message)
 
@@ -112,38 +123,34 @@ class RealAgent(Agent):
         """The newest version of each worker that is safe."""
         return [worker.control[Word.COMMITTED] for worker in self.pool.playing()]
 
-    def worker_hears(self, worker: Worker, message: Message) -> None:
+    def worker_hears(self, worker: Worker, message: ToWorker) -> None:
         """What a worker does about a message."""
         if self.pool.workers.get(worker.number) is not worker:
             return
-        kind, epoch, role = message["type"], message.get("epoch"), worker.role
-        if kind == "abort":
-            quiet = {"type": "quiesced", "epoch": epoch, "stage": worker.stage, "counts": worker.counts}
-            self._on_worker(worker, quiet)
-        elif kind == "assign":
-            registered = {"type": "registered", "version": 0, "ring": [], "resumes": False}
-            group = msgspec.to_builtins(ReplicaGroup(0, 1, Redundancy.SHARDED))
-            self._on_worker(worker, {**registered, "group": group})
-        elif kind == "restore":
-            assert role is not None
-            version = message["version"] or 0
-            if not (loaded := bool(message["parts"])):
-                self._stage(worker, role, version)
-            restored = {"type": "restored", "epoch": epoch, "version": version}
-            self._on_worker(worker, {**restored, "loaded": loaded})
-            self._on_worker(worker, {"type": "reopened", "epoch": epoch})
-            self._on_worker(worker, {"type": "stepped", "epoch": epoch, "version": version + 1})
-            self._stage(worker, role, version + 1)
+        match message:
+            case Abort(epoch):
+                self._on_worker(worker, Quiesced(epoch, worker.stage, worker.counts))
+            case Assign():
+                group = ReplicaGroup(0, 1, Redundancy.SHARDED)
+                self._on_worker(worker, Registered(0, [], False, group))
+            case Restore(epoch, version, parts):
+                assert worker.role is not None
+                version = version or 0
+                if not parts:
+                    self._stage(worker, worker.role, version)
+                self._on_worker(worker, WorkerRestored(epoch, version, bool(parts)))
+                self._on_worker(worker, WorkerReopened(epoch))
+                self._on_worker(worker, WorkerStepped(epoch, version + 1))
+                self._stage(worker, worker.role, version + 1)
 
     def _stage(self, worker: Worker, role: int, version: int) -> None:
         """Eight bytes of state: the version."""
         segments, slot = [layout((role,), [("state", "int64", (1,), 8)])], version % 2
-        about = {"type": "allocate", "id": 0, "role": role, "slot": slot}
-        self._on_worker(worker, {**about, "segments": [s.to_json() for s in segments]})
+        self._on_worker(worker, Allocate(0, role, slot, [segment.layout for segment in segments]))
         buffer = self.store.memory(role).slots[slot]
         assert buffer is not None
         data = version.to_bytes(8, "little")
         buffer.data(0)[:] = data
         buffer.checksums(0)[0] = xxhash.xxh3_64_intdigest(data)
         buffer.version = version
-        self._on_worker(worker, {"type": "staged", "role": role, "version": version})
+        self._on_worker(worker, Staged(role, version))

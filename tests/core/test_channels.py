@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,10 +19,11 @@ from ft_core.errors import AuthenticationError, ProtocolError
 from ft_core.protocol import handshake, sockets
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.channel import Channel
-from ft_core.protocol.codec import ANYTHING, MAX_BYTES
+from ft_core.protocol.codec import MAX_BYTES, Decoder
 from ft_core.protocol.sockets import listen
 
 SECRET = b"s" * 32
+ANYTHING = Decoder[dict[str, Any]](dict[str, Any])
 HELLO = b"FTRN" + struct.pack("!I", handshake.VERSION)
 """Of this version; a nonce follows."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import threading
 import uuid
@@ -17,11 +16,22 @@ from core.test_snapshot import Model
 
 from ft_core.adapter import Redundancy, ReplicaGroup, StateTensor
 from ft_core.comm.inner import start
-from ft_core.elastic.rules import Membership, Start
 from ft_core.errors import EpochChanged
 from ft_core.process.inject import ENV as INJECT_ENV
 from ft_core.protocol.channel import Channel
-from ft_core.protocol.codec import ANYTHING
+from ft_core.protocol.messages import (
+    FROM_WORKER,
+    TO_WORKER,
+    Abort,
+    Allocate,
+    Allocated,
+    Assign,
+    BeganWith,
+    MembershipChanges,
+    Restore,
+    Welcome,
+    WorkerPlan,
+)
 from ft_core.protocol.sockets import listen
 from ft_core.state.manifest import Segment
 from ft_core.state.memory import IN_OPTIMIZER, ControlBlock, Word
@@ -229,31 +239,41 @@ class Agent:
         self._memory, self._control = RoleMemory(), ControlBlock.create()
         self._sock = listen(f"unix:\0ft-test-{uuid.uuid4().hex}")
         thread = start("agent", self._serve)
-        channel = Channel.connect("unix:" + self._sock.getsockname().decode(), SECRET, ANYTHING, 60)
+        channel = Channel.connect("unix:" + self._sock.getsockname().decode(), SECRET, TO_WORKER, 60)
         channel.settimeout(None)
         self.session = Session(channel, SECRET, job_dir, 0)
         self.session.wait_for_role()
         self._thread = thread
 
     def _serve(self) -> None:
-        self.channel = Channel.accept(self._sock.accept()[0], SECRET, ANYTHING)
+        self.channel = Channel.accept(self._sock.accept()[0], SECRET, FROM_WORKER)
         self.channel.recv()
-        self.channel.send({"control": self._control.memory.address})
-        plan = {"epoch": 1, "store": "127.0.0.1:1", "version": None, "completed": {}, "parts": 0}
-        plan |= {"origin": "initial", "started_over": 0, "absent": {}, "adopted": {}, "newcomers": []}
-        plan |= {"groups": {"membership": Membership(1).to_json()}, "policy": "hold"}
-        plan |= {"lr_intervention": "none", "begins_with": dataclasses.asdict(Start(1, 1, 1))}
-        assign = {"type": "assign", "role": 0, "world_size": 1, "predecessors": [], "env": {INJECT_ENV: ""}}
-        self.channel.send({**assign, "plan": plan})
-        self.channel.send({"type": "restore", "epoch": 1, "version": None, "parts": []})
+        self.channel.send(Welcome(self._control.memory.address))
+        plan = WorkerPlan(
+            epoch=1,
+            store="127.0.0.1:1",
+            version=None,
+            origin="initial",
+            completed={},
+            parts=0,
+            started_over=0,
+            absent={},
+            adopted={},
+            newcomers=[],
+            membership=MembershipChanges(1),
+            policy="hold",
+            lr_intervention="none",
+            began_with=BeganWith(1, 1, 1),
+        )
+        self.channel.send(Assign(0, 1, {INJECT_ENV: ""}, plan))
+        self.channel.send(Restore(1, None, []))
         with contextlib.suppress(ConnectionError):
             while True:
                 message = self.channel.recv()
-                if message["type"] == "allocate":
-                    segments = [Segment.from_json(s) for s in message["segments"]]
-                    buffer = self._memory.allocate(message["slot"], segments)
-                    reply = {"type": "reply", "id": message["id"], "address": buffer.memory.address}
-                    self.channel.send(reply)
+                if isinstance(message, Allocate):
+                    segments = [Segment.of(layout) for layout in message.segments]
+                    buffer = self._memory.allocate(message.slot, segments)
+                    self.channel.send(Allocated(message.id, buffer.memory.address))
 
 
 def test_the_optimizer_begins_once_the_device_has_passed_the_barrier(
@@ -273,7 +293,7 @@ def test_the_optimizer_begins_once_the_device_has_passed_the_barrier(
     assert session.control[Word.TAG] == 1
 
     def aborted() -> None:
-        agent.channel.send({"type": "abort", "epoch": 2})
+        agent.channel.send(Abort(2))
         with session._condition:
             assert session._condition.wait_for(lambda: session._pending == 2, 60)
 

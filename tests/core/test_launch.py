@@ -18,8 +18,10 @@ import pytest
 
 from ft_core.cli import ctl, launch
 from ft_core.cli.ask import ask
+from ft_core.cli.ask import status as status_of
 from ft_core.errors import ConfigError
 from ft_core.process import inject
+from ft_core.protocol.messages import Denied, Inject, JobStatus
 from ft_core.protocol.sockets import listen
 from ft_core.settings import SECRET_ENV, Settings, read_secret, write_secret
 
@@ -339,12 +341,10 @@ def test_ctl_asks_a_job_that_says_no(tmp_path: Path):
     with subprocess.Popen(command, env=environment, cwd=root) as job:
         try:
             status = _status(tmp_path / "job", job)
-            assert [row["role"] for row in status["roles"]] == [0] and status["spares"] == []
-            for victim in ({"role": 7}, {"node": "nowhere"}):
-                answer = ask({"type": "kill", **victim}, tmp_path / "job")
-                assert answer == {"error": f"no such role or node: {next(iter(victim.values()))}"}
+            assert [row.role for row in status.roles] == [0] and status.spares == []
+            for victim, name in ((Inject(role=7), "7"), (Inject(node="nowhere"), "nowhere")):
+                assert ask(victim, tmp_path / "job") == Denied(f"no such role or node: {name}")
             assert ctl.main(["--job-dir", str(tmp_path / "job"), "kill", "--role", "7"]) == 1
-            assert "error" in ask({"type": "dance"}, tmp_path / "job")
         finally:
             job.terminate()
             job.wait(20)
@@ -378,12 +378,12 @@ def test_a_program_of_torchs_runs_as_under_torchrun(tmp_path: Path):
     assert (done.returncode, sums.read_text()) == (0, "2.0 2.0 "), done.stderr
 
 
-def _status(job_dir: Path, job: subprocess.Popen[bytes]) -> dict:
+def _status(job_dir: Path, job: subprocess.Popen[bytes]) -> JobStatus:
     while job.poll() is None:
         events = job_dir / "events.jsonl"
         if events.exists() and '"decided"' in events.read_text():
             assert all(json.loads(line)["event"] for line in events.read_text().splitlines())
-            return ask({"type": "status"}, job_dir)
+            return status_of(job_dir)
         time.sleep(0.05)
     raise AssertionError("the job ended")
 

@@ -15,7 +15,7 @@ from full_disk import file_limit
 from ft_core.process import refusals
 from ft_core.process.outlet import FileOutlet, Outlet
 from ft_core.protocol.async_channel import AsyncChannel
-from ft_core.protocol.codec import ANYTHING
+from ft_core.protocol.messages import FROM_CONTROLLER
 
 
 def test_a_full_disk_loses_no_line_and_tears_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
@@ -111,7 +111,9 @@ def test_refused_connections_are_told_by_number_when_they_are_many(
             await fleet.event("resumed")
             for _ in range(refusals.TOLD + 25):
                 with contextlib.suppress(Exception):
-                    await AsyncChannel.connect(fleet.settings.controller, b"another job's secret", ANYTHING)
+                    await AsyncChannel.connect(
+                        fleet.settings.controller, b"another job's secret", FROM_CONTROLLER
+                    )
             refused = fleet.events("refused")
             assert len(refused) == refusals.TOLD
             monkeypatch.setattr(refusals, "PERIOD", 0.0)

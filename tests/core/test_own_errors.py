@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from core.fleet import Fleet
 from core.real_agent import RealAgent
@@ -28,12 +29,33 @@ from ft_core.process import refusals
 from ft_core.process.tasks import Tasks
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.channel import Channel
-from ft_core.protocol.codec import ANYTHING
+from ft_core.protocol.messages import (
+    FROM_CLIENT,
+    FROM_CONTROLLER,
+    TO_CTL,
+    AgentHello,
+    AskStatus,
+    CtlHello,
+    Denied,
+    FromAgent,
+    FromCtl,
+    Heartbeat,
+    Holdings,
+    Idle,
+    Inject,
+    JobStatus,
+    NodePlan,
+    RoleLayout,
+    Shutdown,
+    ToCtl,
+)
+from ft_core.protocol.provisional import to_agent
 from ft_core.protocol.sockets import listen
 from ft_core.settings import Command, Settings, read_secret, write_secret
 
-POISON = {"type": "stepped", "epoch": 0}
-"""A message without what its handler needs."""
+HELLO = AgentHello("x", 0, 0, "x", "x", Holdings(0, "", 0, {}, {}, {}, 2, "x", "x", None), [])
+POISON = RoleLayout(1, 0, adopted=False, segments={}, initial=0, resumes=False, group=None)
+"""A message that its handler does not expect."""
 
 
 def job(job_dir: Path, port: int, **more: Any) -> Settings:
@@ -92,9 +114,8 @@ def agent(tmp_path: Path):
 def test_an_agent_that_cannot_do_what_it_is_told_ends_with_the_traceback(agent: Agent):
     async def controller() -> None:
         async for reader, writer in agent.connections():
-            channel = await AsyncChannel.accept(reader, writer, agent.secret, ANYTHING)
-            assert (await channel.recv())["type"] == "hello"
-            channel.post({"type": "plan", "epoch": 1})
+            channel, _ = await ready(agent, reader, writer)
+            channel.post(plan(agent, master="nowhere"))
             with pytest.raises(ConnectionError):
                 while True:
                     await channel.recv()
@@ -103,32 +124,31 @@ def test_an_agent_that_cannot_do_what_it_is_told_ends_with_the_traceback(agent: 
     asyncio.run(controller())
     assert agent.ends() == -signal.SIGKILL
     said = agent.errors.read_text()
-    assert "node node0 fails, and is lost to the job" in said and "KeyError: 'roles'" in said
+    assert "node node0 fails, and is lost to the job" in said and "ValueError: not enough values" in said
 
 
 def test_the_end_of_the_fork_server_is_not_the_end_of_the_script(agent: Agent):
     """It takes down the pipes by which the end of workers is told, though they may live."""
     Path(agent.settings.command.target).write_text("import time; time.sleep(1000)")
-    heard: list[str] = []
+    heard: list[FromAgent | FromCtl] = []
 
     async def controller() -> None:
         async for reader, writer in agent.connections():
             channel, message = await ready(agent, reader, writer)
-            place = {"roles": {"0": "node0"}, "nodes": {}, "catalogue": {}, "master": "127.0.0.1:2"}
-            channel.post({**PLAN, **place, "groups": Groups(agent.settings.start).to_json()})
-            while not (message["type"] == "heartbeat" and message["roles"]):
+            channel.post(plan(agent, master="127.0.0.1:2"))
+            while not (isinstance(message, Heartbeat) and message.roles):
                 message = await channel.recv()
             for left in fork_servers(agent):
                 os.kill(left, signal.SIGKILL)
             with pytest.raises(ConnectionError):
                 while True:
-                    heard.append((await channel.recv())["type"])
+                    heard.append(await channel.recv())
             return
 
     asyncio.run(controller())
     assert agent.ends() == -signal.SIGKILL
     assert "its fork server has ended" in agent.errors.read_text()
-    assert set(heard) <= {"heartbeat", "idle"}
+    assert set(map(type, heard)) <= {Heartbeat, Idle}
 
 
 def test_workers_that_end_at_once_cost_no_node(agent: Agent):
@@ -147,7 +167,7 @@ def test_workers_that_end_at_once_cost_no_node(agent: Agent):
             agent.process.send_signal(signal.SIGCONT)
             while len(set(children(server)) - before) < 2:
                 message = await channel.recv()
-            while message.get("idle", 0) < 2:
+            while not (isinstance(message, Heartbeat | Idle) and message.idle == 2):
                 message = await channel.recv()
             return
 
@@ -157,13 +177,22 @@ def test_workers_that_end_at_once_cost_no_node(agent: Agent):
 
 async def ready(
     agent: Agent, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> tuple[AsyncChannel, dict[str, Any]]:
+) -> tuple[AsyncChannel[FromAgent | FromCtl], FromAgent | FromCtl]:
     """The agent's connection once both of its workers wait for a role, and its newest message."""
-    channel = await AsyncChannel.accept(reader, writer, agent.secret, ANYTHING)
+    channel = await AsyncChannel.accept(reader, writer, agent.secret, FROM_CLIENT)
     message = await channel.recv()
-    while message["idle"] < 2:
+    while not (isinstance(message, Heartbeat | Idle) and message.idle == 2):
         message = await channel.recv()
     return channel, message
+
+
+def plan(agent: Agent, master: str) -> NodePlan:
+    """Of the first epoch, for one node and one role."""
+    place = {"roles": {"0": "node0"}, "nodes": {}, "catalogue": {}, "master": master}
+    old = {**PLAN, **place, "groups": Groups(agent.settings.start).to_json(), "job": "1"}
+    made = to_agent(old, old, agent.settings)
+    assert isinstance(made, NodePlan)
+    return made
 
 
 def fork_servers(agent: Agent) -> list[int]:
@@ -190,10 +219,10 @@ def test_whatever_answers_at_the_controllers_port_costs_no_node(agent: Agent):
                 writer.write(answer)
             elif answer == "another job":
                 with pytest.raises(AuthenticationError):
-                    await AsyncChannel.accept(reader, writer, b"another job's secret", ANYTHING)
+                    await AsyncChannel.accept(reader, writer, b"another job's secret", FROM_CLIENT)
             else:
-                channel = await AsyncChannel.accept(reader, writer, agent.secret, ANYTHING)
-                assert (await channel.recv())["type"] == "hello"
+                channel = await AsyncChannel.accept(reader, writer, agent.secret, FROM_CLIENT)
+                assert isinstance(await channel.recv(), AgentHello)
             writer.close()
             if not answers:
                 return
@@ -206,7 +235,7 @@ def test_an_agent_with_the_wrong_secret_leaves_before_the_job_runs(agent: Agent)
     async def port() -> None:
         async for reader, writer in agent.connections():
             with pytest.raises(AuthenticationError):
-                await AsyncChannel.accept(reader, writer, b"another job's secret", ANYTHING)
+                await AsyncChannel.accept(reader, writer, b"another job's secret", FROM_CLIENT)
             return
 
     asyncio.run(port())
@@ -226,7 +255,7 @@ def test_a_client_tells_another_service_from_another_secret():
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(ProtocolError, match="does not speak this protocol"):
-            Channel.connect(f"127.0.0.1:{sock.getsockname()[1]}", b"secret", ANYTHING, 5.0)
+            Channel.connect(f"127.0.0.1:{sock.getsockname()[1]}", b"secret", FROM_CONTROLLER, 5.0)
         thread.join()
 
 
@@ -244,18 +273,16 @@ def test_a_controller_that_fails_is_replaced_and_fails_for_good_when_it_meets_th
         """Says the same to each controller that it meets."""
         while not over.is_set():
             with contextlib.suppress(OSError):
-                channel = Channel.connect(settings.controller, read_secret(tmp_path / "job"), ANYTHING, 5.0)
-                words = dict.fromkeys(("node", "domain", "data", "store", "master"), "x") | {"begun": ""}
-                numbers = dict.fromkeys(("pid", "node_rank", "epoch", "reported"), 0) | {"idle": 2}
-                held: dict[str, Any] = {"roles": {}, "replicas": {}, "segments": {}, "said": []}
-                about = {**words, **numbers, **held, "configured": None}
-                channel.send({"type": "hello", "kind": "agent", **about})
+                channel = Channel.connect(
+                    settings.controller, read_secret(tmp_path / "job"), FROM_CONTROLLER, 5.0
+                )
+                channel.send(HELLO)
                 channel.recv()
-                channel.send({**POISON, "epoch": 1})
+                channel.send(POISON)
                 with contextlib.suppress(ConnectionError):
                     while True:
-                        if (message := channel.recv())["type"] == "shutdown":
-                            codes.append(message["code"])
+                        if isinstance(message := channel.recv(), Shutdown):
+                            codes.append(message.code)
                 channel.close()
             time.sleep(0.02)
 
@@ -269,8 +296,8 @@ def test_a_controller_that_fails_is_replaced_and_fails_for_good_when_it_meets_th
         launcher.stop()
         thread.join()
     said = capfd.readouterr().err
-    assert said.count("KeyError: 'role'") == 3, "a traceback of each"
-    assert "ftrun: the job stops: 3 controllers in a row have failed, this one of KeyError('role')" in said
+    assert said.count("ValidationError: Expected `object`") == 3, "a traceback of each"
+    assert "ftrun: the job stops: 3 controllers in a row have failed, this one of ValidationError(" in said
     assert codes == [1], "the nodes were not told"
 
 
@@ -283,16 +310,23 @@ def test_a_hello_of_another_version_is_refused_and_costs_no_controller(tmp_path:
             agent = RealAgent(fleet.settings, fleet.job_dir, "spare", -1)
             agent.serve()
             await fleet.event("joined", 2)
-            hello = {**agent._reports.identity(), **agent._reports.holdings(), "said": []}
             await agent.end()
             await fleet.event("spare_lost")
-            for name in hello:
-                channel = await AsyncChannel.connect(fleet.settings.controller, fleet.secret, ANYTHING)
-                found = {key: value for key, value in hello.items() if key != name}
-                channel.post({"type": "hello", "kind": "agent", **found})
+            whole = msgspec.to_builtins(HELLO)
+            less = [{key: value for key, value in whole.items() if key != name} for name in whole]
+            held = whole["holdings"]
+            less += [
+                {**whole, "holdings": {key: value for key, value in held.items() if key != name}}
+                for name in held
+                if name != "type"
+            ]
+            for hello in less:
+                channel = await AsyncChannel.connect(fleet.settings.controller, fleet.secret, FROM_CONTROLLER)
+                channel.post(hello)
                 with pytest.raises(ConnectionError):
                     await channel.recv()
-            await fleet.until(lambda: len(fleet.events("refused")) == min(len(hello), refusals.TOLD))
+            await fleet.until(lambda: len(fleet.events("refused")) == min(len(less), refusals.TOLD))
+            assert "missing required field `node`" in fleet.events("refused")[1]["reason"]
             assert not fleet.events("detected") and len(fleet.events("joined")) == 2
 
     asyncio.run(test())
@@ -302,19 +336,24 @@ def test_ftctl_costs_no_controller(tmp_path: Path):
     async def test() -> None:
         async with Fleet(tmp_path / "job") as fleet:
             await fleet.event("resumed")
-            channel = await AsyncChannel.connect(fleet.settings.controller, fleet.secret, ANYTHING)
-            channel.post({"type": "hello", "kind": "ctl"})
-            for request, answer in (
-                ({"type": "state", "role": "x"}, "no such role: 'x'"),
-                ({"type": "state"}, "unknown command 'state'"),
-                ({}, "unknown command None"),
-                ({"type": "kill", "role": 7}, "no such role or node: 7"),
-            ):
-                channel.post(request)
-                assert (await channel.recv())["error"] == answer
-            channel.post({"type": "status"})
-            assert (await channel.recv())["phase"] == "running"
+            for nonsense in ({"type": "DescribeRole", "role": "x"}, {"type": "DescribeRole"}, {}):
+                channel = await connected(fleet)
+                channel.post(nonsense)
+                with pytest.raises(ConnectionError):
+                    await channel.recv()
+            assert len(fleet.events("refused")) == 3
+            channel = await connected(fleet)
+            channel.post(Inject(role=7))
+            assert await channel.recv() == Denied("no such role or node: 7")
+            channel.post(AskStatus())
+            status = await channel.recv()
+            assert isinstance(status, JobStatus) and status.phase == "running"
             channel.close()
+
+    async def connected(fleet: Fleet) -> AsyncChannel[ToCtl]:
+        channel = await AsyncChannel.connect(fleet.settings.controller, fleet.secret, TO_CTL)
+        channel.post(CtlHello())
+        return channel
 
     asyncio.run(test())
 

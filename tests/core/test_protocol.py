@@ -13,6 +13,7 @@ from core.fleet import Fleet, Message
 from core.real_agent import RealAgent
 
 from ft_core.errors import TransportError
+from ft_core.protocol.messages import Release, WorkerCompleted
 
 Test = Callable[[Fleet], Awaitable[None]]
 
@@ -196,8 +197,8 @@ def test_what_an_agent_says_while_its_connection_breaks_is_said_again(tmp_path: 
         fleet["node0"].complete(0)
         worker = agent.pool.of_role(1)
         assert worker is not None
-        agent._on_worker(worker, {"type": "completed", "epoch": agent.epoch, "part": 1, "last": True})
-        await fleet.until(lambda: any(m["type"] == "release" for m in worker.channel.heard))  # type: ignore
+        agent._on_worker(worker, WorkerCompleted(agent.epoch, 1, True))
+        await fleet.until(lambda: any(isinstance(m, Release) for m in worker.channel.heard))  # type: ignore
         assert len(lost) == 1
         await agent.end()
 
@@ -334,7 +335,7 @@ def test_a_spare_keeps_the_copies_that_one_node_cannot(tmp_path: Path):
         assert [held(spare) for spare in others] == [[[4], [4]], []]
         controller = fleet.controller
         assert controller is not None
-        shown = lambda: [list(row["replicas"].values()) for row in controller.console.status()["roles"]]  # noqa: E731
+        shown = lambda: [list(row.replicas.values()) for row in controller.console.status().roles]  # noqa: E731
         await fleet.until(lambda: shown() == [[{"other": [4]}]] * 2)
         await node.end()
         decided = await fleet.event("decided", 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -20,8 +21,23 @@ from xxhash import xxh3_64_intdigest
 from ft_core.errors import CorruptSnapshot, TransportError
 from ft_core.net.transport import TcpTransport
 from ft_core.protocol.channel import Channel
-from ft_core.protocol.codec import ANYTHING
 from ft_core.protocol.sockets import listen
+from ft_core.protocol.transfers import (
+    ANSWER,
+    REQUEST,
+    Accepted,
+    Answer,
+    Chunk,
+    CommitPush,
+    EntriesFound,
+    Failed,
+    FetchEntries,
+    FetchProgress,
+    Found,
+    PushBegun,
+    Question,
+    StrikeCopy,
+)
 from ft_core.state.manifest import CHUNK, Item, Segment, layout
 from ft_core.state.replicas import ReplicaStore
 
@@ -44,6 +60,12 @@ class Peer:
     def line(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
+
+    def ask(self, *command: Any) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.line())
 
     def close(self) -> None:
         self.process.kill()
@@ -102,11 +124,6 @@ def fetch(
     return segment, checksums, data
 
 
-def versions(transport: TcpTransport, address: str) -> dict[str, list[int]]:
-    held: dict[str, list[int]] = transport.request(address, {"do": "versions"}, 5)["versions"]
-    return held
-
-
 def test_round_trip_of_several_sizes(mine: TcpTransport, peer: Peer) -> None:
     sizes = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 4 * CHUNK, 5 * CHUNK, 9 * CHUNK + 12345]
     copies = [make(size, role) for role, size in enumerate(sizes)]
@@ -116,7 +133,7 @@ def test_round_trip_of_several_sizes(mine: TcpTransport, peer: Peer) -> None:
     for segment, data, checksums in copies:
         assert fetch(mine, peer.address, segment.id) == (segment, checksums, bytearray(data))
     assert mine.received_bytes == sum(sizes)
-    assert mine.request(peer.address, {"do": "counts"}, 5) == {"sent": 0, "received": sum(sizes)}
+    assert peer.ask("counts") == {"sent": 0, "received": sum(sizes)}
 
 
 def test_a_held_copy_is_not_sent_again(mine: TcpTransport, peer: Peer) -> None:
@@ -127,7 +144,7 @@ def test_a_held_copy_is_not_sent_again(mine: TcpTransport, peer: Peer) -> None:
     data[-1] ^= 1
     assert push(mine, peer.address, (segment, data, sums(data)), version=2) == segment.nbytes
     assert mine.sent_bytes == 3 * segment.nbytes
-    assert versions(mine, peer.address) == {segment.id: [2]}  # the later word on version 2, once
+    assert peer.ask("versions") == {segment.id: [2]}  # the later word on version 2, once
     assert fetch(mine, peer.address, segment.id, 2)[2] == data
 
 
@@ -171,9 +188,9 @@ def test_stopped_receiver_hits_the_deadline(mine: TcpTransport, peer: Peer) -> N
     with pytest.raises(TransportError, match=r"in time|deadline"):
         push(mine, peer.address, make(64 * CHUNK), gate=stop, deadline=1)
     with pytest.raises(TransportError):
-        mine.request(peer.address, {"do": "versions"}, 0.2)
+        mine.request(peer.address, StrikeCopy("x", 1), 0.2)
     peer.process.send_signal(signal.SIGCONT)
-    assert versions(mine, peer.address) == {}
+    assert peer.ask("versions") == {}
 
 
 def test_stopped_holder_hits_the_deadline_of_a_fetch(mine: TcpTransport, peer: Peer) -> None:
@@ -205,14 +222,14 @@ def test_torn_push_keeps_the_older_copies(mine: TcpTransport, peer: Peer) -> Non
     for version in (2, 3):
         with pytest.raises(TornError):
             push(mine, peer.address, (segment, second, others), version=version, gate=tear)
-    assert versions(mine, peer.address) == {segment.id: [1]}
+    assert peer.ask("versions") == {segment.id: [1]}
     assert fetch(mine, peer.address, segment.id)[2] == first
     assert push(mine, peer.address, (segment, second, others), version=3) == segment.nbytes
-    assert versions(mine, peer.address) == {segment.id: [1, 3]}
+    assert peer.ask("versions") == {segment.id: [1, 3]}
 
 
 def test_killed_between_the_last_chunk_and_the_commit(mine: TcpTransport, peer: Peer) -> None:
-    mine.request(peer.address, {"do": "hold"}, 5)
+    peer.ask("hold")
     with ThreadPoolExecutor(1) as pool:
         pushed = pool.submit(push, mine, peer.address, make(5 * CHUNK))
         assert peer.line() == "at commit"
@@ -225,8 +242,7 @@ def test_flipped_bit_in_a_replica_is_found(mine: TcpTransport, peer: Peer) -> No
     segment, data, checksums = make(7 * CHUNK)
     for version in (1, 2):
         push(mine, peer.address, (segment, data, checksums), version=version)
-    question = {"do": "flip", "segment": segment.id, "version": 2, "byte": 5 * CHUNK + 3}
-    mine.request(peer.address, question, 5)
+    peer.ask("flip", segment.id, 2, 5 * CHUNK + 3)
     with pytest.raises(
         CorruptSnapshot, match=rf"{segment.id}.*version 2: chunk 5 .*held by agent {peer.address}"
     ):
@@ -242,7 +258,7 @@ def test_data_that_changed_since_its_checksums(mine: TcpTransport, peer: Peer) -
     for part in (segment.id, "version 1", "chunk 3", "role 0", peer.address, mine.address):
         assert part in str(caught.value)
     assert mine.sent_bytes == 7 * CHUNK  # the chunk was sent twice
-    assert versions(mine, peer.address) == {}
+    assert peer.ask("versions") == {}
 
 
 class FlippingRelay:
@@ -303,7 +319,7 @@ def test_missing_copy(mine: TcpTransport, peer: Peer) -> None:
 
 
 def test_stale_epoch_is_refused(mine: TcpTransport, peer: Peer) -> None:
-    mine.request(peer.address, {"do": "epoch", "epoch": 3}, 5)
+    peer.ask("epoch", 3)
     with pytest.raises(TransportError, match=r"stale sender.*epoch 2.*epoch 3"):
         push(mine, peer.address, make(100), epoch=2)
     assert push(mine, peer.address, make(100), epoch=3) == 100
@@ -377,35 +393,40 @@ def test_new_sender_takes_over_from_a_stuck_one(mine: TcpTransport, peer: Peer) 
 
 def test_connections_are_reused_and_rebuilt(mine: TcpTransport) -> None:
     store = ReplicaStore()
-    server = TcpTransport(store, SECRET, answer=lambda message: message)
+    server = TcpTransport(store, SECRET, answer=entries)
     port = int(server.address.rsplit(":", 1)[1])
     for i in range(20):
-        assert mine.request(server.address, {"i": i}, 5) == {"i": i}
+        assert mine.request(server.address, FetchEntries(0, str(i), 0), 5) == EntriesFound({str(i): []})
     assert len(server._server._threads) == 1
     server.close()
     with pytest.raises(TransportError):
-        mine.request(server.address, {}, 5)
+        mine.request(server.address, FetchEntries(0, "a", 0), 5)
     echo = listen("127.0.0.1", port)  # another process on the same port, as after a restart
     with ThreadPoolExecutor(1) as pool:
 
         def serve() -> None:
-            channel = Channel.accept(echo.accept()[0], SECRET, ANYTHING)
+            channel = Channel.accept(echo.accept()[0], SECRET, REQUEST)
             channel.recv()
-            channel.send({"ok": True, "message": {"new": True}})
+            channel.send(Accepted())
             channel.close()
 
         served = pool.submit(serve)
-        assert mine.request(server.address, {}, 5) == {"new": True}
+        assert mine.request(server.address, FetchEntries(0, "a", 0), 5) == Accepted()
         served.result()
     echo.close()
 
 
 def test_error_of_an_answer_reaches_the_asker(mine: TcpTransport, peer: Peer) -> None:
     with pytest.raises(TransportError, match="no such thing"):
-        mine.request(peer.address, {"do": "fail"}, 5)
-    assert versions(mine, peer.address) == {}
+        mine.request(peer.address, FetchProgress(0), 5)
+    assert peer.ask("versions") == {}
     with pytest.raises(TransportError, match="answers no questions"):
-        mine.request(mine.address, {}, 5)
+        mine.request(mine.address, FetchProgress(0), 5)
+
+
+def entries(question: Question) -> Found:
+    assert isinstance(question, FetchEntries)
+    return EntriesFound({question.group: []})
 
 
 def row(*items: tuple[int, int], holders: tuple[Any, ...] = (0,)) -> dict[str, Any]:
@@ -413,16 +434,24 @@ def row(*items: tuple[int, int], holders: tuple[Any, ...] = (0,)) -> dict[str, A
     return Segment(holders, made).to_json()
 
 
-GOOD = {"op": "push", "segment": row((0, 10)), "version": 1, "epoch": 0, "checksums": [1], "seconds": 5.0}
+GOOD = {
+    "type": "PushSegment",
+    "segment": row((0, 10)),
+    "version": 1,
+    "epoch": 0,
+    "checksums": [1],
+    "seconds": 5.0,
+}
 
 
 @pytest.mark.parametrize(
     "message",
     [
         {},
-        {"op": "exec"},
-        {"op": ["push"]},
-        {"op": "push"},
+        {"type": "Exec"},
+        {"type": ["PushSegment"]},
+        {"type": "PushSegment"},
+        GOOD | {"more": 1},
         GOOD | {"segment": []},
         GOOD | {"segment": {"holders": [0], "items": [["a"]]}},
         GOOD | {"segment": {"holders": [0], "items": 7}},
@@ -433,7 +462,7 @@ GOOD = {"op": "push", "segment": row((0, 10)), "version": 1, "epoch": 0, "checks
         GOOD | {"segment": row((-64, 10))},
         GOOD | {"segment": row((0, -1))},
         GOOD | {"segment": row((1 << 50, 10))},
-        GOOD | {"segment": {"holders": [0], "items": [["a", "f", [1], float("inf"), 4]]}},
+        GOOD | {"segment": {"holders": [0], "items": [["a", "f", [1], 1.5, 4]]}},
         GOOD | {"checksums": []},
         GOOD | {"checksums": ["1"]},
         GOOD | {"checksums": [-1]},
@@ -442,46 +471,55 @@ GOOD = {"op": "push", "segment": row((0, 10)), "version": 1, "epoch": 0, "checks
         GOOD | {"version": True},
         GOOD | {"epoch": None},
         GOOD | {"seconds": float("nan")},
+        GOOD | {"seconds": -1.0},
         GOOD | {"seconds": "1"},
-        {"op": "commit"},
-        {"op": "fetch", "segment": 1, "version": 1, "seconds": 5.0},
-        {"op": "ask", "message": "hello"},
+        {"type": "CommitPush"},
+        {"type": "FetchSegment", "segment": 1, "version": 1, "seconds": 5.0},
+        {"type": "DescribeSegment", "segment": "a", "version": "1"},
     ],
     ids=repr,
 )
 def test_nonsense_is_answered_and_the_server_lives(mine: TcpTransport, message: dict[str, Any]) -> None:
-    channel = Channel.connect(mine.address, SECRET, ANYTHING, 5)
+    channel = Channel.connect(mine.address, SECRET, ANSWER, 5)
     channel.settimeout(10)
-    channel.send(message)
+    channel.send(message)  # type: ignore[arg-type]
     reply = channel.recv()
-    assert reply["ok"] is False and reply["error"]
+    assert isinstance(reply, Failed) and reply.error and not reply.corrupt
     with pytest.raises(ConnectionError):
         channel.recv()
     channel.close()
     with pytest.raises(TransportError, match="answers no questions"):
-        mine.request(mine.address, {}, 5)
+        mine.request(mine.address, FetchProgress(0), 5)
+
+
+@pytest.fixture
+def pushing(mine: TcpTransport) -> Iterator[tuple[Channel[Answer], str]]:
+    """A connection on which a push has begun, and its token."""
+    channel = Channel.connect(mine.address, SECRET, ANSWER, 5)
+    channel.settimeout(10)
+    channel.send(GOOD)  # type: ignore[arg-type]
+    begun = channel.recv()
+    assert isinstance(begun, PushBegun)
+    yield channel, begun.token
+    channel.close()
 
 
 @pytest.mark.parametrize(("index", "size"), [(0, 9), (0, 11), (1, 10), (-1, 10), (None, 10)], ids=repr)
-def test_chunk_that_does_not_fit_is_refused(mine: TcpTransport, index: int | None, size: int) -> None:
-    channel = Channel.connect(mine.address, SECRET, ANYTHING, 5)
-    channel.settimeout(10)
-    channel.send(GOOD)
-    token = channel.recv()["token"]
-    channel.send({"op": "chunk", "token": token, "index": index}, bytes(size))
-    assert re.search("chunk|index", channel.recv()["error"])
-    channel.close()
+def test_chunk_that_does_not_fit_is_refused(
+    pushing: tuple[Channel[Answer], str], index: int | None, size: int
+) -> None:
+    channel, token = pushing
+    channel.send({"type": "Chunk", "token": token, "index": index}, bytes(size))  # type: ignore[arg-type]
+    reply = channel.recv()
+    assert isinstance(reply, Failed) and re.search("chunk|index", reply.error)
 
 
-def test_commit_needs_every_chunk_verified(mine: TcpTransport) -> None:
-    channel = Channel.connect(mine.address, SECRET, ANYTHING, 5)
-    channel.settimeout(10)
-    channel.send(GOOD)
-    token = channel.recv()["token"]
-    channel.send({"op": "chunk", "token": token, "index": 0}, bytes(10))  # not what the checksum says
-    channel.send({"op": "commit", "token": token})
-    assert "1 chunks missing" in channel.recv()["error"]
-    channel.close()
+def test_commit_needs_every_chunk_verified(pushing: tuple[Channel[Answer], str]) -> None:
+    channel, token = pushing
+    channel.send(Chunk(token, 0), bytes(10))  # not what the checksum says
+    channel.send(CommitPush(token))
+    reply = channel.recv()
+    assert isinstance(reply, Failed) and "1 chunks missing" in reply.error
 
 
 def test_segment_over_the_limit_is_refused(mine: TcpTransport) -> None:

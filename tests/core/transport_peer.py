@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from typing import Any
 
 from ft_core.net.transport import TcpTransport
+from ft_core.protocol.transfers import Accepted, Found, Question, StrikeCopy
 from ft_core.state.manifest import Segment
 from ft_core.state.replicas import ReplicaStore
 
@@ -28,27 +30,31 @@ class Store(ReplicaStore):
 def main() -> None:
     store = Store()
 
-    def answer(message: dict[str, Any]) -> dict[str, Any]:
-        match message["do"]:
-            case "versions":
-                return {"versions": store.versions()}
-            case "flip":
-                for slot in store._slots[message["segment"]]:
-                    if slot.version == message["version"] and slot.memory is not None:
-                        slot.memory[message["byte"]] ^= 1
-            case "epoch":
-                store.epoch = message["epoch"]
-            case "hold":
-                store.hold = True
-            case "counts":
-                return {"sent": transport.sent_bytes, "received": transport.received_bytes}
-            case "fail":
-                raise KeyError("no such thing")
-        return {}
+    def answer(question: Question) -> Found:
+        if isinstance(question, StrikeCopy):
+            return Accepted()
+        raise KeyError("no such thing")
 
     transport = TcpTransport(store, SECRET, answer=answer)
     print(transport.address, flush=True)
-    sys.stdin.read()  # until the test closes it
+    for line in sys.stdin:  # until the test closes it
+        kind, *about = json.loads(line)
+        found: Any = None
+        match kind:
+            case "versions":
+                found = store.versions()
+            case "flip":
+                segment, version, byte = about
+                for slot in store._slots[segment]:
+                    if slot.version == version and slot.memory is not None:
+                        slot.memory[byte] ^= 1
+            case "epoch":
+                [store.epoch] = about
+            case "hold":
+                store.hold = True
+            case "counts":
+                found = {"sent": transport.sent_bytes, "received": transport.received_bytes}
+        print(json.dumps(found), flush=True)
     transport.close()
 
 

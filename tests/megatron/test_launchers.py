@@ -25,7 +25,7 @@ import yaml
 from harness import ROOT, TINY, Layout, environment, read_digest, read_logs, read_losses, reference
 
 from ft_core.cli import launch
-from ft_core.cli.ask import ask
+from ft_core.cli.ask import status
 from ft_core.protocol.sockets import listen
 from ft_core.settings import SECRET_ENV
 
@@ -161,8 +161,8 @@ def test_slurm(
         *("bash", RECIPES / "slurm.sbatch", *PAIR.arguments(ITERATIONS, True)), **slurm, **about, **script
     )
     until(lambda: step(job_dir) >= 3, batch, "step 3")
-    roles = ask({"type": "status"}, None, f"localhost:{port}")["roles"]
-    os.killpg(next(r["agent_pid"] for r in roles if r["role"] == 1), signal.SIGKILL)
+    roles = status(None, f"localhost:{port}").roles
+    os.killpg(next(row.agent_pid for row in roles if row.role == 1 and row.agent_pid), signal.SIGKILL)
     until(
         lambda: len([e for e in events(job_dir / "0") if e["event"] == "joined"]) == 4,
         batch,

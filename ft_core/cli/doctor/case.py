@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ft_core import plugins
-from ft_core.cli import launch
-from ft_core.cli.ask import ask
+from ft_core.cli import ask, launch
 from ft_core.cli.planner import shape as planner
 from ft_core.errors import ConfigError, FtError
+from ft_core.protocol.messages import DescribeRole, JobStatus, ToCtl
 from ft_core.settings import Settings
 
 _LAUNCHERS = {
@@ -117,11 +117,11 @@ class Case:
     """Why the command line cannot be run."""
     job_dir: Path | None = None
     controller: str = ""
-    status: Mapping[str, Any] | None = None
+    status: JobStatus | None = None
     """The controller's answer to `ftctl status`."""
     silence: str = ""
     """Why there is none."""
-    ask: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    ask: Callable[[DescribeRole], ToCtl] | None = None
     """Puts a further question to the controller."""
     root: Path = Path("/")
 
@@ -185,9 +185,9 @@ def case(job_dir: Path | None, controller: str, words: Sequence[str]) -> Case:
     facts |= {"job_dir": job_dir, "controller": controller}
     begun = job_dir is None or (job_dir / "events.jsonl").exists()
     if named and controller and begun and facts.get("launcher") != "ftrun":
-        put = facts["ask"] = lambda message: ask(message, job_dir, controller)
+        facts["ask"] = lambda question: ask.ask(question, job_dir, controller)
         try:
-            facts["status"] = put({"type": "status"})
+            facts["status"] = ask.status(job_dir, controller)
         except (FtError, OSError) as error:
             facts["silence"] = str(error)
     return Case(**facts)

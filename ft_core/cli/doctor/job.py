@@ -6,10 +6,10 @@ import contextlib
 import json
 import socket
 from collections.abc import Container, Iterator, Mapping
-from typing import Any
 
 from ft_core.cli.doctor.case import Case, Check, Finding, fail, judge, ok, warn
 from ft_core.errors import FtError
+from ft_core.protocol.messages import Denied, DescribeRole, NodeAddress, RoleDescribed, RoleStatus
 from ft_core.protocol.sockets import split_address
 from ft_core.state.manifest import Segment
 from ft_core.state.placement import domain_of, survives
@@ -34,11 +34,11 @@ def controller(case: Case) -> Iterator[Finding]:
             )
     if case.status is None:
         return
-    phase = case.status["phase"]
+    phase = case.status.phase
     advice = (
         f"the newest `reason` in {case.job_dir or 'the job directory'}/events.jsonl says what it waits for"
     )
-    found = f"epoch {case.status['epoch']}, {phase}"
+    found = f"epoch {case.status.epoch}, {phase}"
     yield judge("controller", found, advice, bad=phase not in _CALM, fatal=phase == "waiting")
 
 
@@ -55,32 +55,34 @@ def spares(case: Case) -> Iterator[Finding]:
     """Somebody is there to take a lost node's roles."""
     if case.status is None or case.settings is None:
         return
-    ready = [s["node"] for s in case.status["spares"] if s["idle"] >= case.settings.nproc_per_node]
-    found = f"{len(ready)} of {len(case.status['spares'])} spare nodes have their workers up"
+    ready = [s.node for s in case.status.spares if s.idle >= case.settings.nproc_per_node]
+    found = f"{len(ready)} of {len(case.status.spares)} spare nodes have their workers up"
     advice = f"ftrun --join {case.controller} on a free machine: without a spare a lost node is waited for"
     yield judge("spares", found, advice, bad=not ready)
 
 
 def replicas(case: Case) -> Iterator[Finding]:
     """Every segment has complete copies in k + 1 failure domains right now; and the agents can be reached."""
-    if case.status is None or case.ask is None or case.settings is None or not case.status["roles"]:
+    if case.status is None or case.ask is None or case.settings is None or not case.status.roles:
         return
     k = case.settings.replicas
-    alive = {a["node"] for a in [*case.status["roles"], *case.status["spares"]] if a["agent_pid"] is not None}
+    alive = {row.node for row in case.status.roles if row.agent_pid is not None}
+    alive |= {spare.node for spare in case.status.spares}
     few: list[str] = []
-    least, domains, nodes = len(case.status["roles"]), 0, {}
-    for row in case.status["roles"]:
+    nodes: Mapping[str, NodeAddress] = {}
+    least, domains = len(case.status.roles), 0
+    for row in case.status.roles:
         try:
-            state = case.ask({"type": "state", "role": row["role"]})
+            state = case.ask(DescribeRole(row.role))
         except (FtError, OSError) as error:
-            state = {"error": str(error)}
-        if "error" in state:
-            few.append(f"role {row['role']}: {state['error']}")
+            state = Denied(str(error))
+        if not isinstance(state, RoleDescribed):
+            few.append(f"role {row.role}: {state.error if isinstance(state, Denied) else state}")
             continue
-        nodes, domains = state["nodes"], len(_domains(state))
+        nodes, domains = state.nodes, len(_domains(state))
         found = _copies(row, state, alive)
         if found < min(k, domains - 1):
-            few.append(f"role {row['role']} on {row['node']}")
+            few.append(f"role {row.role} on {row.node}")
         least = min(least, found)
     if few:
         yield fail(
@@ -97,32 +99,32 @@ def replicas(case: Case) -> Iterator[Finding]:
     yield from _reachable({node: about for node, about in nodes.items() if node in alive})
 
 
-def _domains(state: Mapping[str, Any]) -> set[str]:
+def _domains(state: RoleDescribed) -> set[str]:
     """Those that may hold copies."""
-    domains = {node: about["domain"] for node, about in state["nodes"].items()}
+    domains = {node: about.domain for node, about in state.nodes.items()}
     return {domain_of(node, domains) for node in domains}
 
 
-def _copies(row: Mapping[str, Any], state: Mapping[str, Any], alive: Container[str]) -> int:
+def _copies(row: RoleStatus, state: RoleDescribed, alive: Container[str]) -> int:
     """How many failure domains may be lost, judging by the role's worst segment; -1 before training."""
-    domains = {node: about["domain"] for node, about in state["nodes"].items()}
-    roles = {int(role): node for role, node in state["roles"].items() if node in alive}
+    domains = {node: about.domain for node, about in state.nodes.items()}
+    roles = {role: node for role, node in state.roles.items() if node in alive}
     worst = len({domain_of(node, domains) for node in domains if node in alive})
-    segments = [Segment.from_json(s) for s in state["segments"]]
+    segments = [Segment.of(layout) for layout in state.state.segments]
     for segment in segments:
-        holding = [node for node, versions in row["replicas"].get(segment.id, {}).items() if versions]
+        holding = [node for node, versions in row.replicas.get(segment.id, {}).items() if versions]
         worst = min(worst, survives(segment, roles, domains, holding))
-    return worst if segments and row["held"] else -1
+    return worst if segments and row.held else -1
 
 
-def _reachable(nodes: Mapping[str, Any]) -> Iterator[Finding]:
+def _reachable(nodes: Mapping[str, NodeAddress]) -> Iterator[Finding]:
     """From here: the machine on which a firewall is wrong is not always the first."""
     deaf = []
     for node, about in nodes.items():
         try:
-            socket.create_connection(split_address(about["data"]), timeout=_REACH).close()
+            socket.create_connection(split_address(about.data), timeout=_REACH).close()
         except OSError as error:
-            deaf.append(f"{node} at {about['data']}: {error}")
+            deaf.append(f"{node} at {about.data}: {error}")
     advice = "let the nodes reach each other on all ephemeral ports; state comes from there in a recovery"
     found = "; ".join(deaf) if deaf else f"all {len(nodes)} answer"
     yield judge("agents", found, advice, bad=bool(deaf), fatal=bool(deaf))

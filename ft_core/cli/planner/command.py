@@ -14,6 +14,7 @@ from ft_core.cli.planner.razor import Plan, plan, summarise
 from ft_core.cli.planner.shape import DataParallel, Framework, Hosts, PlannedJob, Storage
 from ft_core.cli.planner.survival import failure_probability, loss_bound, recovery_probability
 from ft_core.errors import ConfigError
+from ft_core.protocol.messages import RoleDescribed
 from ft_core.state.manifest import Segment
 from ft_core.state.placement import replica_nodes, sender, spares_of
 
@@ -56,22 +57,22 @@ def add_arguments(parser: argparse.ArgumentParser, frameworks: Iterable[Framewor
     ours.add_argument("--json", action="store_true", help="the same, for programs")
 
 
-def of_running(state: dict[str, Any], as_json: bool) -> int:
+def of_running(described: RoleDescribed, as_json: bool) -> int:
     """Print the plan of a role of a running job, from what its agent says of it."""
-    segments = [Segment.from_json(s) for s in state["segments"]]
-    roles = {int(role): node for role, node in state["roles"].items()}
-    domains = {node: about["domain"] for node, about in state["nodes"].items()}
+    state, roles, replicas = described.state, described.roles, described.replicas
+    segments = [Segment.of(layout) for layout in state.segments]
+    domains = {node: about.domain for node, about in described.nodes.items()}
     spares = spares_of(domains, roles)
-    rows = summarise(segments, roles, domains, state["replicas"], state["role"], state["ring"], spares)
+    rows = summarise(segments, roles, domains, replicas, state.role, state.ring, spares)
     unique = sum(s.nbytes for s in segments if len(s.holders) == 1)
     sent = sum(
-        s.nbytes * len(replica_nodes(s, roles, domains, state["replicas"], state["ring"], spares))
+        s.nbytes * len(replica_nodes(s, roles, domains, replicas, state.ring, spares))
         for s in segments
-        if sender(s, roles) == state["role"]
+        if sender(s, roles) == state.role
     )
-    step, rate = state["step_seconds"], state["bytes_per_second"]
+    step, rate = state.step_seconds, state.bytes_per_second
     figures = {
-        "role": state["role"],
+        "role": state.role,
         "tensors": [asdict(row) for row in rows],
         "state_bytes": sum(s.nbytes for s in segments),
         "unique_bytes": unique,
@@ -88,7 +89,8 @@ def of_running(state: dict[str, Any], as_json: bool) -> int:
     for row in rows:
         kind = "unique" if row.unique else f"{row.holders} holders"
         print(f"{row.tensor:<70} {_size(row.nbytes):>10}  {kind:<10}  {', '.join(row.sent_to)}")
-    print(f"\nstate {_size(figures['state_bytes'])}, unique {_size(unique)}, sent per step {_size(sent)}")
+    whole = sum(s.nbytes for s in segments)
+    print(f"\nstate {_size(whole)}, unique {_size(unique)}, sent per step {_size(sent)}")
     print(f"memory suffices for the loss of any {figures['survives']} failure domain(s)")
     if figures["free_checkpointing_ratio"] is not None:
         print(

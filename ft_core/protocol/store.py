@@ -1,0 +1,94 @@
+"""What workers say to the store of an epoch (`comm.rendezvous`). The answer to a request has its `id`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from ft_core.protocol.codec import Decoder
+from ft_core.protocol.messages import Epoch, Message
+
+Id = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Number = Annotated[int, Meta(ge=-(1 << 62), lt=1 << 62)]
+
+
+class JoinEpoch(Message, frozen=True):
+    """Greets: whose store this connection is for. Not answered; closed if that epoch is over."""
+
+    epoch: Epoch
+
+
+class SetKey(Message, frozen=True):
+    """Not answered."""
+
+    key: str
+    value: bytes
+
+
+class AddTo(Message, frozen=True):
+    """Add to the number at `key`, which begins at 0. Answered by `Answered`: the sum."""
+
+    id: Id
+    key: str
+    amount: Number
+
+
+class CompareAndSet(Message, frozen=True):
+    """Set `key` if it has the expected value, or none and nothing is expected. Answered by `Answered`: the
+    value that it has then."""
+
+    id: Id
+    key: str
+    expected: bytes
+    value: bytes
+
+
+class CheckKeys(Message, frozen=True):
+    """Answered by `Answered`: whether all of them are there."""
+
+    id: Id
+    keys: list[str]
+
+
+class DeleteKey(Message, frozen=True):
+    """Answered by `Answered`: whether it was there."""
+
+    id: Id
+    key: str
+
+
+class WaitForKeys(Message, frozen=True):
+    """Answered by `Values`, once all of them are there."""
+
+    id: Id
+    keys: list[str]
+
+
+class Meet(Message, frozen=True):
+    """Answered by `Values`, once so many have said the same."""
+
+    id: Id
+    key: str
+    size: Annotated[int, Meta(ge=1)]
+
+
+class Answered(Message, frozen=True):
+    """A request's result."""
+
+    id: Id
+    value: bool | int | bytes
+
+
+class Values(Message, frozen=True):
+    """What was waited for, and what is beside it."""
+
+    id: Id
+    values: dict[str, bytes]
+
+
+Request = JoinEpoch | SetKey | AddTo | CompareAndSet | CheckKeys | DeleteKey | WaitForKeys | Meet
+Reply = Answered | Values
+
+REQUEST = Decoder[Request](Request)
+REPLY = Decoder[Reply](Reply)

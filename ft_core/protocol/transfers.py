@@ -1,0 +1,185 @@
+"""What one agent asks of another: segments of state, and what a newcomer on its node needs to know.
+
+Sizes are in bytes, times in seconds. A segment is at most as large as the receiver of a request allows; that
+its items do not overlap is for the receiver to check (`net.transport_server`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from ft_core.protocol.codec import Decoder
+from ft_core.protocol.messages import Counts, Epoch, Layout, Message, Role, SegmentId, StartupEntry, Version
+
+Checksum = Annotated[int, Meta(ge=0)]
+"""xxh3_64 of a chunk."""
+Token = Annotated[str, Meta(min_length=1, max_length=64)]
+"""Names a transfer that has begun."""
+Seconds = Annotated[float, Meta(gt=0)]
+"""Until the caller gives up."""
+Index = Annotated[int, Meta(ge=0, lt=1 << 40)]
+"""Of a chunk."""
+Held = Annotated[int, Meta(ge=0, lt=1 << 62)]
+"""A version that somebody has."""
+
+
+# -- requests ------------------------------------------------------------------------------------------
+
+
+class PushSegment(Message, frozen=True):
+    """May I leave a copy of this segment with you? Answered by `PushBegun`."""
+
+    segment: Layout
+    version: Held
+    epoch: Epoch
+    checksums: list[Checksum]
+    seconds: Seconds
+
+
+class Chunk(Message, frozen=True):
+    """One chunk of a push, the payload. Not answered."""
+
+    token: Token
+    index: Index
+
+
+class ChunksSent(Message, frozen=True):
+    """All chunks of this connection are sent. Answered by `BadChunks`."""
+
+    token: Token
+
+
+class CommitPush(Message, frozen=True):
+    """Every chunk is there: the copy is valid from now on. Answered by `Accepted`."""
+
+    token: Token
+
+
+class FetchSegment(Message, frozen=True):
+    """Lend me a copy. Answered by `SegmentLent`."""
+
+    segment: SegmentId
+    version: Held
+    seconds: Seconds
+
+
+class ReadChunks(Message, frozen=True):
+    """Send me these chunks, as of `range`. Answered by a `ChunkHere` for each."""
+
+    token: Token
+    first: Index
+    stop: Index
+    step: Annotated[int, Meta(ge=1, lt=1 << 40)]
+
+
+class DoneReading(Message, frozen=True):
+    """The copy is no longer needed. Answered by `Accepted`."""
+
+    token: Token
+
+
+class DescribeSegment(Message, frozen=True):
+    """What is in a segment that you hold? Answered by `SegmentFound`."""
+
+    segment: SegmentId
+    version: Version
+
+
+class StrikeCopy(Message, frozen=True):
+    """Your copy is corrupt: use it no more. Answered by `Accepted`."""
+
+    segment: SegmentId
+    version: Version
+
+
+class FetchEntries(Message, frozen=True):
+    """Records of start-up operations, of the worker that plays `holder`. Answered by `EntriesFound`."""
+
+    holder: Role
+    group: str
+    start: Annotated[int, Meta(ge=0)]
+
+
+class FetchProgress(Message, frozen=True):
+    """How far the worker that plays `holder` has come. Answered by `ProgressFound`."""
+
+    holder: Role
+
+
+Question = DescribeSegment | StrikeCopy | FetchEntries | FetchProgress
+"""What an agent answers itself; the others are the transport's."""
+
+Request = (
+    PushSegment | Chunk | ChunksSent | CommitPush | FetchSegment | ReadChunks | DoneReading | Question
+)  # fmt: skip
+
+
+# -- answers -------------------------------------------------------------------------------------------
+
+
+class PushBegun(Message, frozen=True):
+    """Answers `PushSegment`; without a token: a verified copy is here already."""
+
+    token: str
+
+
+class BadChunks(Message, frozen=True):
+    """Answers `ChunksSent`: those that did not match their checksums."""
+
+    chunks: list[Index]
+
+
+class Accepted(Message, frozen=True):
+    """It is done."""
+
+
+class SegmentLent(Message, frozen=True):
+    """Answers `FetchSegment`."""
+
+    token: Token
+    segment: Layout
+    checksums: list[Checksum]
+
+
+class ChunkHere(Message, frozen=True):
+    """One chunk of a fetch, the payload."""
+
+    index: Index
+
+
+class SegmentFound(Message, frozen=True):
+    """Answers `DescribeSegment`."""
+
+    segment: Layout
+
+
+class EntriesFound(Message, frozen=True):
+    """Answers `FetchEntries`: by text form of a series, its records from there on."""
+
+    entries: dict[str, list[StartupEntry]]
+
+
+class ProgressFound(Message, frozen=True):
+    """Answers `FetchProgress`. `envelope`: of the newest snapshot of that role, see `state.envelope`."""
+
+    version: Version
+    counts: Counts
+    envelope: str
+
+
+class Failed(Message, frozen=True):
+    """A request could not be served. `corrupt`: since a copy does not match its checksums."""
+
+    error: str
+    corrupt: bool = False
+
+
+Found = SegmentFound | Accepted | EntriesFound | ProgressFound
+"""Answers a `Question`."""
+
+Answer = PushBegun | BadChunks | SegmentLent | ChunkHere | Found | Failed
+
+REQUEST = Decoder[Request](Request)
+ANSWER = Decoder[Answer](Answer)
