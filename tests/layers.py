@@ -27,7 +27,6 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_policies.py::test_more_than_replicas_cover_falls_back_to_the_durable_checkpoint",
     ),
     "drills at every moment of a step": ("test_moments.py::test_every_moment[tp1pp2dp2-distopt-bf16]",),
-    "evaluation": ("test_variants.py::test_variant[evaluation]",),
     "groups leave and return": (
         "test_elastic.py::test_groups_leave_and_return[tp1pp1dp3-distopt-bf16--global-batch-size=12-4]",
     ),
@@ -41,7 +40,6 @@ QUICK: dict[str, tuple[str, ...]] = {
     "settings of the script": ("test_configuration.py::test_settings_that_cannot_be_had",),
     "a loop of one's own": ("test_tutorial.py::test_tutorial",),
     "what is sent": ("test_accounting.py::test_bytes_between_hosts[tp1pp2dp2-distopt-bf16-2]",),
-    "no collective is added": ("test_accounting.py::test_no_collective_is_added[tp1pp2dp2-distopt-bf16]",),
     "DeepSpeed, ZeRO 1": ("test_deepspeed_variants.py::test_checkpoints_of_the_script",),
     "DeepSpeed, ZeRO 3": (
         "test_deepspeed.py::test_every_moment[zero3-dp3-gas2-bf16-gpt2-clip1--num-workers=2-1-1]",
@@ -57,7 +55,8 @@ MORE = {
     "test_deepspeed_versions.py": "other versions",
     "test_pretrain_elastic.py": "groups leave and return, with `pretrain()`",
     "test_pretrain_features.py": "what Megatron-LM does beside training",
-    "test_random.py": "other moments",
+    "test_random.py": "drills, at other moments",
+    "test_variants.py": "drills, in other layouts",
 }
 """Files of tests/chaos of which nothing is quick, and which quick feature they have more of."""
 
