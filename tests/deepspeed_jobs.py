@@ -12,6 +12,8 @@ from harness import ROOT, environment
 RECIPES = ROOT / "recipes" / "deepspeed"
 SCRIPTS = ROOT / "tests" / "deepspeed" / "scripts"
 PLAIN = ROOT / "tests" / "deepspeed" / "plain"
+TWICE = 2
+"""Lines that a successor repeats at most: a script does not know what its predecessor has printed."""
 TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --mock-data".split()
 _configs = tempfile.TemporaryDirectory(prefix="ft-deepspeed-")
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from harness import Job
+from harness import Job, check_finite
 
 from ft_core.state import durable
 
@@ -19,6 +19,7 @@ STRIDE = 12
 def go_on(job: Job, step: int) -> None:
     """Let all groups train up to that step."""
     path = job.job_dir / "limit"
+    path.parent.mkdir(exist_ok=True)
     path.with_suffix(".new").write_text(str(step))
     path.with_suffix(".new").rename(path)
 
@@ -35,16 +36,17 @@ def states(text: str, events: Iterable[dict] = ()) -> dict[int, dict[int, set[st
     return found
 
 
-def lasting_losses(text: str, events: Iterable[dict], logged: str) -> dict[int, set[str]]:
-    """step -> what was logged of it, without steps that were undone. `logged` matches a step and the rest.
+def lasting_losses(text: str, events: Iterable[dict], logged: str) -> dict[int, list[str]]:
+    """step -> each loss logged of it, without steps that were undone. `logged` matches a step and its loss.
 
     Workers tell of their state after a step before they log it.
     """
-    found: dict[int, set[str]] = {}
+    found: dict[int, list[str]] = {}
     for step, _, _, after in _told(text, events):
         for number, loss in re.findall(logged, after):
             if int(number) == step:
-                found.setdefault(step, set()).add(loss)
+                found.setdefault(step, []).append(loss)
+    check_finite(loss for losses in found.values() for loss in losses)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -12,13 +13,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from getpass import getuser
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from forked import Forked
+from processes import in_groups
 
 from ft_core.cli import ask, ctl
 
@@ -29,6 +33,9 @@ TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
     "--global-batch-size 8 --mock-data"
 ).split()
+
+
+T = TypeVar("T")
 
 
 class Training(Protocol):
@@ -92,10 +99,14 @@ class Result:
 
     code: int
     output: str
-    losses: dict[int, set[str]]
+    losses: dict[int, list[str]]
+    """Of each step, one for each line that tells of it."""
     digest: str | None
     events: list[dict] = field(default_factory=list)
     job_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_finite(loss for logged in self.losses.values() for loss in logged)
 
     def of(self, name: str) -> list[dict]:
         return [e for e in self.events if e["event"] == name]
@@ -122,11 +133,18 @@ def read_logs(job_dir: Path) -> str:
     return "\n".join(p.read_text() for p in sorted(job_dir.glob("logs/*/worker-*/**/stdout.log")))
 
 
-def read_losses(text: str) -> dict[int, set[str]]:
-    losses: dict[int, set[str]] = {}
+def read_losses(text: str) -> dict[int, list[str]]:
+    """Of each step, one for each line that tells of it."""
+    losses: dict[int, list[str]] = {}
     for step, loss in re.findall(r"iteration (\d+)/\d+ \| loss (\S+)", text):
-        losses.setdefault(int(step), set()).add(loss)
+        losses.setdefault(int(step), []).append(loss)
     return losses
+
+
+def check_finite(losses: Iterable[str]) -> None:
+    """Two trainings that both end in NaN are alike, and prove nothing."""
+    bad = [loss for loss in losses if not math.isfinite(float(loss))]
+    assert not bad, f"losses that are none: {bad}"
 
 
 def read_digest(text: str) -> str | None:
@@ -250,50 +268,57 @@ class Job:
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # whole lines
 
+    def until(self, condition: Callable[[], T], what: str, timeout: float = 60) -> T:
+        """Until `condition` gives something, which is returned; `what` says that it has come."""
+        deadline = time.monotonic() + timeout
+        while True:
+            ended = self.process.poll() is not None
+            if found := condition():
+                return found
+            assert not ended, f"the job ended before {what}: {self.console()[-4000:]}"
+            assert time.monotonic() < deadline, (
+                f"no {what} within {timeout} s; {self.events()[-5:]}; {self.console()[-3000:]}"
+            )
+            time.sleep(0.02)
+
     def wait_for(self, event: str, count: int = 1, timeout: float = 60) -> list[dict]:
         """Until `count` events of that name are recorded."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
+
+        def recorded() -> list[dict]:
             found = [e for e in self.events() if e["event"] == event]
-            if len(found) >= count:
-                return found
-            assert self.process.poll() is None, self.console()[-4000:]
-            time.sleep(0.05)
-        raise AssertionError(f"no {event} within {timeout} s; {self.events()[-5:]}; {self.console()[-3000:]}")
+            return found if len(found) >= count else []
+
+        return self.until(recorded, f"{event} no. {count}", timeout)
 
     def wait_for_epoch(self, event: str, epoch: int, timeout: float = 60) -> dict:
         """Until `event` is recorded for that epoch or a later one; the newest such."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            if found := [e for e in self.events() if e["event"] == event and e["epoch"] >= epoch]:
-                return found[-1]
-            assert self.process.poll() is None, f"the job ended early: {self.console()[-4000:]}"
-            time.sleep(0.02)
-        raise AssertionError(f"no {event} of epoch {epoch}; {self.events()[-5:]}; {self.console()[-3000:]}")
+
+        def recorded() -> list[dict]:
+            return [e for e in self.events() if e["event"] == event and e["epoch"] >= epoch]
+
+        return self.until(recorded, f"{event} of epoch {epoch}", timeout)[-1]
 
     def step(self) -> int:
         """The newest step that is logged."""
         return max(read_losses(read_logs(self.job_dir)), default=0)
 
     def wait_for_step(self, step: int, timeout: float = 60) -> int:
-        """Until that step is logged."""
-        deadline = time.monotonic() + timeout
-        while (reached := self.step()) < step:
-            assert self.process.poll() is None, f"the job ended early: {self.console()[-4000:]}"
-            assert time.monotonic() < deadline, f"step {reached}: {self.events()[-4:]}"
-            time.sleep(0.02)
-        return reached
+        """Until that step, or a later one, is logged: the newest one."""
+
+        def reached() -> int:
+            newest = self.step()
+            return newest if newest >= step else 0
+
+        return self.until(reached, f"step {step}", timeout)
 
     def wait_for_snapshots(self, count: int, timeout: float = 90) -> list[dict]:
         """Until every role's `count`-th snapshot is replicated; the status of the roles then."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
+
+        def replicated() -> list[dict]:
             rows = self.status()["roles"] if self.events() else []
-            if rows and all(row["h2h_snapshots"] == count for row in rows):
-                return rows
-            assert self.process.poll() is None, self.console()[-3000:]
-            time.sleep(0.1)
-        raise AssertionError(f"the last snapshot was never replicated: {self.status()}")
+            return rows if all(row["h2h_snapshots"] == count for row in rows) else []
+
+        return self.until(replicated, f"snapshot {count} of every role, replicated", timeout)
 
     def pids(self, role: int) -> tuple[int, int]:
         """The agent and the worker that play `role` since the newest recovery."""
@@ -328,11 +353,15 @@ class Job:
         return Result(code, self.console(), read_losses(logs), read_digest(logs), self.events(), self.job_dir)
 
 
-def check_identical(result: Result, layout: Training, iterations: int, *flags: str) -> None:
-    """Final digest and every logged loss equal those of the undisturbed run."""
-    expected = reference(layout, iterations, *flags)
+def check_identical(result: Result, training: Training, iterations: int, *flags: str, again: int = 0) -> None:
+    """Final digest and every logged loss equal those of the undisturbed run.
+
+    At most `again` lines tell of a step once more; none, if nothing else is said.
+    """
+    expected = reference(training, iterations, *flags)
     assert result.code == 0, result.output[-4000:]
-    assert result.losses == expected.losses
+    assert {step: list(dict.fromkeys(logged)) for step, logged in result.losses.items()} == expected.losses
+    assert sum(map(len, result.losses.values())) <= iterations + again, f"logged twice: {result.losses}"
     assert result.digest == expected.digest
 
 
@@ -341,7 +370,13 @@ STEPS = 10
 
 
 def check_random_kills(
-    job_dir: Path, training: Training, nproc: int, seed: int, kills: int, kinds: tuple[str, ...]
+    job_dir: Path,
+    training: Training,
+    nproc: int,
+    seed: int,
+    kills: int,
+    kinds: tuple[str, ...],
+    again: int = 0,
 ) -> None:
     """Nodes, agents and workers die at random moments of whatever step it is; the job ends bit-identically.
 
@@ -373,10 +408,22 @@ def check_random_kills(
                 os.kill(agent if kind == "agent" else worker, signal.SIGKILL)
         job.wait_for_epoch("resumed", epoch + 1, timeout=120)
         result = job.finish(timeout=200)
-    check_identical(result, training, iterations)
+    check_identical(result, training, iterations, again=again)
     check_survivors(result, training.world)
     check_clean(result)
     assert result.recoveries == kills
+
+
+def check_drills(result: Result, injected: Iterable[str]) -> None:
+    """Each of those failures happened, and was recovered from: a decision names its victim."""
+    assert result.job_dir is not None
+    wanted, fired = list(injected), {path.name for path in result.job_dir.glob("injected-*")}
+    assert len(fired) == len(wanted), f"not every failure happened: {sorted(fired)}"
+    victims = Counter(int(where.partition("@")[0]) for where in wanted)
+    replaced = Counter(role for e in result.of("decided") if e["epoch"] > 1 for role in e["roles"])
+    missing = victims - replaced
+    assert missing.total() <= 1, f"no recovery of roles {dict(missing)}"  # two that fall together are one
+    assert result.recoveries >= len(wanted) - 1
 
 
 def check_survivors(result: Result, world: int) -> None:
@@ -398,39 +445,8 @@ def check_survivors(result: Result, world: int) -> None:
 def check_clean(result: Result) -> None:
     """No process of any node is left; an agent leads a process group with all its workers in it."""
     groups = {event["agent_pid"] for event in result.of("joined")}
+    assert groups, "no node has ever joined: there is nothing to look for"
     deadline = time.monotonic() + 10
-    while left := [pid for pid in _processes() if pid[1] in groups]:
+    while left := in_groups(groups):
         assert time.monotonic() < deadline, f"still running: {left}"
         time.sleep(0.05)
-
-
-def children(parent: int) -> list[int]:
-    """Of a process: those that it has started itself, or taken over, and that run."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, of, *_ = path.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
-            continue
-        if int(of) == parent and state != "Z":
-            found.append(int(path.parent.name))
-    return found
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    return any(found[0] == pid for found in _processes())
-
-
-def _processes() -> list[tuple[int, int, str]]:
-    """(pid, process group, name) of every process that is not a zombie."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            head, _, tail = path.read_text().rpartition(")")
-        except OSError:
-            continue
-        state, _, group = tail.split()[:3]
-        if state != "Z":
-            found.append((int(path.parent.name), int(group), head.partition("(")[2]))
-    return found

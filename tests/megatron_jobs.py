@@ -19,7 +19,18 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import RECIPES, Job, Result, check_clean, check_survivors, environment, forks, read_logs
+from harness import (
+    RECIPES,
+    Job,
+    Result,
+    check_clean,
+    check_drills,
+    check_finite,
+    check_survivors,
+    environment,
+    forks,
+    read_logs,
+)
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 CPU = (
@@ -198,8 +209,9 @@ def losses(text: str) -> list[tuple[int, str]]:
     """Each line of the training log in its order: the iteration, and all else but how long it took.
 
     A list, so that an iteration logged twice or not at all is seen. Lines of several ranks may be glued
-    together, since a newline is a write of its own; the text of one is whole.
+    together, since a newline is a write of its own; the text of one is whole. All losses are finite.
     """
+    check_finite(re.findall(r"lm loss: (\S+)", text))
     return [(int(i), f"{samples} | {rest}") for i, samples, rest in _ITERATION.findall(text)]
 
 
@@ -231,8 +243,7 @@ def survives(
         result = job.finish(timeout=240)
     check_log(result, text)
     check_survivors(result, training.world)
-    fired = {path.name for path in job_dir.glob("injected-*")}
-    assert len(fired) == len(injected), f"not every failure happened: {sorted(fired)}"
+    check_drills(result, injected)
     steps = sorted(path.name for path in expected.glob("iter_*"))
     assert (saved / LATEST).read_text() == (expected / LATEST).read_text() == str(iterations)
     for step in steps:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,9 +29,19 @@ def events_of(running: Job, name: str) -> list[dict]:
     return [event for event in running.events() if event["event"] == name]
 
 
-def check_counts(losses: dict[int, set[str]], steps: range) -> None:
-    """Both roles had counted every step but the one under way, whatever was lost in between."""
-    assert losses == {step: {str(LAYOUT.world * 4 * (step - 1))} for step in steps}
+def asking(running: Job) -> list[str]:
+    """What the roles have said, once both have."""
+    said = [line for line in read_logs(running.job_dir).split("\n") if line.startswith("asking")]
+    return said if len(said) == LAYOUT.world else []
+
+
+def check_counts(losses: dict[int, list[str]], steps: range) -> None:
+    """Both roles had counted every step but the one under way, whatever was lost in between.
+
+    Each tells of it, and again of one that is done again.
+    """
+    found = {step: set(told) for step, told in losses.items()}
+    assert found == {step: {str(LAYOUT.world * 4 * (step - 1))} for step in steps}
 
 
 def test_settings_of_the_script_hold_for_the_whole_job(tmp_path: Path):
@@ -43,8 +52,7 @@ def test_settings_of_the_script_hold_for_the_whole_job(tmp_path: Path):
         first.process.send_signal(signal.SIGSTOP)  # ftrun would start another
         os.kill(first.status()["controller_pid"], signal.SIGKILL)
         (tmp_path / "go").touch()
-        while len(asked := [w for w in read_logs(first.job_dir).split("\n") if w.startswith("asking")]) < 2:
-            time.sleep(0.05)
+        asked = first.until(lambda: asking(first), "both roles' settings")
         assert sorted(asked) == ["asking 0", "asking 1"]
         first.process.send_signal(signal.SIGCONT)
         first.wait_for("durable", 4)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from deepspeed_jobs import Pipeline, Zero, variables
 from elastic_jobs import STRIDE, go_on, joined, states, wait_for_durable
-from harness import Job, Result, check_clean, read_logs, undisturbed
+from harness import Job, Result, check_clean, check_finite, read_logs, undisturbed
 
 from ft_core.cli.ledger_check import verify
 
@@ -96,7 +96,6 @@ def test_groups_leave_and_return(groups: Groups, nproc: int, seed: int, tmp_path
     """One is lost and comes back, then another, at random moments; in the end as in a run that is told."""
     dice = random.Random(seed)
     job_dir = tmp_path / "job"
-    job_dir.mkdir()
     with Job(job_dir, groups, STEPS, nproc=nproc, spares=0) as job:
         step = STRIDE
         go_on(job, step)
@@ -132,7 +131,6 @@ def test_groups_leave_and_return(groups: Groups, nproc: int, seed: int, tmp_path
 def test_a_job_grows_beyond_the_groups_that_it_started_with(groups: Plain, tmp_path: Path) -> None:
     """Two groups of three start; the third joins when there is a node for it."""
     job_dir = tmp_path / "job"
-    job_dir.mkdir()
     ftrun = ("--nnodes=2:3", "--ft-policy=shrink")
     with Job(job_dir, groups, STEPS, spares=0, ftrun=ftrun) as job:
         go_on(job, STRIDE)
@@ -158,8 +156,6 @@ def test_checkpoints_are_whole_while_groups_are_away(groups: Plain, tmp_path: Pa
     """Also without the group that writes them; and a job that goes on from one trains what waited in it."""
     checkpoints = tmp_path / "checkpoints"
     jobs = [tmp_path / "first", tmp_path / "second"]
-    for path in jobs:
-        path.mkdir()
     save = (f"--save={checkpoints}", "--save-interval=1")
     with Job(jobs[0], groups, STEPS, spares=0, flags=save) as job:
         go_on(job, STRIDE)
@@ -167,9 +163,9 @@ def test_checkpoints_are_whole_while_groups_are_away(groups: Plain, tmp_path: Pa
         os.killpg(job.pids(0)[0], signal.SIGKILL)
         job.wait_for_epoch("left", 2)
         go_on(job, last := STRIDE + 2)
-        while set(states(read_logs(jobs[0])).get(last, ())) < {1, 2}:
-            assert job.process.poll() is None, job.console()[-3000:]
-            time.sleep(0.05)
+        job.until(
+            lambda: set(states(read_logs(jobs[0])).get(last, ())) >= {1, 2}, f"step {last} of the others"
+        )
     saved = int((checkpoints / "latest").read_text().removeprefix("step"))
     assert saved == last - 1  # a step waits for its limit before it is saved
     if groups.stage:  # what the first rank alone knows, for zero_to_fp32
@@ -197,8 +193,6 @@ def test_a_durable_checkpoint_while_a_group_is_away(groups: Plain, tmp_path: Pat
     durable = tmp_path / "durable"
     ftrun = (f"--ft-durable-dir={durable}", "--ft-durable-interval=4")
     jobs = [tmp_path / "first", tmp_path / "second"]
-    for path in jobs:
-        path.mkdir()
     saved = 2 * STRIDE
     with Job(jobs[0], groups, STEPS, spares=0, ftrun=ftrun) as job:
         go_on(job, STRIDE)
@@ -255,6 +249,7 @@ def own_losses(text: str, steps: set[int]) -> dict[tuple[int, int], set[str]]:
     for step, rank, loss in re.findall(r"^own (\d+) (\d+) (\S+)$", text, re.MULTILINE):
         if int(step) in steps:
             found.setdefault((int(step), int(rank)), set()).add(loss)
+    check_finite(loss for losses in found.values() for loss in losses)
     return found
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from deepspeed_jobs import SCRIPTS, HuggingFace, OwnLoop, Zero
+from deepspeed_jobs import SCRIPTS, TWICE, HuggingFace, OwnLoop, Zero
 from harness import ROOT, Job, Training, check_clean, check_identical, check_survivors, environment
 
 ITERATIONS = 14
@@ -38,7 +38,7 @@ def test_variant(training: Training, injected: str, tmp_path):
     ftrun = ("--respawn", "--ft-inject", injected)
     with Job(tmp_path / "job", training, ITERATIONS, ftrun=ftrun) as job:
         result = job.finish()
-    check_identical(result, training, ITERATIONS)
+    check_identical(result, training, ITERATIONS, again=TWICE * injected.count("@"))
     check_survivors(result, training.world)
     check_clean(result)  # loader processes, too
     assert result.recoveries == injected.count("@")
@@ -62,7 +62,7 @@ def test_checkpoints_of_the_script(tmp_path):
     ftrun = ("--respawn", "--ft-inject", "0@save:5:worker,1@forward:7,0@save:10,2@forward:13:worker")
     with Job(tmp_path / "job", training, ITERATIONS, ftrun=ftrun) as job:
         result = job.finish()
-    check_identical(result, OwnLoop(1, seeded=True, direct=True), ITERATIONS)
+    check_identical(result, OwnLoop(1, seeded=True, direct=True), ITERATIONS, again=TWICE * 4)
     check_survivors(result, training.world)
     assert result.recoveries == 4
     # Records of steps before 15 are dropped once that is saved.
@@ -83,5 +83,5 @@ def test_more_than_replicas_cover_falls_back_to_the_durable_checkpoint(tmp_path)
         for pid in nodes:
             os.killpg(pid, signal.SIGKILL)
         result = job.finish()
-    check_identical(result, training, iterations)
+    check_identical(result, training, iterations, again=iterations)  # those since the checkpoint
     assert "durable" in {event["origin"] for event in result.of("decided")}

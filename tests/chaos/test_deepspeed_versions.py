@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from deepspeed_jobs import Pipeline, Zero, variables
+from deepspeed_jobs import TWICE, Pipeline, Zero, variables
 from harness import Job, Training, check_identical, check_survivors, environment
 
 LOWEST = "0.17.0"
@@ -79,7 +79,7 @@ def check(training: Versioned, job_dir: Path) -> None:
     nproc = 2 if isinstance(training.training, Pipeline) else 1
     with Job(job_dir, training, STEPS, nproc=nproc, ftrun=ftrun) as job:
         result = job.finish()
-    check_identical(result, training, STEPS)
+    check_identical(result, training, STEPS, again=2 * TWICE)
     check_survivors(result, training.world)
     assert result.recoveries == 2
 

@@ -81,7 +81,6 @@ def test_groups_leave_and_return(layout: Groups, seed: int, tmp_path: Path) -> N
     """One is lost, comes back, and another is lost, at random moments; then as in a run that is told."""
     dice = random.Random(seed)
     job_dir = tmp_path / "job"
-    job_dir.mkdir()
     with Job(job_dir, layout, STEPS, spares=0, ftrun=("--ft-policy=shrink", "--respawn")) as job:
         epoch, step = 1, STRIDE
         go_on(job, step)
@@ -127,7 +126,6 @@ def test_two_groups_that_lost_a_node_each_make_a_whole_one(tmp_path: Path) -> No
     """Then the controller dies, and its successor takes the other group back."""
     layout = Groups(1, 2, 2)
     job_dir = tmp_path / "job"
-    job_dir.mkdir()
     with Job(job_dir, layout, STEPS, spares=0, ftrun=("--ft-policy=shrink", "--respawn")) as job:
         go_on(job, STRIDE)
         job.wait_for_step(3, timeout=90)
@@ -162,7 +160,6 @@ def test_a_job_grows_beyond_the_groups_that_it_started_with(
 ) -> None:
     """Two groups of three start; the third joins when there are nodes for it."""
     job_dir = tmp_path / "job"
-    job_dir.mkdir()
     ftrun = (f"--nnodes={nodes}:{layout.world}", "--ft-policy=shrink")
     with Job(job_dir, layout, STEPS, spares=0, ftrun=ftrun) as job:
         go_on(job, STRIDE)
@@ -196,7 +193,6 @@ def test_a_durable_checkpoint_while_a_group_is_away(layout: Groups, nodes: int, 
     durable = tmp_path / "durable"
     ftrun = ("--ft-policy=shrink", f"--ft-durable-dir={durable}", "--ft-durable-interval=4")
     saved = 2 * STRIDE
-    (tmp_path / "first").mkdir()
     with Job(tmp_path / "first", layout, STEPS, spares=0, ftrun=ftrun) as job:
         go_on(job, STRIDE)
         job.wait_for_step(3, timeout=90)
@@ -205,7 +201,6 @@ def test_a_durable_checkpoint_while_a_group_is_away(layout: Groups, nodes: int, 
         go_on(job, saved)
         wait_for_durable(durable, saved, layout.world)
         first, events = read_logs(job.job_dir), job.events()
-    (tmp_path / "second").mkdir()
     started = (*ftrun, f"--nnodes={nodes}:{layout.world}")
     with Job(tmp_path / "second", layout, STEPS, spares=0, ftrun=started) as job:
         go_on(job, STEPS + 1)
@@ -238,7 +233,6 @@ def test_the_others_are_lost_while_a_group_is_away(sharded: bool, tmp_path: Path
     layout = Groups(1, 1, 3, sharded, more=TWELVE)
     durable, job_dir = tmp_path / "durable", tmp_path / "job"
     ftrun = ("--ft-policy=shrink", f"--ft-durable-dir={durable}", "--ft-durable-interval=4")
-    job_dir.mkdir()
     with Job(job_dir, layout, STEPS, spares=0, ftrun=ftrun) as job:
         go_on(job, STRIDE)
         job.wait_for_step(3, timeout=90)
@@ -281,7 +275,6 @@ def test_a_sharded_state_that_nobody_can_adopt_is_waited_for(tmp_path: Path) -> 
     """Its group cannot leave, and the reason is given."""
     layout = Groups(1, 1, 2, distributed=True, keeps=True)
     job_dir = tmp_path / "job"
-    job_dir.mkdir()
     with Job(job_dir, layout, STEPS, spares=0, ftrun=("--ft-policy=shrink", "--respawn")) as job:
         go_on(job, STRIDE)
         job.wait_for_step(3, timeout=90)
@@ -298,7 +291,6 @@ def test_a_sharded_state_that_nobody_can_adopt_is_waited_for(tmp_path: Path) -> 
 def test_a_group_that_keeps_the_others_waiting_comes_back_later(tmp_path: Path) -> None:
     layout = Groups(1, 1, 2)
     job_dir = tmp_path / "job"
-    job_dir.mkdir()
     ftrun = ("--ft-policy=shrink", "--respawn", "--ft-return-limit=2")
     with Job(job_dir, layout, STEPS, spares=0, ftrun=ftrun) as job:
         go_on(job, STRIDE)
@@ -330,7 +322,6 @@ def test_fifty_leave_and_return(sharded: bool, tmp_path: Path) -> None:
     layout = Groups(1, 1, groups, sharded, more=more, parameters=sharded)
     dice = random.Random(50)
     job_dir = tmp_path / "job"
-    job_dir.mkdir()
     held: list[int] = []
     with Job(job_dir, layout, 100_000, spares=0, ftrun=("--ft-policy=shrink", "--respawn")) as job:
         step, epoch = STRIDE, 1

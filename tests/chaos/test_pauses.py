@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from harness import Job, Layout, alive, check_clean, check_identical, check_survivors
+from harness import Job, Layout, check_clean, check_identical, check_survivors
+from processes import alive
 
 PACED = Path(__file__).parent / "paced.py"
 LAYOUT = Layout(1, 1, 2, distributed=True)

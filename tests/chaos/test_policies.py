@@ -143,7 +143,7 @@ def test_more_than_replicas_cover_falls_back_to_the_durable_checkpoint(tmp_path)
         job.wait_for("durable", 4)
         kill_nodes(job, 0, 1)
         result = job.finish()
-    check_identical(result, LAYOUT, STEPS)
+    check_identical(result, LAYOUT, STEPS, again=STEPS)  # those since the checkpoint
     decided = result.of("decided")[-1]
     assert decided["origin"] == "durable" and decided["version"] >= 5
 

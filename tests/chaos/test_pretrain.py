@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -142,9 +141,7 @@ def test_more_nodes_lost_than_there_are_copies(tmp_path: Path) -> None:
     text = reference(training, 12, tmp_path / "plain", "--save", str(expected), every)
     flags = ("--save", str(saved), every)
     with Job(tmp_path / "job", training, 12, nproc=1, spares=2, ftrun=("--respawn",), flags=flags) as job:
-        while not (saved / LATEST).exists():
-            assert job.process.poll() is None, job.console()[-4000:]
-            time.sleep(0.02)
+        job.until((saved / LATEST).exists, "a checkpoint", timeout=150)
         for agent in [job.pids(role)[0] for role in (0, 1)]:
             os.killpg(agent, signal.SIGKILL)
         result = job.finish()

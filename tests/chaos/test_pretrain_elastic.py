@@ -46,7 +46,6 @@ def test_groups_leave_and_return(more: tuple[str, ...], tmp_path: Path) -> None:
     """The last group first, whose role writes the log; saved at the end, when all are there."""
     layout = {"world": 3, "more": ("--global-batch-size=12", "--bf16", "--save-interval=1000", *more)}
     job_dir, saved, expected = (tmp_path / name for name in ("job", "saved", "expected"))
-    job_dir.mkdir()
     dice = random.Random(5)
     with Job(job_dir, Groups(**layout), STEPS, spares=0, ftrun=("--ft-policy=shrink", "--respawn"),
              flags=("--save", str(saved))) as job:  # fmt: skip

@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from harness import Job, Result, check_clean, children, forks, read_logs
+from harness import Job, Result, check_clean, forks, read_logs
 from megatron_jobs import (
     ASYNC_SAVE,
     DISTOPT,
@@ -23,6 +22,7 @@ from megatron_jobs import (
     installed,
     survives,
 )
+from processes import children
 
 pytest.importorskip("megatron.training", reason="megatron-core's wheels hold it from 0.17 on, Python 3.12")
 
@@ -102,10 +102,7 @@ def test_exit_signal_handler(tmp_path: Path) -> None:
     )
     injected = ("1@backward:2:worker", "3@save:4")
     with training.protected(tmp_path, 500, *injected) as job:
-        deadline = time.monotonic() + 100
-        while len([*tmp_path.glob("gate-*")]) < training.world:
-            assert job.process.poll() is None and time.monotonic() < deadline, job.console()[-3000:]
-            time.sleep(0.1)
+        job.until(lambda: len([*tmp_path.glob("gate-*")]) == training.world, "all at the gate", timeout=100)
         agents, workers = zip(*(job.pids(role) for role in range(training.world)), strict=True)
         assert [len(children(worker)) for worker in workers] == [LOADERS] * training.world
         assert [len(children(agent)) for agent in agents] == [OWN] * training.world, "an orphan is left"

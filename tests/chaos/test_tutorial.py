@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import signal
@@ -43,11 +42,10 @@ def run(command: str, directory: Path) -> str:
     return output
 
 
-def losses(output: str) -> dict[int, set[str]]:
-    found: dict[int, set[str]] = {}
+def losses(output: str) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
     for step, loss in re.findall(r"step (\d+) loss (\d+\.\d{6})", output):
-        assert math.isfinite(float(loss))
-        found.setdefault(int(step), set()).add(loss)
+        found.setdefault(int(step), []).append(loss)
     return found
 
 

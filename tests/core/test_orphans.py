@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from processes import children, in_groups
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 WORKER = """
@@ -61,12 +63,12 @@ def test_nothing_outlives_an_ftrun_that_is_killed_at_once(tmp_path: Path):
     command = [sys.executable, "-m", "ft_core.cli.launch", "--standalone", f"--job-dir={tmp_path / 'job'}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     with subprocess.Popen([*command, str(tmp_path / "train.py")], env=environment) as job:
-        while len(started := _children(job.pid)) < 2:
+        while len(started := children(job.pid)) < 2:
             time.sleep(0.001)
         job.kill()
     try:
         deadline = time.monotonic() + 60
-        while left := [pid for pid in _processes() if _group(pid) in started]:
+        while left := in_groups(started):
             assert time.monotonic() < deadline, f"still running: {left}"
             time.sleep(0.05)
     finally:
@@ -74,24 +76,3 @@ def test_nothing_outlives_an_ftrun_that_is_killed_at_once(tmp_path: Path):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
     assert not [path.name for path in tmp_path.glob("ft-agent-*")]
-
-
-def _processes() -> list[int]:
-    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-
-
-def _children(parent: int) -> list[int]:
-    return [pid for pid in _processes() if _about(pid)[:1] == [str(parent)]]
-
-
-def _group(pid: int) -> int:
-    return int((*_about(pid), "0", "0")[1])
-
-
-def _about(pid: int) -> list[str]:
-    """Parent, process group and so on of a process that runs."""
-    try:
-        state, *more = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # it has ended
-        return []
-    return more if state != "Z" else []

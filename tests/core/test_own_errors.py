@@ -21,6 +21,7 @@ from core.fleet import Fleet
 from core.real_agent import RealAgent
 from core.test_liveness import PLAN
 from harness import environment
+from processes import children
 
 from ft_core.cli.launch import Launcher
 from ft_core.control.groups import Groups
@@ -197,10 +198,6 @@ def plan(agent: Agent, master: str) -> NodePlan:
 
 def fork_servers(agent: Agent) -> list[int]:
     return [pid for pid in children(agent.process.pid) if "forkserver" in command_line(pid)]
-
-
-def children(parent: int) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
 def command_line(pid: int) -> str:
