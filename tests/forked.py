@@ -23,7 +23,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _POLL = 0.05
@@ -36,14 +36,19 @@ class Forked:
     def __init__(self, environment: dict[str, str], log: Path) -> None:
         """`log`: where what goes wrong there is written."""
         self._log = log
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(os.getpid())],
-            env=environment | {"TORCHELASTIC_RUN_ID": "forked"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log.open("w"),
-            text=True,
-        )
+        # Not its stdout: some packages print when they are imported.
+        read, write = os.pipe()
+        with log.open("w") as output, open(write, "w"):
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(os.getpid()), str(write)],
+                env=environment | {"TORCHELASTIC_RUN_ID": "forked"},
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                pass_fds=[write],
+                text=True,
+            )
+        self._replies = os.fdopen(read)
 
     def run(
         self,
@@ -62,10 +67,10 @@ class Forked:
         logs.mkdir(parents=True, exist_ok=True)
         request = {"script": str(script), "arguments": arguments, "world": world, "logs": str(logs)}
         request |= {"variables": variables or {}, "timeout": timeout}
-        assert self._process.stdin and self._process.stdout
+        assert self._process.stdin
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(request), file=self._process.stdin, flush=True)
-        reply = self._process.stdout.readline()
+        reply = self._replies.readline()
         assert reply, f"the process that forks ranks has ended: {self._log.read_text()[-3000:]}"
         codes = json.loads(reply)
         printed, errors = (
@@ -82,12 +87,10 @@ class Forked:
 # -- the process that forks ------------------------------------------------------------------------
 
 
-def _serve(parent: int) -> None:
+def _serve(parent: int, replies: IO[str]) -> None:
     """Answer requests, a line each, until there are no more."""
     _die_with(parent)
-    # What is printed by an import must not be taken for a reply.
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    os.set_inheritable(replies.fileno(), False)
     for line in sys.stdin:
         request = json.loads(line)
         _import(Path(request["script"]))
@@ -184,4 +187,4 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
+    _serve(int(sys.argv[1]), os.fdopen(int(sys.argv[2]), "w"))
