@@ -289,7 +289,7 @@ class Launcher:
     def controller(self, *about: str) -> None:
         """Start the controller; `wait` starts another should it die."""
         self._controller, self._controller_began = (
-            self._start("ft_core.control.controller", *about),
+            self._start("ft_core.control", *about),
             time.monotonic(),
         )
 

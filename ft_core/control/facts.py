@@ -187,8 +187,8 @@ class Facts:
             return
         self.catalogue[told.role] = dict(told.segments)
         self.initial, self.resumes = told.initial, told.resumes
-        if told.group is not None:
-            self.groups.register(told.role, told.group)
+        assert told.group is not None, f"role {told.role} tells of its state, and of no replica group"
+        self.groups.register(told.role, told.group)
 
     def seen_at(self, versions: Iterable[int]) -> None:
         """Some role has, or had, these."""

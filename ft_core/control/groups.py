@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from ft_core.control import decision
 from ft_core.elastic.rules import AHEAD, Membership, Start
 from ft_core.protocol.messages import MembershipChanges, Redundancy, ReplicaGroup, ReplicaGroups
 
-Message = dict[str, Any]
 Places = dict[int, str]
 """Role -> node."""
 
@@ -36,17 +34,6 @@ class Groups:
             self.membership = self._start.membership(group.groups)
             for missing in set(range(self._start.roles)) - set(self._start.present):
                 self._of.setdefault(missing, self._start.group(missing, group.groups))
-
-    def to_json(self) -> Message:
-        """For the plan."""
-        of = {str(role): group for role, group in self._of.items()}
-        return {"of": of, "redundancy": self.redundancy.value, "membership": self.membership.to_json()}
-
-    def take(self, found: Message) -> None:
-        """From a plan that another controller has made."""
-        self._of = {int(role): int(group) for role, group in found["of"].items()}
-        self.redundancy = Redundancy(found["redundancy"])
-        self.membership = Membership.from_json(found["membership"])
 
     def value(self) -> ReplicaGroups:
         """For a successor of the controller."""

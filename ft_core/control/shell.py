@@ -47,8 +47,7 @@ from ft_core.process.refusals import Refusals
 from ft_core.process.tasks import Tasks
 from ft_core.protocol import door
 from ft_core.protocol.async_channel import AsyncChannel
-from ft_core.protocol.codec import Decoder
-from ft_core.protocol.messages import AgentHello, CtlHello, FromAgent, FromCtl
+from ft_core.protocol.messages import FROM_CLIENT, AgentHello, CtlHello, FromAgent, FromCtl
 from ft_core.protocol.sockets import listen
 from ft_core.settings import Settings, read_secret
 
@@ -59,7 +58,6 @@ PORT_RETRY = 0.2
 LAST_LINES = 3.0
 """Seconds that files, the console and the nodes have, each, to take what is still to be told at the end."""
 
-FROM_CLIENT = Decoder[FromAgent | FromCtl](FromAgent | FromCtl)
 Client = AsyncChannel[FromAgent | FromCtl]
 
 

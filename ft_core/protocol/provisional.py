@@ -61,7 +61,6 @@ _DOWN: dict[str, type[m.Message]] = {
     "answer": m.ConfigureAnswer,
     "shutdown": m.Shutdown,
 }
-_UP_NAMES = {kind: name for name, kind in _UP.items()}
 _DOWN_NAMES = {kind: name for name, kind in _DOWN.items()}
 
 
@@ -89,30 +88,7 @@ def _state(plan: Old) -> m.JobState:
     return msgspec.convert(about, m.JobState, str_keys=True)
 
 
-def _worker_plan(plan: Old, settings: Any) -> m.WorkerPlan:
-    about = {name: plan[name] for name in m.WorkerPlan.__struct_fields__ if name in plan}
-    about["membership"] = plan["groups"]["membership"]
-    about |= {"policy": settings.policy, "lr_intervention": settings.lr_intervention}
-    start = settings.start
-    about["began_with"] = {"roles": start.roles, "stages": start.stages, "there": start.there}
-    return msgspec.convert(about, m.WorkerPlan, str_keys=True)
-
-
 # -- the controller's and the agent's side of what an agent says ---------------------------------------
-
-
-def from_agent(message: m.Message) -> Old:
-    """What the controller handles."""
-    if isinstance(message, m.AgentHello):
-        holdings = _dict(message.holdings)
-        said = [from_agent(each) for each in message.said]
-        return {"type": "hello", "kind": "agent", **holdings, **_dict(message), "said": said}
-    if isinstance(message, m.KeptState):
-        return {**_old_plan(message.state), "nodes": _dict(message.nodes)}
-    if isinstance(message, m.Trained):
-        about = _dict(message)
-        return {"type": "trained", **about.pop("dealt"), **about}
-    return {"type": _UP_NAMES[type(message)], **_dict(message)}
 
 
 def to_controller(old: Old) -> m.Message:
@@ -129,9 +105,6 @@ def to_controller(old: Old) -> m.Message:
     return _made(old, _UP[kind])
 
 
-# -- the same of what the controller says --------------------------------------------------------------
-
-
 def from_controller(message: m.Message) -> Old:
     """What the agent handles. Of a plan, `worker` is the part that workers are given as it is."""
     if isinstance(message, m.NodePlan):
@@ -140,26 +113,3 @@ def from_controller(message: m.Message) -> Old:
     if isinstance(message, m.Prepare):
         return {"type": "prepare", **_dict(message), "worker": message.worker}
     return {"type": _DOWN_NAMES[type(message)], **_dict(message)}
-
-
-def to_agent(old: Old, plan: Old, settings: Any) -> m.Message:
-    """What the controller says, by its plan and settings."""
-    if old["type"] == "plan":
-        state = _state(old)
-        return m.NodePlan(
-            id=state.id,
-            epoch=state.epoch,
-            job=state.job,
-            roles=state.roles,
-            nodes=state.nodes,
-            master=state.master,
-            durable=state.durable,
-            sources=state.sources,
-            away={},
-            worker=_worker_plan(old, settings),
-            state=msgspec.Raw(msgspec.json.encode(state)),
-        )
-    if old["type"] == "prepare":
-        worker = _worker_plan({**plan, **old["changes"]}, settings)
-        return m.Prepare(old["epoch"], old["roles"], worker)
-    return _made(old, _DOWN[old["type"]])

@@ -6,15 +6,8 @@ import json
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
-import pytest
 from harness import Job, Layout, check_clean, check_survivors, read_logs
-
-from ft_core.control.checkpoints import Checkpoints
-from ft_core.control.configuration import Configuration
-from ft_core.control.nodes import Node
-from ft_core.settings import Command, Settings
 
 SCRIPT = Path(__file__).parent / "configured.py"
 LAYOUT = Layout(1, 1, 2)
@@ -118,24 +111,3 @@ def test_settings_that_cannot_be_had(tmp_path: Path):
         mine = [line for line in said if line.startswith(f"refused {role}: ")]
         assert len(mine) == len(expected)
         assert all(text in line for text, line in zip(expected, mine, strict=True))
-
-
-def test_fewer_spares_than_the_script_wants(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    nodes = {name: Node(name, None, {}, 0.0, {"configured": None}) for name in ("node0", "node1")}
-    sent: list[dict] = []
-    nodes["node0"].post = nodes["node1"].post = sent.append
-    settings = Settings(1, 1, Command("train.py"), controller="host:1")
-    plan = {"roles": {"0": "node0"}, "start": [None, "initial"]}
-    controller = SimpleNamespace(settings=settings, job_dir=tmp_path, nodes=nodes, plan=plan, running=True)
-    controller.event = lambda *_: None
-    controller.checkpoints = Checkpoints(controller)
-    configuration = Configuration(controller)
-    configuration.asked(nodes["node0"], {"settings": {"spares": 3}, "worker": 0, "id": 0})
-    assert sent == [{"type": "configured", "settings": {"spares": 3}}] * 2
-    [warning] = caplog.messages
-    assert "asks for 3 spares; there are 1" in warning
-    assert f"ftrun --join host:1 --job-dir {tmp_path}" in warning and "--spares" in warning
-    configuration.used(nodes["node0"], {"configured": {"spares": 3}})
-    assert sent[2:] == [{"type": "answer", "worker": 0, "id": 0}]
-    configuration.asked(nodes["node0"], {"settings": {"spares": 3}, "worker": 1, "id": 0})
-    assert len(sent) == 4 and len(caplog.messages) == 1

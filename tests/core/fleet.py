@@ -3,14 +3,14 @@
     async def job() -> None:
         async with Fleet(tmp_path, nodes=2) as fleet:
             await fleet.event("resumed")
-            fleet["node1"].lose("holdings")
+            fleet["node1"].lose(Holdings)
             fleet["node0"].crash(0)
             await fleet.event("resumed", 2)
 
     asyncio.run(job())
 
 A node has no processes and no state, only what it tells of them: its workers answer at once, and finish
-one step of each epoch. The controller is `ft_core.control.controller`'s, in this event loop, or a process of
+one step of each epoch. The controller is that of `ft_core.control.shell`, in this event loop, or a process of
 its own.
 """
 
@@ -30,14 +30,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from ft_core.control.controller import Controller
+from ft_core.control.facts import Facts
+from ft_core.control.shell import Shell
+from ft_core.protocol import messages as m
 from ft_core.protocol.async_channel import AsyncChannel
-from ft_core.protocol.messages import FROM_CONTROLLER, Redundancy, ReplicaGroup, ToAgent
-from ft_core.protocol.provisional import from_controller, to_controller
+from ft_core.protocol.messages import Message, Redundancy, ReplicaGroup
 from ft_core.settings import Command, Settings, unique, write_secret
 
-Message = dict[str, Any]
+Event = dict[str, Any]
+"""A line of `events.jsonl`."""
 Action = Callable[[Message], Awaitable[bool]]
 """What happens to a message on its way; returns whether it arrives."""
 
@@ -48,7 +51,7 @@ _pids = itertools.count(1_000_000)
 class Worker:
     """What an agent knows of one that plays a role."""
 
-    stage: str = "startup"
+    stage: m.Stage = "startup"
     step: int = 0
     pid: int = field(default_factory=lambda: next(_pids))
 
@@ -59,7 +62,7 @@ class Node:
     def __init__(self, fleet: Fleet, name: str, node_rank: int, domain: str = "") -> None:
         self.fleet, self.name, self.node_rank, self.domain = fleet, name, node_rank, domain or name
         self.idle = fleet.settings.nproc_per_node + 1
-        self.plan: Message = {}
+        self.plan: m.NodePlan | None = None
         self.epoch = 0
         self.workers: dict[int, Worker] = {}
         self.versions: dict[int, list[int]] = {}
@@ -81,22 +84,22 @@ class Node:
         """The job's exit code, once the controller has said it."""
         self.killed = False
         self.connections = 0
-        self._actions: dict[str, list[Action]] = {}
+        self._actions: dict[type[Message], list[Action]] = {}
         self._awake = asyncio.Event()
         self._awake.set()
         self._queue: asyncio.Queue[Message] = asyncio.Queue()
-        self._channel: AsyncChannel[ToAgent] | None = None
+        self._channel: AsyncChannel[m.ToAgent] | None = None
         self._reported = 0
-        self._said: dict[tuple[str, int], Message] = {}
+        self._said: dict[tuple[type[Message], int], Message] = {}
         self._tasks = [asyncio.create_task(work) for work in (self._connect(), self._send(), self._beat())]
 
     # -- misbehaviour --------------------------------------------------------------------------
 
-    def on(self, kind: str, action: Action) -> None:
+    def on(self, kind: type[Message], action: Action) -> None:
         """`action` is done to the next message of that kind, sent or received."""
         self._actions.setdefault(kind, []).append(action)
 
-    def lose(self, kind: str) -> None:
+    def lose(self, kind: type[Message]) -> None:
         """The next message of that kind, and the connection with it, is lost; the agent connects again."""
 
         async def action(_: Message) -> bool:
@@ -105,7 +108,7 @@ class Node:
 
         self.on(kind, action)
 
-    def delay(self, kind: str, until: Awaitable[object]) -> None:
+    def delay(self, kind: type[Message], until: Awaitable[object]) -> None:
         """The next message of that kind, and all behind it, waits."""
 
         async def action(_: Message) -> bool:
@@ -138,8 +141,8 @@ class Node:
         """The worker that plays `role` dies by a signal; a standby is started in its place."""
         worker = self.workers.pop(role)
         self.idle += 1
-        lost = {"type": "worker_lost", "role": role, "pid": worker.pid, "exit": "killed by SIGKILL"}
-        self.say({**lost, "crashed": True, "code": -9, "traceback": ""})
+        about = {"exit": "killed by SIGKILL", "crashed": True, "code": -9, "traceback": ""}
+        self.say(m.WorkerLost(role=role, pid=worker.pid, **about))
         self._report_if_quiet()
 
     # -- what workers do -----------------------------------------------------------------------
@@ -149,7 +152,7 @@ class Node:
         worker = self.workers[role]
         worker.step += 1
         self._keep(role, worker.step)
-        self.say({"type": "stepped", "epoch": self.epoch, "role": role, "version": worker.step})
+        self.say(m.Stepped(epoch=self.epoch, role=role, version=worker.step))
 
     def quiesced(self) -> None:
         """Workers that were not `quiet` have left their steps now."""
@@ -158,11 +161,11 @@ class Node:
 
     def complete(self, role: int) -> None:
         """The worker has come to the end of its script's last part; it ends once all have."""
-        self.say({"type": "completed", "epoch": self.epoch, "role": role, "part": 1, "last": True})
+        self.say(m.Completed(epoch=self.epoch, role=role, part=1, last=True))
 
     def finish(self, role: int) -> None:
         """The worker's script has come to its end."""
-        self.say({"type": "finished", "role": role})
+        self.say(m.Finished(role=role))
 
     def _keep(self, role: int, version: int) -> None:
         self.versions[role] = sorted({*self.versions.get(role, []), version})[-2:]
@@ -179,71 +182,81 @@ class Node:
 
     def say(self, message: Message) -> None:
         """Post it, and with each greeting again."""
-        self._said[message["type"], message["role"]] = message
+        self._said[type(message), message.role] = message  # type: ignore[attr-defined]
         self.post(message)
 
     def _forget(self, roles: Collection[int]) -> None:
         self._said = {key: kept for key, kept in self._said.items() if key[1] not in roles}
 
-    def progress(self) -> Message:
-        return {"epoch": self.epoch, "begun": self.plan.get("id", "")}
+    @property
+    def begun(self) -> str:
+        return self.plan.id if self.plan is not None else ""
 
-    def holdings(self) -> Message:
-        """As `ft_core.node.reports`."""
+    def holdings(self) -> m.Holdings:
+        """As an agent reports it."""
         roles, segment = {}, self.fleet.segment
         for role in self.roles_here():
             worker, versions = self.workers.get(role), self.versions.get(role, [])
-            roles[str(role)] = {
-                "alive": worker is not None,
-                "stage": worker.stage if worker else "startup",
-                "versions": list(versions),
-                "segments": [segment(role)] if versions else [],
-                "counts": {},
-            }
+            roles[role] = m.RoleHeld(
+                alive=worker is not None,
+                stage=worker.stage if worker else "startup",
+                versions=list(versions),
+                segments=[segment(role)] if versions else [],
+            )
         gone = {segment(r): v for r, v in self.versions.items() if r not in self.roles_here()}
         replicas = {name: list(versions) for name, versions in (self.replicas | gone).items()}
         all_roles = range(self.fleet.settings.world_size)
         held = {*replicas, *(segment(role) for role in self.roles_here() if self.versions.get(role))}
-        segments = {segment(role): self.fleet.holders(role) for role in all_roles if segment(role) in held}
-        about = {**self.progress(), "reported": self._reported, "roles": roles}
-        about |= {"replicas": replicas, "segments": segments}
-        about |= {"store": "127.0.0.1:1", "master": "127.0.0.1:2"}
-        more = {"idle": self.idle, "configured": None}
-        return {**about, **more}
+        return m.Holdings(
+            epoch=self.epoch,
+            begun=self.begun,
+            reported=self._reported,
+            roles=roles,
+            replicas=replicas,
+            segments={segment(role): self.fleet.holders(role) for role in all_roles if segment(role) in held},
+            idle=self.idle,
+            store="127.0.0.1:1",
+            master="127.0.0.1:2",
+            configured=None,
+        )
 
-    def heartbeat(self) -> Message:
-        """As `ft_core.node.reports`."""
-        zero = {"committed": -1, "step_s": 0.1, "waited_s": 0.0, "h2h_bytes": 0, "h2h_snapshots": 0}
+    def hello(self) -> m.AgentHello:
+        """As an agent greets; its pid tells which of its connections it is."""
+        return m.AgentHello(
+            node=self.name,
+            pid=self.connections,
+            node_rank=self.node_rank,
+            domain=self.domain,
+            data="127.0.0.1:1",
+            holdings=self.holdings(),
+            said=list(self._said.values()),  # type: ignore[arg-type]
+        )
+
+    def heartbeat(self) -> m.Heartbeat:
+        """As an agent beats."""
+        about = {"committed": -1, "step_s": 0.1, "waited_s": 0.0, "h2h_bytes": 0, "h2h_snapshots": 0}
         roles = {
-            str(role): {
-                "pid": w.pid,
-                "step": w.step,
-                "tag": w.step,
-                "held": self.versions.get(role, []),
-                **zero,
-            }
+            role: m.RoleBeat(pid=w.pid, step=w.step, tag=w.step, held=self.versions.get(role, []), **about)
             for role, w in self.workers.items()
         }
-        about = {"roles": roles, "idle": self.idle, "replicas": self.replicas}
-        return {"type": "heartbeat", **self.progress(), **about}
+        seen = {"epoch": self.epoch, "begun": self.begun}
+        return m.Heartbeat(**seen, roles=roles, idle=self.idle, replicas=self.replicas)
 
     def roles_here(self) -> list[int]:
-        return [int(role) for role, node in self.plan.get("roles", {}).items() if node == self.name]
+        plan = self.plan
+        return [role for role, node in plan.roles.items() if node == self.name] if plan is not None else []
 
     async def _connect(self) -> None:
         while self.code is None:
             with contextlib.suppress(OSError):
                 channel = await AsyncChannel.connect(
-                    self.fleet.settings.controller, self.fleet.secret, FROM_CONTROLLER
+                    self.fleet.settings.controller, self.fleet.secret, m.FROM_CONTROLLER
                 )
                 self.connections += 1
-                identity = {"node": self.name, "pid": self.connections, "node_rank": self.node_rank}
-                where = {"domain": self.domain, "data": "127.0.0.1:1"}
-                hello = {"type": "hello", "kind": "agent", **identity, **where, **self.holdings()}
-                hello["said"] = list(self._said.values())
+                hello = self.hello()
                 if await self._arrives(hello):
                     self.sent.append(hello)
-                    channel.post(to_controller(hello))
+                    channel.post(hello)
                     self._channel = channel
                     try:
                         await self._receive(channel)
@@ -252,9 +265,9 @@ class Node:
                         channel.close()
             await asyncio.sleep(0.01)
 
-    async def _receive(self, channel: AsyncChannel[ToAgent]) -> None:
+    async def _receive(self, channel: AsyncChannel[m.ToAgent]) -> None:
         while True:
-            message = from_controller(await channel.recv())
+            message = await channel.recv()
             await self._awake.wait()
             if await self._arrives(message):
                 self.received.append(message)
@@ -265,12 +278,12 @@ class Node:
             message = await self._queue.get()
             if await self._arrives(message) and self._channel is not None:
                 with contextlib.suppress(OSError):  # as the agent: what is lost is lost
-                    self._channel.post(to_controller(message))
+                    self._channel.post(message)
                     self.sent.append(message)
 
     async def _arrives(self, message: Message) -> bool:
         await self._awake.wait()
-        actions = self._actions.get(message["type"])
+        actions = self._actions.get(type(message))
         return not actions or await actions.pop(0)(message)
 
     async def _beat(self) -> None:
@@ -279,65 +292,75 @@ class Node:
             await asyncio.sleep(self.fleet.settings.heartbeat)
 
     def _on_controller(self, message: Message) -> None:
-        kind = message["type"]
-        if kind == "abort" and message["epoch"] > self.epoch:
-            self.epoch = message["epoch"]
-            self._report_if_quiet()
-        elif kind == "plan":
-            self._apply(message)
-        elif kind == "kill" and message.get("role") is None:
-            self.die()
-        elif kind == "kill" and message["role"] in self.workers:
-            self.crash(message["role"])
-        elif kind == "beat":
-            self.post(self.heartbeat())
-        elif kind == "durable":
-            found = {"names": [] if self.durable_error else list(self.durable), "error": self.durable_error}
-            self.post({"type": "durable_list", "id": message["id"], **found})
-        elif kind == "counts":
-            for role in self.workers:
-                self.post({"type": "counts", "role": role, "counts": {}})
-        elif kind == "prepare" and message["epoch"] == self.plan["epoch"]:
-            for role in message["roles"]:
-                if role not in self.workers:
-                    self._assign(role)
-                self.say({"type": "prepared", "role": role})
-        elif kind == "withdraw":
-            self._withdraw(message["roles"])
-        elif kind == "hold":
-            for role in self.workers:
-                self.say({"type": "held", "epoch": self.epoch, "role": role})
-        elif kind == "release":
-            for role in self.workers:
-                if ("completed", role) in self._said:
-                    self.finish(role)
-        elif kind == "tell":
-            self.post(self.plan)
-        elif kind == "given_up":
-            self.die()
-            self.fleet.join(unique(self.name), domain=self.domain)
-        elif kind == "shutdown":
-            self.code = message["code"]
-            self.disconnect()
+        match message:
+            case m.Abort(epoch=epoch) if epoch > self.epoch:
+                self.epoch = epoch
+                self._report_if_quiet()
+            case m.NodePlan():
+                self._apply(message)
+            case m.NodesChanged(id=name, nodes=nodes) if self.plan is not None and name == self.plan.id:
+                now = {**self.plan.nodes, **nodes}
+                there = {node: about for node, about in now.items() if about is not None}
+                self.plan = replace(self.plan, nodes=there)
+            case m.KillWorker(role=None):
+                self.die()
+            case m.KillWorker(role=role) if role in self.workers:
+                self.crash(role)
+            case m.SendHeartbeat():
+                self.post(self.heartbeat())
+            case m.ListDurable(id=number):
+                names = [] if self.durable_error else list(self.durable)
+                self.post(m.DurableNames(id=number, names=names, error=self.durable_error))
+            case m.SendCounts():
+                for role in self.workers:
+                    self.post(m.OperationCounts(role=role, counts={}))
+            case m.Prepare(epoch=epoch, roles=roles) if self.plan is not None and epoch == self.plan.epoch:
+                for role in roles:
+                    if role not in self.workers:
+                        self._assign(role)
+                    self.say(m.Prepared(role=role))
+            case m.Withdraw(roles=roles):
+                self._withdraw(roles)
+            case m.Hold():
+                for role in self.workers:
+                    self.say(m.Held(epoch=self.epoch, role=role))
+            case m.Release():
+                for role in self.workers:
+                    if (m.Completed, role) in self._said:
+                        self.finish(role)
+            case m.SendState():
+                assert self.plan is not None
+                state = msgspec.json.decode(self.plan.state, type=m.JobState)
+                self.post(m.KeptState(state=state, nodes=self.plan.nodes))
+            case m.GivenUp():
+                self.die()
+                self.fleet.join(unique(self.name), domain=self.domain)
+            case m.Shutdown(code=code):
+                self.code = code
+                self.disconnect()
+
+    @property
+    def _planned(self) -> int:
+        return self.plan.epoch if self.plan is not None else 0
 
     def _report_if_quiet(self) -> None:
-        if (self.quiet or not self.workers) and self._reported < self.epoch != self.plan.get("epoch"):
+        if (self.quiet or not self.workers) and self._reported < self.epoch != self._planned:
             self._reported = self.epoch
-            self.post({"type": "holdings", **self.holdings()})
+            self.post(self.holdings())
 
-    def _apply(self, plan: Message) -> None:
-        if plan["epoch"] < self.epoch or plan["epoch"] == self.plan.get("epoch"):
+    def _apply(self, plan: m.NodePlan) -> None:
+        if plan.epoch < self.epoch or plan.epoch == self._planned:
             return
         before = self.roles_here()
-        self.plan, self.epoch = plan, plan["epoch"]
-        here, version = self.roles_here(), plan["version"] or 0
+        self.plan, self.epoch = plan, plan.epoch
+        here, version = self.roles_here(), plan.worker.version or 0
         for held in (*self.versions.values(), *self.replicas.values()):
             held[:] = [each for each in held if each <= version]
         self._withdraw(set(self.workers) - set(here))
         self._forget({role for _, role in self._said} - set(here))
         for role in here:
             if role not in self.workers:
-                if role in before and role not in plan["newcomers"]:
+                if role in before and role not in plan.worker.newcomers:
                     continue  # it has died since
                 self._assign(role)
             if role in self.workers:
@@ -349,7 +372,7 @@ class Node:
             self.workers[role] = Worker()
             self.idle -= 1
         else:
-            self.say({"type": "short", "epoch": self.epoch, "role": role})
+            self.say(m.NoIdleWorker(epoch=self.epoch, role=role))
 
     def _withdraw(self, roles: Collection[int]) -> None:
         self._forget(roles)
@@ -362,18 +385,13 @@ class Node:
         about = {"epoch": self.epoch, "role": role}
         per, worker.stage = settings.world_size // self.fleet.groups, "training"
         redundancy = Redundancy.REPLICATED if self.fleet.groups > 1 else Redundancy.SHARDED
-        group = msgspec.to_builtins(ReplicaGroup(role // per, self.fleet.groups, redundancy))
-        layout = {
-            "type": "layout",
-            **about,
-            "adopted": False,
-            "segments": {self.fleet.segment(role): self.fleet.holders(role)},
-        }
-        self.say({**layout, "initial": 0, "resumes": self.fleet.resumes, "group": group})
+        group = ReplicaGroup(role // per, self.fleet.groups, redundancy)
+        layout = {"adopted": False, "segments": {self.fleet.segment(role): self.fleet.holders(role)}}
+        self.say(m.RoleLayout(**about, **layout, initial=0, resumes=self.fleet.resumes, group=group))
         worker.step = version
         self._keep(role, version)
-        self.say({"type": "restored", **about, "version": version, "loaded": True, "pid": worker.pid})
-        self.say({"type": "reopened", **about})
+        self.say(m.Restored(**about, version=version, loaded=True, pid=worker.pid))
+        self.say(m.Reopened(**about))
         if self.steps:
             self.step(role)
 
@@ -395,7 +413,7 @@ class Fleet:
         all. `settings`: as in `ft_core.settings`."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        about: Message = {"replicas": 1 if nodes > 1 else 0, "spares": spares, "heartbeat": 0.1, **settings}
+        about: Event = {"replicas": 1 if nodes > 1 else 0, "spares": spares, "heartbeat": 0.1, **settings}
         self.settings = Settings(nodes, nproc, Command("train.py"), controller=f"127.0.0.1:{port}", **about)
         self.job_dir, self.groups = job_dir, groups
         self.resumes = False
@@ -406,7 +424,7 @@ class Fleet:
         write_secret(job_dir)
         self.secret = (job_dir / "secret").read_bytes().strip()
         self.nodes: dict[str, Node] = {}
-        self.controller: Controller | None = None
+        self.controller: Shell | None = None
         """While it runs in this process."""
         self._running: asyncio.Task[int] | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -438,10 +456,10 @@ class Fleet:
     async def start_controller(self, process: bool = False) -> None:
         """The first, or the next one after `stop_controller`; `process`: as a process of its own."""
         if process:
-            command = [sys.executable, "-m", "ft_core.control.controller", "--job-dir", str(self.job_dir)]
+            command = [sys.executable, "-m", "ft_core.control", "--job-dir", str(self.job_dir)]
             self._process = await asyncio.create_subprocess_exec(*command)
         else:
-            self.controller = Controller(self.settings, self.job_dir)
+            self.controller = Shell(self.settings, self.job_dir)
             self._running = asyncio.create_task(self.controller.run())
 
     async def stop_controller(self) -> None:
@@ -453,7 +471,7 @@ class Fleet:
                 process.kill()
             await process.wait()
         if running is not None:
-            own = [t for t in asyncio.all_tasks() if t.get_coro().__qualname__.startswith("Controller.")]
+            own = [t for t in asyncio.all_tasks() if t.get_coro().__qualname__.startswith("Shell.")]
             for task in own:
                 task.cancel()
             await asyncio.gather(*own, return_exceptions=True)
@@ -471,10 +489,16 @@ class Fleet:
         assert found is not None
         return found
 
-    def events(self, name: str = "") -> list[Message]:
+    @property
+    def facts(self) -> Facts:
+        """What the controller in this process knows."""
+        assert self.controller is not None
+        return self.controller.machine.facts
+
+    def events(self, name: str = "") -> list[Event]:
         """What the controller has recorded, or that of one name."""
         if self.controller is not None:
-            assert self.controller._events.flush(10)
+            assert self.controller.events.flush(10)
         path = self.job_dir / "events.jsonl"
         text = path.read_text() if path.exists() else ""
         found = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
@@ -489,7 +513,7 @@ class Fleet:
                 self._running.result()  # an error of the controller's own
             await asyncio.sleep(0.01)
 
-    async def event(self, name: str, count: int = 1, seconds: float = 20) -> Message:
+    async def event(self, name: str, count: int = 1, seconds: float = 20) -> Event:
         """Until `count` events of that name are recorded; the last of them."""
         await self.until(lambda: len(self.events(name)) >= count, seconds)
         return self.events(name)[count - 1]

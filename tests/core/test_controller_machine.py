@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any, TypeVar
 
 import msgspec
+import pytest
 from msgspec.structs import replace
 
 from ft_core.control import epochs, takeover
@@ -31,6 +32,9 @@ from ft_core.protocol.messages import (
     AgentHello,
     AskStatus,
     Completed,
+    Configure,
+    ConfigureAnswer,
+    Configured,
     Denied,
     DescribeRole,
     Finished,
@@ -68,6 +72,7 @@ from ft_core.protocol.messages import (
     Shutdown,
     Stepped,
     Suspect,
+    UseSettings,
     WorkerLost,
 )
 from ft_core.settings import Command, Settings
@@ -735,6 +740,21 @@ def test_settings_that_contradict_another_nodes_end_the_job_with_the_reason() ->
     assert job.controller.facts.settings.replicas == 0
     job["node1"].greet()
     assert job.done == End(1) and "only one set for the whole job" in job.said[0]
+
+
+def test_fewer_spares_than_the_script_wants(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(nodes=1, replicas=0)
+    job.join("node1")
+    question = Configure(worker=0, id=0, settings={"spares": 3})
+    effects = job["node0"].say(question)
+    told = sent(effects, UseSettings)
+    assert told == {job[name].peer: UseSettings(settings={"spares": 3}) for name in ("node0", "node1")}
+    [warning] = caplog.messages
+    assert "asks for 3 spares; there are 1" in warning
+    assert "ftrun --join host:1 --job-dir /job" in warning and "--spares" in warning
+    answer = Send(job["node0"].peer, ConfigureAnswer(worker=0, id=0))
+    assert job["node0"].say(Configured(configured={"spares": 3})) == [answer]
+    assert job["node0"].say(question) == [answer] and len(caplog.messages) == 1
 
 
 def test_who_has_left_while_another_waits_is_found() -> None:

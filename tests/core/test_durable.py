@@ -20,6 +20,7 @@ from full_disk import file_limit
 from ft_core.adapter import StateTensor
 from ft_core.errors import CorruptSnapshot, TransportError
 from ft_core.node.agent import Agent
+from ft_core.protocol.messages import DurableFailed, DurableNames, DurableWritten, ListDurable, NodePlan
 from ft_core.settings import Command, Settings, write_secret
 from ft_core.state import durable
 from ft_core.state.snapshot import Snapshotter
@@ -183,13 +184,14 @@ def test_all_roles_read_the_newest_that_every_node_sees(tmp_path: Path):
             fleet["node1"].durable = [old, new, last]
             begun = await fleet.event("decided")
             assert (begun["origin"], begun["version"]) == ("durable", 5)
-            await fleet.until(lambda: all(fleet[n].plan.get("durable") == new for n in ("node0", "node1")))
+            await fleet.until(lambda: all(fleet[n].plan.durable == new for n in ("node0", "node1")))
             await fleet.event("resumed")
             fleet["node1"].die()
             await fleet.event("resumed", 2)
-            assert fleet["node0"].plan["origin"] == "memory", "and the name of the past is kept"
-            [job] = {message["job"] for message in fleet["node0"].received if message["type"] == "plan"}
-            assert durable.name_of(6, fleet["node0"].plan) == f"step-00000006-00002-{job}-2"
+            assert fleet["node0"].plan.worker.origin == "memory", "and the job's name is kept"
+            [job] = {each.job for each in fleet["node0"].received if isinstance(each, NodePlan)}
+            begun = fleet["node0"].plan
+            assert begun is not None and (begun.job, begun.epoch) == (job, 2)
 
     asyncio.run(job())
 
@@ -203,10 +205,10 @@ def test_a_checkpoint_that_fails_is_one_event(tmp_path: Path):
             for version in (5, 10):
                 for number, reason in enumerate(("No space left on device", "No such file or directory")):
                     about = {"role": number, "version": version, "reason": reason}
-                    fleet[f"node{number}"].post({"type": "durable_failed", **about})
+                    fleet[f"node{number}"].post(DurableFailed(**about))
                 failed = await fleet.event("durable_failed", version // 5)
                 assert failed["version"] == version
-            fleet["node0"].post({"type": "durable", "role": 0, "version": 15})
+            fleet["node0"].post(DurableWritten(role=0, version=15))
             await fleet.event("durable")
             assert len(fleet.events("durable_failed")) == 2
             assert "node node" in failed["reason"] and failed["roles"]
@@ -253,13 +255,12 @@ def agent(tmp_path: Path, store: NodeStore) -> Iterator[Agent]:
 
 
 def test_storage_that_cannot_be_read_is_told(agent: Agent, tmp_path: Path):
-    said: list[dict[str, Any]] = []
+    said: list[DurableNames] = []
     agent._controller = SimpleNamespace(post=said.append)  # type: ignore[assignment]
     (tmp_path / "durable").symlink_to(tmp_path / "durable")
     asyncio.run(agent._list_durable(7))
     [answer] = said
-    assert (answer["type"], answer["id"], answer["names"]) == ("durable_list", 7, [])
-    assert "symbolic links" in answer["error"]
+    assert (answer.id, answer.names) == (7, []) and "symbolic links" in answer.error
 
 
 def test_a_job_does_not_begin_anew_because_storage_cannot_be_read(tmp_path: Path):
@@ -284,7 +285,8 @@ def test_nodes_look_for_checkpoints_when_memory_does_not_suffice_and_never_else(
     name = durable.name_of(5, plan())
 
     def asked() -> set[str]:
-        return {n.name for n in fleet.nodes.values() if "durable" in [m["type"] for m in n.received]}
+        nodes = fleet.nodes.values()
+        return {n.name for n in nodes if any(isinstance(each, ListDurable) for each in n.received)}
 
     async def job() -> None:
         nonlocal fleet
@@ -328,13 +330,11 @@ def test_one_that_falls_due_while_another_is_written_is_left_out(agent: Agent, t
         await agent._write_durable(worker, 0, 2)  # type: ignore[arg-type]
 
     asyncio.run(job())
-    assert [(message["type"], message["version"]) for message in said] == [
-        ("durable_failed", 2),
-        ("durable", 1),
-        ("durable_failed", 2),
-    ]
-    assert "step 1 is still being written" in said[0]["reason"]
-    assert "no longer in memory" in said[2]["reason"]
+    first, written, last = said
+    assert isinstance(first, DurableFailed) and isinstance(last, DurableFailed)
+    assert first.version == last.version == 2 and written == DurableWritten(role=0, version=1)
+    assert "step 1 is still being written" in first.reason
+    assert "no longer in memory" in last.reason
 
 
 def test_the_newest_complete_ones_are_kept_and_torn_ones_are_not(tmp_path: Path, store: NodeStore):

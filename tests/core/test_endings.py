@@ -7,17 +7,22 @@ from pathlib import Path
 
 from core.fleet import Fleet
 
-from ft_core.control.endings import apart
+from ft_core.control.completion import apart
 from ft_core.node.workers import Exit
+from ft_core.protocol.messages import Issued, WorkerLost
 
 
 def test_apart() -> None:
     """Who has left is missed by those that have begun more with it than it was in."""
     world, others, pair = "0-2:1#0", "1-2:1#0", "0-2:1#0/1>2"
-    ended = {"step": 4, "at_end": True, "issued": {world: 9, others: 3, pair: 2}}
 
-    def going(**more: int) -> dict:
-        return {"step": 4, "at_end": False, "issued": more}
+    def said(at_end: bool, issued: dict[str, int]) -> Issued:
+        return Issued(round=1, epoch=1, role=0, step=4, at_end=at_end, issued=issued)
+
+    def going(**more: int) -> Issued:
+        return said(False, more)
+
+    ended = said(True, {world: 9, others: 3, pair: 2})
 
     assert apart({0: going(**{world: 9}), 1: ended}) is None
     assert apart({0: going(**{world: 10, others: 5}), 2: going(**{world: 10})}) is None, "nobody has left"
@@ -26,7 +31,7 @@ def test_apart() -> None:
         found is not None and "role 1 came to the end" in found and "operation 10 of group 0-2:1#0" in found
     )
     assert apart({2: going(**{pair: 3}), 1: ended}) is not None
-    assert apart({0: going(**{pair: 3}), 1: {**ended, "issued": {}}}) is not None
+    assert apart({0: going(**{pair: 3}), 1: said(True, {})}) is not None
     assert apart({2: going(**{"0-2:1#0/0>2": 3}), 1: ended}) is None, "it is none of theirs"
 
 
@@ -51,8 +56,8 @@ def test_a_worker_that_ends_without_a_word(tmp_path: Path) -> None:
         async with Fleet(tmp_path, nodes=2) as fleet:
             await fleet.event("resumed")
             worker = fleet["node1"].workers.pop(1)
-            lost = {"type": "worker_lost", "role": 1, "pid": worker.pid, "exit": "exit code 0"}
-            fleet["node1"].post({**lost, "crashed": False, "code": 0, "traceback": ""})
+            lost = {"exit": "exit code 0", "crashed": False, "code": 0, "traceback": ""}
+            fleet["node1"].post(WorkerLost(role=1, pid=worker.pid, **lost))
             assert await fleet.ended() == 1
             assert "of role 1 on node1: exit code 0, in the middle" in fleet.events("stopped")[0]["reason"]
 

@@ -86,7 +86,7 @@ def test_what_is_adopted_is_what_nobody_else_has() -> None:
 def test_the_plan_carries_it_to_another_controller() -> None:
     before, after = groups(), Groups(Start(6, 1, 6))
     before.changed(7, placed(1, 4))
-    after.take(before.to_json())
+    after.restore(before.value())
     assert after.known
     assert after.membership == before.membership
     assert after.membership.taking_part(8) == (0, 2)

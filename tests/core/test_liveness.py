@@ -7,15 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from core.fleet import Fleet, Message, Node, Worker
+from core.fleet import Fleet, Node, Worker
 from core.real_agent import RealAgent
 from core.test_protocol import play
 
+from ft_core.control import plans
 from ft_core.control.groups import Groups
 from ft_core.process.awake import AwakeClock
+from ft_core.protocol import messages as m
 from ft_core.settings import Command, Settings, unique
 
 SHORT = {"heartbeat": 0.1, "heartbeats_missed": 5}
@@ -95,12 +98,13 @@ def test_a_node_that_was_replaced_comes_back_as_a_spare(tmp_path: Path):
         old.go_on()
         name = (await fleet.event("joined", 4))["node"]
         assert name.startswith("node1+") and old.killed
-        assert {message["type"] for message in old.sent[said:]} <= {"heartbeat", "hello"}
+        assert {type(message) for message in old.sent[said:]} <= {m.Heartbeat, m.AgentHello}
         fleet["node2"].die()
         decided = await fleet.event("decided", 3)
         assert decided["moved"] == {"1": name} and fleet[name].domain == "node1"
         await fleet.event("resumed", 3)
-        assert fleet[name].plan["sources"]["1"][fleet.segment(1)] == ["node0"]
+        plan = fleet[name].plan
+        assert plan is not None and plan.sources[1][fleet.segment(1)] == ["node0"]
 
     play(test, tmp_path / "job", nodes=2, spares=1, **SHORT)
 
@@ -189,7 +193,7 @@ def test_a_node_that_comes_when_the_job_has_just_ended_is_told(tmp_path: Path):
     async def test(fleet: Fleet) -> None:
         await fleet.event("resumed")
         late, over = fleet.join("late"), asyncio.Event()
-        late.delay("hello", over.wait())
+        late.delay(m.AgentHello, over.wait())
         await fleet.until(lambda: late.connections)
         for role in range(2):
             fleet[f"node{role}"].complete(role)
@@ -250,13 +254,13 @@ def test_a_restarted_controller_waits_for_hellos_that_are_on_their_way(tmp_path:
 
 def test_a_restarted_controller_asks_another_node_if_one_does_not_tell_the_plan(tmp_path: Path):
     async def test(fleet: Fleet) -> None:
-        async def swallow(_: Message) -> bool:
+        async def swallow(_: m.Message) -> bool:
             return False
 
         await fleet.event("resumed")
         await fleet.stop_controller()
         for node in fleet.nodes.values():
-            node.on("tell", swallow)
+            node.on(m.SendState, swallow)
         await fleet.start_controller()
         await fleet.event("controller_restarted")
         fleet["node0"].crash(0)
@@ -269,52 +273,63 @@ def test_a_restarted_controller_asks_another_node_if_one_does_not_tell_the_plan(
 def test_a_controller_of_thousands_of_roles_is_restarted(tmp_path: Path):
     """They all come at once. It reads them all before it judges, and the plan once, or little more."""
     nodes, nproc = 512, 8
-    plan: Message = {}
+    told_plan: list[m.NodePlan] = []
 
     def told(node: Node) -> None:
-        node.plan, node.epoch = plan, 1
+        node.plan, node.epoch = told_plan[0], 1
         for role in node.roles_here():
             node.workers[role] = Worker(stage="training", step=100)
             node.versions[role] = [99, 100]
 
     async def test(fleet: Fleet) -> None:
         await fleet.stop_controller()
-        roles = {str(role): f"node{role // nproc}" for role in range(nodes * nproc)}
-        plan.update(PLAN, roles=roles, groups=Groups(fleet.settings.start).to_json())
-        plan["catalogue"] = {role: {fleet.segment(int(role)): [int(role)]} for role in roles}
-        plan["nodes"] = {name: {"data": "127.0.0.1:1", "domain": name} for name in roles.values()}
+        roles = {role: f"node{role // nproc}" for role in range(nodes * nproc)}
+        told_plan.append(plan_of(fleet.settings, roles, fleet.segment, "127.0.0.1:2"))
         for number in range(nodes):
             told(fleet.join(f"node{number}"))
         await fleet.start_controller(process=True)
         await fleet.event("controller_restarted", seconds=60)
         assert len(fleet.events("joined")) == nodes
         assert not fleet.events("detected") and not fleet.events("decided")
-        asked = [node for node in fleet.nodes.values() if any(m["type"] == "tell" for m in node.received)]
+        asked = [
+            node
+            for node in fleet.nodes.values()
+            if any(isinstance(each, m.SendState) for each in node.received)
+        ]
         assert len(asked) < 8
 
     play(test, tmp_path / "job", nodes=nodes, nproc=nproc, ranks=[], heartbeat=1)
 
 
-PLAN: Message = {
-    "type": "plan",
-    "epoch": 1,
-    "id": "1-1",
-    "job": "1",
-    "master": "127.0.0.1:2",
-    "futile": [0, 0],
-    "store": "127.0.0.1:1",
-    "version": None,
-    "origin": "initial",
-    "durable": "",
-    "sources": {},
-    "completed": {},
-    "parts": 0,
-    "resumes": False,
-    "started_over": 0,
-    "absent": {},
-    "adopted": {},
-    "newcomers": [],
-    "initial": 0,
-    "reached": 0,
-    "start": [None, "initial"],
-}
+def plan_of(
+    settings: Settings, roles: dict[int, str], segment: Callable[[int], str], master: str
+) -> m.NodePlan:
+    """A plan that a job with these roles may have begun with."""
+    state = m.JobState(
+        id="1-1",
+        epoch=1,
+        job="1",
+        roles=roles,
+        nodes={name: m.NodeAddress(data="127.0.0.1:1", domain=name) for name in roles.values()},
+        store="127.0.0.1:1",
+        master=master,
+        version=None,
+        origin="initial",
+        durable="",
+        sources={},
+        completed={},
+        parts=0,
+        resumes=False,
+        started_over=0,
+        absent={},
+        adopted={},
+        newcomers=[],
+        groups=Groups(settings.start).value(),
+        catalogue={role: {segment(role): [role]} for role in roles},
+        initial=0,
+        reached=0,
+        futile=0,
+        goal=0,
+        start=(None, "initial"),
+    )
+    return plans.node_plan(state, "", settings, plans.encode(state))

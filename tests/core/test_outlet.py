@@ -86,14 +86,14 @@ def test_a_job_goes_on_while_the_controllers_disk_is_full_and_its_console_unread
             os.set_blocking(writer, True)
             (tmp_path / "job" / "events.jsonl").rename(tmp_path / "job" / "before")
             os.symlink("/dev/full", tmp_path / "job" / "events.jsonl")
-            command = [sys.executable, "-m", "ft_core.control.controller", "--job-dir", str(tmp_path / "job")]
+            command = [sys.executable, "-m", "ft_core.control", "--job-dir", str(tmp_path / "job")]
             fleet._process = await asyncio.create_subprocess_exec(*command, stderr=writer)
             os.close(writer)
             node = fleet["node0"]
             await fleet.until(lambda: node.connections == 2)
             for epoch in (2, 3):
                 node.crash(0)
-                await fleet.until(lambda e=epoch: node.plan["epoch"] == e and node.workers[0].step)
+                await fleet.until(lambda e=epoch: node.plan.epoch == e and node.workers[0].step)
             os.unlink(tmp_path / "job" / "events.jsonl")
             node.finish(0)
             fleet["node1"].finish(1)

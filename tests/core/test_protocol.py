@@ -8,14 +8,29 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from core.fleet import Fleet, Message
+from core.fleet import Fleet, Node
 from core.real_agent import RealAgent
+from msgspec.structs import replace
 
+from ft_core.control import ctl
+from ft_core.control.phases import Running
 from ft_core.errors import TransportError
-from ft_core.protocol.messages import Release, WorkerCompleted
+from ft_core.protocol import messages as m
+from ft_core.protocol.messages import Message, NodePlan
 
 Test = Callable[[Fleet], Awaitable[None]]
+
+
+def _plan(node: Node) -> NodePlan:
+    """The plan that it has begun."""
+    assert node.plan is not None
+    return node.plan
+
+
+def _state(plan: NodePlan) -> m.JobState:
+    return msgspec.json.decode(plan.state, type=m.JobState)
 
 
 def play(test: Test, job_dir: Path, **settings: Any) -> None:
@@ -38,9 +53,9 @@ def test_a_job_begins_with_spares_in_the_places_of_nodes_that_do_not_come(
         assert "no node of rank 2, and no spare" in (await fleet.event("waiting"))["reason"]
         fleet.join("another")
         await fleet.event("resumed")
-        assert fleet["node1"].plan["roles"] == {"0": "spare", "1": "node1", "2": "another"}
+        assert _plan(fleet["node1"]).roles == {0: "spare", 1: "node1", 2: "another"}
 
-    monkeypatch.setattr("ft_core.control.controller._FORM_GRACE", 0.3)
+    monkeypatch.setattr("ft_core.control.forming.GRACE", 0.3)
     play(test, tmp_path / "job", nodes=3, ranks=[1])
 
 
@@ -75,16 +90,14 @@ def test_the_second_worker_of_a_recovery_dies_after_its_node_has_reported(tmp_pa
         await fleet.event("resumed")
         fleet["node2"].quiet = False
         fleet["node0"].crash(0)
-        controller = fleet.controller
-        assert controller is not None
-        await fleet.until(lambda: controller.nodes["node1"].holdings["epoch"] == 2)
+        await fleet.until(lambda: fleet.facts.nodes["node1"].holdings.epoch == 2)
         fleet["node1"].crash(1)
         await fleet.event("detected", 2)
         fleet["node2"].quiesced()
         decided = await fleet.event("decided", 2)
         assert decided["roles"] == [0, 1] and decided["moved"] == {"0": "node0", "1": "node1"}
         await fleet.event("resumed", 2)
-        assert fleet["node2"].plan["newcomers"] == [0, 1]
+        assert _plan(fleet["node2"]).worker.newcomers == [0, 1]
         assert fleet["node2"].epoch == 2  # one recovery for both
 
     play(test, tmp_path / "job", nodes=3)
@@ -127,11 +140,9 @@ def test_a_hello_is_no_report_while_workers_are_in_their_step(tmp_path: Path):
         fleet["node0"].crash(0)
         await fleet.until(lambda: fleet["node1"].epoch == 2)
         fleet["node1"].disconnect()
-        controller = fleet.controller
-        assert controller is not None
-        await fleet.until(lambda: controller.nodes["node1"].about["pid"] == 2)  # its second connection
+        await fleet.until(lambda: fleet.facts.nodes["node1"].hello.pid == 2)  # its second connection
         fleet["node2"].quiesced()
-        await fleet.until(lambda: controller.nodes["node2"].holdings["epoch"] == 2)
+        await fleet.until(lambda: fleet.facts.nodes["node2"].holdings.epoch == 2)
         assert len(fleet.events("decided")) == 1
         fleet["node1"].quiesced()
         await fleet.event("resumed", 2)
@@ -139,14 +150,14 @@ def test_a_hello_is_no_report_while_workers_are_in_their_step(tmp_path: Path):
     play(test, tmp_path / "job", nodes=3)
 
 
-ABORTED = ("abort", "holdings", "plan", "worker_lost", "restored", "stepped", "reopened", "layout")
-ENDING = ("completed", "release", "finished")
+ABORTED = (m.Abort, m.Holdings, m.NodePlan, m.WorkerLost, m.Restored, m.Stepped, m.Reopened, m.RoleLayout)
+ENDING = (m.Completed, m.Release, m.Finished)
 
 
 @pytest.mark.parametrize("successor", [False, True], ids=["connection", "controller"])
 @pytest.mark.parametrize("kind", [*ABORTED, *ENDING])
 @pytest.mark.parametrize("node", ["node0", "node1"])
-def test_a_message_is_lost_and_said_again(tmp_path: Path, kind: str, successor: bool, node: str):
+def test_a_message_is_lost_and_said_again(tmp_path: Path, kind: type[Message], successor: bool, node: str):
     """With its connection, or with the controller: before it has sent it to all, or has read it."""
 
     async def test(fleet: Fleet) -> None:
@@ -163,7 +174,7 @@ def test_a_message_is_lost_and_said_again(tmp_path: Path, kind: str, successor: 
 
         fleet[node].on(kind, lose)
         fleet["node0"].crash(0)
-        if kind in ABORTED and not (kind == "worker_lost" and node == "node1"):
+        if kind in ABORTED and not (kind is m.WorkerLost and node == "node1"):
             await asyncio.wait_for(lost.wait(), 10)
         await fleet.until(lambda: fleet.events("resumed")[-1]["epoch"] == fleet["node2"].epoch > 1)
         for name in ("node0", "node1"):
@@ -197,20 +208,23 @@ def test_what_an_agent_says_while_its_connection_breaks_is_said_again(tmp_path: 
         fleet["node0"].complete(0)
         worker = agent.pool.of_role(1)
         assert worker is not None
-        agent._on_worker(worker, WorkerCompleted(agent.epoch, 1, True))
-        await fleet.until(lambda: any(isinstance(m, Release) for m in worker.channel.heard))  # type: ignore
+        agent._on_worker(worker, m.WorkerCompleted(agent.epoch, 1, True))
+        await fleet.until(lambda: any(isinstance(each, m.Release) for each in worker.channel.heard))  # type: ignore
         assert len(lost) == 1
         await agent.end()
 
     play(test, tmp_path / "job", nodes=2, ranks=[0], replicas=0)
 
 
-RETURNING = ("counts", "prepare", "prepared", "hold", "held", "plan", "abort", "holdings")
+RETURNING = (
+    *(m.SendCounts, m.OperationCounts, m.Prepare, m.Prepared, m.Hold, m.Held, m.NodePlan, m.Abort),
+    m.Holdings,
+)
 
 
 @pytest.mark.parametrize("successor", [False, True], ids=["connection", "controller"])
 @pytest.mark.parametrize("kind", [None, *RETURNING])
-def test_a_replica_group_comes_back(tmp_path: Path, kind: str | None, successor: bool):
+def test_a_replica_group_comes_back(tmp_path: Path, kind: type[Message] | None, successor: bool):
     """Also to a restarted controller, which must know that all have stepped, and with any message lost."""
 
     async def test(fleet: Fleet) -> None:
@@ -233,10 +247,10 @@ def test_a_replica_group_comes_back(tmp_path: Path, kind: str | None, successor:
             return False
 
         if kind is not None:
-            (spare if kind in ("prepare", "prepared") else fleet["node0"]).on(kind, lose)
+            (spare if kind in (m.Prepare, m.Prepared) else fleet["node0"]).on(kind, lose)
         await fleet.event("returned")
         await fleet.until(lambda: fleet.events("resumed")[-1]["epoch"] == spare.epoch)
-        assert spare.plan["roles"] == {"0": "node0", "1": "spare"}
+        assert _plan(spare).roles == {0: "node0", 1: "spare"}
 
     play(test, tmp_path / "job", nodes=2, groups=2, policy="shrink")
 
@@ -248,10 +262,13 @@ def test_an_agent_has_begun_another_controllers_plan(tmp_path: Path, epoch: int)
     async def test(fleet: Fleet) -> None:
         await fleet.event("resumed")
         node = fleet["node1"]
-        node.plan, node.epoch = {**node.plan, "epoch": epoch, "id": f"{epoch}-other"}, epoch
+        state = replace(_state(_plan(node)), epoch=epoch, id=f"{epoch}-other")
+        encoded = msgspec.Raw(msgspec.json.encode(state))
+        node.plan = replace(_plan(node), epoch=epoch, id=state.id, state=encoded)
+        node.epoch = epoch
         node.disconnect()
         assert (await fleet.event("resumed", 2))["epoch"] == epoch + 1
-        assert {n.plan["id"] for n in fleet.nodes.values()} == {node.plan["id"]}
+        assert {_plan(n).id for n in fleet.nodes.values()} == {_plan(node).id}
 
     play(test, tmp_path / "job", nodes=2)
 
@@ -333,9 +350,11 @@ def test_a_spare_keeps_the_copies_that_one_node_cannot(tmp_path: Path):
         node.step()
         await fleet.until(lambda: node.committed() == [4, 4])
         assert [held(spare) for spare in others] == [[[4], [4]], []]
-        controller = fleet.controller
-        assert controller is not None
-        shown = lambda: [list(row.replicas.values()) for row in controller.console.status().roles]  # noqa: E731
+
+        def shown() -> list[list[dict[str, list[int]]]]:
+            status = ctl.status(fleet.facts, Running(), set(), 0)
+            return [list(row.replicas.values()) for row in status.roles]
+
         await fleet.until(lambda: shown() == [[{"other": [4]}]] * 2)
         await node.end()
         decided = await fleet.event("decided", 2)
@@ -384,18 +403,18 @@ def test_nobodys_own_suspicion_tells_against_him(tmp_path: Path):
     async def test(fleet: Fleet) -> None:
         await fleet.event("resumed")
         node = fleet["node1"]
-        node.post({"type": "suspect", "epoch": 1, "role": 1, "reason": "connection reset"})
+        node.post(m.Suspect(epoch=1, role=1, reason="connection reset"))
         await fleet.event("suspected")
         back = asyncio.Event()
-        node.delay("hello", back.wait())
+        node.delay(m.AgentHello, back.wait())
         node.disconnect()
         controller = fleet.controller
         assert controller is not None
-        await fleet.until(lambda: controller.nodes["node1"].gone_since is not None)
+        await fleet.until(lambda: fleet.facts.nodes["node1"].gone_since is not None)
         ticks = controller.clock.now
         await fleet.until(lambda: controller.clock.now > ticks + 0.1)
         back.set()
-        await fleet.until(lambda: controller.nodes["node1"].gone_since is None)
+        await fleet.until(lambda: fleet.facts.nodes["node1"].gone_since is None)
         assert not fleet.events("detected") and fleet["node0"].epoch == 1
 
     play(test, tmp_path / "job", nodes=2)
