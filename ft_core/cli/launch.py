@@ -305,7 +305,7 @@ class Launcher:
         """Start an agent."""
         temporary = tempfile.mkdtemp(prefix="ft-agent-")
         about = ["--node", node, "--node-rank", str(node_rank), "--domain", domain, "--temporary", temporary]
-        agent = self._start("ft_core.node.agent", *about)
+        agent = self._start("ft_core.node", *about)
         self._temporary[agent] = temporary
         self._agents.append(agent)
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from ft_core.node.crew import Crew
 from ft_core.node.view import View
 from ft_core.protocol import messages as m
-from ft_core.state.manifest import Segment
 
 
 def roles_held(here: Iterable[int], crew: Crew, view: View) -> dict[int, m.RoleHeld]:
@@ -71,19 +70,8 @@ def role_state(role: int, crew: Crew, view: View) -> m.RoleState:
     worker = crew.of_role(role)
     return m.RoleState(
         role=role,
-        segments=[described(segment) for segment in view.segments(role)],
+        segments=[segment.layout for segment in view.segments(role)],
         ring=worker.ring if worker else [],
         step_seconds=view.words(worker.number).step_s if worker else 0.0,
         bytes_per_second=view.bandwidth(),
     )
-
-
-def described(segment: Segment) -> m.Layout:
-    """A segment, for a message."""
-    items = tuple(m.Item(i.name, i.dtype, i.shape, i.offset, i.nbytes) for i in segment.items)
-    return m.Layout(segment.holders, items)
-
-
-def segment_of(layout: m.Layout) -> m.SegmentId:
-    """Its name."""
-    return Segment(layout.holders, ()).id

@@ -6,109 +6,99 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
 
 from ft_core.errors import FtError
 from ft_core.net.transport import TcpTransport
-from ft_core.node.workers import Worker, WorkerPool
-from ft_core.protocol.messages import (
-    AskProgress,
-    AskStartupEntries,
-    EntriesBrought,
-    Progress,
-    ProgressBrought,
-    Refused,
-    SendProgress,
-    SendStartupEntries,
-    StartupEntries,
-    ToWorker,
-)
-from ft_core.protocol.transfers import (
-    Accepted,
-    DescribeSegment,
-    EntriesFound,
-    FetchEntries,
-    FetchProgress,
-    Found,
-    ProgressFound,
-    Question,
-    SegmentFound,
-    StrikeCopy,
-)
+from ft_core.node.events import AskPeer, PeerAsks
+from ft_core.protocol import messages as m
+from ft_core.protocol import transfers as t
 from ft_core.state.store import NodeStore
 
 log = logging.getLogger(__name__)
-Message = dict[str, Any]
 
 _DEADLINE = 10.0
+_Answer = m.StartupEntries | m.Progress | str
 
 
 class Inquiries:
-    """Both sides of them, for one agent. Made in its event loop."""
+    """The side of the one that is asked, for one agent."""
 
-    def __init__(self, node: str, store: NodeStore, pool: WorkerPool, transport: TcpTransport) -> None:
-        self._node, self._store, self._pool, self._transport = node, store, pool, transport
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, node: str, store: NodeStore) -> None:
+        self._node, self._store = node, store
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[StartupEntries | Progress]] = {}
+        self._waiting: dict[int, Future[_Answer]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
 
-    def answer(self, question: Question) -> Found:
+    def open(self, handle: Callable[[PeerAsks], None]) -> None:
+        """What a worker must be asked goes to `handle`, in the event loop that is running now."""
+        self._handle = handle
+        self._loop = asyncio.get_running_loop()
+
+    def answer(self, question: t.Question) -> t.Found:
         """Another agent asks. Runs in a thread of the transport. Raises FtError."""
         match question:
-            case DescribeSegment(name, version):
+            case t.DescribeSegment(name, version):
                 if (found := self._store.find(name, version)) is None:
                     raise FtError(f"node {self._node} does not hold {name}")
-                return SegmentFound(found[0].layout)
-            case StrikeCopy(name, version):
+                return t.SegmentFound(found[0].layout)
+            case t.StrikeCopy(name, version):
                 log.error(
                     "node %s: its copy of segment %s, version %s, is corrupt and struck off; another is used",
                     *(self._node, name, version),
                 )
                 self._store.strike(name, version)
-                return Accepted()
-            case FetchEntries(holder, group, start):
-                told = self._from_worker(holder, lambda number: SendStartupEntries(number, group, start))
-                assert isinstance(told, StartupEntries)
-                return EntriesFound(told.entries)
-            case FetchProgress(holder):
-                said = self._from_worker(holder, SendProgress)
-                assert isinstance(said, Progress)
-                return ProgressFound(said.version, said.counts, self._store.envelope(holder).decode())
+                return t.Accepted()
+            case t.FetchEntries(holder, group, start):
+                told = self._from_worker(holder, m.SendStartupEntries(next(self._numbers), group, start))
+                assert isinstance(told, m.StartupEntries)
+                return t.EntriesFound(told.entries)
+            case t.FetchProgress(holder):
+                said = self._from_worker(holder, m.SendProgress(next(self._numbers)))
+                assert isinstance(said, m.Progress)
+                return t.ProgressFound(said.version, said.counts, self._store.envelope(holder).decode())
 
-    def answered(self, message: StartupEntries | Progress) -> None:
-        """A worker here has given its record."""
-        if (waiting := self._waiting.pop(message.id, None)) is not None and not waiting.done():
-            waiting.set_result(message)
-
-    async def relay(self, worker: Worker, asked: AskStartupEntries | AskProgress, plan: Message) -> None:
-        """A newcomer here asks something of a role elsewhere, `holder`: ask that one's agent."""
-        question: FetchEntries | FetchProgress
-        if isinstance(asked, AskStartupEntries):
-            question = FetchEntries(asked.holder, asked.group, asked.start)
-        else:
-            question = FetchProgress(asked.holder)
+    def _from_worker(
+        self, role: int, question: m.SendStartupEntries | m.SendProgress
+    ) -> m.StartupEntries | m.Progress:
+        if self._loop is None:
+            raise FtError(f"node {self._node} is starting")
+        future: Future[_Answer] = Future()
+        self._waiting[question.id] = future
         try:
-            address = plan["nodes"][plan["roles"][str(asked.holder)]]["data"]
-            found = await asyncio.to_thread(self._transport.request, address, question, _DEADLINE)
-        except (FtError, KeyError) as error:
-            reason = f"asking role {asked.holder} ({type(question).__name__}): {error}"
-            worker.post(Refused(asked.id, reason))
-            return
-        if isinstance(found, EntriesFound):
-            worker.post(EntriesBrought(asked.id, found.entries))
-        elif isinstance(found, ProgressFound):
-            worker.post(ProgressBrought(asked.id, found.version, found.counts, found.envelope))
-        else:
-            worker.post(Refused(asked.id, f"the agent of role {asked.holder} answered {found}"))
+            self._loop.call_soon_threadsafe(self._handle, PeerAsks(role, question))
+            answer = future.result(_DEADLINE)
+        except TimeoutError:
+            raise FtError(f"the worker of role {role} did not answer within {_DEADLINE:.0f} s") from None
+        finally:
+            del self._waiting[question.id]
+        if isinstance(answer, str):
+            raise FtError(answer)
+        return answer
 
-    def _from_worker(self, role: int, ask: Callable[[int], ToWorker]) -> StartupEntries | Progress:
-        return asyncio.run_coroutine_threadsafe(self._ask_worker(role, ask), self._loop).result(_DEADLINE)
+    def answered(self, number: int, answer: _Answer) -> None:
+        """A worker here has given what it was asked for; or why it cannot be asked."""
+        if (waiting := self._waiting.get(number)) is not None:
+            waiting.set_result(answer)
 
-    async def _ask_worker(self, role: int, ask: Callable[[int], ToWorker]) -> StartupEntries | Progress:
-        worker = self._pool.of_role(role)
-        if worker is None or worker.channel is None:
-            raise FtError(f"role {role} has no worker on node {self._node}")
-        number = next(self._numbers)
-        self._waiting[number] = asyncio.get_running_loop().create_future()
-        worker.post(ask(number))
-        return await asyncio.wait_for(self._waiting[number], _DEADLINE)
+
+def relay(asked: AskPeer, transport: TcpTransport) -> m.EntriesBrought | m.ProgressBrought | m.Refused:
+    """A newcomer here asks something of a role elsewhere: what that one's agent says. Waits for it."""
+    question = asked.question
+    what: t.FetchEntries | t.FetchProgress
+    if isinstance(question, m.AskStartupEntries):
+        what = t.FetchEntries(question.holder, question.group, question.start)
+    else:
+        what = t.FetchProgress(question.holder)
+    try:
+        found = transport.request(asked.address, what, _DEADLINE)
+    except FtError as error:
+        reason = f"asking role {question.holder} ({type(what).__name__}): {error}"
+        return m.Refused(question.id, reason)
+    match found:
+        case t.EntriesFound(entries):
+            return m.EntriesBrought(question.id, entries)
+        case t.ProgressFound(version, counts, envelope):
+            return m.ProgressBrought(question.id, version, counts, envelope)
+        case _:
+            return m.Refused(question.id, f"the agent of role {question.holder} answered {found}")

@@ -70,6 +70,7 @@ from ft_core.process.inject import ENV as INJECT_ENV
 from ft_core.process.sigterm import ENDED, GRACE
 from ft_core.protocol import messages as m
 from ft_core.settings import Settings
+from ft_core.state.manifest import Segment
 
 log = logging.getLogger(__name__)
 
@@ -586,7 +587,7 @@ class Agent:
                 epoch=self.epoch,
                 role=request.role,
                 adopted=adopted,
-                segments={holdings.segment_of(s): list(s.holders) for s in request.segments},
+                segments={Segment.of(s).id: list(s.holders) for s in request.segments},
                 initial=worker.initial,
                 resumes=worker.resumes,
                 group=worker.group,

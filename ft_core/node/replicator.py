@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
 
 from ft_core.errors import TransportError
 from ft_core.net.transport import TcpTransport
 from ft_core.process.inject import Injector
+from ft_core.protocol.messages import NodePlan
 from ft_core.state.placement import replica_nodes, sender, spares_of
 from ft_core.state.store import NodeStore
 
@@ -20,16 +20,6 @@ _DEADLINE = 600.0
 _GATE_SHARE = 0.2
 """Share of a step that the gate may hold a snapshot back; beyond it, STATE is sent all the same."""
 _GATE_POLL = 2e-4
-
-
-class _Where(NamedTuple):
-    """Where everybody is in an epoch."""
-
-    epoch: int
-    role_nodes: dict[int, str]
-    adopters: dict[int, int]
-    domains: dict[str, str]
-    addresses: dict[str, str]
 
 
 class Replicator:
@@ -41,56 +31,51 @@ class Replicator:
         """k; the script may bring another before its first snapshot."""
         self._injector = injector
         self._lock = threading.Lock()
-        self._rings: dict[int, list[int]] = {}
         self._sent: dict[int, tuple[int, int]] = {}
         self._seconds = 0.0
-        self._where = _Where(0, {}, {}, {}, {})
+        self._plan: NodePlan | None = None
 
-    def begin(self, plan: dict[str, Any]) -> None:
+    def begin(self, plan: NodePlan) -> None:
         """A new epoch, or other spares than before: learn where everybody is."""
-        self._where = _Where(
-            plan["epoch"],
-            {int(role): node for role, node in plan["roles"].items()},
-            {int(role): int(adopter) for role, adopter in plan["adopted"].items()},
-            {node: about["domain"] for node, about in plan["nodes"].items()},
-            {node: about["data"] for node, about in plan["nodes"].items()},
-        )
+        known = self._plan.nodes.values() if self._plan else ()
+        self._plan = plan
+        for gone in {where.data for where in known} - {where.data for where in plan.nodes.values()}:
+            self._transport.close_peers(gone)  # what is being sent there goes elsewhere
 
     def cancel(self) -> None:
         """An epoch ended: wake every transfer under way."""
         self._transport.close_peers()
 
-    def register(self, role: int, ring: list[int]) -> None:
-        """Remember a role's DP peers, the first choice for its replicas."""
-        self._rings[role] = ring
-
-    def replicate(self, role: int, version: int, epoch: int, gate: Callable[[], None]) -> None:
+    def replicate(
+        self, role: int, version: int, epoch: int, ring: Sequence[int], gate: Callable[[], None]
+    ) -> None:
         """Make every segment of the snapshot of a role, played or adopted here, survive k failure domains.
 
-        Returns when each copy is acknowledged as verified. Raises TransportError.
+        `ring`: DP peers of whoever holds it, the first choice. Returns when each copy is acknowledged as
+        verified. Raises TransportError.
         """
-        of_epoch, role_nodes, adopters, domains, addresses = self._where
-        if of_epoch != epoch:
+        plan = self._plan
+        if plan is None or plan.epoch != epoch:
             raise TransportError(f"epoch {epoch} is over")
-        adopter = adopters.get(role)
+        adopter = plan.worker.adopted.get(role)
         found = self._store.memory(role, adopted=adopter is not None).find(version)
         if found is None:
             raise TransportError(f"version {version} of role {role} is no longer in memory")
         _, buffer = found
         total, started = 0, time.monotonic()
-        ring = self._rings.get(role)
-        if adopter is not None:
-            # What it had alone is where its adopter is.
-            role_nodes, ring = {**role_nodes, role: role_nodes[adopter]}, self._rings.get(adopter)
-        spares = spares_of(addresses, role_nodes)
+        places = plan.roles
+        if adopter is not None:  # what it had alone is where its adopter is
+            places = {**places, role: places[adopter]}
+        domains = {node: where.domain for node, where in plan.nodes.items()}
+        spares = spares_of(plan.nodes, places)
         for index, segment in enumerate(buffer.segments):
-            if sender(segment, role_nodes) != role:
+            if sender(segment, places) != role:
                 continue
-            for node in replica_nodes(segment, role_nodes, domains, self.replicas, ring, spares):
+            for node in replica_nodes(segment, places, domains, self.replicas, ring, spares):
                 self._injector.point(role, "h2h", version)
                 sums = list(buffer.checksums(index))
                 total += self._transport.push(
-                    addresses[node],
+                    plan.nodes[node].data,
                     segment,
                     version,
                     buffer.data(index),

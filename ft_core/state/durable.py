@@ -21,7 +21,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,6 +29,7 @@ from typing import Any, BinaryIO
 from xxhash import xxh3_64_hexdigest
 
 from ft_core.errors import CorruptSnapshot, TransportError
+from ft_core.protocol.messages import NodePlan
 from ft_core.state.manifest import Segment
 from ft_core.state.memory import SnapshotBuffer, anonymous, copy_bytes
 from ft_core.state.snapshot import ENVELOPE, verify
@@ -44,10 +45,10 @@ _NAME = re.compile(r"step-(\d+)-(\d+)-(\w+)-(\d+)")
 _SEGMENTS = "segments"
 
 
-def name_of(version: int, plan: Mapping[str, Any]) -> str:
+def name_of(version: int, plan: NodePlan) -> str:
     """The directory of `version` as the epoch of `plan` has it. Names sort by version, then epoch."""
-    world_size = len(plan["roles"]) + len(plan["absent"])
-    return f"step-{version:08d}-{plan['epoch']:05d}-{plan['job']}-{world_size}"
+    world_size = len(plan.roles) + len(plan.worker.absent)
+    return f"step-{version:08d}-{plan.epoch:05d}-{plan.job}-{world_size}"
 
 
 def version_of(name: str) -> int:
@@ -93,9 +94,7 @@ class _Held:
         return data, sums
 
 
-def parts(
-    store: NodeStore, role: int, version: int, plan: Mapping[str, Any], replicated: bool
-) -> dict[int, Part]:
+def parts(store: NodeStore, role: int, version: int, plan: NodePlan, replicated: bool) -> dict[int, Part]:
     """What the node of `role` writes of `version`.
 
     Its own part, and those of roles that are away and have it as counterpart; empty if training was quicker.
@@ -106,29 +105,28 @@ def parts(
     if not own:
         return {}
     found = {role: own}
-    for name in (name for name, counterpart in plan["absent"].items() if counterpart == role):
-        away, theirs = int(name), [held for held in own if int(name) in held.segment.holders]
+    for away in (away for away, counterpart in plan.worker.absent.items() if counterpart == role):
+        theirs = [held for held in own if away in held.segment.holders]
         if replicated:  # what comes back later is as its counterpart is, random states included
             for held in own:
                 if away not in held.segment.holders:
                     holders = tuple(sorted(away if h == role else h for h in held.segment.holders))
                     theirs.append(replace(held, segment=replace(held.segment, holders=holders)))
-        elif name in plan["adopted"]:
+        elif away in plan.worker.adopted:
             shared = {held.segment.id for held in theirs}
             adopted = _held(store.memory(away, adopted=True), version)
             theirs += [held for held in adopted if held.segment.id not in shared]
-        known = set(plan["catalogue"].get(name, ()))
+        known = set(plan.away.get(away, ()))
         items = [item.name for held in theirs for item in held.segment.items]
         if known <= {held.segment.id for held in theirs} and ENVELOPE in items:
             found[away] = sorted(theirs, key=lambda held: held.segment.holders)
-    present = set(map(int, plan["roles"]))
     copies: dict[tuple[int, int], tuple[mmap.mmap, list[int]]] = {}
     result = {}
     for each, rows in found.items():
         content = []
         for held in rows:
             # Of the roles that take part, the lowest that holds a segment writes its data.
-            if min((h for h in held.segment.holders if h in present), default=each) != each:
+            if min((h for h in held.segment.holders if h in plan.roles), default=each) != each:
                 continue
             key = (id(held.buffer), held.index)
             if key not in copies:
@@ -154,7 +152,7 @@ def save(
     store: NodeStore,
     role: int,
     version: int,
-    plan: Mapping[str, Any],
+    plan: NodePlan,
     replicated: bool,
 ) -> list[int]:
     """Write what the node of `role` has to write of `version` (see `parts`); returns the roles written.
@@ -166,7 +164,7 @@ def save(
         found = parts(store, role, version, plan, replicated)
         if role not in found:
             raise TransportError(f"step {version} is no longer in memory: training or a recovery was quicker")
-        if role == min(map(int, plan["roles"])):
+        if role == min(plan.roles):
             prune(directory, name, world_size)
         for each, part in found.items():
             write_role(directory, name, each, part)

@@ -3,66 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import signal
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from ft_core.node.agent import Agent
-from ft_core.node.inquiries import Inquiries
-from ft_core.node.workers import Exit, Worker, WorkerPool
-from ft_core.process.tasks import Tasks
-from ft_core.protocol.messages import (
-    Abort,
-    Allocate,
-    Assign,
-    Quiesced,
-    Redundancy,
-    Registered,
-    ReplicaGroup,
-    Restore,
-    Staged,
-    ToWorker,
-    WorkerReopened,
-    WorkerRestored,
-    WorkerStepped,
-)
+from ft_core.node import events as e
+from ft_core.node.shell import NodeShell
+from ft_core.node.workers import Process, WorkerPool
+from ft_core.protocol import messages as m
 from ft_core.settings import Settings
 from ft_core.state.manifest import layout
-from ft_core.state.memory import ControlBlock, Word
-
-
-class Peer:
-    """The other end of a worker's connection."""
-
-    def __init__(self, agent: RealAgent, worker: Worker) -> None:
-        self.agent, self.worker, self.heard = agent, worker, []  # type: ignore[var-annotated]
-
-    def post(self, message: ToWorker) -> None:
-        self.heard.append(message)
-        asyncio.get_running_loop().call_soon(self.agent.worker_hears, self.worker, message)
-
-    def close(self) -> None:
-        pass
+from ft_core.state.memory import ControlBlock
 
 
 class Pool(WorkerPool):
     """Workers are numbers."""
 
     def __init__(self, agent: RealAgent) -> None:
-        self.agent, self.workers, self._numbers = agent, {}, itertools.count()
+        self.agent, self._processes = agent, {}
+        self.heard: dict[int, list[Any]] = defaultdict(list)
 
-    def start(self, device: int) -> Worker:
-        number = next(self._numbers)
-        worker = Worker(number, device, None, 2_000_000 + number, Path(), ControlBlock.create())  # type: ignore[arg-type]
-        worker.channel = Peer(self.agent, worker)  # type: ignore[assignment]
-        self.workers[number] = worker
-        return worker
+    def start(self, number: int, device: int) -> int:
+        pid = 2_000_000 + number
+        self._processes[number] = Process(number, None, pid, Path(), ControlBlock.create())  # type: ignore[arg-type]
+        asyncio.get_running_loop().call_soon(self.agent._handle, e.WorkerReady(number))
+        return pid
 
-    def kill(self, worker: Worker) -> None:
-        if self.workers.pop(worker.number, None) is not None:
-            self.agent._worker_ended(worker, Exit(-9, ""))
+    def post(self, number: int, message: m.ToWorker) -> None:
+        if number in self._processes:
+            self.heard[number].append(message)
+            asyncio.get_running_loop().call_soon(self.agent.worker_hears, number, message)
+
+    def signal(self, number: int, what: signal.Signals) -> None:
+        if self._processes.pop(number, None) is not None:
+            self.agent._handle(e.WorkerEnded(number, -what))
 
 
 class Nothing:
@@ -72,85 +49,91 @@ class Nothing:
         return lambda *_, **__: None
 
 
-class RealAgent(Agent):
+class RealAgent(NodeShell):
     """`serve` begins; workers leave a step when told to, and finish one step of each epoch.
 
     Their snapshots are real, and so are the copies of them on other real agents.
     """
 
+    pool: Pool
+
     def __init__(self, settings: Settings, job_dir: Path, node: str, node_rank: int) -> None:
         super().__init__(settings, job_dir, node, "", node_rank)
-        self.pool = Pool(self)
-        self._tee = self._departure = Nothing()  # type: ignore[assignment]
+        self._tee = Nothing()  # type: ignore[assignment]
+
+    def _make_pool(self) -> Pool:
+        return Pool(self)
 
     def serve(self) -> None:
-        self._done = asyncio.get_running_loop().create_future()
-        self._inquiries = Inquiries(self.node, self.store, self.pool, self.transport)
-        for device in range(self.settings.nproc_per_node):
-            self.pool.start(device)
-        self.pool.start(-1)
-        self._tasks = Tasks(self._fail)
-        self._tasks.spawn(self._serve_controller())
-        self._tasks.spawn(self._heartbeat())
+        self._open()
+        self._begin()
 
     async def end(self) -> None:
         await asyncio.gather(*self._tasks.cancel(), return_exceptions=True)
         if self._controller is not None:
             self._controller.close()
         self.transport.close()
-        assert self._done is not None
         if self._done.done():
             self._done.result()  # an error of the agent's own
 
-    def _kill(self, role: int | None) -> None:
-        assert role is not None, f"node {self.node} is told to kill its process group, which is the test's"
-        super()._kill(role)
+    def _kill_node(self) -> None:
+        raise AssertionError(f"node {self.node} is told to kill its process group, which is the test's")
+
+    @property
+    def nodes(self) -> set[str]:
+        """That it knows of."""
+        return set(self.machine.plan.nodes) if self.machine.plan else set()
+
+    def number(self, role: int) -> int:
+        """Of the worker that plays it."""
+        worker = self.machine.crew.of_role(role)
+        assert worker is not None
+        return worker.number
 
     def crash(self, role: int) -> None:
         """The worker that plays `role` dies by a signal."""
-        worker = self.pool.of_role(role)
-        assert worker is not None
-        self.pool.kill(worker)
+        self.pool.signal(self.number(role), signal.SIGKILL)
 
     def step(self) -> None:
         """All workers finish a step."""
-        for worker in self.pool.playing():
-            assert worker.role is not None
-            newest = self.store.memory(worker.role).versions()[-1]
-            self._stage(worker, worker.role, newest + 1)
+        for worker in self.machine.crew.playing():
+            self._stage(worker.number, worker.role, self.store.memory(worker.role).versions()[-1] + 1)
 
     def committed(self) -> list[int]:
         """The newest version of each worker that is safe."""
-        return [worker.control[Word.COMMITTED] for worker in self.pool.playing()]
+        return [worker.committed for worker in self.machine.crew.playing()]
 
-    def worker_hears(self, worker: Worker, message: ToWorker) -> None:
+    def say(self, number: int, message: m.FromWorker) -> None:
+        """As one of its workers."""
+        self._handle(e.FromWorker(number, message))
+
+    def worker_hears(self, number: int, message: m.ToWorker) -> None:
         """What a worker does about a message."""
-        if self.pool.workers.get(worker.number) is not worker:
+        if (worker := self.machine.crew.get(number)) is None:
             return
         match message:
-            case Abort(epoch):
-                self._on_worker(worker, Quiesced(epoch, worker.stage, worker.counts))
-            case Assign():
-                group = ReplicaGroup(0, 1, Redundancy.SHARDED)
-                self._on_worker(worker, Registered(0, [], False, group))
-            case Restore(epoch, version, parts):
-                assert worker.role is not None
-                version = version or 0
+            case m.Abort(epoch):
+                self.say(number, m.Quiesced(epoch, worker.stage, worker.counts))
+            case m.Assign():
+                group = m.ReplicaGroup(0, 1, m.Redundancy.SHARDED)
+                self.say(number, m.Registered(0, [], resumes=False, group=group))
+            case m.Restore(epoch, wanted, parts):
+                version = wanted or 0
                 if not parts:
-                    self._stage(worker, worker.role, version)
-                self._on_worker(worker, WorkerRestored(epoch, version, bool(parts)))
-                self._on_worker(worker, WorkerReopened(epoch))
-                self._on_worker(worker, WorkerStepped(epoch, version + 1))
-                self._stage(worker, worker.role, version + 1)
+                    self._stage(number, worker.role, version)
+                self.say(number, m.WorkerRestored(epoch, version, loaded=bool(parts)))
+                self.say(number, m.WorkerReopened(epoch))
+                self.say(number, m.WorkerStepped(epoch, version + 1))
+                self._stage(number, worker.role, version + 1)
 
-    def _stage(self, worker: Worker, role: int, version: int) -> None:
+    def _stage(self, number: int, role: int, version: int) -> None:
         """Eight bytes of state: the version."""
-        segments, slot = [layout((role,), [("state", "int64", (1,), 8)])], version % 2
-        self._on_worker(worker, Allocate(0, role, slot, [segment.layout for segment in segments]))
+        segment, slot = layout((role,), [("state", "int64", (1,), 8)]), version % 2
+        self.say(number, m.Allocate(0, role, slot, [segment.layout]))
         buffer = self.store.memory(role).slots[slot]
         assert buffer is not None
         data = version.to_bytes(8, "little")
         buffer.data(0)[:] = data
         buffer.checksums(0)[0] = xxhash.xxh3_64_intdigest(data)
         buffer.version = version
-        self._on_worker(worker, Staged(role, version))
+        self.say(number, m.Staged(role, version))

@@ -9,13 +9,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from harness import Job, check_clean
 
-from ft_core.node.departure import Departure
+from ft_core.node import departure
 
 HANDLES = """
 import os, pathlib, signal, sys, time
@@ -147,19 +146,12 @@ def test_a_successor_is_told_when_it_is_ready(tmp_path: Path):
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", SUCCESSOR], **pipes) as process:
         assert process.stdin and process.stdout and process.stdout.readline()
-        posted: list[dict[str, Any]] = []
-        roles: list[Any] = []
-        departure = Departure(SimpleNamespace(playing=lambda: roles), posted.append, lambda _: None)  # type: ignore[arg-type]
-        departure.begin()
-        roles.append(SimpleNamespace(number=7, pid=process.pid))
-        departure.tell()
+        assert not departure.pass_on(process.pid, even_so=False)
         process.stdin.write("go on\n")
         process.stdin.flush()
         assert process.stdout.readline() == "handles it\n"
-        departure.tell()
+        assert departure.pass_on(process.pid, even_so=False)
         assert process.wait(20) == 0
-        departure.begin()
-    assert posted == [{"type": "leaving"}]
 
 
 LEAVES_A_CHILD = """

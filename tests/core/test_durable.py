@@ -9,18 +9,21 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from core import test_agent_machine as plans
 from core.fleet import Fleet
 from full_disk import file_limit
 
 from ft_core.adapter import StateTensor
 from ft_core.errors import CorruptSnapshot, TransportError
-from ft_core.node.agent import Agent
-from ft_core.protocol.messages import DurableFailed, DurableNames, DurableWritten, ListDurable, NodePlan
+from ft_core.node import events as e
+from ft_core.node.shell import NodeShell
+from ft_core.protocol import messages as m
+from ft_core.protocol.messages import DurableFailed, DurableWritten, ListDurable, NodePlan
 from ft_core.settings import Command, Settings, write_secret
 from ft_core.state import durable
 from ft_core.state.snapshot import Snapshotter
@@ -60,9 +63,13 @@ def holding(model: Model) -> NodeStore:
     return store
 
 
-def plan(epoch: int = 1, job: str = "aa", world: int = 1) -> dict[str, Any]:
-    about = {"absent": {}, "adopted": {}, "catalogue": {}}
-    return {"roles": {str(role): "node0" for role in range(world)}, "epoch": epoch, "job": job, **about}
+def plan(
+    epoch: int = 1, job: str = "aa", world: int = 1, away: dict[int, list[str]] | None = None, **more: Any
+) -> m.NodePlan:
+    """`more`: of the workers' part."""
+    worker = msgspec.structs.replace(plans.plan(epoch).worker, **more)
+    roles = {role: "node0" for role in range(world)}
+    return plans.plan(epoch, job=job, roles=roles, away=away or {}, worker=worker)
 
 
 def write(directory: Path, version: int, store: NodeStore, epoch: int = 1, job: str = "aa") -> Path:
@@ -192,6 +199,7 @@ def test_all_roles_read_the_newest_that_every_node_sees(tmp_path: Path):
             [job] = {each.job for each in fleet["node0"].received if isinstance(each, NodePlan)}
             begun = fleet["node0"].plan
             assert begun is not None and (begun.job, begun.epoch) == (job, 2)
+            assert durable.name_of(6, begun) == f"step-00000006-00002-{job}-2"
 
     asyncio.run(job())
 
@@ -242,25 +250,25 @@ def test_other_threads_go_on_while_a_segment_is_copied():
 
 
 @pytest.fixture
-def agent(tmp_path: Path, store: NodeStore) -> Iterator[Agent]:
-    """With version 1 of role 0, to be written at every step."""
+def agent(tmp_path: Path, store: NodeStore) -> Iterator[NodeShell]:
+    """With version 1 of role 0."""
     settings = Settings(
         1, 1, Command("t.py"), controller="127.0.0.1:9", durable_dir=str(tmp_path / "durable")
     )
     write_secret(tmp_path)
-    agent = Agent(replace(settings, durable_interval=1), tmp_path, "node0", "", 0)
-    agent.store, agent.plan = store, plan() | {"origin": "initial", "version": 0}
+    agent = NodeShell(replace(settings, durable_interval=1), tmp_path, "node0", "", 0)
+    agent.store = store
     yield agent
     agent.transport.close()
 
 
-def test_storage_that_cannot_be_read_is_told(agent: Agent, tmp_path: Path):
-    said: list[DurableNames] = []
-    agent._controller = SimpleNamespace(post=said.append)  # type: ignore[assignment]
+def test_storage_that_cannot_be_read_is_told(agent: NodeShell, tmp_path: Path):
+    heard: list[Any] = []
+    agent._handle = heard.append  # type: ignore[method-assign]
     (tmp_path / "durable").symlink_to(tmp_path / "durable")
     asyncio.run(agent._list_durable(7))
-    [answer] = said
-    assert (answer.id, answer.names) == (7, []) and "symbolic links" in answer.error
+    [listed] = heard
+    assert (listed.id, listed.names) == (7, ()) and "symbolic links" in listed.error
 
 
 def test_a_job_does_not_begin_anew_because_storage_cannot_be_read(tmp_path: Path):
@@ -318,23 +326,14 @@ def test_nodes_look_for_checkpoints_when_memory_does_not_suffice_and_never_else(
     asyncio.run(job())
 
 
-def test_one_that_falls_due_while_another_is_written_is_left_out(agent: Agent, tmp_path: Path):
-    """A private copy for each would fill the memory of a node whose storage hangs."""
-    said: list[dict[str, Any]] = []
-    agent._controller = SimpleNamespace(post=said.append)  # type: ignore[assignment]
-    worker = SimpleNamespace(state_is_replicated=False)
-
-    async def job() -> None:
-        writes = [agent._write_durable(worker, 0, version) for version in (1, 2)]  # type: ignore[arg-type]
-        await asyncio.gather(*writes)
-        await agent._write_durable(worker, 0, 2)  # type: ignore[arg-type]
-
-    asyncio.run(job())
-    first, written, last = said
-    assert isinstance(first, DurableFailed) and isinstance(last, DurableFailed)
-    assert first.version == last.version == 2 and written == DurableWritten(role=0, version=1)
-    assert "step 1 is still being written" in first.reason
-    assert "no longer in memory" in last.reason
+def test_what_is_written_and_what_is_not_is_told(agent: NodeShell, tmp_path: Path):
+    heard: list[Any] = []
+    agent._handle = heard.append  # type: ignore[method-assign]
+    for version in (1, 2):
+        asyncio.run(agent._write_durable(e.WriteDurable(0, version, plan(), replicated=False)))
+    assert heard[0] == e.DurableDone(0, 1, (0,))
+    assert heard[1].version == 2 and "no longer in memory" in heard[1].failed
+    assert versions(tmp_path / "durable") == [1]
 
 
 def test_the_newest_complete_ones_are_kept_and_torn_ones_are_not(tmp_path: Path, store: NodeStore):
@@ -389,17 +388,17 @@ def test_what_training_has_overwritten_is_given_up(tmp_path: Path, store: NodeSt
 
 def test_the_part_of_a_role_that_is_away(store: NodeStore):
     """Its counterpart has all the state but for what is each role's own, or has adopted it."""
-    about = plan() | {"absent": {"1": 0}}
+    about = plan(absent={1: 0})
     own, theirs = durable.parts(store, 0, 1, about, replicated=True).values()
     assert [segment.holders for segment, *_ in own.content] == [(0,)]
     assert [segment.holders for segment, *_ in theirs.content] == [(1,)]
     assert [row[1:] for row in own.content] == [row[1:] for row in theirs.content]
-    about["adopted"] = about["absent"]
+    about = plan(absent={1: 0}, adopted={1: 0})
     assert list(durable.parts(store, 0, 1, about, replicated=False)) == [0], "nothing was adopted"
     segments = [segment for segment, *_ in theirs.content]
     buffer = store.memory(1, adopted=True).allocate(0, segments)
     buffer.version = 1
     assert list(durable.parts(store, 0, 1, about, replicated=False)) == [0, 1]
-    about["catalogue"] = {"1": {segments[0].id: [1], "another": [1, 2]}}
+    about = plan(absent={1: 0}, adopted={1: 0}, away={1: [segments[0].id, "another"]})
     assert list(durable.parts(store, 0, 1, about, replicated=False)) == [0], "there was more"
     assert durable.parts(store, 0, 2, about, replicated=True) == {}

@@ -8,7 +8,7 @@ from pathlib import Path
 from core.fleet import Fleet
 
 from ft_core.control.completion import apart
-from ft_core.node.workers import Exit
+from ft_core.node.crew import in_words
 from ft_core.protocol.messages import Issued, WorkerLost
 
 
@@ -65,5 +65,5 @@ def test_a_worker_that_ends_without_a_word(tmp_path: Path) -> None:
 
 
 def test_how_a_worker_has_ended() -> None:
-    assert [str(Exit(code, "")) for code in (3, -9)] == ["exit code 3", "killed by SIGKILL"]
-    assert str(Exit(-40, "")) == "killed by Real-time signal 6"  # has no name
+    assert [in_words(code) for code in (3, -9)] == ["exit code 3", "killed by SIGKILL"]
+    assert in_words(-40) == "killed by Real-time signal 6"  # has no name

@@ -174,7 +174,7 @@ def test_spares_of_the_scripts_own_configuration_are_started(
     monkeypatch.setattr(launch.Launcher, "stop", lambda _: None)
     flags = ["--standalone", "--nnodes=2", f"--job-dir={tmp_path / 'job'}"]
     assert launch.main([*flags, *framework(spares=1)]) == 0
-    nodes = [about[1] for module, *about in started if module == "ft_core.node.agent"]
+    nodes = [about[1] for module, *about in started if module == "ft_core.node"]
     assert nodes == ["node0", "node1", "node2"]
     assert Settings.read(tmp_path / "job").spares == 1
 

@@ -216,15 +216,14 @@ def test_a_node_without_a_controller_leaves_in_the_end_unless_somebody_trains_th
         spare.serve()
         await fleet.event("resumed")
         await fleet.stop_controller()
-        monkeypatch.setattr("ft_core.node.agent._MISSED", 0.1)
-        monkeypatch.setattr("ft_core.node.agent._ABANDONED", 0.3)
-        assert spare._done is not None and node._done is not None
+        monkeypatch.setattr("ft_core.node.outage.MISSED", 0.1)
+        monkeypatch.setattr("ft_core.node.outage.ABANDONED", 0.3)
         assert await asyncio.wait_for(spare._done, 10) == 1
         assert "agent-1 leaves: nobody trains here" in caplog.text
         await fleet.until(lambda: "node agent0: no controller answers" in caplog.text)
         assert not node._done.done()
         await asyncio.sleep(0.5)  # no controller for much longer than the limit, but somebody trains
-        node._kill(0)
+        node.crash(0)
         await asyncio.sleep(0.1)
         assert not node._done.done()
         assert await asyncio.wait_for(node._done, 10) == 1

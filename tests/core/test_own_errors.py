@@ -76,7 +76,7 @@ class Agent:
         self.settings = job(job_dir, self.sock.getsockname()[1], **more)
         self.job_dir, self.secret = job_dir, read_secret(job_dir)
         self.errors = job_dir.parent / "agent.err"
-        command = [sys.executable, "-m", "ft_core.node.agent", "--job-dir", str(job_dir), "--node", "node0"]
+        command = [sys.executable, "-m", "ft_core.node", "--job-dir", str(job_dir), "--node", "node0"]
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 [*command, "--node-rank", "0"], env=environment(), stderr=errors, start_new_session=True

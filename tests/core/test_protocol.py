@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from ft_core.control import ctl
 from ft_core.control.phases import Running
 from ft_core.errors import TransportError
+from ft_core.node import events as e
 from ft_core.protocol import messages as m
 from ft_core.protocol.messages import Message, NodePlan
 
@@ -108,16 +109,20 @@ def test_a_worker_dies_between_its_nodes_report_and_the_plan(tmp_path: Path):
 
     async def test(fleet: Fleet) -> None:
         agent = RealAgent(fleet.settings, fleet.job_dir, "node1", 1)
-        apply, given = agent._apply, []
+        handle, given = agent._handle, []
 
-        def too_late(plan: Message) -> None:
-            if plan["epoch"] == 2 and not given:
+        def too_late(event: e.Event) -> None:
+            plan = event.message if isinstance(event, e.FromController) else None
+            if not isinstance(plan, m.NodePlan):
+                handle(event)
+                return
+            if plan.epoch == 2 and not given:
                 agent.crash(1)
-            apply(plan)
-            if (worker := agent.pool.of_role(1)) is not None:
-                given.append((plan["epoch"], plan["newcomers"], worker.pid))
+            handle(event)
+            if (worker := agent.machine.crew.of_role(1)) is not None:
+                given.append((plan.epoch, plan.worker.newcomers, worker.pid))
 
-        agent._apply = too_late  # type: ignore[method-assign]
+        agent._handle = too_late  # type: ignore[method-assign]
         agent.serve()
         await fleet.event("resumed")
         given.clear()
@@ -187,29 +192,28 @@ def test_a_message_is_lost_and_said_again(tmp_path: Path, kind: type[Message], s
     play(test, tmp_path / "job", nodes=2, spares=1)
 
 
-@pytest.mark.parametrize("kind", ["holdings", "worker_lost", "layout", "restored", "stepped", "completed"])
-def test_what_an_agent_says_while_its_connection_breaks_is_said_again(tmp_path: Path, kind: str):
+@pytest.mark.parametrize("kind", [m.Holdings, m.WorkerLost, m.RoleLayout, m.Restored, m.Stepped, m.Completed])
+def test_what_an_agent_says_while_its_connection_breaks_is_said_again(tmp_path: Path, kind: type):
     async def test(fleet: Fleet) -> None:
         agent = RealAgent(fleet.settings, fleet.job_dir, "node1", 1)
-        post, lost = agent._post, []
+        tell, lost = agent._tell_controller, []
         agent.serve()
         await fleet.event("resumed")
 
-        def lose(message: Message) -> None:
-            if message["type"] != kind or lost:
-                post(message)
+        def lose(message: m.FromAgent) -> None:
+            if lost or not isinstance(message, kind):
+                tell(message)
             elif agent._controller is not None:
                 lost.append(message)
                 agent._controller.close()
 
-        agent._post = lose  # type: ignore[method-assign]
+        agent._tell_controller = lose  # type: ignore[method-assign]
         agent.crash(1)
         await fleet.event("resumed", 2)
         fleet["node0"].complete(0)
-        worker = agent.pool.of_role(1)
-        assert worker is not None
-        agent._on_worker(worker, m.WorkerCompleted(agent.epoch, 1, True))
-        await fleet.until(lambda: any(isinstance(each, m.Release) for each in worker.channel.heard))  # type: ignore
+        number = agent.number(1)
+        agent.say(number, m.WorkerCompleted(agent.machine.epoch, part=1, last=True))
+        await fleet.until(lambda: any(isinstance(each, m.Release) for each in agent.pool.heard[number]))
         assert len(lost) == 1
         await agent.end()
 
@@ -337,16 +341,16 @@ def test_a_spare_keeps_the_copies_that_one_node_cannot(tmp_path: Path):
         node = await agent("node", 0)
         await fleet.event("resumed")
         first = await agent("first")
-        await fleet.until(lambda: "first" in node.plan["nodes"])
+        await fleet.until(lambda: "first" in node.nodes)
         node.step()
         await fleet.until(lambda: held(first) == [[2], [2]])
         await first.end()
         await fleet.event("spare_lost")
-        await fleet.until(lambda: "first" not in node.plan["nodes"])
+        await fleet.until(lambda: "first" not in node.nodes)
         node.step()
         await fleet.until(lambda: node.committed() == [3, 3])  # nobody is there to wait for
         others = [await agent(name) for name in ("other", "second")]
-        await fleet.until(lambda: {"other", "second"} <= set(node.plan["nodes"]))
+        await fleet.until(lambda: {"other", "second"} <= node.nodes)
         node.step()
         await fleet.until(lambda: node.committed() == [4, 4])
         assert [held(spare) for spare in others] == [[[4], [4]], []]
@@ -384,7 +388,7 @@ def test_copies_that_cannot_be_sent_are_tried_again_and_told_of_once(
 
         agent.replicator.replicate = refuse  # type: ignore[method-assign]
         agent.serve()
-        await fleet.until(lambda: bool(agent.pool.playing()) and agent.committed() == [1])
+        await fleet.until(lambda: bool(agent.machine.crew.playing()) and agent.committed() == [1])
         await fleet.event("suspected", len(refused))
         assert len(fleet.events("suspected")) == len(refused)
         told.update(refused)

@@ -19,11 +19,6 @@ ORDER = (
 APART = (("control", "worker"), ("control", "node"), ("control", "net"), ("control", "comm"))
 """The controller knows nothing of how its orders are carried out."""
 
-KNOWN = {
-    *("node.agent node.reports".split()),
-}
-"""Modules that know each other still. This set only becomes smaller."""
-
 PACKAGE = Path(ft_core.__file__).parent
 FRAMEWORKS = ("megatron", "deepspeed", "ft_megatron", "ft_deepspeed", "patches", "recipes")
 
@@ -88,8 +83,6 @@ def test_no_two_modules_import_each_other() -> None:
 
     def visit(name: str, path: tuple[str, ...]) -> None:
         if name in path:
-            if {each.removeprefix("ft_core.") for each in path[path.index(name) :]} <= KNOWN:
-                return
             cycle = (*path[path.index(name) :], name)
             lines = [f"{names[a]}:{edges[a][b]}" for a, b in itertools.pairwise(cycle)]
             cycles.append(" -> ".join(cycle) + "\n  " + "\n  ".join(lines))

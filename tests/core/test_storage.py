@@ -12,6 +12,8 @@ import pytest
 from core.fleet import Fleet
 from core.real_agent import RealAgent
 
+from ft_core.node import events as e
+from ft_core.protocol import messages as m
 from ft_core.state import durable
 
 
@@ -38,7 +40,7 @@ def test_a_node_whose_storage_hangs_trains_recovers_and_connects_anew(
             monkeypatch.setattr(durable, "complete", hangs)
             monkeypatch.setattr(durable, "save", hangs)
             for number in range(40):
-                agent._on_controller({"type": "durable", "id": number})
+                agent._handle(e.FromController(m.ListDurable(number)))
             await fleet.until(lambda: len(hanging) > 2)
             for epoch in (2, 3):
                 agent.crash(1)

@@ -1,0 +1,72 @@
+"""The agent: one process per node. Starts workers, owns the snapshot memory, moves replicas, reports.
+
+Started by `ftrun`, or by a recipe on each node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from ft_core.node import orphans
+from ft_core.node.shell import LAST_WORD, NodeShell, kill_node
+from ft_core.process import collector, parent
+from ft_core.process.descriptors import check_limit
+from ft_core.process.outlet import console, log_to_console
+from ft_core.settings import Settings
+
+log = logging.getLogger("ft_core.node")
+
+
+def main() -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m ft_core.node", description=__doc__)
+    parser.add_argument("--job-dir", type=Path, required=True)
+    parser.add_argument("--node", required=True, help="this node's name, unique in the job")
+    parser.add_argument("--domain", default="", help="failure domain label (rack, switch); default: the node")
+    parser.add_argument("--node-rank", type=int, default=-1, help="position at the start; -1: a spare")
+    parser.add_argument("--temporary", help="directory for sockets, which whoever gives it removes")
+    parent.add_argument(parser)
+    args = parser.parse_args()
+    parent.expect(args.parent)
+    if args.temporary:  # multiprocessing would make one, and leave it behind when this process is killed
+        multiprocessing.current_process()._config["tempdir"] = args.temporary  # type: ignore[attr-defined]
+    log_to_console()
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)  # a node's processes are one group: killed together, as a node would be
+    orphans.adopt()
+    # For the fork server, and for workers until they have a role: Slurm sends it to every process.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Or asking whether there is a GPU, as DeepSpeed's import does, leaves the fork server's children none.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    # Connections break at every failure; c10d would write a C++ stack trace for each.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    collector.exempt()
+    if parent.gone():
+        kill_node()
+    settings = Settings.read(args.job_dir)
+    check_limit(f"node {args.node}", *settings.size)
+    shell = NodeShell(settings, args.job_dir, args.node, args.domain, args.node_rank)
+    return asyncio.run(_serve(shell))
+
+
+async def _serve(shell: NodeShell) -> int:
+    try:
+        return await shell.run()
+    except Exception:
+        log.critical("node %s fails, and is lost to the job:\n%s", shell.node, traceback.format_exc())
+        console().flush(LAST_WORD)
+        os.killpg(os.getpgrp(), signal.SIGKILL)  # at once: the workers are of no use without their agent
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,452 @@
+"""The agent's process: sockets, workers' processes, memory, storage. It turns what happens into events for
+`node.machine`, and the machine's effects into what is done; it decides nothing.
+
+An error of its own ends the node at once: it is lost then, rather than there and of no use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NoReturn, TypeVar, assert_never
+
+from ft_core.comm.rendezvous import Stores
+from ft_core.errors import AuthenticationError, FtError, ProtocolError
+from ft_core.net.transport import TcpTransport
+from ft_core.node import departure, orphans
+from ft_core.node import events as e
+from ft_core.node.fetch import bring
+from ft_core.node.inquiries import Inquiries, relay
+from ft_core.node.machine import About, Agent
+from ft_core.node.memory_view import MemoryView
+from ft_core.node.replicator import Replicator
+from ft_core.node.workers import WorkerPool
+from ft_core.process import parent, sigterm
+from ft_core.process.awake import AwakeClock
+from ft_core.process.inject import Injector
+from ft_core.process.outlet import console
+from ft_core.process.refusals import Refusals
+from ft_core.process.stalls import Stalls
+from ft_core.process.tasks import Tasks
+from ft_core.protocol import door
+from ft_core.protocol import messages as m
+from ft_core.protocol.async_channel import AsyncChannel
+from ft_core.protocol.sockets import listen, reserve
+from ft_core.settings import Settings, read_secret, unique
+from ft_core.state import durable
+from ft_core.state.manifest import Segment
+from ft_core.state.memory import Word
+from ft_core.state.store import NodeStore
+from ft_core.worker.logs import Tee, players
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_RECONNECT = 0.05
+_LAST_OUTPUT = 5.0
+"""Seconds that the console has to take what workers have printed last."""
+LAST_WORD = 2.0
+"""Seconds that it has to take what this agent itself has to say."""
+_LEFT_BEHIND = 10.0
+"""Seconds that what workers had started has to end."""
+_END = 15.0
+"""Seconds in which this process ends, whatever its threads wait for."""
+_INHERITED = {
+    "OMP_NUM_THREADS": "1",
+    # Otherwise torch ends every survivor that notices a lost peer; the engine aborts communicators.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+}
+"""What workers get from this process's environment, and what they get where that has none."""
+
+
+class NodeShell:
+    """One node's."""
+
+    def __init__(self, settings: Settings, job_dir: Path, node: str, domain: str, node_rank: int) -> None:
+        self.settings, self.job_dir, self.node, self.domain = settings, job_dir, node, domain or node
+        self.secret = read_secret(job_dir)
+        self._log_dir = job_dir / "logs" / f"{node}-{os.getpid()}"
+        self.store = NodeStore()
+        self._inquiries = Inquiries(node, self.store)
+        host = _own_host(settings.controller)
+        self.transport = TcpTransport(self.store, self.secret, host=host, answer=self._inquiries.answer)
+        injector = Injector(job_dir, settings.inject)
+        self.replicator = Replicator(self.store, self.transport, settings.replicas, injector)
+        self.stores = Stores(host, self.secret)
+        self._master = reserve(host)
+        self._workers_socket = f"unix:\0ft-{uuid.uuid4().hex}"
+        self.pool = self._make_pool()
+        about = About(
+            node=node,
+            domain=self.domain,
+            node_rank=node_rank,
+            pid=os.getpid(),
+            data=self.transport.address,
+            store=self.stores.address,
+            master=f"{host}:{self._master.getsockname()[1]}",
+            job_dir=str(job_dir),
+            environment={name: os.environ.get(name, value) for name, value in _INHERITED.items()},
+        )
+        self.machine = Agent(about, settings, MemoryView(self.store, self.pool, self.replicator))
+        self._refusals = Refusals(lambda reason: log.warning("node %s refused: %s", self.node, reason))
+        self._controller: AsyncChannel[m.ToAgent] | None = None
+        self._events: deque[e.Event] = deque()
+        self._handling = False
+        roles = settings.nproc_per_node
+        self._storage = ThreadPoolExecutor(2 * roles + 1, "ft-storage")
+        """A save and a load for each role, and a list."""
+        self._network = ThreadPoolExecutor(4 * roles + 8, "ft-network")
+        """A copy and a fetch for each role and another that it has adopted; questions and names."""
+        self._done: asyncio.Future[int | None]
+        """Exit code; None: begin anew, as a spare."""
+        self._tasks: Tasks
+        self._tee: Tee
+        self._clock: AwakeClock
+
+    def _make_pool(self) -> WorkerPool:
+        return WorkerPool(
+            socket=self._workers_socket,
+            secret=self.secret,
+            job_dir=self.job_dir,
+            log_dir=self._log_dir,
+            command=self.settings.command,
+            redirects=self.settings.redirects | self.settings.tee,
+            ended=self._worker_ended,
+        )
+
+    async def run(self) -> int:
+        """Serve until the machine ends. Returns its exit code. Raises what this process cannot cope with."""
+        self._open()
+        workers = self._tasks.spawn(
+            door.serve(listen(self._workers_socket), f"node {self.node}", self._accept_worker)
+        )
+        stores = self._tasks.spawn(self.stores.serve(self._fail))
+        prefix = f"[{self.node}]: " if self.settings.log_prefix else ""
+        self._tee = Tee(self.settings.tee, prefix, self._fail)
+        self.pool.open(self._tee)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._handle, e.Terminate())
+        self._begin()
+        code = await self._done
+        sigterm.ignore()
+        workers.cancel()
+        stores.cancel()
+        if code is None:
+            await self._begin_again()
+        # Threads that still wait for a peer, or for storage, must not hold up the end of a job that is over.
+        watchdog = threading.Timer(_END, os._exit, [code])
+        watchdog.daemon = True
+        watchdog.start()
+        await self._close()
+        return code
+
+    def _open(self) -> None:
+        self._done = asyncio.get_running_loop().create_future()
+        self._tasks = Tasks(self._fail)
+        asyncio.get_running_loop().set_default_executor(self._network)
+        self._clock = AwakeClock(2 * self.settings.heartbeat)
+        self._inquiries.open(self._handle)
+
+    def _begin(self) -> None:
+        self._handle(e.Begin())
+        self._tasks.spawn(self._serve_controller())
+        self._tasks.spawn(self._tick())
+
+    def _fail(self, error: Exception) -> None:
+        """An error of this agent's own: its node is lost, rather than there and of no use."""
+        if not self._done.done():
+            self._done.set_exception(error)
+
+    # -- events --------------------------------------------------------------------------------
+
+    def _handle(self, event: e.Event) -> None:
+        """One after the other, also those that come of what another's effects have done."""
+        self._events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._events:
+                for effect in self.machine.handle(self._events.popleft(), self._clock.tick()):
+                    self._do(effect)
+        finally:
+            self._handling = False
+
+    async def _tick(self) -> None:
+        # An agent that is held up looks dead from outside: leave a trace of what held it up.
+        stalls = Stalls(self._log_dir / "stalls.txt", 2 * self.settings.heartbeat)
+        try:
+            while True:
+                stalls.beat()
+                self._handle(e.Tick())
+                if parent.gone():
+                    self._handle(e.LauncherGone())
+                await asyncio.sleep(self.settings.heartbeat)
+        finally:
+            stalls.close()
+
+    async def _serve_controller(self) -> None:
+        while True:
+            try:
+                channel = await AsyncChannel.connect(self.settings.controller, self.secret, m.FROM_CONTROLLER)
+            except (AuthenticationError, ProtocolError) as error:
+                refused = isinstance(error, AuthenticationError)
+                self._handle(e.NotConnected(str(error), stranger=True, refused=refused))
+            except OSError as error:
+                self._handle(e.NotConnected(str(error)))
+            else:
+                self._controller = channel
+                self._handle(e.Connected())
+                while (message := await self._receive(channel)) is not None:
+                    self._handle(e.FromController(message))
+                self._controller = None
+                self._handle(e.NotConnected("the connection has ended"))
+            await asyncio.sleep(_RECONNECT)
+
+    async def _receive(self, channel: AsyncChannel[T]) -> T | None:
+        """The next message; None at the end of the connection."""
+        try:
+            return await channel.recv()
+        except ConnectionError as error:
+            log.debug("node %s: a connection ended (%s)", self.node, error)
+        except (AuthenticationError, ProtocolError) as error:
+            self._refusals.add(str(error))
+        return None
+
+    async def _accept_worker(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A connection. Only what is wrong with the connection ends it; other errors end this process."""
+        try:
+            channel = await AsyncChannel.accept(reader, writer, self.secret, m.FROM_WORKER)
+            hello = await self._receive(channel)
+            if not isinstance(hello, m.WorkerHello) or not self.pool.connect(hello.worker, channel):
+                return  # it has died since
+            self._handle(e.WorkerReady(hello.worker))
+            while (message := await self._receive(channel)) is not None:
+                self._handle(e.FromWorker(hello.worker, message))
+        except AuthenticationError as error:
+            self._refusals.add(str(error))
+        except asyncio.CancelledError:
+            pass  # this agent ends
+        except Exception as error:
+            self._fail(error)
+        finally:
+            writer.close()
+
+    def _worker_ended(self, number: int, code: int) -> None:
+        self._handle(e.WorkerEnded(number, code))
+        self._tasks.spawn(self._end_orphans())
+
+    async def _end_orphans(self) -> None:
+        await asyncio.to_thread(orphans.end)  # reads of every process of the machine
+
+    # -- effects -------------------------------------------------------------------------------
+
+    def _do(self, effect: e.Effect) -> None:
+        match effect:
+            case e.ToController(message):
+                self._tell_controller(message)
+            case e.Report():
+                self._tell_controller(self.machine.holdings())
+            case e.ToWorker(number, order):
+                self.pool.post(number, order)
+            case e.Start(number, device):
+                self._handle(e.Forked(number, self.pool.start(number, device)))
+            case e.Kill(number):
+                self.pool.signal(number, signal.SIGKILL)
+            case e.Signal(number, even_so):
+                if (pid := self.pool.pid(number)) is not None and departure.pass_on(pid, even_so):
+                    self._handle(e.Signalled(number))
+            case e.ShowRest(role):
+                self._tee.succeed(players(self._log_dir.parent, role))
+            case e.Commit(number, version):
+                if (control := self.pool.control(number)) is not None:
+                    control[Word.COMMITTED] = version
+            case e.BeginEpoch(epoch):
+                self._begin_epoch(epoch)
+                self.replicator.cancel()
+            case e.UsePlan(plan):
+                self._begin_epoch(plan.epoch)
+                self.replicator.begin(plan)
+            case e.UseSettings(settings):
+                self.settings = settings
+                self.replicator.replicas = settings.replicas
+            case e.DropAfter(version):
+                self.store.drop_after(version)
+            case e.KeepOnly(roles, adopted):
+                self.store.keep_only(roles, adopted)
+            case e.Strike(role, slot, of_another):
+                self.store.memory(role, of_another).strike(slot)
+            case e.Reserve():
+                self._reserve(effect)
+            case e.Replicate():
+                self._tasks.spawn(self._replicate(effect))
+            case e.Bring():
+                self._tasks.spawn(self._bring(effect))
+            case e.WriteDurable():
+                self._tasks.spawn(self._write_durable(effect))
+            case e.LookForDurable(number):
+                self._tasks.spawn(self._list_durable(number))
+            case e.AskPeer():
+                self._tasks.spawn(self._ask_peer(effect))
+            case e.AnswerPeer(number, answer):
+                self._inquiries.answered(number, answer)
+            case e.KillNode():
+                self._kill_node()
+            case e.BecomeSpare():
+                self._end(None)
+            case e.End(code):
+                self._end(code)
+            case _:
+                assert_never(effect)
+
+    def _tell_controller(self, message: m.FromAgent) -> None:
+        if self._controller is not None:
+            with contextlib.suppress(ConnectionError):  # it just died: its reader notices
+                self._controller.post(message)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self.store.replicas.epoch = epoch
+        self.stores.begin(epoch)
+
+    def _end(self, code: int | None) -> None:
+        if not self._done.done():
+            self._done.set_result(code)
+
+    def _kill_node(self) -> None:
+        if parent.gone():
+            console().flush(LAST_WORD)
+        kill_node()
+
+    def _reserve(self, asked: e.Reserve) -> None:
+        request = asked.request
+        segments = [Segment.of(layout) for layout in request.segments]
+        buffer = self.store.memory(request.role, asked.adopted).allocate(request.slot, segments)
+        self.pool.post(asked.worker, m.Allocated(request.id, buffer.memory.address))
+
+    async def _replicate(self, order: e.Replicate) -> None:
+        failed = ""
+        control = self.pool.control(order.worker)
+        gate = self.replicator.gate(self.pool.traffic, control[Word.STEP_NS] if control else 0)
+        what = order.role, order.version, order.epoch
+        try:
+            await asyncio.to_thread(self.replicator.replicate, *what, order.ring, gate)
+        except FtError as error:
+            failed = str(error)
+        self._handle(e.Replicated(order.worker, *what, failed))
+
+    async def _bring(self, order: e.Bring) -> None:
+        plan, copies, failed = order.plan, [], ""
+        version = plan.worker.version
+        assert version is not None
+        try:
+            for role in order.held:
+                memory = self.store.memory(role, adopted=role != order.role)
+                if (found := memory.find(version)) is None:
+                    about = role, plan, memory, self.transport, self.settings
+                    if plan.worker.origin == "durable":
+                        found = await self._on_storage(bring, *about)
+                    else:
+                        found = await asyncio.to_thread(bring, *about)
+                slot, buffer = found
+                layouts = [segment.layout for segment in buffer.segments]
+                copies.append(m.CopyHere(role, slot, buffer.memory.address, layouts))
+        except FtError as error:
+            failed = str(error)
+        self._handle(e.Brought(order.worker, order.role, plan.epoch, tuple(copies), failed))
+
+    async def _write_durable(self, order: e.WriteDurable) -> None:
+        roles, failed = [], ""
+        where = self.settings.durable_dir, self.settings.world_size, self.store
+        what = order.role, order.version, order.plan, order.replicated
+        try:
+            roles = await self._on_storage(durable.save, *where, *what)
+        except (OSError, FtError) as error:
+            failed = str(error)
+        self._handle(e.DurableDone(order.role, order.version, tuple(roles), failed))
+
+    async def _list_durable(self, number: int) -> None:
+        """The controller needs to know which durable checkpoints can be read here."""
+        names, failed = [], ""
+        where = self.settings.durable_dir, self.settings.world_size
+        try:
+            names = await self._on_storage(durable.complete, *where)
+        except OSError as error:
+            failed = str(error)
+        self._handle(e.DurableListed(number, tuple(names), failed))
+
+    async def _ask_peer(self, asked: e.AskPeer) -> None:
+        self.pool.post(asked.worker, await asyncio.to_thread(relay, asked, self.transport))
+
+    async def _on_storage(self, call: Callable[..., T], *arguments: object) -> T:
+        """In a thread of those that may wait for storage: there are others for the network and for names."""
+        return await asyncio.get_running_loop().run_in_executor(self._storage, call, *arguments)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    async def _close(self) -> None:
+        """End what is left, and have all of it said."""
+        self.pool.close()
+        self.transport.close()
+        deadline = time.monotonic() + _LEFT_BEHIND
+        while True:
+            await asyncio.sleep(0.02)  # for the kernel to hand over what killed workers had started
+            if await asyncio.to_thread(orphans.end) or time.monotonic() > deadline:
+                break
+        if not await self._tee.close(_LAST_OUTPUT):
+            log.error(
+                "node %s: the console, or storage, does not take what workers have printed last: see %s",
+                *(self.node, self._log_dir),
+            )
+        await asyncio.to_thread(console().flush, LAST_WORD)
+
+    async def _begin_again(self) -> NoReturn:
+        """Become another agent of this machine: all that is held here is of another past of the job.
+
+        The same process, so that whoever has started it need not know.
+        """
+        if not await asyncio.to_thread(orphans.end_all, _LEFT_BEHIND):
+            log.error(
+                "node %s: processes that it had started do not end, so it does not come back", self.node
+            )
+            sys.exit(1)
+        await self._tee.close(_LAST_OUTPUT)
+        await asyncio.to_thread(console().flush, LAST_WORD)
+        about = [parent.argument(), "--job-dir", str(self.job_dir)]
+        about += ["--domain", self.domain, "--node", unique(self.node)]
+        if temporary := temporary_directory():
+            about += ["--temporary", temporary]
+        os.execv(sys.executable, [sys.executable, "-m", "ft_core.node", *about])
+
+
+def temporary_directory() -> str | None:
+    """For this process's sockets, where whoever has started it has given one."""
+    return multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+
+
+def kill_node() -> NoReturn:
+    """End this node at once; if `ftrun` is gone, who would see to that, leave nothing behind."""
+    if parent.gone() and (temporary := temporary_directory()):
+        shutil.rmtree(temporary, ignore_errors=True)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+def _own_host(controller: str) -> str:
+    """The address of this machine that the controller's machine can reach; loopback stays loopback."""
+    host, port = controller.rsplit(":", 1)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # sends nothing; the kernel picks the interface
+        return str(probe.getsockname()[0])
