@@ -75,10 +75,10 @@ class Layout(Value, frozen=True):
 
 
 class MembershipChanges(Value, frozen=True):
-    """As `elastic.rules.Membership`."""
+    """As `elastic.rules.Membership`. The change that a job begins with is of a version before all others."""
 
     groups: int
-    changes: tuple[tuple[Version, tuple[int, ...]], ...] = ()
+    changes: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 class ReplicaGroups(Value, frozen=True):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from ft_core.control.groups import Groups
 from ft_core.elastic.rules import Start
-from ft_core.protocol.messages import Redundancy, ReplicaGroup
+from ft_core.protocol.messages import Redundancy, ReplicaGroup, ReplicaGroups
 
 PLACES = {0: "a", 1: "b", 2: "c", 3: "d", 4: "e", 5: "f"}
 
@@ -91,3 +93,17 @@ def test_the_plan_carries_it_to_another_controller() -> None:
     assert after.membership == before.membership
     assert after.membership.taking_part(8) == (0, 2)
     assert after.roles([1]) == [1, 4]
+
+
+def test_a_successor_knows_the_groups_of_a_job_that_began_with_some_of_them() -> None:
+    """What holds from the start is of a version before all others; so is what holds after starting over."""
+    began = Groups(Start(3, 1, 2))
+    began.register(0, ReplicaGroup(0, 3, Redundancy.REPLICATED))
+    again = groups()
+    again.forget()
+    for known in (began, again):
+        decoded = msgspec.json.decode(msgspec.json.encode(known.value()), type=ReplicaGroups)
+        successor = Groups(Start(3, 1, 2))
+        successor.restore(decoded)
+        assert successor.membership == known.membership
+    assert began.membership.taking_part(1) == (0, 1)
