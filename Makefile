@@ -19,7 +19,7 @@ WORKERS ?= $(shell expr $$(nproc) / 2)
 PARALLEL := $(if $(filter-out 0 1,$(WORKERS)),--numprocesses=$(WORKERS) --dist=loadfile)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-megatron demo test test-light test-megatron test-rest test-all test-exhaustive lint docs bench clean
+.PHONY: help setup setup-megatron demo test test-light test-megatron test-rest test-all simulate test-exhaustive lint docs bench clean
 
 help:  ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ test-rest: setup setup-megatron  ## The other whole jobs
 	$(BIN312)/python -m pytest $(PARALLEL) -m $(REST) $(MEGATRON)
 
 test-all: test test-rest  ## Both: an hour on 2 cores
+
+simulate: setup  ## Try SCHEDULES of failures (a million) on the state machines, without a process
+	$(BIN)/python -m tests.simulation --schedules $(or $(SCHEDULES),1000000)
 
 test-exhaustive: setup  ## More layouts and seeds of what `make test-all` runs
 	$(BIN)/python -m pytest -m exhaustive

@@ -72,11 +72,11 @@ class Epochs:
         """A line of `events.jsonl`."""
         self.do(Record(name, self.facts.epoch, reason, tuple(roles), more))
 
-    def _once(self, name: str, **more: Any) -> None:
+    def _once(self, name: str, reason: str = "", **more: Any) -> None:
         """Record what comes once an epoch: those who tell of it tell a restarted controller again."""
         if self._recorded.get(name, 0) < self.facts.epoch:
             self._recorded[name] = self.facts.epoch
-            self.record(name, **more)
+            self.record(name, reason, **more)
 
     # -- controllers and nodes that come back ------------------------------------------------------
 
@@ -125,8 +125,8 @@ class Epochs:
         """Go on where the former controller was, or begin a recovery where that is not possible."""
         facts = self.facts
         self.phase = Running()
-        if facts.initial is not None and facts.reached > facts.initial:
-            facts.fill_catalogue()
+        if facts.trained:
+            facts.fill_catalogue(range(facts.settings.world_size))
         self.record("controller_restarted", f"plan of epoch {plan.epoch} taken over")
         if self.end_if_finished():
             return
@@ -201,6 +201,7 @@ class Epochs:
             # Of a group whose start was given up, perhaps by a former controller.
             if others := set(shown) - here - self.returning.on(node.name):
                 self.do(Send(node.peer, m.Withdraw(roles=sorted(others))))
+            self.do(*self.returning.remind(node, shown))
 
     def tell_of_nodes(self) -> None:
         """Nodes without a role have come or gone in the epoch under way: they keep copies for others."""
@@ -222,6 +223,8 @@ class Epochs:
         if due is not None:
             name, about = due
             self._once(name, **about)
+            if name == "resumed" and facts.resumes and "resumes" not in self._recorded:
+                self._once("resumes", reason="started again, the script goes on from its newest checkpoint")
 
     def end_if_finished(self) -> bool:
         if not self.completion.over(self.facts.places):
@@ -387,7 +390,14 @@ class Epochs:
             where = f"durable checkpoints in {facts.settings.durable_dir} cannot be read"
             self.end(1, f"{where}: {'; '.join(self.checkpoints.errors.values())}")
             return
-        facts.epoch += 1
+        trained = "resumed" in self._recorded
+        if trained and not durable and "resumes" not in self._recorded:
+            self.end(1, explain.ALL_IS_LOST)
+            return
+        facts.epoch = max([facts.epoch, *self._recorded.values()]) + 1
+        if trained:
+            self.record("starting_over", explain.ALL_IS_LOST)
+            log.warning("%s", explain.ALL_IS_LOST)
         if durable:
             self._start(Start(roles, max(durable), "durable", {}, [], durable[max(durable)]), {})
         else:
@@ -407,6 +417,7 @@ class Epochs:
             count = f"{FUTILE} recoveries in a row without a new step after step {facts.goal}"
             self.end(1, f"{count}; the last failure: {self._last_failure}")
             return
+        facts.remember_the_lost()
         overdue = self.now - phase.since > STANDBY_GRACE
         outcome = decide(facts, self.returning.places(), self.checkpoints.common, overdue)
         if isinstance(outcome, StandbyComes):
@@ -416,7 +427,7 @@ class Epochs:
         elif isinstance(outcome, Shortage):
             self._wait(phase, outcome)
         elif isinstance(outcome, Start):
-            self._start(outcome, completed(records(nodes, outcome.roles)))
+            self._start(outcome, completed([*records(nodes, outcome.roles), *self.returning.records()]))
         elif isinstance(outcome, StartOver):
             self._start_over(outcome)
         elif isinstance(outcome, GiveUp):

@@ -194,16 +194,26 @@ class Facts:
         """Some role has, or had, these."""
         self.reached = max([self.reached, *versions])
 
-    def fill_catalogue(self) -> None:
-        """Every role has had snapshots, which a former controller heard of after it made its plan: for a role
-        whose node is gone, what others hold for it names its segments."""
-        found: dict[int, dict[str, list[int]]] = {}
+    @property
+    def trained(self) -> bool:
+        """Whether a step was done: every role has had snapshots then, and copies of them are elsewhere."""
+        return self.initial is not None and self.reached > self.initial
+
+    def fill_catalogue(self, roles: Collection[int]) -> None:
+        """What these said of their segments was lost with their nodes, or with a controller: what others hold
+        for them names the segments."""
         for node in self.nodes.values():
             for segment, holders in node.holdings.segments.items():
-                for role in holders:
-                    found.setdefault(role, {})[segment] = holders
-        for role, segments in found.items():
-            self.catalogue[role] = {**self.catalogue.get(role, {}), **segments}
+                for role in set(roles) & set(holders):
+                    self.catalogue[role] = {**self.catalogue.get(role, {}), segment: holders}
+
+    def remember_the_lost(self) -> None:
+        """Of roles that never said what their segments are: as many domains as copies cover may be lost, and
+        then the others name all of them."""
+        plan = self.begun
+        gone = {about.domain for name, about in plan.nodes.items() if name not in self.nodes}
+        if self.trained and len(gone) <= self.settings.replicas:
+            self.fill_catalogue(set(plan.roles) - set(self.catalogue))
 
     def forget(self) -> None:
         """The job starts over."""

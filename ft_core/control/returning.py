@@ -133,6 +133,21 @@ class Returning:
             return [Send(node.peer, order)]
         return []
 
+    def records(self) -> list[tuple[int, Counts]]:
+        """What the roles have on record that are ready: they have replayed all that was done by the others,
+        whose workers may be lost since."""
+        attempt = self.attempt
+        if attempt is None or not attempt.complete:
+            return []
+        counts = {group: count for group, (count, _) in completed(attempt.counts.items()).items()}
+        return [(role, counts) for role in sorted(attempt.ready)]
+
+    def remind(self, node: Node, shown: Collection[int]) -> list[Effect]:
+        """A node that knows the plan has no worker for a role that is to start there: it had not begun the
+        plan when it was told, perhaps. `shown`: roles that it has workers for."""
+        order = None if self.attempt is None else self.attempt.orders.get(node.name)
+        return [Send(node.peer, order)] if order is not None and set(order.roles) - set(shown) else []
+
     def prepared(self, facts: Facts, role: int, running: bool, now: float) -> list[Effect]:
         """A role's worker has started, and waits for its state."""
         attempt = self.attempt

@@ -29,10 +29,11 @@ def ask(facts: Facts, phase: Rebuilding, now: float) -> list[Effect]:
 
 
 def complete(facts: Facts, phase: Rebuilding, arriving: int, now: float) -> bool:
-    """Whether it has heard from everybody, or it is clear who does not come."""
+    """Whether it has heard from everybody, spares with their copies included, or it is clear who does not
+    come."""
     quiet = now - phase.heard_at
     late = quiet > GRACE and (not arriving or quiet > facts.settings.silence_limit)
-    return late or not set(facts.places.values()) - set(facts.nodes)
+    return late or not set(facts.begun.nodes) - set(facts.nodes)
 
 
 def dead(facts: Facts, plan: JobState) -> list[int]:

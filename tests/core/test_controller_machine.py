@@ -352,6 +352,22 @@ def test_a_node_dies_and_a_spare_takes_its_roles() -> None:
     assert effects[-2:] == [Send(peer, GivenUp()), Close(peer)], "it comes back, too late"
 
 
+def test_a_node_dies_with_its_first_word_on_its_state() -> None:
+    """Found by the simulator: what the node had said of its segments was lost with the connection, and the
+    job ended though others held all of it."""
+    job = Job(spares=1)
+    lost = job.agents["node1"]
+    for agent in job.agents.values():
+        for role in agent.workers:
+            agent.step(role, 1)
+            if agent is lost:
+                job.controller.facts.catalogue.clear()  # it did not arrive
+    lose(job, "node1")
+    job.all_report()
+    assert job["spare" if "spare" in job.agents else "node2"].plan.roles == {0: "node0", 1: "node2"}
+    assert job.done is None
+
+
 def test_a_node_dies_without_a_spare_and_another_comes() -> None:
     job = Job(nodes=2)
     job.all_step(1)
@@ -597,7 +613,7 @@ def test_a_spare_that_came_after_the_plan_and_died_with_the_controller_is_retrac
     restart(job, "node0", "node1")
     job.wait(0.1)
     tell(job)
-    job.wait(0.1)
+    job.wait(takeover.GRACE + 0.2)
     assert job.phase == "running"
     assert "spare" not in job["node0"].plan.nodes and "spare" not in job["node1"].plan.nodes
 
@@ -631,6 +647,71 @@ def test_an_attempt_to_bring_a_group_back_ends_with_the_plan_of_another_controll
 
 
 # -- replica groups ------------------------------------------------------------------------------------
+
+
+def test_a_node_that_had_not_begun_the_plan_is_told_again_what_to_prepare() -> None:
+    """Found by the simulator: a successor asks a spare to bring a group back before the spare has begun the
+    plan; the spare, to which that epoch is nothing, does nothing."""
+    job = Job(nodes=2, groups=2, policy="shrink")
+    job.all_step(1)
+    lose(job, "node1")
+    job.all_report()
+    job.all_step(2)
+    spare = job.join("spare")
+    job.wait(0.1)
+    effects = job["node0"].say(OperationCounts(role=0, counts={}))
+    assert sent(effects, Prepare)[spare.peer].roles == [1]
+    assert sent(spare.beat(), Prepare)[spare.peer].roles == [1]
+    spare.workers[1] = next(job.pids)
+    assert not sent(spare.beat(), Prepare)
+
+
+def test_newcomers_that_are_ready_have_the_record_of_start_up() -> None:
+    """Found by the simulator: the only role that trained is lost while one that comes back is ready; so its
+    next worker was told that nobody has done a start-up operation, and waited in the first for ever."""
+    job = Job(nodes=2, groups=2, policy="shrink")
+    job.all_step(1)
+    lose(job, "node1")
+    job.all_report()
+    job.all_step(2)
+    first, second = job.join("spare0"), job.join("spare1")
+    job.wait(0.1)
+    job["node0"].say(OperationCounts(role=0, counts={"0-1#0": 7}))
+    first.workers[1] = next(job.pids)
+    first.say(Prepared(role=1))
+    second.versions = {0: [1, 2]}
+    lose(job, "node0")
+    job.all_report()
+    assert second.plan is not None and second.plan.roles == {0: "spare1", 1: "spare0"}
+    assert second.plan.worker.completed == {"0-1#0": (7, 1)}
+
+
+def lose_all(job: Job) -> None:
+    """All nodes with a role, and the controller."""
+    for name in list(job.agents):
+        del job.agents[name]
+    job.start_controller()
+    for rank in (0, 1):
+        job.join(f"new{rank}", rank)
+    job.wait(0.1)
+
+
+def test_a_successor_that_finds_nobody_does_not_begin_anew_in_silence() -> None:
+    """Found by the simulator: it took the job for one that had not begun, and trained from the first step."""
+    job = Job()
+    job.all_step(1)
+    lose_all(job)
+    assert job.done == End(1) and "lost together" in job.said[-1]
+    assert len(job.records_of("decided")) == 1
+
+
+def test_a_successor_that_finds_nobody_starts_over_where_the_script_resumes() -> None:
+    job = Job()
+    job.resumes = True
+    job.all_step(1)
+    lose_all(job)
+    assert [record.epoch for record in job.records_of("decided")] == [1, 2]
+    assert job.records_of("starting_over") and job.records_of("resumes")
 
 
 def test_a_replica_group_comes_back_between_two_steps() -> None:

@@ -1,0 +1,182 @@
+"""Faults: what may happen to a job, when, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from .job import Job
+from .node import SimNode
+
+MOMENTS = (
+    "AgentHello Holdings Heartbeat Restored Stepped RoleLayout Prepared Held Completed Finished WorkerLost "
+    "NodePlan Abort Release Prepare Withdraw SendState KeptState Hold SendCounts OperationCounts"
+).split()
+"""Messages whose sending is a moment for a fault."""
+
+Fault = Callable[[Job, Random], None]
+
+
+def kill_worker(job: Job, rng: Random) -> None:
+    """One, or several at once."""
+    for _ in range(rng.choice((1, 1, 1, 2))):
+        workers = [w for node in job.live() for w in node.workers.values() if w.alive]
+        if workers:
+            worker = rng.choice(workers)
+            worker.node.end_worker(worker, -9)
+
+
+def hang_worker(job: Job, rng: Random) -> None:
+    """Its main thread stops for good within a step. Elsewhere only a detector of hangs would find that."""
+    found = [w for node in job.live() for w in node.workers.values() if w.alive and w.stage == "training"]
+    workers = [worker for worker in found if worker.pending == worker.epoch and not worker.waits_for_state]
+    if workers:
+        worker = rng.choice(workers)
+        job.world.trace(f"{worker.name} hangs")
+        worker.hung = True
+
+        def another() -> None:
+            """Nobody notices, before another worker is lost: then it does not leave its step."""
+            found = [
+                w for node in job.live() for w in node.workers.values() if w.alive and w.role is not None
+            ]
+            if not job.over and found:
+                other = next((w for w in found if w is not worker), worker)
+                other.node.end_worker(other, -9)
+
+        at = rng.choice((0.5, 3.0))
+        job.world.at(at, another)
+        if rng.random() < 0.3:  # and the node greets again before its worker is killed
+            job.world.at(at + 1.0, lambda: _break(job, worker.node, rng))
+
+
+def stop_worker(job: Job, rng: Random) -> None:
+    """For a while."""
+    workers = [w for node in job.live() for w in node.workers.values() if w.alive]
+    if workers:
+        worker = rng.choice(workers)
+        job.world.trace(f"{worker.name} is stopped")
+        worker.stop()
+        job.world.at(rng.choice((0.2, 1.0, 4.0)), worker.go_on)
+
+
+def kill_node(job: Job, rng: Random) -> None:
+    """A machine is lost, with all its memory; another comes, or not."""
+    if node := some(job, rng):
+        node.kill()
+        if rng.random() < 0.4:
+            job.world.at(rng.random() * 8, job.join)
+
+
+def stop_node(job: Job, rng: Random) -> None:
+    """A virtual machine stalls."""
+    if node := some(job, rng):
+        seconds = rng.choice((0.3, 1.0, 3.0, 5.0, 12.0))
+        job.world.trace(f"{node.name} stalls for {seconds} s")
+        node.stall(seconds)
+
+
+def break_connection(job: Job, rng: Random) -> None:
+    """Of a node to the controller."""
+    if node := some(job, rng):
+        _break(job, node, rng)
+
+
+def _break(job: Job, node: SimNode, rng: Random) -> None:
+    if node.link is not None:
+        job.world.trace(f"the connection of {node.name} breaks")
+        node.trouble_at = job.world.now
+        node.link.break_(rng.random())
+
+
+def cut(job: Job, rng: Random) -> None:
+    """A node's network lets nothing through."""
+    if node := some(job, rng):
+        name, seconds = node.machine_name, rng.choice((0.3, 2.0, 6.0, 15.0))
+        job.world.trace(f"{node.name} is cut off for {seconds} s")
+        job.cuts.add(name)
+
+        def heal() -> None:
+            job.cuts.discard(name)
+            for each in job.live():
+                each.trouble_at = job.world.now
+
+        job.world.at(seconds, heal)
+
+
+def kill_controller(job: Job, rng: Random) -> None:
+    """`ftrun` starts another."""
+    if job.controller.alive and job.controller.code is None:
+        job.world.trace(f"{job.controller.name} is killed")
+        job.restart_controller()
+
+
+def stop_controller(job: Job, rng: Random) -> None:
+    """For a while."""
+    controller = job.controller
+    controller.world.trace(f"{controller.name} is stopped")
+    controller.stop()
+    job.world.at(rng.choice((0.5, 3.0, 10.0)), controller.go_on)
+
+
+def terminate_node(job: Job, rng: Random) -> None:
+    """SIGTERM to one machine: its workers end, and the job goes on without it."""
+    if node := some(job, rng):
+        job.world.trace(f"{node.name} is told to end")
+        job.terminate(node)
+
+
+def poison(job: Job, rng: Random) -> None:
+    """A role's worker dies whenever it has made a certain version: nothing helps against that."""
+    if job.poison is None:
+        job.poison = rng.randrange(job.training.roles), job.training.newest + rng.choice((1, 2))
+        job.world.trace(f"(role, version) {job.poison} is deadly")
+
+
+def join(job: Job, rng: Random) -> None:
+    """A node more."""
+    if len(job.live()) < job.shape.nodes + job.shape.spares + 2:
+        job.join()
+
+
+FAULTS: dict[Fault, int] = {
+    kill_worker: 6,
+    hang_worker: 1,
+    stop_worker: 2,
+    kill_node: 5,
+    stop_node: 3,
+    break_connection: 3,
+    cut: 2,
+    kill_controller: 4,
+    stop_controller: 2,
+    terminate_node: 1,
+    join: 1,
+    poison: 1,
+}
+"""With how often each is chosen."""
+
+
+def some(job: Job, rng: Random) -> SimNode | None:
+    nodes = job.live()
+    return rng.choice(nodes) if nodes else None
+
+
+def schedule(job: Job, rng: Random) -> float:
+    """Draw a schedule of faults, some near to each other or at a certain message. When the last is over."""
+    count = rng.choice((1, 1, 2, 2, 3, 4, 6))
+    span = rng.choice((2.0, 4.0, 8.0))
+    at = rng.random() * 3.0
+    for _ in range(count):
+        fault = rng.choices(list(FAULTS), list(FAULTS.values()))[0]
+
+        def strike(fault: Fault = fault) -> None:
+            if not job.over:
+                fault(job, rng)
+
+        if rng.random() < 0.5:
+            moment, skip = rng.choice(MOMENTS), rng.choice((0, 0, 1, 2, 4))
+            job.world.at(at, lambda m=moment, s=skip, f=strike: job.hooks.append((m, s, f)))  # type: ignore[misc]
+        else:
+            job.world.at(at, strike)
+        at += rng.choice((0.0, 0.05, 0.5, span)) * rng.random()
+    return at + 1.0

@@ -1,0 +1,309 @@
+"""A job: its processes, what becomes of it, and what is checked of it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ft_core.control import events as ev
+from ft_core.protocol import messages as m
+from ft_core.settings import Command, Settings
+
+from .control import SimController
+from .node import SimNode
+from .training import Training
+from .world import Link, Violation, World
+
+_CALM = 12.0
+"""Seconds after the last fault in which every node that is well must have come back."""
+_LIMIT = 400.0
+"""Seconds after the last fault in which the job must have done steps, or ended with the reason."""
+_STEPS = 2
+_LOST = re.compile(r"node (\S+?)(?: lost)?: ")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large the job is."""
+
+    nodes: int = 2
+    per_node: int = 1
+    spares: int = 0
+    replicas: int = 1
+    policy: str = "wait"
+    groups: int = 1
+    adopts: bool = False
+    """Each role has something alone that others can adopt, instead of nothing."""
+
+    @property
+    def redundancy(self) -> m.Redundancy:
+        """Of the replica groups."""
+        if self.adopts:
+            return m.Redundancy.ADOPTABLE
+        return m.Redundancy.REPLICATED if self.groups > 1 else m.Redundancy.SHARDED
+
+
+@dataclass
+class Outcome:
+    """Of a schedule."""
+
+    code: int | None = None
+    reason: str = ""
+    events: Counter[str] = field(default_factory=Counter)
+
+
+class Job:
+    """Everything that one schedule is about."""
+
+    def __init__(self, world: World, shape: Shape) -> None:
+        self.world, self.shape = world, shape
+        self.settings = Settings(
+            shape.nodes,
+            shape.per_node,
+            Command("train.py"),
+            controller="10.0.0.1:1",
+            spares=shape.spares,
+            replicas=shape.replicas,
+            policy=shape.policy,
+            heartbeat=0.5,
+            heartbeats_missed=8,
+            quiesce_timeout=6.0,
+        )
+        self.training = Training(world, shape.nodes * shape.per_node, 1 if shape.adopts else shape.groups)
+        self.owners: dict[str, list[int]] = {}
+        """Roles by segment."""
+        for role in range(self.training.roles):
+            for segment in self.training.segments(role):
+                self.owners.setdefault(segment.id, []).append(role)
+        self.steps = 1 << 30
+        self.step = 0.6
+        """Seconds of a step's forward and backward."""
+        self.cuts: set[str] = set()
+        """Nodes whose connections let nothing through."""
+        self.ledger: list[dict[str, Any]] = []
+        self.recorded: dict[str, int] = {}
+        self.poison: tuple[int, int] | None = None
+        """A role, and the version at whose beginning its worker dies, whoever plays it."""
+        self.outcome = Outcome()
+        self.over = False
+        self.hooks: list[tuple[str, int, Callable[[], None]]] = []
+        """(kind of message, how many more of them, what happens then)."""
+        self._exposed: set[str] = set()
+        """Nodes whose memory is lost since everything was in enough of them."""
+        self._pids = itertools.count(1000)
+        self._names = itertools.count()
+        self._controllers = itertools.count()
+        self.nodes: list[SimNode] = []
+        self.controller = SimController(self, next(self._controllers))
+        for rank in range(shape.nodes):
+            self.join(rank)
+        for _ in range(shape.spares):
+            self.join(-1)
+
+    # -- processes -----------------------------------------------------------------------------
+
+    def join(self, rank: int = -1) -> None:
+        """A node comes."""
+        self.nodes.append(SimNode(self, f"node{next(self._names)}", rank))
+
+    def pid(self) -> int:
+        return next(self._pids)
+
+    def connect(self, node: SimNode) -> Link | None:
+        """A node tries to reach the controller."""
+        controller = self.controller
+        if not controller.alive or controller.code is not None or node.machine_name in self.cuts:
+            return None
+        link = Link(self.world, (node, controller), (node.machine_name, ""), self.cuts)
+        controller.connected.append(link)
+        controller.do(lambda: controller.accept(node, link))
+        return link
+
+    def restart_controller(self) -> None:
+        """It has died: `ftrun` starts another."""
+        self.controller.die()
+        if not self.over:
+            self.world.at(0.3 + self.world.rng.random(), self._next_controller)
+
+    def _next_controller(self) -> None:
+        if not self.over:
+            self.controller = SimController(self, next(self._controllers))
+
+    def live(self) -> list[SimNode]:
+        return [node for node in self.nodes if node.alive]
+
+    def named(self, name: str) -> SimNode | None:
+        return next((node for node in self.nodes if node.alive and node.name == name), None)
+
+    def group_of(self, role: int | None) -> m.ReplicaGroup:
+        """Roles are numbered by group; all groups have all the state."""
+        assert role is not None
+        per_group = self.training.roles // self.shape.groups
+        return m.ReplicaGroup(role // per_group, self.shape.groups, self.shape.redundancy)
+
+    def has_record(self, role: int, number: int) -> bool:
+        """Whether the worker of a role can tell of that operation."""
+        workers = (w for node in self.live() for w in node.workers.values() if w.alive and w.role == role)
+        return any(worker.begun > number for worker in workers)
+
+    # -- what happens --------------------------------------------------------------------------
+
+    def sent(self, message: object) -> None:
+        """A message is on its way: that may be a moment for a fault."""
+        kind = type(message).__name__
+        for at, (wanted, left, call) in enumerate(self.hooks):
+            if wanted == kind:
+                if left > 0:
+                    self.hooks[at] = (wanted, left - 1, call)
+                else:
+                    del self.hooks[at]
+                    self.world.at(0.0, call)
+                return
+
+    def memory_lost(self, node: SimNode) -> None:
+        """With all that it held."""
+        self._exposed.add(node.machine_name)
+
+    def record(self, controller: SimController, event: ev.Record) -> None:
+        """A line of events.jsonl."""
+        self.outcome.events[event.event] += 1
+        self.recorded[event.event] = max(self.recorded.get(event.event, 0), event.epoch)
+        if (found := _LOST.match(event.reason)) is not None:  # to the job it is, though it may live
+            for node in self.nodes:
+                if node.name == found[1]:
+                    self._is_lost(node, event.reason)
+        back = self.named(event.more["node"]) if event.event == "given_up" else None
+        if back is not None and not self._in_trouble(back):
+            raise Violation(f"6: {back.name} is well, and is given up")
+        if event.event == "decided":
+            self._decided(event)
+        elif event.event in ("stopped", "finished"):
+            self.outcome.reason = event.reason
+
+    def _is_lost(self, node: SimNode, reason: str) -> None:
+        """The controller takes a node for lost; it may live."""
+        if "no heartbeat" in reason and node.alive and not self._in_trouble(node):
+            raise Violation(f"6: {node.name} is well, and is taken for lost: {reason}")
+        self.memory_lost(node)
+
+    def _in_trouble(self, node: SimNode) -> bool:
+        """Whether it is, or was of late, stopped, cut off or without a connection of its own fault."""
+        here = node.stopped or node.machine_name in self.cuts
+        return bool(here) or self.world.now - node.trouble_at < 2 * self.settings.silence_limit
+
+    def _decided(self, event: ev.Record) -> None:
+        version = event.more["version"]
+        training = self.training
+        if version is None:
+            version = 0
+        if training.newest - version > 1 and len(self._exposed) <= self.shape.replicas:
+            raise Violation(
+                f"3: epoch {event.epoch} goes on from version {version}, and version {training.newest} was "
+                f"there; lost: {sorted(self._exposed) or 'nothing'}"
+            )
+        training.go_on_from(event.epoch, version)
+
+    def ended(self, code: int) -> None:
+        """The controller has ended the job."""
+        self.over = True
+        self.outcome.code = code
+        if code == 0:
+            done = self.training.finished.get(self.steps, set())
+            if (len(done) < self.training.roles and self.shape.policy != "shrink") or not done:
+                raise Violation(
+                    f"5: the job has ended well, and only roles {done} have done step {self.steps}"
+                )
+        elif not self.poison and len(self._exposed) <= self.shape.replicas:
+            raise Violation(
+                f"5: the job has ended, though only {sorted(self._exposed)} was lost: {self.outcome.reason}"
+            )
+
+    def terminate(self, node: SimNode) -> None:
+        """SIGTERM to a node."""
+        node.terminate()
+
+    # -- what is checked -----------------------------------------------------------------------
+
+    def check(self, controller: SimController) -> None:
+        """After every event of the controller."""
+        if not self._exposed:
+            return
+        roles = {
+            w.role: w for node in self.live() for w in node.workers.values() if w.role is not None and w.alive
+        }
+        newest = max(roles.values(), key=lambda w: w.epoch, default=None)
+        if newest is None or len({w.epoch for w in roles.values()}) > 1 or not newest.members <= set(roles):
+            return
+        version = min(w.words.committed for w in roles.values())
+        for segment in self.owners if version >= 0 else ():
+            held = {
+                n.machine_name
+                for n in self.live()
+                if n.store.content(segment, version, self.owners) is not None
+            }
+            if len(held) <= self.shape.replicas:
+                return
+        if version >= 0:
+            self._exposed.clear()
+
+    def run(self, last_fault: float) -> Outcome:
+        """To the end, the last fault being at that time; everything that can be undone is undone then."""
+        world = self.world
+        world.run(last_fault, lambda: self.over)
+        if self.over:
+            return self.outcome
+        self._heal()
+        healed, reached = world.now, self.training.newest
+        limit = healed + _LIMIT
+        world.run(healed + _CALM, lambda: self.over)
+        world.run(limit, lambda: self.over or self.training.newest > reached + _STEPS)
+        if not self.over and self.training.newest <= reached + _STEPS:
+            raise Violation(f"5: {_LIMIT:g} s after the last fault no step was done; {self._where()}")
+        if self.over:
+            return self.outcome
+        known = self.controller.machine.facts.nodes
+        out = [node.name for node in self.live() if node.name not in known and not node.leaving]
+        if out and self.controller.alive:
+            world.run(world.now + 2 * _CALM, lambda: self.over)
+            known = self.controller.machine.facts.nodes
+            out = [node.name for node in self.live() if node.name not in known and not node.leaving]
+            if out:
+                raise Violation(f"6: {out} are well, and stay out")
+        self._groups_return()
+        self.steps = self.training.newest + _STEPS
+        world.run(world.now + _LIMIT, lambda: self.over)
+        if not self.over:
+            raise Violation(f"5: all is well, and the job does not end; {self._where()}")
+        return self.outcome
+
+    def _groups_return(self) -> None:
+        """Replica groups do, as there are nodes enough; perhaps another makes them try once more."""
+        for _ in range(2):
+            if self.over or self._everybody_trains():
+                return
+            self.join()
+            self.world.run(self.world.now + 3 * _CALM, lambda: self.over or self._everybody_trains())
+        if not self.over:
+            raise Violation(f"6: replica groups stay away; {self._where()}")
+
+    def _everybody_trains(self) -> bool:
+        return len(self.controller.machine.facts.places) == self.training.roles
+
+    def _heal(self) -> None:
+        self.world.trace("all is well from here on")
+        self.hooks.clear()
+        self.cuts.clear()
+        self.controller.healed()
+        for node in self.live():
+            node.healed()
+        for _ in range(self.shape.nodes - len([node for node in self.live() if not node.leaving])):
+            self.join()
+
+    def _where(self) -> str:
+        lines = [f"controller: {self.controller.machine.phase!r}"]
+        lines += [str(node) for node in self.live()]
+        return "\n  ".join(lines)

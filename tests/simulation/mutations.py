@@ -1,0 +1,162 @@
+"""Rules that are broken on purpose: the test of the simulator is that it finds each of them.
+
+A mutation changes classes of the process that it is called in, which is of no other use afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ft_core.control import decision, takeover
+from ft_core.control.epochs import Epochs
+from ft_core.control.facts import Facts, Node
+from ft_core.control.machine import Controller
+from ft_core.control.phases import Rebuilding
+from ft_core.control.returning import Returning
+from ft_core.node import said
+from ft_core.node.events import Commit, DropAfter
+from ft_core.node.machine import Agent
+from ft_core.protocol import messages as m
+
+from .control import SimController
+from .node import SimNode
+from .workers import SimWorker
+
+
+def commit_after_the_barrier() -> None:
+    """The commit is waited for after the barrier, not before it: who has passed does not know of all."""
+    SimWorker.barrier_first = True
+
+
+def a_pause_of_the_controller_counts() -> None:
+    """Silence is measured by the wall, so a controller that was stopped finds everybody silent."""
+    SimController.awake = property(lambda self: self.world.now)  # type: ignore[assignment,method-assign]
+
+
+def any_step_is_progress() -> None:
+    """A step that is done again resets the count of futile recoveries."""
+    progressed = Epochs.progressed
+
+    def mutated(self: Epochs, message: Any) -> None:
+        progressed(self, message)
+        if isinstance(message, m.Stepped):
+            self.facts.futile = 0
+
+    Epochs.progressed = mutated  # type: ignore[method-assign]
+
+
+def a_report_is_final() -> None:
+    """A worker that dies after its node's report still counts as alive in the decision."""
+    Node.worker_died = lambda self, role: None  # type: ignore[method-assign]
+
+
+def nothing_is_said_twice() -> None:
+    """What a node has not heard, since its connection broke, it is not told again."""
+    Epochs.remind = lambda self, node, epoch, shown: None  # type: ignore[method-assign]
+
+
+def a_successor_is_not_told_of_steps() -> None:
+    """Agents do not repeat to a new controller which roles have finished a step in the epoch."""
+    keep = said.Said.keep
+
+    def mutated(self: said.Said, message: Any) -> None:
+        if not isinstance(message, m.Stepped):
+            keep(self, message)
+
+    said.Said.keep = mutated  # type: ignore[method-assign]
+
+
+def a_successor_waits_for_nobody() -> None:
+    """A new controller takes over at once: who has not greeted it yet counts as lost."""
+
+    def mutated(self: Controller, phase: Rebuilding) -> None:
+        phase.heard_at = float("-inf")
+        self._arriving = 0
+        rebuild(self, phase)
+
+    rebuild, Controller._rebuild = Controller._rebuild, mutated  # type: ignore[method-assign]
+
+
+def a_report_before_all_are_quiet() -> None:
+    """A greeting counts as a report of the new epoch though workers are still in their steps."""
+    holdings = Agent.holdings
+
+    def mutated(self: Agent) -> m.Holdings:
+        self.reported = self.epoch
+        return holdings(self)
+
+    Agent.holdings = mutated  # type: ignore[method-assign]
+
+
+def one_copy_is_enough() -> None:
+    """The commit word is set as soon as a snapshot is whole, before it is anywhere else."""
+    staged = Agent._staged
+
+    def mutated(self: Agent, worker: Any, role: int, version: int) -> None:
+        staged(self, worker, role, version)
+        self._do(Commit(worker.number, version))
+
+    Agent._staged = mutated  # type: ignore[method-assign]
+
+
+def the_newest_version_of_anybody() -> None:
+    """The decision takes the newest version that somebody holds, not the newest that everybody can have."""
+    missing = decision._Holdings.missing
+
+    def mutated(self: Any, version: int | None, roles: Any) -> Any:
+        return () if version == max(self.versions, default=None) else missing(self, version, roles)
+
+    decision._Holdings.missing = mutated  # type: ignore[method-assign]
+
+
+def copies_of_another_past_are_kept() -> None:
+    """Copies newer than the version that the job goes back to are not struck off."""
+    do = SimNode._do
+    SimNode._do = lambda self, e: None if isinstance(e, DropAfter) else do(self, e)  # type: ignore[method-assign]
+
+
+def what_to_prepare_is_said_once() -> None:
+    """A node that had not begun the plan when it was told to bring a group back is not told again."""
+    Returning.remind = lambda self, node, shown: []  # type: ignore[method-assign]
+
+
+def newcomers_have_no_records() -> None:
+    """Roles that are ready to come back do not count among those that have start-up operations on record."""
+    Returning.records = lambda self: []  # type: ignore[method-assign]
+
+
+def what_was_lost_on_the_way_is_unknown() -> None:
+    """Of a role whose word on its segments was lost with its node, what others hold for it does not count."""
+    Facts.remember_the_lost = lambda self: None  # type: ignore[method-assign]
+
+
+def spares_are_not_waited_for() -> None:
+    """A successor takes over once the nodes with roles are there; the spares' copies may be missing."""
+
+    def mutated(facts: Any, phase: Rebuilding, arriving: int, now: float) -> bool:
+        return complete(facts, phase, arriving, now) or not set(facts.places.values()) - set(facts.nodes)
+
+    complete, takeover.complete = takeover.complete, mutated
+
+
+MUTATIONS: dict[str, Callable[[], None]] = {
+    mutation.__name__: mutation
+    for mutation in (
+        commit_after_the_barrier,
+        a_pause_of_the_controller_counts,
+        any_step_is_progress,
+        a_report_is_final,
+        nothing_is_said_twice,
+        a_successor_is_not_told_of_steps,
+        a_successor_waits_for_nobody,
+        a_report_before_all_are_quiet,
+        one_copy_is_enough,
+        the_newest_version_of_anybody,
+        copies_of_another_past_are_kept,
+        what_to_prepare_is_said_once,
+        newcomers_have_no_records,
+        what_was_lost_on_the_way_is_unknown,
+        spares_are_not_waited_for,
+    )
+}

@@ -1,0 +1,395 @@
+"""A node: its agent's machine, its memory, its workers, and what a shell does around them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from ft_core.node import events as ev
+from ft_core.node.machine import About, Agent
+from ft_core.node.view import Words
+from ft_core.protocol import messages as m
+from ft_core.state.manifest import Segment
+from ft_core.state.placement import replica_nodes, sender, spares_of
+
+from .control import short
+from .store import SimStore
+from .workers import SimWorker, to_layout
+from .world import Link, Process
+
+if TYPE_CHECKING:
+    from .job import Job
+
+_RECONNECT = 1.5
+"""Seconds, at most; as a rule it is much quicker."""
+_TRANSFER = 0.02
+
+
+class SimNode(Process):
+    """One agent and what it has started. A node that begins anew has another name on the same machine."""
+
+    def __init__(self, job: Job, machine_name: str, rank: int, again: int = 0) -> None:
+        super().__init__(job.world, f"{machine_name}+{again}")
+        self.job, self.machine_name, self.rank, self._again = job, machine_name, rank, again
+        self.leaving = False
+        self.store = SimStore()
+        self.workers: dict[int, SimWorker] = {}
+        self.link: Link | None = None
+        self.plan: m.NodePlan | None = None
+        self.epoch = 0
+        about = About(
+            node=self.name,
+            domain=machine_name,
+            node_rank=rank,
+            pid=job.pid(),
+            data=f"{self.name}:1",
+            store=f"{self.name}:2",
+            master=f"{self.name}:3",
+            job_dir="/job",
+            environment={},
+        )
+        self.machine = Agent(about, job.settings, self)
+        self.trouble_at = float("-inf")
+        """When it was last stopped, cut off, or its connection broken."""
+        self.later(0.05 + self.world.rng.random() * 0.5, self._begin)
+
+    def __str__(self) -> str:
+        workers = [
+            f"{w.number}: role {w.role}, {w.stage}, v{w.version} e{w.epoch}/{w.pending}"
+            for w in self.workers.values()
+        ]
+        state = "stopped, " if self.stopped else "" if self.link else "without controller, "
+        return f"{self.name}: {state}{'; '.join(workers)}"
+
+    def _begin(self) -> None:
+        self.handle(ev.Begin())
+        self._connect()
+        self._tick()
+
+    def _tick(self) -> None:
+        self.handle(ev.Tick())
+        self.later(self.job.settings.heartbeat, self._tick)
+
+    # -- the controller ----------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        if self.link is not None:
+            return
+        link = self.job.connect(self)
+        if link is None:
+            self.handle(ev.NotConnected("nobody answers"))
+            self.later(self._soon(), self._connect)
+            return
+        self.link = link
+        link.heard[0] = lambda message: self._hear(link, message)
+        link.ended[0] = lambda: self._disconnected(link)
+        self.handle(ev.Connected())
+
+    def _soon(self) -> float:
+        return _RECONNECT * self.world.rng.random() ** 3
+
+    def _hear(self, link: Link, message: object) -> None:
+        if self.link is link:
+            self.world.trace(f"{self.name} <- {short(message)}")
+            self.handle(ev.FromController(message))  # type: ignore[arg-type]
+
+    def _disconnected(self, link: Link) -> None:
+        if self.link is link:
+            self.link = None
+            self.handle(ev.NotConnected("the connection has ended"))
+            self.later(self._soon(), self._connect)
+
+    # -- workers -----------------------------------------------------------------------------------
+
+    def worker_ready(self, worker: SimWorker) -> None:
+        """It has connected."""
+        self.later(0.0, lambda: self.handle(ev.WorkerReady(worker.number)))
+
+    def from_worker(self, worker: SimWorker, message: m.Message) -> None:
+        """In order, and soon."""
+        worker.outbox += 1
+        number = worker.outbox
+
+        def arrive() -> None:
+            if worker.alive or number <= worker.outbox:
+                self.world.trace(f"{self.name} <- {worker.name}: {short(message)}")
+                self.handle(ev.FromWorker(worker.number, message))  # type: ignore[arg-type]
+
+        self.later(0.001, arrive)
+
+    def end_worker(self, worker: SimWorker, code: int) -> None:
+        """Its process ends; its agent reads its pid's end after what it has said."""
+        if not worker.alive:
+            return
+        self.world.trace(f"{worker.name} of role {worker.role} ends with {code}")
+        worker.die()
+
+        def ended() -> None:
+            if self.workers.pop(worker.number, None) is not None:
+                self.handle(ev.WorkerEnded(worker.number, code))
+
+        self.later(0.002 + 0.02 * self.world.rng.random(), ended)
+
+    # -- what happens to a machine -----------------------------------------------------------------
+
+    def kill(self) -> None:
+        """It is gone at once, with its memory."""
+        if not self.alive:
+            return
+        self.world.trace(f"{self.name} dies")
+        self.job.memory_lost(self)
+        for worker in self.workers.values():
+            worker.die()
+        self.die()
+        if self.link is not None:
+            self.link.break_(self.world.rng.random())
+
+    def stall(self, seconds: float) -> None:
+        """Everything on it stops for a while."""
+        stopped = [self, *self.workers.values()]
+        for process in stopped:
+            process.stop()
+
+        def go_on() -> None:
+            self.trouble_at = self.world.now
+            for process in stopped:
+                process.go_on()
+
+        self.world.at(seconds, go_on)
+
+    def healed(self) -> None:
+        """Whatever is stopped goes on."""
+        self.trouble_at = self.world.now
+        for process in [self, *self.workers.values()]:
+            while process.alive and process.stopped:
+                process.go_on()
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.leaving = True
+        self.do(lambda: self.handle(ev.Terminate()))
+
+    # -- the machine -------------------------------------------------------------------------------
+
+    def handle(self, event: ev.Event) -> None:
+        """One event, and its effects."""
+        if not self.alive:
+            return
+        for effect in self.machine.handle(event, self.awake):
+            self._do(effect)
+
+    def _do(self, effect: ev.Effect) -> None:
+        match effect:
+            case ev.ToController(message):
+                if self.link is not None:
+                    self.job.sent(message)
+                    self.link.send(0, message)
+            case ev.Report():
+                self._do(ev.ToController(self.machine.holdings()))
+            case ev.ToWorker(number, message):
+                if (worker := self.workers.get(number)) is not None:
+                    worker.later(0.001, lambda: worker.hear(message))
+            case ev.Start(number, device):
+                worker = SimWorker(self, number, device, self.job.pid())
+                self.workers[number] = worker
+                self.later(0.0, lambda: self.handle(ev.Forked(number, worker.pid)))
+            case ev.Kill(number):
+                if (worker := self.workers.get(number)) is not None:
+                    self.end_worker(worker, -9)
+            case ev.Signal(number, even_so):
+                if (worker := self.workers.get(number)) is not None and even_so:
+                    self.end_worker(worker, -15)
+                    self.later(0.0, lambda: self.handle(ev.Signalled(number)))
+            case ev.Commit(number, version):
+                if (worker := self.workers.get(number)) is not None:
+                    worker.words.committed = version
+                    worker.later(0.0, worker.pump)
+            case ev.BeginEpoch(epoch):
+                self.epoch = epoch
+            case ev.UsePlan(plan):
+                self.plan = plan
+                self.epoch = plan.epoch
+            case ev.DropAfter(version):
+                self.store.drop_after(version)
+            case ev.KeepOnly(roles, adopted):
+                self.store.keep_only(roles, adopted)
+            case ev.Reserve(number, request, adopted):
+                self.store.allocate(request.role, request.slot, adopted)
+                if (worker := self.workers.get(number)) is not None:
+                    worker.later(0.001, lambda: worker.hear(m.Allocated(request.id, [0])))
+            case ev.Strike(role, slot, adopted):
+                self.store.memory(role, adopted).held[slot] = (-1, 0)
+            case ev.Replicate():
+                self._replicate(effect)
+            case ev.Bring():
+                self._bring(effect)
+            case ev.LookForDurable(number):
+                self.later(0.01, lambda: self.handle(ev.DurableListed(number, ())))
+            case ev.KillNode():
+                self.kill()
+            case ev.BecomeSpare():
+                self.world.trace(f"{self.name} begins anew")
+                self.kill()
+                self.job.nodes.append(SimNode(self.job, self.machine_name, -1, self._again + 1))
+            case ev.End():
+                self.world.trace(f"{self.name} ends with {effect.code}")
+                self.leaving = True
+                if effect.code and not self.job.over:
+                    self.job.memory_lost(self)
+                for worker in self.workers.values():
+                    worker.die()
+                self.die()
+                if self.link is not None:
+                    self.link.break_(0.0)
+            case ev.ShowRest() | ev.UseSettings():
+                pass
+            case _:
+                raise NotImplementedError(effect)
+
+    # -- what others hold --------------------------------------------------------------------------
+
+    def _reaches(self, other: SimNode | None) -> bool:
+        cuts = self.job.cuts
+        return other is not None and other.alive and not {self.machine_name, other.machine_name} & cuts
+
+    def _replicate(self, wanted: ev.Replicate) -> None:
+        """Push what only this node has to others, which tear their older copy first."""
+        plan = self.plan
+        failed, targets, content = "", [], 0
+        if plan is None or self.epoch != wanted.epoch or plan.epoch != wanted.epoch:
+            failed = f"epoch {wanted.epoch} is over"
+        else:
+            adopter = plan.worker.adopted.get(wanted.role)
+            memory = self.store.memory(wanted.role, adopter is not None)
+            slot = memory.find(wanted.version)
+            copy = None if slot is None else memory.held[slot]
+            if copy is None:
+                failed = f"version {wanted.version} is no longer in memory"
+            else:
+                content = copy[1]
+                targets = self._targets(wanted, plan, adopter)
+        self._push(wanted, targets, content, failed)
+
+    def _targets(
+        self, wanted: ev.Replicate, plan: m.NodePlan, adopter: int | None
+    ) -> list[tuple[Segment, str]]:
+        """As `ft_core.node.replicator`: which segments go to which nodes."""
+        roles = plan.roles if adopter is None else {**plan.roles, wanted.role: plan.roles[adopter]}
+        domains = {name: about.domain for name, about in plan.nodes.items()}
+        spares, k = spares_of(plan.nodes, roles), self.job.settings.replicas
+        return [
+            (segment, name)
+            for segment in self.job.training.segments(wanted.role, adopter is not None)
+            if sender(segment, roles) == wanted.role
+            for name in replica_nodes(segment, roles, domains, k, wanted.ring, spares)
+        ]
+
+    def _push(
+        self, wanted: ev.Replicate, targets: list[tuple[Segment, str]], content: int, failed: str
+    ) -> None:
+        """One after the other."""
+        about = (wanted.worker, wanted.role, wanted.version, wanted.epoch)
+        if failed or not targets:
+            self.later(0.001, lambda: self.handle(ev.Replicated(*about, failed)))
+            return
+        (segment, name), rest = targets[0], targets[1:]
+        other = self.job.named(name)
+        if not self._reaches(other):
+            self.later(0.3, lambda: self._push(wanted, [], 0, f"{name} is not there"))
+            return
+        assert other is not None
+
+        def give_up() -> None:
+            self._push(
+                wanted, [], 0, "the epoch is over" if self.epoch != wanted.epoch else f"{name} is not there"
+            )
+
+        def begins() -> None:
+            if other.epoch != wanted.epoch:
+                self.later(0.01, lambda: self._push(wanted, [], 0, f"{name} is in another epoch"))
+                return
+            slot = other.store.push_begins(segment.id, segment.holders, wanted.version)
+            other.later(self.world.rng.random() * _TRANSFER, lambda: ends(slot))
+
+        def ends(slot: int) -> None:
+            if other.epoch == wanted.epoch and self.alive and self.epoch == wanted.epoch:
+                other.store.push_ends(segment.id, slot, wanted.version, content)
+                self.later(0.001, done)
+
+        over = False
+
+        def done() -> None:
+            nonlocal over
+            over = True
+            self._push(wanted, rest, content, "")
+
+        def watch() -> None:
+            if not over:
+                if self.epoch != wanted.epoch or not self._reaches(other):
+                    give_up()
+                else:
+                    self.later(0.3, watch)
+
+        other.later(self.world.delay(), begins)
+        self.later(0.3, watch)
+
+    def _bring(self, wanted: ev.Bring) -> None:
+        """Have a version here, from another's memory if it is not."""
+        plan = wanted.plan
+        version = plan.worker.version
+        about = (wanted.worker, wanted.role, plan.epoch)
+        copies = []
+        for role in wanted.held if version is not None else ():
+            memory = self.store.memory(role, role != wanted.role)
+            slot = memory.find(version)
+            sources = plan.sources.get(role)
+            if slot is None and plan.worker.origin == "initial" and not sources:
+                continue
+            if slot is None:
+                contents = {self._ask(name, version, nodes) for name, nodes in (sources or {}).items()}
+                if len(contents) != 1 or None in contents:
+                    why = f"role {role}, version {version}: {sources}"
+                    self.later(0.1, lambda why=why: self.handle(ev.Brought(*about, (), why)))
+                    return
+                slot = memory.free()
+                memory.held[slot] = (version, contents.pop() or 0)
+            layouts = [to_layout(s) for s in self.job.training.segments(role, role != wanted.role)]
+            copies.append(m.CopyHere(role, slot, [0], layouts))
+        self.later(0.03 * self.world.rng.random(), lambda: self.handle(ev.Brought(*about, tuple(copies))))
+
+    def _ask(self, segment: str, version: int, nodes: Sequence[str]) -> int | None:
+        for name in nodes:
+            other = self.job.named(name)
+            if self._reaches(other) and other is not None:
+                found = other.store.content(segment, version, self.job.owners)
+                if found is not None:
+                    return found
+        return None
+
+    # -- View --------------------------------------------------------------------------------------
+
+    def words(self, worker: int) -> Words:
+        words = self.workers[worker].words
+        return Words(words.version, words.tag, 0.1, 0.0)
+
+    def roles(self, adopted: bool) -> Collection[int]:
+        return self.store.adopted if adopted else self.store.roles
+
+    def versions(self, role: int, adopted: bool = False) -> list[int]:
+        held = self.store.adopted if adopted else self.store.roles
+        return held[role].versions() if role in held else []
+
+    def segments(self, role: int, adopted: bool = False) -> Sequence[Segment]:
+        return self.job.training.segments(role, adopted) if self.versions(role, adopted) else ()
+
+    def replicas(self) -> dict[str, list[int]]:
+        return {name: slots.versions() for name, slots in self.store.replicas.items()}
+
+    def holders(self, segment: str) -> Sequence[int]:
+        return self.store.holders.get(segment, ())
+
+    def sent(self, role: int) -> tuple[int, int]:
+        return 0, 0
+
+    def bandwidth(self) -> float:
+        return 0.0

@@ -1,0 +1,152 @@
+"""What is trained: collectives, the true content of each version, and what must never happen to it.
+
+The state is a number that each step makes of the number before and of what the groups that took part have
+trained. So two states are equal only if they have the same past.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ft_core.elastic.rules import Deal, Range, positions
+from ft_core.state.manifest import Segment, layout
+
+from .world import Violation, World
+
+if TYPE_CHECKING:
+    from .workers import SimWorker
+
+Content = int
+
+
+def after(content: Content, step: int, trained: dict[int, list[Range]]) -> Content:
+    """The state that a step makes of another, with what each replica group has trained in it."""
+    return hash((content, step, tuple((group, tuple(ranges)) for group, ranges in sorted(trained.items()))))
+
+
+@cache
+def segments_of(role: int, roles: int, groups: int) -> tuple[Segment, ...]:
+    """What all roles hold, and what only this one does, or its counterparts in all replica groups."""
+    tensor = [("x", "float32", (4,), 16)]
+    holders = range(role % (roles // groups), roles, roles // groups)
+    return tuple(layout(tuple(each), tensor) for each in dict.fromkeys((range(roles), holders)))
+
+
+@dataclass
+class Exchange:
+    """The barrier of one step in one epoch."""
+
+    joined: dict[int, SimWorker] = field(default_factory=dict)
+    passed: set[int] = field(default_factory=set)
+    complete: bool = False
+
+
+class Training:
+    """All that the roles do together."""
+
+    def __init__(self, world: World, roles: int, groups: int) -> None:
+        self.world, self.roles, self.groups = world, roles, groups
+        self.truth: dict[int, Content] = {0: 1}
+        """By version, the content that every role must have."""
+        self.samples: dict[int, list[int]] = {}
+        """By version, what the step before it has trained."""
+        self.deals: dict[Content, dict[str, Any]] = {1: Deal(1).to_json()}
+        """By content, how far the samples were dealt then: a part of the state."""
+        self.finished: dict[int, set[int]] = {}
+        """By version, the roles that have ever had it."""
+        self.newest = 0
+        """The newest version that any role has had."""
+        self.epoch = 0
+        """The newest epoch that was decided on."""
+        self._exchanges: dict[tuple[int, str, int], Exchange] = {}
+        self._starts: dict[tuple[int, str, int], Exchange] = {}
+        self._plans: dict[int, str] = {}
+
+    def join(self, worker: SimWorker, kind: str, number: int, members: frozenset[int]) -> Exchange:
+        """A role takes part in a collective of its epoch; `complete` once all have."""
+        assert worker.plan is not None and worker.role is not None
+        store = worker.plan.store
+        key = (worker.epoch, store, number)
+        exchange = (self._exchanges if kind == "step" else self._starts).setdefault(key, Exchange())
+        other = exchange.joined.get(worker.role)
+        if other is not None and other is not worker and other.alive:
+            raise Violation(
+                f"1: role {worker.role} has two live workers in epoch {worker.epoch}: {other.name} and "
+                f"{worker.name}"
+            )
+        if exchange.complete:
+            if worker.role not in exchange.joined:
+                raise Violation(
+                    f"1: role {worker.role} joins {kind} {number} of epoch {worker.epoch}, which is complete"
+                )
+            return exchange
+        exchange.joined[worker.role] = worker
+        if set(exchange.joined) >= members:
+            if any(not w.alive or w.pending > worker.epoch for w in exchange.joined.values()):
+                return exchange  # connections to who has died, or has left, are broken
+            if kind == "step":
+                self._check(worker.epoch, number, exchange)
+            exchange.complete = True
+            for member in exchange.joined.values():
+                member.later(self.world.delay(), member.pump)
+        return exchange
+
+    def _check(self, epoch: int, version: int, exchange: Exchange) -> None:
+        for role, worker in exchange.joined.items():
+            if worker.version != version:
+                raise Violation(
+                    f"2: role {role} is at version {worker.version} in step {version + 1} of epoch {epoch}"
+                )
+            if worker.epoch != epoch:
+                raise Violation(f"1: role {role} is in epoch {worker.epoch} in an exchange of epoch {epoch}")
+            if worker.content != self.truth[version]:
+                raise Violation(f"2: role {role} has another content of version {version}, epoch {epoch}")
+
+    def stepped(self, worker: SimWorker, trained: dict[int, list[Range]]) -> None:
+        """A role has made a new version."""
+        if worker.epoch < self.epoch:
+            return  # of a node that was given up, and does not know it yet
+        version = worker.version
+        known = self.truth.setdefault(version, worker.content)
+        if known != worker.content:
+            raise Violation(f"2: role {worker.role} has made another content of version {version}")
+        if version not in self.samples:
+            found = [at for ranges in trained.values() for at in positions(ranges)]
+            before = {at for each in self.samples.values() for at in each}
+            if len(set(found)) != len(found) or before & set(found):
+                raise Violation(
+                    f"4: step {version} trains samples again: {sorted(before & set(found)) or found}"
+                )
+            self.samples[version] = found
+        self.finished.setdefault(version, set()).add(worker.role if worker.role is not None else -1)
+        self.newest = max(self.newest, version)
+
+    def all_finished(self) -> int:
+        """The newest version that every role has had."""
+        return max((v for v, roles in self.finished.items() if len(roles) == self.roles), default=0)
+
+    def segments(self, role: int, adopted: bool = False) -> tuple[Segment, ...]:
+        """What the state of a role consists of; `adopted`: what it has alone."""
+        found = segments_of(role, self.roles, self.groups)
+        return found[1:] if adopted else found
+
+    def go_on_from(self, epoch: int, version: int) -> None:
+        """All do, in that epoch: what was newer has never been."""
+        if epoch < self.epoch:
+            raise Violation(f"1: epoch {epoch} is begun after epoch {self.epoch}")
+        self.epoch = epoch
+        for known in (self.truth, self.finished, self.samples):
+            for newer in [v for v in known if v > version]:
+                del known[newer]  # type: ignore[attr-defined]
+        self.newest = min(self.newest, version)
+
+    def check_samples(self, worker: SimWorker) -> None:
+        """None is left out, but those that wait to be dealt again, or are dealt."""
+        trained = {at for each in self.samples.values() for at in each}
+        deal = Deal.from_json(self.deals[self.truth[worker.version]])
+        waiting = {at for _, first, end in deal.waiting for at in range(first, end)}
+        newer = {at for version, each in self.samples.items() if version > worker.version for at in each}
+        if (missing := set(range(deal.next)) - trained - waiting) or (trained - newer) & waiting:
+            raise Violation(f"4: samples {sorted(missing)} are left out at version {worker.version}")

@@ -1,0 +1,381 @@
+"""A worker: what `ft_core.worker` does, with a main thread that trains a number.
+
+The main thread is a generator that says what it waits for; a new epoch interrupts it where it may be
+interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ft_core.elastic.rules import Deal, Membership
+from ft_core.protocol import messages as m
+
+from .training import after
+from .world import Process, Violation
+
+if TYPE_CHECKING:
+    from .node import SimNode
+
+TORN = -1
+_STARTUP = 2
+"""Collectives of the start-up phase."""
+_GROUP = "all"
+
+
+class EpochChanged(Exception):  # noqa: N818 - as the engine's
+    """Thrown into the main thread."""
+
+
+@dataclass
+class Until:
+    """Something that the main thread waits for."""
+
+    true: Callable[[], bool]
+    interruptible: bool = True
+
+
+Thread = Generator[Until, None, None]
+
+
+@dataclass
+class Words:
+    """The control words that agent and worker share."""
+
+    version: int = -1
+    tag: int = -1
+    committed: int = -1
+    step_ns: int = 0
+    waited_ns: int = 0
+    traffic: int = 0
+
+
+class SimWorker(Process):
+    """One process. Its agent hears of its end by its pid."""
+
+    barrier_first = False
+    """Wait for the commit after the barrier instead of before it: a mutation."""
+
+    def __init__(self, node: SimNode, number: int, device: int, pid: int) -> None:
+        super().__init__(node.world, f"{node.name}/worker{number}")
+        self.node, self.number, self.device, self.pid = node, number, device, pid
+        self.training = node.job.training
+        self.words = Words()
+        self.role: int | None = None
+        self.plan: m.WorkerPlan | None = None
+        self.epoch = self.pending = 0
+        self.stage = "startup"
+        self.version, self.content = 0, 1
+        self.deal = Deal(1)
+        self.membership = Membership(node.job.shape.groups)
+        self.outbox = 0
+        self.hung = False
+        """Whether its main thread does nothing any more."""
+        self.begun = 0
+        """Start-up operations that this worker has done."""
+        self._restore: m.Restore | None = None
+        self._allocated: dict[int, list[int]] = {}
+        self._ids = 0
+        self._copying = 0
+        self._report_step = False
+        self._restored = 0
+        """The epoch in which it has its state."""
+        self._hold_in = self._hold_at = 0
+        self._parts = 0
+        self._exit = False
+        self._wait: Until | None = None
+        self._thread: Thread = self._main()
+        self.later(0.05 + 0.1 * self.world.rng.random(), lambda: node.worker_ready(self))
+
+    # -- the watcher thread ------------------------------------------------------------------------
+
+    def hear(self, message: object) -> None:
+        """A message of the agent."""
+        match message:
+            case m.Assign():
+                self.role, self.plan = message.role, message.plan
+                self.pending = self.epoch = message.plan.epoch
+                self._parts = message.plan.parts
+            case m.Abort() if self.role is not None and message.epoch > self.pending:
+                self.pending = message.epoch
+                if self.stage != "training":
+                    self._say_quiesced(self.pending)
+            case m.PlanBegins() if message.plan.epoch == self.pending:
+                self.plan, self._parts = message.plan, message.plan.parts
+                if self.stage != "training":
+                    self.epoch = message.plan.epoch
+            case m.Restore():
+                self._restore = message
+            case m.Hold():
+                self._hold_in, self._hold_at = message.epoch, message.step
+            case m.Release():
+                self._parts = message.parts
+            case m.Allocated():
+                self._allocated[message.id] = message.address
+            case m.Exit():
+                self._exit = True
+            case m.SendCounts():
+                self._say(m.WorkerCounts(self._counts()))
+            case m.SendIssued():
+                at_end = self.stage == "finished"
+                self._say(m.WorkerIssued(message.round, self.epoch, self.version, at_end, {}))
+        self.pump()
+
+    def _say(self, message: m.Message) -> None:
+        self.node.from_worker(self, message)
+
+    def _counts(self) -> dict[str, int]:
+        return {_GROUP: self.begun}
+
+    def _say_quiesced(self, epoch: int) -> None:
+        self._say(m.Quiesced(epoch, self.stage, self._counts()))
+
+    # -- the main thread ---------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Go on as far as possible."""
+        while self.alive and not self.stopped and not self.hung:
+            try:
+                if self._wait is None:
+                    self._wait = next(self._thread)
+                elif self._wait.interruptible and self.pending > self.epoch:
+                    self._wait = self._thread.throw(EpochChanged())
+                elif self._wait.true():
+                    self._wait = next(self._thread)
+                else:
+                    return
+            except StopIteration:
+                self.node.end_worker(self, 0)
+                return
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        super().go_on()
+        self.pump()
+
+    def _sleep(self, seconds: float, interruptible: bool = True) -> Thread:
+        due = False
+
+        def wake() -> None:
+            nonlocal due
+            due = True
+            self.pump()
+
+        self.later(seconds, wake)
+        yield Until(lambda: due, interruptible)
+
+    def _some(self, seconds: float) -> float:
+        return seconds * (0.5 + self.world.rng.random())
+
+    def _main(self) -> Thread:
+        yield Until(lambda: self.role is not None, False)
+        while self.begun < _STARTUP:
+            yield from self._start_up()
+        yield from self._begin()
+        while True:
+            try:
+                yield from self._train()
+                break
+            except EpochChanged:
+                yield from self._recover()
+        self.stage = "finished"
+        self._say(m.WorkerFinished())
+        yield Until(lambda: self._exit, False)
+
+    def _start_up(self) -> Thread:
+        """One collective, or the record of it where somebody has completed it (`ft_core.comm.startup`)."""
+        number = self.begun
+        while True:
+            yield Until(lambda: self.pending == self.epoch, False)
+            epoch = self.epoch
+            assert self.plan is not None
+            count, holder = self.plan.completed.get(_GROUP, (0, 0))
+            if number < count:
+                yield from self._sleep(self._some(0.02), False)
+                done = self.node.job.has_record(holder, number)
+            else:
+                exchange = self.training.join(self, "start", -1 - number, self.members)
+                yield Until(lambda e=epoch, x=exchange: x.complete or self.pending > e, False)  # type: ignore[misc]
+                done = exchange.complete
+            if self.pending > epoch:
+                continue  # its peers may not have it
+            if done:
+                self.begun += 1
+                return
+            yield Until(lambda e=epoch: self.pending > e, False)  # type: ignore[misc]
+
+    @property
+    def waits_for_state(self) -> bool:
+        """Whether it has yet to load what its epoch begins with."""
+        return self._restored < self.epoch
+
+    @property
+    def members(self) -> frozenset[int]:
+        """The roles that take part, as far as this worker knows."""
+        assert self.plan is not None
+        return frozenset(range(self.training.roles)) - frozenset(self.plan.absent)
+
+    def _begin(self) -> Thread:
+        yield Until(lambda: self.pending <= self.epoch, False)
+        self.stage = "training"
+        self.words.version = self.words.tag = self.version
+        job = self.node.job
+        ring = list(range(self.training.roles))
+        self._say(m.Registered(self.version, ring, False, job.group_of(self.role)))
+        while True:
+            try:
+                yield from self._catch_up()
+                return
+            except EpochChanged:
+                yield from self._quiesce()
+
+    def _recover(self) -> Thread:
+        yield from self._quiesce()
+        while True:
+            try:
+                yield from self._catch_up()
+                return
+            except EpochChanged:
+                yield from self._quiesce()
+
+    def _quiesce(self) -> Thread:
+        yield Until(lambda: self._copying == 0, False)
+        while True:
+            epoch = self.pending
+            yield from self._sleep(self._some(0.01), False)
+            self._say_quiesced(epoch)
+            yield Until(
+                lambda e=epoch: self.pending > e or (self.plan is not None and self.plan.epoch >= e),
+                False,  # type: ignore[misc]
+            )
+            assert self.plan is not None
+            if self.pending == self.plan.epoch:
+                self.epoch = self.plan.epoch
+                return
+
+    def _catch_up(self) -> Thread:
+        yield Until(lambda: self._restore is not None and self._restore.epoch == self.epoch)
+        assert self._restore is not None and self.plan is not None
+        restore, loaded = self._restore, False
+        changes = self.plan.membership
+        if changes.groups:  # else the plan was made before the roles had told of their groups
+            self.membership = Membership(changes.groups, changes.changes)
+        held = self.held
+        without = set(held[1:]) - {copy.role for copy in restore.parts}
+        if without and self.version:
+            raise Violation(f"3: role {self.role} has no copy of what roles {sorted(without)} had alone")
+        for copy in restore.parts:
+            if copy.role not in held:
+                continue
+            found = self.node.store.read(copy.role, copy.slot, copy.role != self.role)
+            yield from self._sleep(self._some(0.01))
+            if found is None or found[0] != restore.version:
+                self._say(m.CorruptCopy(copy.role, copy.slot, "simulated"))
+                yield Until(lambda: False)
+            elif copy.role == self.role:
+                self.version, self.content = found
+                loaded = True
+            elif found[1] != self.training.truth.get(found[0]):
+                raise Violation(
+                    f"2: what role {copy.role} had alone is of another past at version {found[0]}"
+                )
+        self.deal = Deal.from_json(self.training.deals[self.content])
+        if not loaded:
+            yield from self._stage()
+        self.words.version = self.words.tag = self.version
+        self._report_step, self._restored = True, self.epoch
+        self._say(m.WorkerRestored(self.epoch, self.version, loaded))
+
+    def _train(self) -> Thread:
+        job = self.node.job
+        while self.version < job.steps:
+            step = self.version + 1
+            self.deal.take(step, self.membership)
+            yield from self._sleep(self._some(job.step))
+            if not self.barrier_first:
+                yield Until(lambda: self.words.committed >= self.version)
+            exchange = self.training.join(self, "step", self.version, self.members)
+            yield Until(lambda x=exchange: x.complete)  # type: ignore[misc]
+            if self.pending > self.epoch:
+                raise EpochChanged
+            if self.barrier_first:
+                yield Until(lambda: self.words.committed >= self.version)
+            self.words.tag = -1
+            yield from self._sleep(self._some(0.02), False)
+            trained = self.deal.step_done(step, self.membership)
+            self.content = after(self.content, step, trained)
+            self.training.deals[self.content] = self.deal.to_json()
+            self.version = step
+            self.words.version = self.words.tag = self.version
+            self.training.stepped(self, trained)
+            poisoned = job.poison == (self.role, self.version)
+            if self._report_step:
+                self._report_step = False
+                self._say(m.WorkerStepped(self.epoch, self.version))
+            if poisoned:
+                self.node.end_worker(self, -11)
+                yield Until(lambda: False, False)
+            yield from self._stage()
+            yield from self._hold()
+        yield Until(lambda: self._copying == 0)
+        self._say(m.WorkerCompleted(self.epoch, 1, True))
+        yield Until(lambda: self._parts >= 1)
+
+    def _hold(self) -> Thread:
+        """A replica group comes back: wait for that."""
+        if self._hold_in != self.epoch or self.version < self._hold_at:
+            return
+        self._say(m.WorkerHeld(self.epoch))
+        over = False
+
+        def give_up() -> None:
+            nonlocal over
+            over = True
+            self.pump()
+
+        self.later(2.0, give_up)
+        yield Until(lambda: over or self.pending > self.epoch or self._hold_in != self.epoch, False)
+        self._hold_in = 0
+
+    def _stage(self) -> Thread:
+        """Begin to copy the state, and what was adopted; the next step goes on meanwhile."""
+        yield Until(lambda: self._copying == 0, False)
+        for role in self.held:
+            yield from self._stage_of(role)
+
+    def _stage_of(self, role: int) -> Thread:
+        memory = self.node.store.memory(role, role != self.role)
+        slot = memory.free()
+        if memory.held[slot] is None:
+            self._ids += 1
+            number = self._ids
+            layouts = [to_layout(s) for s in self.training.segments(role, role != self.role)]
+            self._say(m.Allocate(number, role, slot, layouts))
+            yield Until(lambda: number in self._allocated, False)
+        self._copying += 1
+        memory.held[slot] = (TORN, 0)
+        version, content = self.version, self.content
+
+        def copied() -> None:
+            self.node.store.write(memory, slot, version, content)
+            self._copying -= 1
+            self._say(m.Staged(role, version))
+            self.pump()
+
+        self.later(self._some(0.03), copied)
+
+    @property
+    def held(self) -> list[int]:
+        """Its own role, and those that it has adopted."""
+        assert self.plan is not None and self.role is not None
+        if self.node.job.shape.redundancy is not m.Redundancy.ADOPTABLE:
+            return [self.role]
+        return [self.role, *(role for role, by in self.plan.adopted.items() if by == self.role)]
+
+
+def to_layout(segment: object) -> m.Layout:
+    """For messages."""
+    items = tuple(m.Item(i.name, i.dtype, i.shape, i.offset, i.nbytes) for i in segment.items)  # type: ignore[attr-defined]
+    return m.Layout(segment.holders, items)  # type: ignore[attr-defined]

@@ -1,0 +1,158 @@
+"""Virtual time, processes that stop and die, and connections that delay, break and are cut."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable
+
+Call = Callable[[], None]
+
+
+class Violation(AssertionError):  # noqa: N818
+    """An invariant does not hold."""
+
+
+class World:
+    """The clock, the order in which things happen, and a trace of them."""
+
+    def __init__(self, seed: int, trace: bool = False) -> None:
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.events = 0
+        self.lines: list[str] | None = [] if trace else None
+        self._order = itertools.count()
+        self._queue: list[tuple[float, int, Call]] = []
+
+    def at(self, delay: float, call: Call) -> None:
+        """Do it later."""
+        heapq.heappush(self._queue, (self.now + delay, next(self._order), call))
+
+    def run(self, until: float, over: Callable[[], bool]) -> None:
+        """Until then, or until it is `over`."""
+        while self._queue and self._queue[0][0] <= until and not over():
+            self.now, _, call = heapq.heappop(self._queue)
+            self.events += 1
+            call()
+        if not over():
+            self.now = max(self.now, until)
+
+    def trace(self, text: str) -> None:
+        """For whoever repeats a schedule."""
+        if self.lines is not None:
+            self.lines.append(f"{self.now:8.3f} {text}")
+
+    def delay(self) -> float:
+        """Of a message: short as a rule, and now and then not."""
+        draw = self.rng.random()
+        return draw * 0.01 if draw < 0.95 else draw * 0.6
+
+
+class Process:
+    """Something that can be stopped, go on, and die. What happens to it while it is stopped happens after."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.alive, self.stopped = True, 0
+        self._backlog: deque[Call] = deque()
+        self._slept, self._stopped_at = 0.0, 0.0
+
+    @property
+    def awake(self) -> float:
+        """Its own time: that in which it was not stopped."""
+        since = self._stopped_at if self.stopped else self.world.now
+        return since - self._slept
+
+    def do(self, call: Call) -> None:
+        """Something happens to this process."""
+        if not self.alive:
+            return
+        if self.stopped:
+            self._backlog.append(call)
+        else:
+            call()
+
+    def later(self, delay: float, call: Call) -> None:
+        """This process does something after a while."""
+        self.world.at(delay, lambda: self.do(call))
+
+    def stop(self) -> None:
+        """SIGSTOP, or a machine that stalls. May be done twice, and is undone as often."""
+        if not self.stopped:
+            self._stopped_at = self.world.now
+        self.stopped += 1
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        if not self.alive or not self.stopped:
+            return
+        self.stopped -= 1
+        if self.stopped:
+            return
+        self._slept += self.world.now - self._stopped_at
+        while self._backlog and not self.stopped and self.alive:
+            self._backlog.popleft()()
+
+    def die(self) -> None:
+        """SIGKILL."""
+        self.alive = False
+        self._backlog.clear()
+
+
+class Link:
+    """A connection between two processes: in order each way, until it breaks.
+
+    `heard(message)` and `ended()` of either end are called for that process.
+    """
+
+    def __init__(
+        self, world: World, ends: tuple[Process, Process], machines: tuple[str, str], cuts: set[str]
+    ) -> None:
+        self.world, self.ends, self.open = world, ends, True
+        self._machines, self._cuts = machines, cuts
+        self._queues: tuple[deque[object], deque[object]] = deque(), deque()
+        self._ready = [0.0, 0.0]
+        self.heard: list[Callable[[object], None]] = [lambda _: None, lambda _: None]
+        self.ended: list[Call] = [lambda: None, lambda: None]
+
+    def send(self, sender: int, message: object) -> None:
+        """From one end to the other."""
+        if not self.open:
+            return
+        self._queues[sender].append(message)
+        self._ready[sender] = max(self._ready[sender], self.world.now + self.world.delay())
+        self.world.at(self._ready[sender] - self.world.now, lambda: self._arrive(sender))
+
+    @property
+    def cut(self) -> bool:
+        """Whether nothing gets through at present."""
+        return self._machines[0] != self._machines[1] and bool(self._cuts & set(self._machines))
+
+    def _arrive(self, sender: int) -> None:
+        queue = self._queues[sender]
+        if not queue:
+            return
+        if self.cut:
+            self.world.at(0.5, lambda: self._arrive(sender))
+            return
+        message = queue.popleft()
+        self.ends[1 - sender].do(lambda: self.heard[1 - sender](message))
+
+    def break_(self, lost: float = 1.0) -> None:
+        """Both ends hear of it; what is on its way arrives before or, with this likelihood, is lost."""
+        if not self.open:
+            return
+        self.open = False
+        for end in (0, 1):
+            if self.world.rng.random() < lost:
+                self._queues[1 - end].clear()
+            self._end(end)
+
+    def _end(self, end: int) -> None:
+        """Tell one end, after all that was sent to it."""
+        if self._queues[1 - end] or self.cut:
+            self.world.at(0.1, lambda: self._end(end))
+        else:
+            self.ends[end].later(self.world.delay(), self.ended[end])
