@@ -14,7 +14,8 @@ import msgspec
 from ft_core.errors import ProtocolError
 
 MAX_BYTES = 64 << 20
-"""Of one message. The checksums of a 256 GiB segment take about 6 MiB."""
+"""Of one message, which takes up to 64 times as much once it is decoded. The checksums of a 256 GiB segment
+take about 6 MiB."""
 
 _MAX_TEXT = 300
 """Characters of what is said of a message that is refused: its sender has chosen some of them."""

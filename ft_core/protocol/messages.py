@@ -8,13 +8,16 @@ default. Times are in seconds, sizes in bytes. Roles are integers. A segment is 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct, field
 
+from ft_core.errors import ProtocolError
 from ft_core.protocol.codec import Decoder
+from ft_core.protocol.groups import Series, parse
 
 _WORD = (1 << 62) - 1
 """What fits into a word of shared memory."""
@@ -23,18 +26,23 @@ Role = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Epoch = Annotated[int, Meta(ge=0, le=_WORD)]
 Version = Annotated[int, Meta(ge=-1, le=_WORD)]
 """Steps that a state has seen; -1 where none."""
+Holders = Annotated[list[Role], Meta(min_length=1)]
+"""The roles that have the same segment."""
+Number = Annotated[int, Meta(ge=-_WORD, le=_WORD)]
 Size = Annotated[int, Meta(ge=0, le=_WORD)]
 SegmentId = str
 NodeName = str
-PlanId = Annotated[str, Meta(pattern=r"^([0-9]+-[0-9a-z]+)?$")]
+PlanId = Annotated[str, Meta(pattern=r"^([0-9]{1,18}-[0-9a-z]{1,64})?$")]
 """Epoch and name of a plan, of which two controllers may make one each; empty where there is none."""
+CheckpointName = Annotated[str, Meta(pattern=r"^step-[0-9]{1,18}-")]
+"""Of a durable checkpoint, see `state.durable`."""
 Stage = Literal["startup", "training"]
 """Whether a worker has reached its first train step in this job."""
 Origin = Literal["memory", "initial", "durable"]
 """Where the state of an epoch comes from, see `control.decision.Choice`."""
 Setting = str | int | float | bool
 """A value of `ft_core.settings.Settings` that a script may bring."""
-Counts = dict[str, int]
+Counts = dict[str, Number]
 """Start-up operations by group: how many are on record."""
 
 
@@ -44,6 +52,15 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type")
 
 class Value(Struct, frozen=True, forbid_unknown_fields=True):
     """A part of messages."""
+
+
+def check_texts(parsed: Callable[[str], object], texts: Iterable[str]) -> None:
+    """Of groups and series, see `protocol.groups`. Raises ValueError, as a message's checks do."""
+    for text in texts:
+        try:
+            parsed(text)
+        except ProtocolError as error:
+            raise ValueError(str(error)) from None
 
 
 # -- parts ---------------------------------------------------------------------------------------------
@@ -70,21 +87,21 @@ class Item(Value, frozen=True, array_like=True):
 class Layout(Value, frozen=True):
     """As `state.manifest.Segment`: a segment's holders and its tensors."""
 
-    holders: tuple[Role, ...]
+    holders: Annotated[tuple[Role, ...], Meta(min_length=1)]
     items: tuple[Item, ...]
 
 
 class MembershipChanges(Value, frozen=True):
     """As `elastic.rules.Membership`. The change that a job begins with is of a version before all others."""
 
-    groups: int
-    changes: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    groups: Number
+    changes: tuple[tuple[Number, tuple[Number, ...]], ...] = ()
 
 
 class ReplicaGroups(Value, frozen=True):
     """What is known of the job's replica groups, see `control.groups`."""
 
-    of: dict[Role, int]
+    of: dict[Role, Number]
     redundancy: Redundancy
     membership: MembershipChanges
 
@@ -105,9 +122,9 @@ class Redundancy(StrEnum):
 class ReplicaGroup(Value, frozen=True):
     """The replica group that a role belongs to."""
 
-    index: int
+    index: Number
     """Which one, counted from 0."""
-    groups: int
+    groups: Number
     """How many there are when all are there."""
     redundancy: Redundancy
 
@@ -120,9 +137,9 @@ class ReplicaGroup(Value, frozen=True):
 class BeganWith(Value, frozen=True):
     """As `elastic.rules.Start`: the roles that the job began with."""
 
-    roles: int
-    stages: int
-    there: int
+    roles: Number
+    stages: Number
+    there: Number
 
 
 class Dealt(Value, frozen=True):
@@ -130,9 +147,9 @@ class Dealt(Value, frozen=True):
     past the last. `samples`: by replica group. `waiting`: to be dealt again, not before the step that is
     named first."""
 
-    samples: dict[int, list[tuple[int, int]]]
-    waiting: list[tuple[int, int, int]]
-    next: int
+    samples: dict[Number, list[tuple[Number, Number]]]
+    waiting: list[tuple[Number, Number, Number]]
+    next: Number
 
 
 class StartupEntry(Value, frozen=True):
@@ -160,19 +177,22 @@ class RoleHeld(Value, frozen=True):
     segments: list[SegmentId]
     counts: Counts = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        check_texts(parse, self.counts)
+
 
 class RoleBeat(Value, frozen=True):
     """How far a role's worker has come."""
 
-    pid: int
+    pid: Number
     step: Version
-    tag: int
+    tag: Number
     held: list[Version]
     committed: Version
     step_s: float
     waited_s: float
-    h2h_bytes: int
-    h2h_snapshots: int
+    h2h_bytes: Number
+    h2h_snapshots: Number
 
 
 # -- plans ---------------------------------------------------------------------------------------------
@@ -185,9 +205,9 @@ class WorkerPlan(Value, frozen=True):
     store: str
     version: Version | None
     origin: Origin
-    completed: dict[str, tuple[int, Role]]
+    completed: dict[str, tuple[Number, Role]]
     """By group, how many start-up operations somebody who takes part has on record, and who."""
-    parts: int
+    parts: Number
     started_over: Epoch
     absent: dict[Role, Role]
     """Roles that are away, with their counterparts."""
@@ -200,6 +220,9 @@ class WorkerPlan(Value, frozen=True):
     began_with: BeganWith
     ahead: dict[Role, Role] = field(default_factory=dict)
     """For roles that come back while others train: those who stand for them."""
+
+    def __post_init__(self) -> None:
+        check_texts(parse, self.completed)
 
 
 class NodePlan(Message, frozen=True):
@@ -237,21 +260,24 @@ class JobState(Value, frozen=True):
     origin: Origin
     durable: str
     sources: dict[Role, dict[SegmentId, list[NodeName]]]
-    completed: dict[str, tuple[int, Role]]
-    parts: int
+    completed: dict[str, tuple[Number, Role]]
+    parts: Number
     resumes: bool
     started_over: Epoch
     absent: dict[Role, Role]
     adopted: dict[Role, Role]
     newcomers: list[Role]
     groups: ReplicaGroups
-    catalogue: dict[Role, dict[SegmentId, list[Role]]]
+    catalogue: dict[Role, dict[SegmentId, Holders]]
     initial: Version | None
     reached: Version
-    futile: int
+    futile: Number
     goal: Version
     start: tuple[Version | None, Origin]
     """Version and origin that the job began with."""
+
+    def __post_init__(self) -> None:
+        check_texts(parse, self.completed)
 
 
 # -- an agent to the controller ------------------------------------------------------------------------
@@ -266,8 +292,8 @@ class Holdings(Message, frozen=True):
     reported: Epoch
     roles: dict[Role, RoleHeld]
     replicas: dict[SegmentId, list[Version]]
-    segments: dict[SegmentId, list[Role]]
-    idle: int
+    segments: dict[SegmentId, Holders]
+    idle: Number
     store: str
     master: str
     configured: dict[str, Setting] | None
@@ -279,24 +305,24 @@ class Heartbeat(Message, frozen=True):
     epoch: Epoch
     begun: PlanId
     roles: dict[Role, RoleBeat]
-    idle: int
+    idle: Number
     replicas: dict[SegmentId, list[Version]]
 
 
 class Idle(Message, frozen=True):
     """How many workers wait for a role."""
 
-    idle: int
+    idle: Number
 
 
 class WorkerLost(Message, frozen=True):
     """A worker with a role has ended. `exit` in words; `code` as of `subprocess`; `crashed`: by a signal."""
 
     role: Role
-    pid: int
+    pid: Number
     exit: str
     crashed: bool
-    code: int
+    code: Number
     traceback: str
 
 
@@ -320,7 +346,7 @@ class Restored(Message, frozen=True):
 
     epoch: Epoch
     role: Role
-    pid: int
+    pid: Number
     version: Version
     loaded: bool
 
@@ -346,7 +372,7 @@ class RoleLayout(Message, frozen=True):
     epoch: Epoch
     role: Role
     adopted: bool
-    segments: dict[SegmentId, list[Role]]
+    segments: dict[SegmentId, Holders]
     initial: Version | None
     resumes: bool
     group: ReplicaGroup | None
@@ -367,16 +393,22 @@ class OperationCounts(Message, frozen=True):
     role: Role
     counts: Counts
 
+    def __post_init__(self) -> None:
+        check_texts(parse, self.counts)
+
 
 class Issued(Message, frozen=True):
     """What a role has begun, by group."""
 
-    round: int
+    round: Number
     epoch: Epoch
     role: Role
     step: Version
     at_end: bool
     issued: Counts
+
+    def __post_init__(self) -> None:
+        check_texts(Series.parse, self.issued)
 
 
 class Prepared(Message, frozen=True):
@@ -411,7 +443,7 @@ class Completed(Message, frozen=True):
 
     epoch: Epoch
     role: Role
-    part: int
+    part: Number
     last: bool
 
 
@@ -424,8 +456,8 @@ class Finished(Message, frozen=True):
 class Configure(Message, frozen=True):
     """A worker brings settings (names as in `Settings`), and waits."""
 
-    worker: int
-    id: int
+    worker: Number
+    id: Number
     settings: dict[str, Setting]
 
 
@@ -438,8 +470,8 @@ class Configured(Message, frozen=True):
 class DurableNames(Message, frozen=True):
     """The durable checkpoints that a node can read; answers `ListDurable`."""
 
-    id: int
-    names: list[str]
+    id: Number
+    names: list[CheckpointName]
     error: str = ""
 
 
@@ -488,8 +520,8 @@ class AgentHello(Message, frozen=True):
     """An agent greets. Its greeting is a report too. `said`: what must be known of its roles, said again."""
 
     node: NodeName
-    pid: int
-    node_rank: int
+    pid: Number
+    node_rank: Number
     domain: str
     data: str
     holdings: Holdings
@@ -539,7 +571,7 @@ class DescribeRole(Message, frozen=True):
 class ListDurable(Message, frozen=True):
     """Which durable checkpoints can be read."""
 
-    id: int
+    id: Number
 
 
 class SendHeartbeat(Message, frozen=True):
@@ -553,7 +585,7 @@ class SendState(Message, frozen=True):
 class Release(Message, frozen=True):
     """All roles have come to the end of so many parts of their script."""
 
-    parts: int
+    parts: Number
 
 
 class SendCounts(Message, frozen=True):
@@ -563,7 +595,7 @@ class SendCounts(Message, frozen=True):
 class SendIssued(Message, frozen=True):
     """What the roles here have begun."""
 
-    round: int
+    round: Number
 
 
 class Hold(Message, frozen=True):
@@ -601,15 +633,15 @@ class UseSettings(Message, frozen=True):
 class ConfigureAnswer(Message, frozen=True):
     """To a worker's `Configure`; `error`: why its settings cannot be had."""
 
-    worker: int
-    id: int
+    worker: Number
+    id: Number
     error: str = ""
 
 
 class Shutdown(Message, frozen=True):
     """The job is over, with this exit code."""
 
-    code: int
+    code: Number
 
 
 ToAgent = (
@@ -642,24 +674,24 @@ class RoleStatus(Value, frozen=True):
 
     role: Role
     node: NodeName
-    worker_pid: int | None
-    agent_pid: int | None
+    worker_pid: Number | None
+    agent_pid: Number | None
     step: Version | None
-    tag: int | None
+    tag: Number | None
     held: list[Version]
     replicas: dict[SegmentId, dict[NodeName, list[Version]]]
     committed: Version | None
     waited_s: float | None
-    h2h_bytes: int | None
-    h2h_snapshots: int | None
+    h2h_bytes: Number | None
+    h2h_snapshots: Number | None
 
 
 class SpareStatus(Value, frozen=True):
     """Of a node without a role."""
 
     node: NodeName
-    agent_pid: int
-    idle: int
+    agent_pid: Number
+    idle: Number
 
 
 class JobStatus(Message, frozen=True):
@@ -667,7 +699,7 @@ class JobStatus(Message, frozen=True):
 
     epoch: Epoch
     phase: str
-    controller_pid: int
+    controller_pid: Number
     finished: list[Role]
     roles: list[RoleStatus]
     spares: list[SpareStatus]
@@ -686,7 +718,7 @@ class RoleDescribed(Message, frozen=True):
     state: RoleState
     roles: dict[Role, NodeName]
     nodes: dict[NodeName, NodeAddress]
-    replicas: int
+    replicas: Number
 
 
 class Denied(Message, frozen=True):
@@ -705,8 +737,8 @@ ToCtl = JobStatus | Injected | RoleDescribed | Denied
 class WorkerHello(Message, frozen=True):
     """A worker greets its agent."""
 
-    worker: int
-    pid: int
+    worker: Number
+    pid: Number
 
 
 class Staged(Message, frozen=True):
@@ -719,7 +751,7 @@ class Staged(Message, frozen=True):
 class Allocate(Message, frozen=True):
     """Memory for a slot of a role's snapshots."""
 
-    id: int
+    id: Number
     role: Role
     slot: Annotated[int, Meta(ge=0, le=1)]
     segments: list[Layout]
@@ -740,6 +772,9 @@ class Quiesced(Message, frozen=True):
     epoch: Epoch
     stage: Stage
     counts: Counts
+
+    def __post_init__(self) -> None:
+        check_texts(parse, self.counts)
 
 
 class WorkerRestored(Message, frozen=True):
@@ -784,7 +819,7 @@ class WorkerCompleted(Message, frozen=True):
     """The worker has come to the end of a part of its script."""
 
     epoch: Epoch
-    part: int
+    part: Number
     last: bool
 
 
@@ -801,61 +836,76 @@ class WorkerCounts(Message, frozen=True):
 
     counts: Counts
 
+    def __post_init__(self) -> None:
+        check_texts(parse, self.counts)
+
 
 class WorkerIssued(Message, frozen=True):
     """What the worker has begun, by group."""
 
-    round: int
+    round: Number
     epoch: Epoch
     step: Version
     at_end: bool
     issued: Counts
+
+    def __post_init__(self) -> None:
+        check_texts(Series.parse, self.issued)
 
 
 class CorruptCopy(Message, frozen=True):
     """A copy in memory does not match its checksums."""
 
     role: Role
-    slot: int
+    slot: Number
     reason: str
 
 
 class AskStartupEntries(Message, frozen=True):
     """Records of start-up operations, of the worker that plays `holder`."""
 
-    id: int
+    id: Number
     holder: Role
     group: str
-    start: int
+    start: Number
+
+    def __post_init__(self) -> None:
+        check_texts(Series.parse, [self.group])
 
 
 class AskProgress(Message, frozen=True):
     """How far the worker that plays `holder` has come."""
 
-    id: int
+    id: Number
     holder: Role
 
 
 class BringSettings(Message, frozen=True):
     """The script brings settings."""
 
-    id: int
+    id: Number
     settings: dict[str, Setting]
 
 
 class StartupEntries(Message, frozen=True):
     """Answers `SendStartupEntries`: by text form of a group, its records from there on."""
 
-    id: int
+    id: Number
     entries: dict[str, list[StartupEntry]]
+
+    def __post_init__(self) -> None:
+        check_texts(Series.parse, self.entries)
 
 
 class Progress(Message, frozen=True):
     """Answers `SendProgress`."""
 
-    id: int
+    id: Number
     version: Version
     counts: Counts
+
+    def __post_init__(self) -> None:
+        check_texts(parse, self.counts)
 
 
 class ScriptFailed(Message, frozen=True):
@@ -882,7 +932,7 @@ FromWorker = (
 class Welcome(Message, frozen=True):
     """Where the control words are: a memory file's descriptor and owner (`state.memory`)."""
 
-    control: list[int]
+    control: list[Number]
 
 
 class PlanBegins(Message, frozen=True):
@@ -895,7 +945,7 @@ class Assign(Message, frozen=True):
     """A role for an idle worker."""
 
     role: Role
-    world_size: int
+    world_size: Number
     env: dict[str, str]
     plan: WorkerPlan
 
@@ -904,8 +954,8 @@ class CopyHere(Value, frozen=True):
     """A snapshot in this node's memory."""
 
     role: Role
-    slot: int
-    address: list[int]
+    slot: Number
+    address: list[Number]
     segments: list[Layout]
 
 
@@ -920,51 +970,60 @@ class Restore(Message, frozen=True):
 class Allocated(Message, frozen=True):
     """Answers `Allocate`."""
 
-    id: int
-    address: list[int]
+    id: Number
+    address: list[Number]
 
 
 class Refused(Message, frozen=True):
     """A request could not be served."""
 
-    id: int
+    id: Number
     error: str
 
 
 class SettingsTaken(Message, frozen=True):
     """Answers `BringSettings`."""
 
-    id: int
+    id: Number
 
 
 class EntriesBrought(Message, frozen=True):
     """Answers `AskStartupEntries`."""
 
-    id: int
+    id: Number
     entries: dict[str, list[StartupEntry]]
+
+    def __post_init__(self) -> None:
+        check_texts(Series.parse, self.entries)
 
 
 class ProgressBrought(Message, frozen=True):
     """Answers `AskProgress`."""
 
-    id: int
+    id: Number
     version: Version
     counts: Counts
     envelope: str
+
+    def __post_init__(self) -> None:
+        check_texts(parse, self.counts)
 
 
 class SendStartupEntries(Message, frozen=True):
     """Another role's worker asks for records."""
 
-    id: int
+    id: Number
     group: str
-    start: int
+    start: Number
+
+    def __post_init__(self) -> None:
+        check_texts(Series.parse, [self.group])
 
 
 class SendProgress(Message, frozen=True):
     """Another role's worker asks how far this one is."""
 
-    id: int
+    id: Number
 
 
 class Exit(Message, frozen=True):

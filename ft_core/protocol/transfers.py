@@ -11,7 +11,18 @@ from typing import Annotated
 from msgspec import Meta
 
 from ft_core.protocol.codec import Decoder
-from ft_core.protocol.messages import Counts, Epoch, Layout, Message, Role, SegmentId, StartupEntry, Version
+from ft_core.protocol.groups import Series, parse
+from ft_core.protocol.messages import (
+    Counts,
+    Epoch,
+    Layout,
+    Message,
+    Role,
+    SegmentId,
+    StartupEntry,
+    Version,
+    check_texts,
+)
 
 Checksum = Annotated[int, Meta(ge=0)]
 """xxh3_64 of a chunk."""
@@ -101,6 +112,9 @@ class FetchEntries(Message, frozen=True):
     group: str
     start: Annotated[int, Meta(ge=0)]
 
+    def __post_init__(self) -> None:
+        check_texts(Series.parse, [self.group])
+
 
 class FetchProgress(Message, frozen=True):
     """How far the worker that plays `holder` has come. Answered by `ProgressFound`."""
@@ -160,6 +174,9 @@ class EntriesFound(Message, frozen=True):
 
     entries: dict[str, list[StartupEntry]]
 
+    def __post_init__(self) -> None:
+        check_texts(Series.parse, self.entries)
+
 
 class ProgressFound(Message, frozen=True):
     """Answers `FetchProgress`. `envelope`: of the newest snapshot of that role, see `state.envelope`."""
@@ -167,6 +184,9 @@ class ProgressFound(Message, frozen=True):
     version: Version
     counts: Counts
     envelope: str
+
+    def __post_init__(self) -> None:
+        check_texts(parse, self.counts)
 
 
 class Failed(Message, frozen=True):

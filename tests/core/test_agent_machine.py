@@ -329,9 +329,9 @@ def test_a_worker_keeps_its_role_in_the_next_epoch(training: Node):
         e.Commit(number, -1),
         e.ToWorker(number, m.Abort(2)),
     ]
-    training.worker(m.Quiesced(2, "training", {"g": 3}))
+    training.worker(m.Quiesced(2, "training", {"0-1:1#0": 3}))
     [report] = training.said(m.Holdings)
-    assert (report.reported, report.roles[0].counts) == (2, {"g": 3})
+    assert (report.reported, report.roles[0].counts) == (2, {"0-1:1#0": 3})
     assert not training.worker(m.Quiesced(2, "training", {})), "it reports once"
     following = plan(2, version=0, origin="memory")
     training.memory.held[0, False] = [0, 1]
@@ -623,7 +623,7 @@ def test_words_for_all_workers_are_passed_on(training: Node):
 
 def test_a_newcomer_asks_the_agent_of_who_knows(training: Node):
     number = training.number()
-    asked = m.AskStartupEntries(4, 1, "0-1:1", 0)
+    asked = m.AskStartupEntries(4, 1, "0-1:1#0", 0)
     assert training.worker(asked) == [e.AskPeer(number, asked, "127.0.0.1:21")]
     training.worker(m.AskProgress(5, 7))
     assert training.done == [e.ToWorker(number, m.Refused(5, "role 7 is on no node that is known here"))]
