@@ -676,14 +676,14 @@ def test_newcomers_that_are_ready_have_the_record_of_start_up() -> None:
     job.all_step(2)
     first, second = job.join("spare0"), job.join("spare1")
     job.wait(0.1)
-    job["node0"].say(OperationCounts(role=0, counts={"0-1#0": 7}))
+    job["node0"].say(OperationCounts(role=0, counts={"0-1:1#0": 7}))
     first.workers[1] = next(job.pids)
     first.say(Prepared(role=1))
     second.versions = {0: [1, 2]}
     lose(job, "node0")
     job.all_report()
     assert second.plan is not None and second.plan.roles == {0: "spare1", 1: "spare0"}
-    assert second.plan.worker.completed == {"0-1#0": (7, 1)}
+    assert second.plan.worker.completed == {"0-1:1#0": (7, 1)}
 
 
 def lose_all(job: Job) -> None:

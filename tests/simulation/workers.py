@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TORN = -1
 _STARTUP = 2
 """Collectives of the start-up phase."""
-_GROUP = "all"
+_GROUP = "0-1:1#0"
 
 
 class EpochChanged(Exception):  # noqa: N818 - as the engine's
