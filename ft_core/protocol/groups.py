@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ft_core.errors import ProtocolError
 
@@ -123,6 +124,7 @@ Tally = Series | Steps | Ended
 """What a role counts of its start-up operations: operations on record, steps that are over, ends."""
 
 
+@lru_cache(maxsize=4096)  # the same few come with every report
 def parse(text: str) -> Tally:
     """What `str` made a text of. Raises ProtocolError."""
     try:

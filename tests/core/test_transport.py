@@ -396,11 +396,13 @@ def test_connections_are_reused_and_rebuilt(mine: TcpTransport) -> None:
     server = TcpTransport(store, SECRET, answer=entries)
     port = int(server.address.rsplit(":", 1)[1])
     for i in range(20):
-        assert mine.request(server.address, FetchEntries(0, str(i), 0), 5) == EntriesFound({str(i): []})
+        assert mine.request(server.address, FetchEntries(0, f"0-1:1#{i}", 0), 5) == EntriesFound(
+            {f"0-1:1#{i}": []}
+        )
     assert len(server._server._threads) == 1
     server.close()
     with pytest.raises(TransportError):
-        mine.request(server.address, FetchEntries(0, "a", 0), 5)
+        mine.request(server.address, FetchEntries(0, "0-1:1#0", 0), 5)
     echo = listen("127.0.0.1", port)  # another process on the same port, as after a restart
     with ThreadPoolExecutor(1) as pool:
 
@@ -411,7 +413,7 @@ def test_connections_are_reused_and_rebuilt(mine: TcpTransport) -> None:
             channel.close()
 
         served = pool.submit(serve)
-        assert mine.request(server.address, FetchEntries(0, "a", 0), 5) == Accepted()
+        assert mine.request(server.address, FetchEntries(0, "0-1:1#0", 0), 5) == Accepted()
         served.result()
     echo.close()
 
