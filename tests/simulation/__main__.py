@@ -31,11 +31,16 @@ def failures(
     seeds: Iterable[int], processes: int, mutation: Callable[[], None] | None = None
 ) -> Iterator[tuple[int, str]]:
     """(seed, reason) of those that fail."""
-    logging.disable(logging.CRITICAL)
-    with multiprocessing.get_context("fork").Pool(processes, mutation) as pool:
+    with multiprocessing.get_context("fork").Pool(processes, _begin, (mutation,)) as pool:
         for seed, reason in pool.imap_unordered(_failure, seeds, _CHUNK):
             if reason is not None:
                 yield seed, reason
+
+
+def _begin(mutation: Callable[[], None] | None) -> None:
+    logging.disable(logging.CRITICAL)
+    if mutation is not None:
+        mutation()
 
 
 def _failure(seed: int) -> tuple[int, str | None]:
