@@ -37,11 +37,11 @@ def hang_worker(job: Job, rng: Random) -> None:
 
         def another() -> None:
             """Nobody notices, before another worker is lost: then it does not leave its step."""
-            found = [
-                w for node in job.live() for w in node.workers.values() if w.alive and w.role is not None
-            ]
-            if not job.over and found:
-                other = next((w for w in found if w is not worker), worker)
+            known = job.controller.machine.facts.nodes
+            there = [w for node in job.live() if node.name in known for w in node.workers.values()]
+            others = [w for w in there if w.alive and w is not worker and w.role in worker.members]
+            if not job.over:
+                other = others[0] if others else worker
                 other.node.end_worker(other, -9)
 
         at = rng.choice((0.5, 3.0))

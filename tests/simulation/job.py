@@ -176,6 +176,10 @@ class Job:
             for node in self.nodes:
                 if node.name == found[1]:
                     self._is_lost(node, event.reason)
+        if event.reason == "lost while the controller was away":
+            places = controller.machine.facts.places
+            for node in [node for node in self.nodes if node.name in {places[role] for role in event.roles}]:
+                self.memory_lost(node)
         back = self.named(event.more["node"]) if event.event == "given_up" else None
         if back is not None and not self._in_trouble(back):
             raise Violation(f"6: {back.name} is well, and is given up")
@@ -232,23 +236,20 @@ class Job:
         """After every event of the controller."""
         if not self._exposed:
             return
-        roles = {
-            w.role: w for node in self.live() for w in node.workers.values() if w.role is not None and w.alive
-        }
+        # A node that the controller has lost sight of is no use to it, though it may live.
+        nodes = [node for node in self.live() if node.name in controller.machine.facts.nodes]
+        roles = {w.role: w for node in nodes for w in node.workers.values() if w.role is not None and w.alive}
         newest = max(roles.values(), key=lambda w: w.epoch, default=None)
         if newest is None or len({w.epoch for w in roles.values()}) > 1 or not newest.members <= set(roles):
             return
         version = min(w.words.committed for w in roles.values())
-        for segment in self.owners if version >= 0 else ():
-            held = {
-                n.machine_name
-                for n in self.live()
-                if n.store.content(segment, version, self.owners) is not None
-            }
-            if len(held) <= self.shape.replicas:
+        if version < 0:
+            return
+        for segment in self.owners:
+            having = [node for node in nodes if node.store.content(segment, version, self.owners) is not None]
+            if len({node.machine_name for node in having}) <= self.shape.replicas:
                 return
-        if version >= 0:
-            self._exposed.clear()
+        self._exposed.clear()
 
     def run(self, last_fault: float) -> Outcome:
         """To the end, the last fault being at that time; everything that can be undone is undone then."""
