@@ -56,6 +56,9 @@ from ft_core.worker.logs import Tee, players
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_MISREAD, _STABLE = 3, 60.0
+"""Connections to the controller in a row, none longer than so many seconds, that end with what cannot be
+understood, before this agent fails."""
 _RECONNECT = 0.05
 _LAST_OUTPUT = 5.0
 """Seconds that the console has to take what workers have printed last."""
@@ -199,6 +202,9 @@ class NodeShell:
             stalls.close()
 
     async def _serve_controller(self) -> None:
+        """For ever. Raises ProtocolError when it cannot be understood, again and again: connecting once more
+        does not mend that, and the controller would wait for this node."""
+        misread = 0
         while True:
             try:
                 channel = await AsyncChannel.connect(self.settings.controller, self.secret, m.FROM_CONTROLLER)
@@ -210,8 +216,17 @@ class NodeShell:
             else:
                 self._controller = channel
                 self._handle(e.Connected())
-                while (message := await self._receive(channel)) is not None:
-                    self._handle(e.FromController(message))
+                began = time.monotonic()
+                try:
+                    while True:
+                        self._handle(e.FromController(await channel.recv()))
+                except ConnectionError as error:
+                    log.debug("node %s: a connection ended (%s)", self.node, error)
+                except (AuthenticationError, ProtocolError) as error:
+                    self._refusals.add(str(error))
+                    misread = misread + 1 if time.monotonic() - began < _STABLE else 1
+                    if misread >= _MISREAD:
+                        raise
                 self._controller = None
                 self._handle(e.NotConnected("the connection has ended"))
             await asyncio.sleep(_RECONNECT)

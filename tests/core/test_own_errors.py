@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ import pytest
 from core.fleet import Fleet
 from core.real_agent import RealAgent
 from core.test_liveness import plan_of
+from core.test_protocol import play
 from harness import environment
 from processes import children
 
@@ -48,6 +50,7 @@ from ft_core.protocol.messages import (
     RoleLayout,
     Shutdown,
     ToCtl,
+    Welcome,
 )
 from ft_core.protocol.sockets import listen
 from ft_core.settings import Command, Settings, read_secret, write_secret
@@ -378,3 +381,30 @@ def test_a_controller_whose_job_directory_is_gone_says_so_without_a_traceback(tm
     )
     assert done.returncode == 1
     assert done.stderr.startswith("ftrun: ") and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_controller_that_cannot_be_understood_ends_the_agent(tmp_path: Path) -> None:
+    """It connected again for ever, twenty times a second, and its node was there and of no use."""
+
+    async def test(fleet: Fleet) -> None:
+        greeted = []
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            channel = await AsyncChannel.accept(reader, writer, read_secret(fleet.job_dir), FROM_CLIENT)
+            greeted.append(await channel.recv())
+            channel.post(Welcome([1]))  # for a worker
+            with contextlib.suppress(ConnectionError):
+                await channel.recv()
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        settings = dataclasses.replace(fleet.settings, controller=f"127.0.0.1:{port}")
+        agent = RealAgent(settings, fleet.job_dir, "agent", 0)
+        agent.serve()
+        with pytest.raises(ProtocolError, match="Welcome"):
+            await asyncio.wait_for(agent._done, 10)
+        assert len(greeted) == 3
+        server.close()
+
+    play(test, tmp_path / "job", nodes=1, replicas=0)
