@@ -21,7 +21,6 @@ sock = socket.create_server(("127.0.0.1", 0))
 
 
 def take() -> None:
-    ready.set()
     for _ in door.connections(sock, "node a", lambda: False):
         found.put(True)
 
@@ -36,14 +35,17 @@ async def serve() -> None:
 
 def main(kind: str) -> None:
     client = socket.socket()
-    target, *arguments = (take,) if kind == "thread" else (asyncio.run, serve())
-    threading.Thread(target=target, args=arguments, daemon=True).start()  # type: ignore[arg-type]
-    ready.wait()
+    thread = threading.Thread(target=take, daemon=True)
+    if kind == "loop":  # which needs some itself
+        threading.Thread(target=asyncio.run, args=(serve(),), daemon=True).start()
+        ready.wait()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with open(os.devnull) as free:
         lowest = free.fileno()
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
     client.connect(sock.getsockname())
+    if kind == "thread":  # not before: who waits in accept() has a descriptor for it already
+        thread.start()
     try:
         found.get(timeout=0.5)
     except queue.Empty:
