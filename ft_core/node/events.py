@@ -170,7 +170,7 @@ class ToController:
 
 @dataclass(frozen=True)
 class Report:
-    """To the controller: `Agent.holdings()`, once what stands before this is done. From `BeginEpoch` on no
+    """To the controller: `Epochs.holdings()`, once what stands before this is done. From `BeginEpoch` on no
     copy comes in that would push out another; what is reported stays."""
 
 

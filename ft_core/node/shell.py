@@ -29,9 +29,10 @@ from ft_core.errors import AuthenticationError, FtError, ProtocolError
 from ft_core.net.transport import TcpTransport
 from ft_core.node import departure, orphans
 from ft_core.node import events as e
+from ft_core.node.about import About
 from ft_core.node.fetch import bring
 from ft_core.node.inquiries import Inquiries, relay
-from ft_core.node.machine import About, Agent
+from ft_core.node.machine import Agent
 from ft_core.node.memory_view import MemoryView
 from ft_core.node.replicator import Replicator
 from ft_core.node.workers import WorkerPool
@@ -274,7 +275,7 @@ class NodeShell:
             case e.ToController(message):
                 self._tell_controller(message)
             case e.Report():
-                self._tell_controller(self.machine.holdings())
+                self._tell_controller(self.machine.epochs.holdings())
             case e.ToWorker(number, order):
                 self.pool.post(number, order)
             case e.Start(number, device):

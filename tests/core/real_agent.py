@@ -82,7 +82,7 @@ class RealAgent(NodeShell):
     @property
     def nodes(self) -> set[str]:
         """That it knows of."""
-        return set(self.machine.plan.nodes) if self.machine.plan else set()
+        return set(self.machine.epochs.plan.nodes) if self.machine.epochs.plan else set()
 
     def number(self, role: int) -> int:
         """Of the worker that plays it."""

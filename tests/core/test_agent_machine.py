@@ -11,8 +11,9 @@ import pytest
 
 from ft_core.node import events as e
 from ft_core.node import outage
+from ft_core.node.about import About
 from ft_core.node.crew import Doing, in_words
-from ft_core.node.machine import FAREWELL, About, Agent, Phase
+from ft_core.node.machine import FAREWELL, Agent, Phase
 from ft_core.node.view import Words
 from ft_core.process.sigterm import ENDED, GRACE
 from ft_core.protocol import messages as m
@@ -86,7 +87,7 @@ class Node:
     def handle(self, event: e.Event, after: float = 0.0) -> list[e.Effect]:
         self.now += after
         done = self.agent.handle(event, self.now)
-        report = e.ToController(self.agent.holdings())
+        report = e.ToController(self.agent.epochs.holdings())
         self.done = [report if isinstance(each, e.Report) else each for each in done]
         return self.done
 
@@ -116,7 +117,7 @@ class Node:
     def train(self, role: int = 0) -> None:
         """As a worker that has got its role, up to its first step."""
         self.worker(m.Registered(0, [0, 1], False, GROUP), role)
-        self.worker(m.WorkerRestored(self.agent.epoch, 0, loaded=False), role)
+        self.worker(m.WorkerRestored(self.agent.epochs.epoch, 0, loaded=False), role)
 
     def greeting(self) -> m.AgentHello:
         self.handle(e.NotConnected("it is gone"))
@@ -350,12 +351,12 @@ def test_nobody_obeys_an_older_epoch(training: Node):
     assert not training.hear(m.Abort(2)) and not training.hear(m.Abort(3))
     assert not training.hear(plan(2))
     assert not training.handle(e.Brought(training.number(), 0, 1, ()))
-    assert training.agent.epoch == 3 and training.agent.begun == 1
+    assert training.agent.epochs.epoch == 3 and training.agent.epochs.begun == 1
 
 
 def test_a_plan_that_overtakes_its_abort_begins_all_the_same(training: Node):
     training.hear(plan(2, version=0, origin="memory"))
-    assert training.agent.epoch == 2 and training.told(m.PlanBegins)
+    assert training.agent.epochs.epoch == 2 and training.told(m.PlanBegins)
     assert not training.hear(m.Abort(2))
 
 

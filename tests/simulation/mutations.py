@@ -14,9 +14,9 @@ from ft_core.control.facts import Facts, Node
 from ft_core.control.machine import Controller
 from ft_core.control.phases import Rebuilding
 from ft_core.control.returning import Returning
+from ft_core.node import epochs as node
 from ft_core.node import said
 from ft_core.node.events import Commit, DropAfter
-from ft_core.node.machine import Agent
 from ft_core.protocol import messages as m
 
 from .control import SimController
@@ -80,24 +80,24 @@ def a_successor_waits_for_nobody() -> None:
 
 def a_report_before_all_are_quiet() -> None:
     """A greeting counts as a report of the new epoch though workers are still in their steps."""
-    holdings = Agent.holdings
+    holdings = node.Epochs.holdings
 
-    def mutated(self: Agent) -> m.Holdings:
+    def mutated(self: node.Epochs) -> m.Holdings:
         self.reported = self.epoch
         return holdings(self)
 
-    Agent.holdings = mutated  # type: ignore[method-assign]
+    node.Epochs.holdings = mutated  # type: ignore[method-assign]
 
 
 def one_copy_is_enough() -> None:
     """The commit word is set as soon as a snapshot is whole, before it is anywhere else."""
-    staged = Agent._staged
+    staged = node.Epochs.staged
 
-    def mutated(self: Agent, worker: Any, role: int, version: int) -> None:
+    def mutated(self: node.Epochs, worker: Any, role: int, version: int) -> None:
         staged(self, worker, role, version)
-        self._do(Commit(worker.number, version))
+        self.do(Commit(worker.number, version))
 
-    Agent._staged = mutated  # type: ignore[method-assign]
+    node.Epochs.staged = mutated  # type: ignore[method-assign]
 
 
 def the_newest_version_of_anybody() -> None:

@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from ft_core.node import events as ev
-from ft_core.node.machine import About, Agent
+from ft_core.node.about import About
+from ft_core.node.machine import Agent
 from ft_core.node.view import Words
 from ft_core.protocol import messages as m
 from ft_core.state.manifest import Segment
@@ -185,7 +186,7 @@ class SimNode(Process):
                     self.job.sent(message)
                     self.link.send(0, message)
             case ev.Report():
-                self._do(ev.ToController(self.machine.holdings()))
+                self._do(ev.ToController(self.machine.epochs.holdings()))
             case ev.ToWorker(number, message):
                 if (worker := self.workers.get(number)) is not None:
                     worker.later(0.001, lambda: worker.hear(message))

@@ -1,0 +1,297 @@
+"""A node in the job's epochs: which one it is in, who plays its roles in it, and what it holds of them.
+
+Here is what a plan means for a node (`Epochs.begin`), and what it could give to the next one
+(`Epochs.holdings`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+
+from ft_core.node import holdings
+from ft_core.node.about import About
+from ft_core.node.copies import Copies
+from ft_core.node.crew import NONE, Crew, Doing, Worker
+from ft_core.node.events import (
+    BeginEpoch,
+    Bring,
+    Brought,
+    Commit,
+    DropAfter,
+    DurableDone,
+    Effect,
+    KeepOnly,
+    Kill,
+    Replicated,
+    Report,
+    ShowRest,
+    ToController,
+    ToWorker,
+    UsePlan,
+    UseSettings,
+)
+from ft_core.node.said import OfRole, Said
+from ft_core.node.view import View
+from ft_core.protocol import messages as m
+from ft_core.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+class Epochs:
+    """The epoch under way on one node, or what comes between two."""
+
+    def __init__(self, about: About, settings: Settings, crew: Crew, view: View) -> None:
+        self.about, self.settings = about, settings
+        self.configured: dict[str, Any] | None = None
+        """Settings that the script has brought; `settings` has them in it."""
+        self.epoch = 0
+        self.reported = 0
+        """The newest epoch before which no worker here is inside a step any more."""
+        self.plan: m.NodePlan | None = None
+        self.crew = crew
+        self.said = Said()
+        self.now = 0.0
+        self.effects: list[Effect] = []
+        """Of the event that is being handled."""
+        self._view = view
+        self._copies = Copies(about.node)
+        self._stuck_at = math.inf
+        """When workers are killed that have not left their step for this epoch."""
+
+    def do(self, *effects: Effect) -> None:
+        """Have these carried out, after those that are there."""
+        self.effects += effects
+
+    def post(self, message: m.FromAgent) -> None:
+        """To the controller, if there is one."""
+        self.do(ToController(message))
+
+    def say(self, message: OfRole) -> None:
+        """Post what the controller must know, whichever it is by then."""
+        self.said.keep(message)
+        self.post(message)
+
+    def tick(self) -> None:
+        """Time has passed."""
+        self.do(*self._copies.tick(self.now))
+        if self.epoch > self.begun and self.now >= self._stuck_at:
+            self._kill_stuck()
+
+    def use(self, settings: dict[str, Any]) -> None:
+        """The script has brought these, and the controller has checked them."""
+        self.configured, self.settings = settings, dataclasses.replace(self.settings, **settings)
+        self.do(UseSettings(self.settings))
+        self.post(m.Configured(settings))
+
+    # -- what this node is, and has ----------------------------------------------------------------
+
+    @property
+    def begun(self) -> int:
+        """The epoch of the newest plan; 0 before any."""
+        return self.plan.epoch if self.plan else 0
+
+    def roles_here(self) -> list[int]:
+        """Roles that the plan places on this node."""
+        places = self.plan.roles if self.plan else {}
+        return [role for role, node in places.items() if node == self.about.node]
+
+    def adopted_by(self, role: int) -> list[int]:
+        """Roles that are away, whose state `role` holds and steps."""
+        worker = self.crew.of_role(role)
+        if self.plan is None or (worker is not None and worker.state_is_replicated):
+            return []  # a plan that was made before it was known that every group has all the state
+        return [away for away, adopter in self.plan.worker.adopted.items() if adopter == role]
+
+    def _adopted_here(self) -> list[int]:
+        return [adopted for role in self.roles_here() for adopted in self.adopted_by(role)]
+
+    def heartbeat(self) -> m.Heartbeat:
+        """That this node lives, and how far its roles are."""
+        begun = self.plan.id if self.plan else ""
+        beats, replicas = holdings.beats(self.crew, self._view), self._view.replicas()
+        return m.Heartbeat(self.epoch, begun, beats, len(self.crew.idle()), replicas)
+
+    def holdings(self) -> m.Holdings:
+        """What this node could give to a recovery, as of now."""
+        here = self.roles_here()
+        replicas, holders = holdings.copies_held(here, self._view)
+        return m.Holdings(
+            epoch=self.epoch,
+            begun=self.plan.id if self.plan else "",
+            reported=self.reported,
+            roles=holdings.roles_held(here, self.crew, self._view),
+            replicas=replicas,
+            segments=holders,
+            idle=len(self.crew.idle()),
+            store=self.about.store,
+            master=self.about.master,
+            configured=self.configured,
+        )
+
+    def send_state(self) -> None:
+        """Give a controller the job's state, which goes with each plan."""
+        if self.plan is not None:  # who asks has seen in the greeting that there is one
+            state = msgspec.json.decode(self.plan.state, type=m.JobState)
+            self.post(m.KeptState(state, self.plan.nodes))
+
+    # -- from epoch to epoch -----------------------------------------------------------------------
+
+    def abort(self, epoch: int) -> None:
+        """Whatever is under way is of the past once `epoch` begins: workers leave their steps."""
+        if epoch <= self.epoch:
+            return
+        self.epoch = epoch
+        self._copies.epoch_ends()
+        self.do(BeginEpoch(epoch))
+        for worker in self.crew.playing():
+            worker.replicated.clear()
+            worker.committed = NONE
+            self.do(Commit(worker.number, NONE), ToWorker(worker.number, m.Abort(epoch)))
+        self._stuck_at = self.now + self.settings.quiesce_timeout
+        self.report_if_quiet()
+
+    def report_if_quiet(self) -> None:
+        """Once no worker here is inside a step of an older epoch, say what this node holds."""
+        quiet = all(worker.quiesced >= self.epoch for worker in self.crew.playing())
+        if quiet and self.reported < self.epoch and self.epoch != self.begun:
+            self.reported = self.epoch
+            self.do(Report())
+
+    def _kill_stuck(self) -> None:
+        self._stuck_at = math.inf
+        for worker in self.crew.playing():
+            if worker.quiesced < self.epoch:
+                log.error(
+                    "node %s: role %d did not leave its step within %.0f s; its worker %d is replaced",
+                    *(self.about.node, worker.role, self.settings.quiesce_timeout, worker.pid),
+                )
+                self.do(Kill(worker.number))
+
+    def begin(self, plan: m.NodePlan) -> None:
+        """Begin the epoch of `plan`: give roles to workers, bring their state here, let them go on."""
+        if plan.epoch < self.epoch or plan.epoch == self.begun:
+            return
+        before, adopted_before = self.roles_here(), self._adopted_here()
+        self.plan, self.epoch = plan, plan.epoch
+        self._copies.epoch_ends()
+        self.do(UsePlan(plan))
+        if plan.worker.version is not None:
+            self.do(DropAfter(plan.worker.version))
+        elif plan.worker.started_over == self.epoch:
+            self.do(DropAfter(NONE))
+            self.said.keep_only(())
+        here = self.roles_here()
+        self.withdraw({worker.role for worker in self.crew.playing()} - set(here))
+        adopted = self._adopted_here()
+        self.said.keep_only({*here, *adopted})
+        # A role that has moved away may still be fetched from here: its memory goes one epoch later.
+        self.do(KeepOnly(frozenset([*here, *before]), frozenset([*adopted, *adopted_before])))
+        for role in here:
+            if (worker := self.crew.of_role(role)) is not None:
+                self.do(ToWorker(worker.number, m.PlanBegins(self._with_settings(plan.worker))))
+            elif role in plan.worker.newcomers or role not in before:
+                worker = self._assign(role, plan.master, plan.worker)
+            # Otherwise it has died since this node reported: the plan relies on it, so there will be another.
+            if worker is not None:
+                self._restore(worker, plan)
+
+    def nodes_changed(self, number: str, nodes: Mapping[m.NodeName, m.NodeAddress | None]) -> None:
+        """Nodes without a role that have come, or gone (None), since the plan with this id was made."""
+        if (plan := self.plan) is None or plan.id != number:
+            return
+        now = {name: where for name, where in {**plan.nodes, **nodes}.items() if where is not None}
+        self.plan = msgspec.structs.replace(plan, nodes=now)
+        self.do(UsePlan(self.plan))
+
+    def withdraw(self, roles: Collection[int]) -> None:
+        """Replace the workers of a replica group that takes no part: others may need the places."""
+        for worker in self.crew.playing():
+            if worker.role in roles:
+                self.said.forget([worker.role])
+                worker.doing = Doing.WITHDRAWN
+                self.do(Kill(worker.number))
+
+    def prepare(self, message: m.Prepare) -> None:
+        """Roles that come back while others train begin ahead of the epoch in which they take part."""
+        if self.plan is None or message.epoch != self.begun:
+            return
+        for role in message.roles:
+            if self.crew.of_role(role) is None:
+                self._assign(role, self.plan.master, message.worker)
+            elif (said := self.said.prepared(role)) is not None:
+                self.post(said)  # to another controller, which has asked before
+
+    def _with_settings(self, plan: m.WorkerPlan) -> m.WorkerPlan:
+        """The settings of now: the script may have brought some since the plan was made."""
+        return msgspec.structs.replace(
+            plan,
+            policy=self.settings.policy,
+            lr_intervention=self.settings.lr_intervention,
+            began_with=m.BeganWith(**dataclasses.asdict(self.settings.start)),
+        )
+
+    def _assign(self, role: int, master: str, plan: m.WorkerPlan) -> Worker | None:
+        """Give the role to an idle worker."""
+        self.said.forget([role])
+        nproc = self.settings.nproc_per_node
+        if (worker := self.crew.choose(role % nproc, nproc)) is None:
+            self.say(m.NoIdleWorker(self.epoch, role))
+            return None
+        worker.doing, worker.role = Doing.PLAYING, role
+        environment = self.about.environment_of(role, worker.device, master, self.settings)
+        assign = m.Assign(role, self.settings.world_size, environment, self._with_settings(plan))
+        self.do(ShowRest(role), ToWorker(worker.number, assign))
+        return worker
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def _restore(self, worker: Worker, plan: m.NodePlan) -> None:
+        """Have the plan's version of its role, and of what that adopts, in memory here, then let it load."""
+        held = []
+        if (version := plan.worker.version) is not None:
+            for role in [worker.role, *self.adopted_by(worker.role)]:
+                there = version in self._view.versions(role, role != worker.role)
+                if there or plan.worker.origin != "initial" or plan.sources.get(role):
+                    held.append(role)  # else its script makes the initial state by itself
+        if held:
+            self.do(Bring(worker.number, worker.role, tuple(held), plan))
+        else:
+            self.do(ToWorker(worker.number, m.Restore(plan.epoch, version, [])))
+
+    def brought(self, event: Brought) -> None:
+        """What a role goes on from is in memory here, or nobody had it whole."""
+        if event.failed:
+            log.error("node %s: role %d: %s", self.about.node, event.role, event.failed)
+            self.say(m.RestoreFailed(event.epoch, event.role, event.failed))
+        elif self.plan is not None and self.epoch == event.epoch:
+            restore = m.Restore(event.epoch, self.plan.worker.version, list(event.copies))
+            self.do(ToWorker(event.worker, restore))
+
+    def staged(self, worker: Worker, role: int, version: int) -> None:
+        """A snapshot is whole, of the role that `worker` plays, or of one that it has adopted."""
+        if self.epoch == self.begun:
+            self.do(*self._copies.staged(worker, role, version, self.epoch))
+
+    def replicated(self, event: Replicated) -> None:
+        """A snapshot is wherever it must be, or could not be sent."""
+        if event.failed:
+            self.do(*self._copies.failed(event, self.now, self.settings.heartbeat / 2))
+            return
+        plan = self.plan
+        found = self._copies.safe(event, self.adopted_by)
+        if found is not None and plan is not None:
+            worker, effects = found
+            self.do(*effects)
+            if worker.committed == event.version:
+                self.do(*self._copies.write(worker, event.version, plan, self.settings))
+
+    def written(self, event: DurableDone) -> None:
+        """A snapshot is on storage, or could not be written."""
+        self.do(*self._copies.written(event))
