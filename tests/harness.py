@@ -24,7 +24,8 @@ from typing import Protocol, TypeVar
 from forked import Forked
 from processes import in_groups
 
-from ft_core.cli import ask, ctl
+from ft_core.cli import ask, ctl, flags
+from ft_core.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = (ROOT / "recipes" / "megatron", ROOT / "recipes" / "deepspeed")
@@ -126,6 +127,11 @@ def environment() -> dict[str, str]:
         # torch's stores look up the name of 127.0.0.1 in the DNS, 5 s at a time where nobody answers.
         "RES_OPTIONS": "timeout:1 attempts:1",
     }
+
+
+def settings_of(*command: str) -> Settings:
+    """What `ftrun` makes of its command line."""
+    return flags.settings_of(flags.parser().parse_args(command))
 
 
 def read_logs(job_dir: Path) -> str:

@@ -15,10 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from harness import settings_of
 
 from ft_core.cli import ctl, launch
 from ft_core.cli.ask import ask
 from ft_core.cli.ask import status as status_of
+from ft_core.cli.flags import parser
 from ft_core.errors import ConfigError
 from ft_core.process import inject
 from ft_core.protocol.messages import Denied, Inject, JobStatus
@@ -87,7 +89,7 @@ def test_a_free_port_is_nobody_elses(
     for start in ("controller", "agent"):
         monkeypatch.setattr(launch.Launcher, start, lambda *_: None)
     command = ["--standalone", *flags, f"--job-dir={tmp_path / 'job'}", script]
-    launcher = launch._launch(launch.parser().parse_args(command))
+    launcher = launch._launch(parser().parse_args(command))
     host, _, port = Settings.read(tmp_path / "job").controller.rpartition(":")
     assert int(port) and (tmp_path / "job" / "controller").read_text() == f"{host}:{port}\n"
     for _ in range(2):
@@ -113,10 +115,7 @@ def test_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_flags_behind_the_script_are_the_scripts(script: str):
-    args = launch.parser().parse_args(
-        ["--standalone", "--nnodes=2", script, "--nnodes=7", "-x", "--spares", "9"]
-    )
-    settings = launch.settings_of(args)
+    settings = settings_of("--standalone", "--nnodes=2", script, "--nnodes=7", "-x", "--spares", "9")
     assert settings.nnodes == 2 and settings.spares == 0
     assert settings.command.arguments == ["--nnodes=7", "-x", "--spares", "9"]
 
@@ -131,10 +130,6 @@ def framework(tmp_path: Path, script: str) -> Callable[..., list[str]]:
         return [script, "--lr", "0.1", "--deepspeed_config", str(path)]
 
     return command
-
-
-def settings_of(*command: str) -> Settings:
-    return launch.settings_of(launch.parser().parse_args(command))
 
 
 def test_the_scripts_own_configuration(framework: Callable[..., list[str]], tmp_path: Path):
@@ -242,7 +237,7 @@ def test_join(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def _job(job_dir: Path, script: str) -> Settings:
-    settings = launch.settings_of(launch.parser().parse_args(["--standalone", script, "--lr", "0.1"]))
+    settings = settings_of("--standalone", script, "--lr", "0.1")
     settings.write(job_dir)
     write_secret(job_dir)
     return settings

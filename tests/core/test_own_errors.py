@@ -25,7 +25,7 @@ from core.test_protocol import play
 from harness import environment
 from processes import children
 
-from ft_core.cli.launch import Launcher
+from ft_core.cli.launcher import Launcher
 from ft_core.errors import AuthenticationError, ProtocolError
 from ft_core.process import refusals
 from ft_core.process.tasks import Tasks

@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from harness import ROOT
+from harness import ROOT, settings_of
 
 from ft_core.cli import launch
 from ft_core.errors import ConfigError
@@ -28,8 +28,8 @@ needs_training = pytest.mark.skipif(
 )
 
 
-def settings_of(*command: str) -> Settings:
-    return launch.settings_of(launch.parser().parse_args(["--standalone", "--nnodes=3", *command]))
+def standalone(*command: str) -> Settings:
+    return settings_of("--standalone", "--nnodes=3", *command)
 
 
 # -- for ftrun -------------------------------------------------------------------------------------
@@ -48,19 +48,19 @@ def test_the_order_of_ranks():
     assert arguments.settings(pipeline) == {"stages": 2}
     assert arguments.settings([*pipeline, "--use-tp-pp-dp-mapping"]) == {}
     command = ["--standalone", "--nnodes=2:4", "--ft-policy=shrink", __file__, *pipeline]
-    some = launch.settings_of(launch.parser().parse_args(command))
+    some = settings_of(*command)
     assert some.start.present == [0, 2]
-    other = launch.settings_of(launch.parser().parse_args([*command, "--use-tp-pp-dp-mapping"]))
+    other = settings_of(*command, "--use-tp-pp-dp-mapping")
     assert other.start.present == [0, 1]
 
 
 def test_the_defaults_need_no_more_than_the_switch():
     assert arguments.settings(MEGATRON) == arguments.settings([*MEGATRON, "--ft"]) == {}
-    assert settings_of(__file__, *MEGATRON, "--ft").replicas == 1
+    assert standalone(__file__, *MEGATRON, "--ft").replicas == 1
 
 
 def test_ftrun_starts_what_the_script_asks_for():
-    found = settings_of(__file__, *MEGATRON, "--ft", "--ft-replicas", "2", "--ft-spares", "1")
+    found = standalone(__file__, *MEGATRON, "--ft", "--ft-replicas", "2", "--ft-spares", "1")
     assert (found.replicas, found.spares, found.given) == (2, 1, [])
 
 

@@ -22,12 +22,22 @@ if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
 import yaml
-from harness import ROOT, TINY, Layout, different, environment, read_digest, read_logs, read_losses, reference
+from harness import (
+    ROOT,
+    TINY,
+    Layout,
+    different,
+    environment,
+    read_digest,
+    read_logs,
+    read_losses,
+    reference,
+    settings_of,
+)
 
-from ft_core.cli import launch
 from ft_core.cli.ask import status
 from ft_core.protocol.sockets import listen
-from ft_core.settings import SECRET_ENV
+from ft_core.settings import SECRET_ENV, Settings
 
 RECIPES = ROOT / "recipes" / "megatron"
 ITERATIONS = 70
@@ -240,10 +250,10 @@ def test_kubernetes(start: Callable[..., subprocess.Popen[bytes]], tmp_path: Pat
     assert different(read_losses(logs)) == expected.losses and read_digest(logs) == expected.digest
 
 
-def settings_of(records: Path) -> tuple[launch.Settings, list[str]]:
+def recorded(records: Path) -> tuple[Settings, list[str]]:
     """What ftrun's own parser makes of the flags it was given; and the flags."""
     words = (records / "ftrun").read_text().splitlines()
-    return launch.settings_of(launch.parser().parse_args(words)), words
+    return settings_of(*words), words
 
 
 def test_command_lines(
@@ -258,14 +268,14 @@ def test_command_lines(
     for index in (0, pods - 1):
         given = {**values, "JOB_COMPLETION_INDEX": str(index), "FT_FLAGS": "--ft-replicas 2 --ft-policy stop"}
         assert start(*container["command"], *container["args"], **given).wait(30) == 0
-        settings, words = settings_of(records)
+        settings, words = recorded(records)
         assert (settings.nnodes, settings.controller) == (nodes, values["HEAD"])
         assert (settings.replicas, settings.policy) == (2, "stop")
         assert words[words.index("--node-rank") + 1] == str(index)
         assert settings.command.target == values["SCRIPT"] and "--ft" in settings.command.arguments
         assert words[words.index("--job-dir") + 1] == f"{values['JOB_DIR']}/{index}"
     assert start(RECIPES / "one_machine.sh", NNODES="3", NPROC="2", SPARES="2").wait(30) == 0
-    settings, words = settings_of(records)
+    settings, words = recorded(records)
     assert (settings.nnodes, settings.nproc_per_node, settings.spares) == (3, 2, 2)
     assert "--standalone" in words and "--ft" in settings.command.arguments
     assert (
@@ -274,7 +284,7 @@ def test_command_lines(
         )
         == 0
     )
-    assert settings_of(records)[0].command.arguments == [*TINY, "--ft"]
+    assert recorded(records)[0].command.arguments == [*TINY, "--ft"]
 
 
 def test_pods_survive_what_they_should() -> None:

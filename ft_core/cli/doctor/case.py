@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_core import plugins
-from ft_core.cli import ask, launch
+from ft_core.cli import ask, flags
 from ft_core.cli.planner import shape as planner
 from ft_core.errors import ConfigError, FtError
 from ft_core.protocol.messages import DescribeRole, JobStatus, ToCtl
@@ -203,7 +203,7 @@ def _command(words: Sequence[str], frameworks: Iterable[Framework]) -> dict[str,
     launcher = launchers.get(Path(words[0]).name, "")
     if launcher != "ftrun":
         return {"launcher": launcher, "arguments": list(words[1:])}
-    args = launch.parser().parse_args(words[1:])
+    args = flags.parser().parse_args(words[1:])
     about: dict[str, Any] = {
         "launcher": launcher,
         "arguments": args.command[1:],
@@ -211,6 +211,6 @@ def _command(words: Sequence[str], frameworks: Iterable[Framework]) -> dict[str,
         "job_dir": args.job_dir or args.log_dir,
     }
     try:
-        return {**about, "settings": launch.settings_of(args)}
+        return {**about, "settings": flags.settings_of(args)}
     except ConfigError as error:
         return {**about, "problem": str(error)}

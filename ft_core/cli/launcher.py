@@ -1,0 +1,163 @@
+"""The processes of this machine that belong to a job: `ftrun` starts them, and waits for the job's end."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from ft_core.errors import FAILED
+from ft_core.process.sigterm import ENDED
+from ft_core.protocol.sockets import reserve, split_address
+
+_POLL = 0.05
+_STOP_GRACE = 15.0
+"""Seconds that agents have to end once the controller has."""
+_AGAIN = 1.0
+"""Seconds after which SIGTERM is passed on once more."""
+_LASTING = 60.0
+"""Seconds for which a controller has worked well enough not to count among those that fail in a row."""
+
+
+class Launcher:
+    """Starts the processes of this machine and waits for the end of the job."""
+
+    def __init__(self, job_dir: Path) -> None:
+        self._job_dir = job_dir
+        self._controller: subprocess.Popen[bytes] | None = None
+        self._controller_began = 0.0
+        self._controllers_failed = 0
+        self._agents: list[subprocess.Popen[bytes]] = []
+        self._temporary: dict[subprocess.Popen[bytes], str] = {}
+        """Directories of agents that have not ended, as far as is known."""
+        self._reserved: socket.socket | None = None
+        self.numbers = itertools.count()
+        self.respawn = False
+        """Start a new node for each that dies, as a cluster's scheduler would."""
+        self.standalone = False
+        """All nodes of the job are here."""
+        self.patience = math.inf
+        """Seconds that workers have to end after SIGTERM, if they handle it."""
+        self._sigterms = 0
+        self._pass_on_at = math.inf
+        self._deadline = math.inf
+
+    def reserve(self, address: str) -> str:
+        """`address`, of port 0, with a free port. No other program is given it while this process lives.
+
+        Neither before the controller listens there, nor between one and the next.
+        """
+        host, _ = split_address(address)
+        self._reserved = reserve(host)
+        return f"{address.rpartition(':')[0]}:{self._reserved.getsockname()[1]}"
+
+    def controller(self, *about: str) -> None:
+        """Start the controller; `wait` starts another should it die."""
+        self._controller, self._controller_began = (
+            self._start("ft_core.control", *about),
+            time.monotonic(),
+        )
+
+    def _next_controller(self, code: int) -> None:
+        """The last one was killed, or has failed: another takes over, and training goes on meanwhile."""
+        lasted = time.monotonic() - self._controller_began
+        # One that has worked for a while has failed of something else than its predecessors.
+        before = self._controllers_failed if lasted < _LASTING else 0
+        self._controllers_failed = before + (code == FAILED)
+        self.controller("--failed-before", str(self._controllers_failed))
+
+    def agent(self, node: str, node_rank: int, domain: str) -> None:
+        """Start an agent."""
+        temporary = tempfile.mkdtemp(prefix="ft-agent-")
+        about = ["--node", node, "--node-rank", str(node_rank), "--domain", domain, "--temporary", temporary]
+        agent = self._start("ft_core.node", *about)
+        self._temporary[agent] = temporary
+        self._agents.append(agent)
+
+    def wait(self) -> int:
+        """Until the job is over. Returns its exit code."""
+        while True:
+            if self._sigterms:
+                self._pass_on()
+            if self._controller is not None and (code := self._controller.poll()) is not None:
+                if code >= 0 and code != FAILED:
+                    self._reap()
+                    return code
+                if self._sigterms and code == -signal.SIGTERM:
+                    return ENDED  # it was just starting
+                self._next_controller(code)
+            for agent in self._ended():
+                if agent.returncode < 0 and self.respawn and not self._sigterms:
+                    self._agents.remove(agent)
+                    self.agent(f"node{next(self.numbers)}", -1, "")
+            if all(a.poll() is not None for a in self._agents):
+                if self._controller is None:
+                    return max((abs(a.returncode) for a in self._agents), default=1)
+                if self._sigterms and not self.standalone and all(_left(a.returncode) for a in self._agents):
+                    return ENDED  # the controller goes with its node; other nodes find another one
+            if time.monotonic() > self._deadline:
+                return ENDED
+            time.sleep(_POLL)
+
+    def terminate(self) -> None:
+        """SIGTERM has come: the workers get it too. Once more, and everything ends at once."""
+        self._sigterms += 1
+        if self._sigterms > 1:
+            sys.exit(ENDED)
+
+    def _pass_on(self) -> None:
+        """Again and again, since a process that is just starting may miss it; to agents it is the same."""
+        now = time.monotonic()
+        if self._pass_on_at == math.inf:
+            self._pass_on_at, self._deadline = now, now + self.patience
+            print(
+                "ftrun: told to end (SIGTERM), and tells the workers; those that handle it end by themselves."
+                " Once more ends them at once.",
+                file=sys.stderr,
+                flush=True,
+            )
+        if now < self._pass_on_at:
+            return
+        self._pass_on_at += _AGAIN
+        for process in [*([self._controller] if self._controller else []), *self._agents]:
+            process.send_signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """End everything that was started here, whole process groups."""
+        for process in [*self._agents, *([self._controller] if self._controller else [])]:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        self._ended()
+
+    def _ended(self) -> list[subprocess.Popen[bytes]]:
+        """Agents that have ended since the last call; what they leave behind goes as well."""
+        ended = [agent for agent in self._temporary if agent.poll() is not None]
+        for agent in ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(agent.pid, signal.SIGKILL)
+            shutil.rmtree(self._temporary.pop(agent), ignore_errors=True)
+        return ended
+
+    def _reap(self) -> None:
+        deadline = time.monotonic() + _STOP_GRACE
+        while any(a.poll() is None for a in self._agents) and time.monotonic() < deadline:
+            time.sleep(_POLL)
+
+    def _start(self, module: str, *arguments: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", module, f"--parent={os.getpid()}", "--job-dir", str(self._job_dir)]
+        return subprocess.Popen([*command, *arguments], start_new_session=True, stdin=subprocess.DEVNULL)
+
+
+def _left(code: int) -> bool:
+    """Whether an agent has ended for itself, and not because the job was over."""
+    return code < 0 or code == ENDED
