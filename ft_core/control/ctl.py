@@ -9,12 +9,15 @@ from ft_core.control.facts import Facts
 from ft_core.control.phases import Phase
 from ft_core.protocol.messages import (
     Denied,
+    DescribeFlight,
     DescribeRole,
     Inject,
     Injected,
     JobStatus,
     KillWorker,
+    Message,
     RoleDescribed,
+    RoleFlight,
     RoleState,
     RoleStatus,
     SpareStatus,
@@ -26,10 +29,10 @@ ANSWER = 5.0
 
 @dataclass
 class Question:
-    """What a role's state consists of: its agent knows."""
+    """About a role: its agent knows."""
 
     peer: Peer
-    role: int
+    asked: DescribeRole | DescribeFlight
     node: str
     until: float
 
@@ -40,28 +43,35 @@ class Questions:
 
     open: list[Question] = field(default_factory=list)
 
-    def ask(self, facts: Facts, peer: Peer, asked: DescribeRole, now: float) -> list[Effect]:
+    def ask(self, facts: Facts, peer: Peer, asked: DescribeRole | DescribeFlight, now: float) -> list[Effect]:
         """Ask the agent of the role."""
         node = facts.nodes.get(facts.places.get(asked.role, ""))
         if node is None:
             return [Send(peer, Denied(error=f"role {asked.role} has no live node"))]
-        self.open.append(Question(peer, asked.role, node.name, now + ANSWER))
-        return [Send(node.peer, DescribeRole(role=asked.role))]
+        self.open.append(Question(peer, asked, node.name, now + ANSWER))
+        return [Send(node.peer, asked)]
 
-    def answered(self, facts: Facts, state: RoleState) -> list[Effect]:
-        """An agent has answered."""
+    def described(self, facts: Facts, state: RoleState) -> list[Effect]:
+        """An agent has said what a role's state consists of."""
         about, replicas = facts.begun, facts.settings.replicas
         answer = RoleDescribed(state=state, roles=about.roles, nodes=about.nodes, replicas=replicas)
-        found = [question for question in self.open if question.role == state.role]
-        self.open = [question for question in self.open if question.role != state.role]
-        return [Send(question.peer, answer) for question in found]
+        return self._answered(DescribeRole(role=state.role), answer)
+
+    def flight(self, record: RoleFlight) -> list[Effect]:
+        """An agent has read a role's flight record."""
+        return self._answered(DescribeFlight(role=record.role), record)
+
+    def _answered(self, question: DescribeRole | DescribeFlight, answer: Message) -> list[Effect]:
+        found = [each for each in self.open if each.asked == question]
+        self.open = [each for each in self.open if each.asked != question]
+        return [Send(each.peer, answer) for each in found]
 
     def tick(self, now: float) -> list[Effect]:
         """Nobody waits for ever."""
         late = [question for question in self.open if now > question.until]
         self.open = [question for question in self.open if now <= question.until]
         return [
-            Send(q.peer, Denied(error=f"node {q.node}, which plays role {q.role}, does not answer"))
+            Send(q.peer, Denied(error=f"node {q.node}, which plays role {q.asked.role}, does not answer"))
             for q in late
         ]
 

@@ -161,7 +161,7 @@ class Controller:
             self._epochs.do(Send(peer, answer))
         elif isinstance(message, m.Inject):
             self._epochs.do(*ctl.inject(self.facts, peer, message))
-        elif isinstance(message, m.DescribeRole):
+        elif isinstance(message, m.DescribeRole | m.DescribeFlight):
             self._epochs.do(*self._questions.ask(self.facts, peer, message, self._epochs.now))
         elif (node := self.facts.peers.get(peer)) is None:
             self._epochs.do(
@@ -216,7 +216,9 @@ class Controller:
                 node.configured(values)
                 self._settle()
             case m.RoleState():
-                self._epochs.do(*self._questions.answered(facts, message))
+                self._epochs.do(*self._questions.described(facts, message))
+            case m.RoleFlight():
+                self._epochs.do(*self._questions.flight(message))
             case m.RoleLayout():
                 facts.lay_out(message)
             case m.Trained():
@@ -263,6 +265,8 @@ class Controller:
                 self._termination.node_left(node.name, now)
             case m.RestoreFailed() | m.NoIdleWorker() | m.Held():
                 pass  # of an epoch that is over
+            case m.Flights():
+                pass  # nobody has asked
             case _:
                 raise TypeError(f"{type(message).__name__} is nothing that an agent says")
 

@@ -129,6 +129,13 @@ class DurableListed:
 
 
 @dataclass(frozen=True)
+class FlightRead:
+    """What `ReadFlight` wanted."""
+
+    answer: m.Flights | m.RoleFlight
+
+
+@dataclass(frozen=True)
 class PeerAsks:
     """Another agent wants something of the worker that plays `role` here; its `id` is in `AnswerPeer`."""
 
@@ -153,8 +160,8 @@ class LauncherGone:
 
 Event = (
     Begin | Connected | NotConnected | FromController | Forked | WorkerReady | FromWorker | WorkerEnded
-    | Signalled | Replicated | Brought | DurableDone | DurableListed | PeerAsks | Tick | Terminate
-    | LauncherGone
+    | Signalled | Replicated | Brought | DurableDone | DurableListed | FlightRead | PeerAsks | Tick
+    | Terminate | LauncherGone
 )  # fmt: skip
 
 
@@ -315,6 +322,13 @@ class LookForDurable:
 
 
 @dataclass(frozen=True)
+class ReadFlight:
+    """Read flight records of the workers here, without their help: `FlightRead`."""
+
+    question: m.SendFlight | m.DescribeFlight
+
+
+@dataclass(frozen=True)
 class AskPeer:
     """Ask the agent at this address for the worker, which is told the answer."""
 
@@ -351,5 +365,5 @@ class End:
 Effect = (
     ToController | Report | ToWorker | Start | Kill | Signal | ShowRest | Commit | BeginEpoch | UsePlan
     | UseSettings | DropAfter | KeepOnly | Reserve | Strike | Replicate | Bring | WriteDurable
-    | LookForDurable | AskPeer | AnswerPeer | KillNode | BecomeSpare | End
+    | LookForDurable | ReadFlight | AskPeer | AnswerPeer | KillNode | BecomeSpare | End
 )  # fmt: skip

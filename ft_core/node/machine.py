@@ -30,6 +30,7 @@ from ft_core.node.events import (
     Effect,
     End,
     Event,
+    FlightRead,
     Forked,
     FromController,
     FromWorker,
@@ -39,6 +40,7 @@ from ft_core.node.events import (
     LookForDurable,
     NotConnected,
     PeerAsks,
+    ReadFlight,
     Replicated,
     Reserve,
     Signalled,
@@ -140,6 +142,8 @@ class Agent:
                 self.epochs.written(event)
             case DurableListed(number, names, error):
                 self.epochs.post(m.DurableNames(number, list(names), error))
+            case FlightRead(answer):
+                self.epochs.post(answer)
             case PeerAsks():
                 self._ask_worker(event)
             case Tick():
@@ -208,6 +212,8 @@ class Agent:
                     self.epochs.do(Kill(worker.number))
             case m.DescribeRole(role):
                 self.epochs.post(holdings.role_state(role, self.crew, self._view))
+            case m.SendFlight() | m.DescribeFlight():
+                self.epochs.do(ReadFlight(message))
             case m.ListDurable(number):
                 self.epochs.do(LookForDurable(number))
             case m.SendHeartbeat():

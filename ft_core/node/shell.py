@@ -315,6 +315,8 @@ class NodeShell:
                 self._tasks.spawn(self._write_durable(effect))
             case e.LookForDurable(number):
                 self._tasks.spawn(self._list_durable(number))
+            case e.ReadFlight(question):
+                self._tasks.spawn(self._read_flight(question))
             case e.AskPeer():
                 self._tasks.spawn(self._ask_peer(effect))
             case e.AnswerPeer(number, answer):
@@ -402,6 +404,14 @@ class NodeShell:
         except OSError as error:
             failed = str(error)
         self._handle(e.DurableListed(number, tuple(names), failed))
+
+    async def _read_flight(self, question: m.SendFlight | m.DescribeFlight) -> None:
+        answer: m.Flights | m.RoleFlight
+        if isinstance(question, m.SendFlight):
+            answer = m.Flights(question.number, ())
+        else:
+            answer = m.RoleFlight(question.role, None)
+        self._handle(e.FlightRead(answer))
 
     async def _ask_peer(self, asked: e.AskPeer) -> None:
         self.pool.post(asked.worker, await asyncio.to_thread(relay, asked, self.transport))

@@ -17,6 +17,7 @@ from msgspec import Meta, Struct, field
 
 from ft_core.errors import ProtocolError
 from ft_core.protocol.codec import Decoder
+from ft_core.protocol.flight import NEWEST, FlightLog
 from ft_core.protocol.groups import Series, parse
 
 _WORD = (1 << 62) - 1
@@ -500,6 +501,20 @@ class RoleState(Message, frozen=True):
     bytes_per_second: float
 
 
+class Flights(Message, frozen=True):
+    """The flight records of a node's roles; answers `SendFlight`."""
+
+    number: Number
+    logs: tuple[FlightLog, ...]
+
+
+class RoleFlight(Message, frozen=True):
+    """A role's flight record, for `ftctl flight`; answers `DescribeFlight`. None: it has no worker there."""
+
+    role: Role
+    log: FlightLog | None
+
+
 class Leaving(Message, frozen=True):
     """SIGTERM has come to a node."""
 
@@ -536,7 +551,8 @@ FromRoles = (
 
 FromAgent = (
     AgentHello | Holdings | Heartbeat | Idle | FromRoles | OperationCounts | Issued | Suspect
-    | Configured | DurableNames | DurableWritten | DurableFailed | RoleState | Leaving | Left | KeptState
+    | Configured | DurableNames | DurableWritten | DurableFailed | RoleState | Flights | RoleFlight | Leaving
+    | Left | KeptState
 )  # fmt: skip
 
 
@@ -598,6 +614,20 @@ class SendIssued(Message, frozen=True):
     round: Number
 
 
+class SendFlight(Message, frozen=True):
+    """The flight records of all roles here: what is under way, and the newest that have ended, so many of
+    each group."""
+
+    number: Number
+    newest: Size = NEWEST
+
+
+class DescribeFlight(Message, frozen=True):
+    """A role's flight record, all of it."""
+
+    role: Role
+
+
 class Hold(Message, frozen=True):
     """Stop at the end of this step, in this epoch; epoch 0: go on."""
 
@@ -646,8 +676,8 @@ class Shutdown(Message, frozen=True):
 
 ToAgent = (
     NodePlan | Abort | NodesChanged | KillWorker | DescribeRole | ListDurable | SendHeartbeat
-    | SendState | Release | SendCounts | SendIssued | Hold | Prepare | Withdraw | GivenUp | UseSettings
-    | ConfigureAnswer | Shutdown
+    | SendState | Release | SendCounts | SendIssued | SendFlight | DescribeFlight | Hold | Prepare | Withdraw
+    | GivenUp | UseSettings | ConfigureAnswer | Shutdown
 )  # fmt: skip
 
 
@@ -655,7 +685,7 @@ ToAgent = (
 
 
 class CtlHello(Message, frozen=True):
-    """`ftctl` greets; its questions follow, one after the other. `DescribeRole` is one of them."""
+    """`ftctl` greets; its questions follow. `DescribeRole` and `DescribeFlight` are among them."""
 
 
 class AskStatus(Message, frozen=True):
@@ -727,8 +757,8 @@ class Denied(Message, frozen=True):
     error: str
 
 
-FromCtl = CtlHello | AskStatus | Inject | DescribeRole
-ToCtl = JobStatus | Injected | RoleDescribed | Denied
+FromCtl = CtlHello | AskStatus | Inject | DescribeRole | DescribeFlight
+ToCtl = JobStatus | Injected | RoleDescribed | RoleFlight | Denied
 
 
 # -- a worker to its agent -----------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def _field(cls: type[msgspec.Struct], field: types.Field) -> Any:
         return value
     if isinstance(value, dict):
         return {"0-3:1#0": next(iter(value.values()))} if "a" in value else value
-    return "0-3:1#0" if field.name == "group" and value == "a" else value
+    return "0-3:1#0" if field.name in ("group", "name") and value == "a" else value
 
 
 def spoiled(valid: dict[str, Any], name: str, value: Any) -> Iterator[bytes]:

@@ -17,6 +17,7 @@ from ft_core.node.machine import FAREWELL, Agent, Phase
 from ft_core.node.view import Words
 from ft_core.process.sigterm import ENDED, GRACE
 from ft_core.protocol import messages as m
+from ft_core.protocol.flight import FlightLog
 from ft_core.settings import Command, Settings
 from ft_core.state.manifest import Segment, layout
 
@@ -291,6 +292,13 @@ def test_a_successor_of_the_controller_gets_the_state_with_the_nodes_of_now(trai
     training.hear(m.SendState())
     [kept] = training.said(m.KeptState)
     assert kept.state.id == "1-x" and kept.nodes == used.plan.nodes
+
+
+def test_flight_records_are_read_and_posted(training: Node):
+    assert training.hear(m.SendFlight(3)) == [e.ReadFlight(m.SendFlight(3))]
+    log = FlightLog(0, 1, 7, 99, "T", False, (), ())
+    assert training.handle(e.FlightRead(m.Flights(3, (log,)))) == [e.ToController(m.Flights(3, (log,)))]
+    assert training.hear(m.DescribeFlight(0)) == [e.ReadFlight(m.DescribeFlight(0))]
 
 
 def test_who_was_given_up_becomes_a_spare_and_does_nothing_more(training: Node):

@@ -36,6 +36,7 @@ from ft_core.protocol.messages import (
     ConfigureAnswer,
     Configured,
     Denied,
+    DescribeFlight,
     DescribeRole,
     Finished,
     GivenUp,
@@ -63,6 +64,7 @@ from ft_core.protocol.messages import (
     ReplicaGroup,
     Restored,
     RoleBeat,
+    RoleFlight,
     RoleHeld,
     RoleLayout,
     SendCounts,
@@ -811,6 +813,20 @@ def test_ftctl_does_not_wait_for_ever() -> None:
     assert [(row.role, row.node) for row in status.roles] == [(0, "node0"), (1, "node1")]
     [killed, injected] = job.happens(Received(ctl, Inject(role=1)))[1:]
     assert killed == Send(job["node1"].peer, KillWorker(role=1)) and injected == Send(ctl, Injected(killed=1))
+
+
+def test_a_flight_record_is_passed_on_from_the_agent_of_the_role_to_who_has_asked() -> None:
+    job = Job(nodes=2)
+    job.all_step(1)
+    first, second, other = next(job.peers), next(job.peers), next(job.peers)
+    question, record = DescribeFlight(role=1), RoleFlight(role=1, log=None)
+    for ctl in (first, second):
+        assert job.happens(Received(ctl, question)) == [Send(job["node1"].peer, question)]
+    job.happens(Received(other, DescribeRole(role=1)))
+    assert job["node1"].say(record) == [Send(first, record), Send(second, record)]
+    assert job["node1"].say(record) == []
+    [denied] = job.happens(Received(first, DescribeFlight(role=7)))
+    assert denied == Send(first, Denied(error="role 7 has no live node"))
 
 
 def test_settings_that_contradict_another_nodes_end_the_job_with_the_reason() -> None:
