@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from ft_core.errors import FAILED
+from ft_core.errors import FAILED, ConfigError
 from ft_core.process.sigterm import ENDED
 from ft_core.protocol.sockets import reserve, split_address
 
@@ -26,17 +26,21 @@ _AGAIN = 1.0
 """Seconds after which SIGTERM is passed on once more."""
 _LASTING = 60.0
 """Seconds for which a controller has worked well enough not to count among those that fail in a row."""
+_LONGEST_PATH = 60
+"""Bytes that TMPDIR may have: with the names below it, the path of a Unix socket has 107 at most."""
 
 
 class Launcher:
     """Starts the processes of this machine and waits for the end of the job."""
 
     def __init__(self, job_dir: Path) -> None:
+        """Raises ConfigError: see `place_for_sockets`."""
         self._job_dir = job_dir
         self._controller: subprocess.Popen[bytes] | None = None
         self._controller_began = 0.0
         self._controllers_failed = 0
         self._agents: list[subprocess.Popen[bytes]] = []
+        self._sockets_in = place_for_sockets()
         self._temporary: dict[subprocess.Popen[bytes], str] = {}
         """Directories of agents that have not ended, as far as is known."""
         self._reserved: socket.socket | None = None
@@ -77,7 +81,7 @@ class Launcher:
 
     def agent(self, node: str, node_rank: int, domain: str) -> None:
         """Start an agent."""
-        temporary = tempfile.mkdtemp(prefix="ft-agent-")
+        temporary = tempfile.mkdtemp(prefix="ft-agent-", dir=self._sockets_in)
         about = ["--node", node, "--node-rank", str(node_rank), "--domain", domain, "--temporary", temporary]
         agent = self._start("ft_core.node", *about)
         self._temporary[agent] = temporary
@@ -156,6 +160,22 @@ class Launcher:
     def _start(self, module: str, *arguments: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", module, f"--parent={os.getpid()}", "--job-dir", str(self._job_dir)]
         return subprocess.Popen([*command, *arguments], start_new_session=True, stdin=subprocess.DEVNULL)
+
+
+def place_for_sockets() -> str:
+    """The directory for temporary files, or /tmp where the path of a socket in it would be too long.
+
+    Raises ConfigError if /tmp is of no use either: agents would wait for fork servers that cannot listen.
+    """
+    place = tempfile.gettempdir()
+    if len(os.fsencode(place)) <= _LONGEST_PATH:
+        return place
+    if not os.access("/tmp", os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"TMPDIR {place!r} is too long for the sockets in it, and nothing can be written to /tmp: set "
+            f"TMPDIR to a directory of at most {_LONGEST_PATH} bytes"
+        )
+    return "/tmp"
 
 
 def _left(code: int) -> bool:

@@ -15,12 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import settings_of
+from harness import ROOT, environment, settings_of
 
 from ft_core.cli import ctl, launch
 from ft_core.cli.ask import ask
 from ft_core.cli.ask import status as status_of
 from ft_core.cli.flags import parser
+from ft_core.cli.launcher import Launcher
 from ft_core.errors import ConfigError
 from ft_core.process import inject
 from ft_core.protocol.messages import Denied, Inject, JobStatus
@@ -33,7 +34,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(launch.Launcher, "_start", refuse)
+    monkeypatch.setattr(Launcher, "_start", refuse)
     monkeypatch.delenv(SECRET_ENV, raising=False)
 
 
@@ -87,7 +88,7 @@ def test_a_free_port_is_nobody_elses(
 ):
     """Not in the seconds until the controller listens, nor between one controller and the next."""
     for start in ("controller", "agent"):
-        monkeypatch.setattr(launch.Launcher, start, lambda *_: None)
+        monkeypatch.setattr(Launcher, start, lambda *_: None)
     command = ["--standalone", *flags, f"--job-dir={tmp_path / 'job'}", script]
     launcher = launch._launch(parser().parse_args(command))
     host, _, port = Settings.read(tmp_path / "job").controller.rpartition(":")
@@ -163,10 +164,10 @@ def test_spares_of_the_scripts_own_configuration_are_started(
         started.append((module, *about))
         return object()
 
-    monkeypatch.setattr(launch.Launcher, "_start", start)
+    monkeypatch.setattr(Launcher, "_start", start)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(launch.Launcher, "wait", lambda _: 0)
-    monkeypatch.setattr(launch.Launcher, "stop", lambda _: None)
+    monkeypatch.setattr(Launcher, "wait", lambda _: 0)
+    monkeypatch.setattr(Launcher, "stop", lambda _: None)
     flags = ["--standalone", "--nnodes=2", f"--job-dir={tmp_path / 'job'}"]
     assert launch.main([*flags, *framework(spares=1)]) == 0
     nodes = [about[1] for module, *about in started if module == "ft_core.node"]
@@ -331,9 +332,7 @@ def test_ctl_asks_a_job_that_says_no(tmp_path: Path):
         f"--job-dir={tmp_path / 'job'}",
         str(script),
     ]
-    root = Path(__file__).resolve().parent.parent.parent
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    with subprocess.Popen(command, env=environment, cwd=root) as job:
+    with subprocess.Popen(command, env=environment(), cwd=ROOT) as job:
         try:
             status = _status(tmp_path / "job", job)
             assert [row.role for row in status.roles] == [0] and status.spares == []
@@ -356,7 +355,6 @@ def test_a_program_of_torchs_runs_as_under_torchrun(tmp_path: Path):
         f"open({str(sums)!r}, 'a').write(f'{{total.item()}} ')\n"
         "dist.destroy_process_group()\n"  # or torch's threads may abort the interpreter at its end
     )
-    root = Path(__file__).resolve().parent.parent.parent
     command = [
         sys.executable,
         "-m",
@@ -366,12 +364,36 @@ def test_a_program_of_torchs_runs_as_under_torchrun(tmp_path: Path):
         "--no-python",
     ]
     command += [f"--job-dir={tmp_path / 'job'}", sys.executable, str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
     few = ["bash", "-c", 'ulimit -Sn 20; exec "$@"', "bash"]  # the hard limit is what counts
     done = subprocess.run(
-        [*few, *command], env=environment, cwd=root, timeout=110, capture_output=True, text=True
+        [*few, *command], env=environment(), cwd=ROOT, timeout=110, capture_output=True, text=True
     )
     assert (done.returncode, sums.read_text()) == (0, "2.0 2.0 "), done.stderr
+
+
+def test_a_long_path_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A socket in it would have none; and /tmp may be of no use."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    script = tmp_path / "train.py"
+    script.write_text("print('trained')\n")
+    command = [sys.executable, "-m", "ft_core.cli.launch", "--standalone", f"--job-dir={tmp_path / 'job'}"]
+    done = subprocess.run(
+        [*command, str(script)],
+        env=environment() | {"TMPDIR": str(long)},
+        timeout=60,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+    assert not list(long.iterdir())
+
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setattr(os, "access", lambda path, _: path != "/tmp")
+    with pytest.raises(ConfigError, match=r"TMPDIR .* is too long for the sockets in it"):
+        Launcher(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
+    Launcher(tmp_path)
 
 
 def _status(job_dir: Path, job: subprocess.Popen[bytes]) -> JobStatus:
@@ -410,9 +432,8 @@ def test_an_import_that_initializes_cuda_is_named(gpus: int, tmp_path: Path) -> 
     )
     script = tmp_path / "train.py"
     script.write_text("import harmless\nfrom greedy import torch\nimport json\nprint('trained')\n")
-    root = Path(__file__).resolve().parent.parent.parent
     command = [sys.executable, "-m", "ft_core.cli.launch", "--standalone", f"--job-dir={tmp_path / 'job'}"]
-    about = {"env": {**os.environ, "PYTHONPATH": str(root)}, "cwd": root, "timeout": 110}
+    about = {"env": environment(), "cwd": ROOT, "timeout": 110}
     done = subprocess.run([*command, str(script)], **about, capture_output=True, text=True)
     assert done.returncode == (1 if gpus > 0 else 0) and ("trained" in done.stdout) == (gpus < 0), done.stderr
     assert done.stderr.count("importing greedy initializes CUDA") == (gpus > 0), done.stderr
