@@ -8,10 +8,9 @@ the copy here is complete, because a survivor may have to roll back on its own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import xxhash
@@ -25,6 +24,8 @@ from ft_core.state.memory import TORN, SharedMemory, SnapshotBuffer
 log = logging.getLogger(__name__)
 
 ENVELOPE = "ft/envelope"
+_PORTABLE = 1
+"""cudaHostRegisterPortable: locked for every thread and device of the process."""
 Allocate = Callable[[int, list[Segment]], Sequence[int]]
 """(slot, segments) -> address of fresh memory for that slot, owned by the agent."""
 
@@ -41,7 +42,7 @@ class _Live:
 @dataclass(frozen=True)
 class _Fence:
     device: torch.device
-    event: Any
+    event: torch.cuda.Event
 
 
 _Row = tuple[str, torch.dtype, torch.Size, tuple[int, ...]]
@@ -58,10 +59,9 @@ class Snapshotter:
         on_staged: Callable[[int], None],
         on_copy: Callable[[], None] = lambda: None,
         moved: Callable[[], bool] = lambda: False,
-        cuda: Any = torch.cuda,
     ) -> None:
-        """`moved`: whether the epoch that the state was made in is over. `cuda`: like torch's module."""
-        self._moved, self._cuda = moved, cuda
+        """`moved`: whether the epoch that the state was made in is over."""
+        self._moved = moved
         self._state = state
         self._allocate = allocate
         self._on_staged = on_staged
@@ -74,12 +74,13 @@ class Snapshotter:
         """Bytes that the envelope has in the layout."""
         self._rows: list[_Row] = []
         self._layout: list[Segment] = []
-        self._stream: Any = None
+        self._stream: torch.cuda.Stream | None = None
 
     def stage(self, version: int) -> None:
         """Begin to copy the state as version `version`; it must not change until `wait` or the commit.
 
-        Volatile tensors and the envelope are copied before this returns.
+        Volatile tensors and the envelope are copied before this returns. State on a GPU is what the current
+        stream makes of it, and what other streams do that the current one waits for.
         """
         self.wait()
         data = envelope.encode(self._state.envelope(), self._room)
@@ -88,19 +89,12 @@ class Snapshotter:
         tensors = [StateTensor(ENVELOPE, small, self._state.envelope_holders()), *self._state.tensors()]
         tensors = [replace(t, tensor=t.tensor.detach().clone()) if t.volatile else t for t in tensors]
         self._live = _Live(version, data, {t.name: t.tensor for t in tensors if t.volatile})
-        buffer = self._buffer_for(self._segments(tensors))
+        device = _device_of(tensors)
+        buffer = self._buffer_for(self._segments(tensors), device)
         buffer.version = TORN
-        fence = self._fence(tensors)
+        # The copies of volatile tensors need no `record_stream`: the thread holds them until all is copied.
+        fence = None if device is None else _fence(device)
         self._staging = self._thread.submit(self._copy, buffer, tensors, version, fence)
-
-    def _fence(self, tensors: Sequence[StateTensor]) -> _Fence | None:
-        """Where the device is once all is done that makes the state; None for state on the host."""
-        device = next((t.tensor.device for t in tensors if t.tensor.is_cuda), None)
-        if device is None:
-            return None
-        event = self._cuda.Event()
-        event.record(self._cuda.current_stream(device))
-        return _Fence(device, event)
 
     def wait(self) -> None:
         """Until what was begun is complete in host memory. Raises what the copy raised."""
@@ -127,7 +121,7 @@ class Snapshotter:
             return
         buffer = self._buffers[slot]
         if buffer is None or buffer.memory_address != list(address):
-            buffer = self._map(slot, address, segments)
+            buffer = self._map(slot, address, segments, _device_of(self._state.tensors()))
         if buffer.version != version:
             raise CorruptSnapshot(f"snapshot buffer {slot} holds version {buffer.version}, not {version}")
         verify(buffer)
@@ -154,18 +148,20 @@ class Snapshotter:
             self._rows, self._layout = rows, _laid_out(rows)
         return self._layout
 
-    def _buffer_for(self, segments: list[Segment]) -> MappedBuffer:
+    def _buffer_for(self, segments: list[Segment], device: torch.device | None) -> MappedBuffer:
         held = [TORN - 1 if b is None else b.version for b in self._buffers]
         slot = held.index(min(held))
         buffer = self._buffers[slot]
         if buffer is None or [s.signature for s in buffer.segments] != [s.signature for s in segments]:
-            buffer = self._map(slot, self._allocate(slot, segments), segments)
+            buffer = self._map(slot, self._allocate(slot, segments), segments, device)
         return buffer
 
-    def _map(self, slot: int, address: Sequence[int], segments: Sequence[Segment]) -> MappedBuffer:
+    def _map(
+        self, slot: int, address: Sequence[int], segments: Sequence[Segment], device: torch.device | None
+    ) -> MappedBuffer:
         buffer = MappedBuffer(address, segments)
-        if self._cuda is not torch.cuda or has_gpu():
-            buffer.pin(self._cuda.cudart())
+        if device is not None:
+            buffer.pin(device)
         self._buffers[slot] = buffer
         return buffer
 
@@ -204,19 +200,21 @@ class Snapshotter:
     def _passed(self, fence: _Fence) -> bool:
         """Wait until the state is made. False if the epoch ended before: what an aborted NCCL exchange leaves
         is garbage, of which neither the host nor the device is told."""
-        self._cuda.set_device(fence.device)  # of this thread: else its streams are the first GPU's
+        torch.cuda.set_device(fence.device)  # of this thread: else its streams are the first GPU's
         fence.event.synchronize()
         return not self._moved()
 
     def _copy_from_device(
         self, flat: torch.Tensor, segment: Segment, by_name: dict[str, torch.Tensor]
     ) -> None:
-        self._stream = self._stream or self._cuda.Stream()
-        with self._cuda.stream(self._stream):
+        self._stream = self._stream or torch.cuda.Stream()
+        with torch.cuda.stream(self._stream):
             for item in segment.items:
                 source = _bytes_of(by_name[item.name])
                 flat[item.offset : item.offset + item.nbytes].copy_(source, non_blocking=True)
-        self._stream.synchronize()
+        copied = torch.cuda.Event(blocking=True)
+        copied.record(self._stream)
+        copied.synchronize()
 
 
 class MappedBuffer(SnapshotBuffer):
@@ -227,21 +225,51 @@ class MappedBuffer(SnapshotBuffer):
         self.memory_address = list(address)
         self._unpin: Callable[[], object] = lambda: None
 
-    def pin(self, runtime: Any) -> None:
-        """Lock the pages, which is what makes copies from a device asynchronous. `runtime`: CUDA's."""
-        pointer = self.memory.pointer
-        if code := int(runtime.cudaHostRegister(pointer, self.memory.nbytes, 0)):
+    def pin(self, device: torch.device) -> None:
+        """Lock the pages, which is what makes copies from a device asynchronous.
+
+        In a thread of its own: CUDA keeps an error for the next kernel that the same thread launches, which
+        would fail in its place.
+        """
+        pointer, nbytes = self.memory.pointer, self.memory.nbytes
+
+        def register() -> tuple[int, str]:
+            with torch.cuda.device(device):
+                error = torch.cuda.cudart().cudaHostRegister(pointer, nbytes, _PORTABLE)
+                return int(error), torch.cuda.cudart().cudaGetErrorString(error)
+
+        with ThreadPoolExecutor(1, "ft-pin") as thread:
+            code, text = thread.submit(register).result()
+        if code:
             log.warning(
-                "%d bytes of snapshot memory cannot be page-locked (CUDA error %d): copies hold the GPU up. "
-                "Is the limit of locked memory too low (ulimit -l)?",
-                *(self.memory.nbytes, code),
+                "%d bytes of snapshot memory cannot be page-locked (CUDA error %d: %s): copies hold the GPU "
+                "up. Is there enough memory, and is the limit of locked memory high enough (ulimit -l)?",
+                *(nbytes, code, text),
             )
             return
-        self._unpin = lambda: runtime.cudaHostUnregister(pointer)
+        self._unpin = lambda: _unregister(pointer, nbytes, device)
 
     def __del__(self) -> None:
         if hasattr(self, "_unpin"):
             self._unpin()  # while it is still mapped
+
+
+def _unregister(pointer: int, nbytes: int, device: torch.device) -> None:
+    with torch.cuda.device(device):  # else the thread's own, where this would make a context
+        if code := int(torch.cuda.cudart().cudaHostUnregister(pointer)):
+            log.warning("%d bytes of snapshot memory stay page-locked (CUDA error %d)", nbytes, code)
+
+
+def _device_of(tensors: Iterable[StateTensor]) -> torch.device | None:
+    """The GPU that state is on; None for state on the host."""
+    return next((t.tensor.device for t in tensors if t.tensor.is_cuda), None)
+
+
+def _fence(device: torch.device) -> _Fence:
+    """Where the device is once all is done that makes the state."""
+    event = torch.cuda.Event(blocking=True)  # whoever waits for it sleeps, and keeps no core busy
+    event.record(torch.cuda.current_stream(device))
+    return _Fence(device, event)
 
 
 def settle() -> None:

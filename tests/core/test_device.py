@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from core.simulated_gpu import DEVICE, Gpu, OnDevice, gpu
 from core.test_snapshot import Model
 
 from ft_core.adapter import Redundancy, ReplicaGroup, StateTensor
@@ -29,6 +30,7 @@ from ft_core.protocol.messages import (
     BeganWith,
     MembershipChanges,
     Restore,
+    Staged,
     Welcome,
     WorkerPlan,
 )
@@ -40,83 +42,8 @@ from ft_core.state.store import RoleMemory
 from ft_core.worker import session as session_module
 from ft_core.worker.session import Session
 
+__all__ = ["gpu"]  # a fixture
 SECRET = b"s" * 32
-GPU = torch.device("cuda", 3)
-
-
-class Cuda:
-    """As much of `torch.cuda` as snapshots use. `at_fence` is called when the device has come to it."""
-
-    def __init__(self, refuse: int = 0) -> None:
-        self.log: list[Any] = []
-        self.at_fence: Callable[[], None] = lambda: None
-        self.pinned: set[int] = set()
-        self._refuse = refuse
-
-    def current_stream(self, device: torch.device) -> str:
-        return f"compute of {device}"
-
-    def set_device(self, device: torch.device) -> None:
-        self.log.append(("device", device, threading.current_thread().name.partition("_")[0]))
-
-    def Event(self) -> _Event:  # noqa: N802 - torch's name
-        return _Event(self)
-
-    def Stream(self) -> _Stream:  # noqa: N802 - torch's name
-        self.log.append("stream")
-        return _Stream(self)
-
-    @contextlib.contextmanager
-    def stream(self, stream: _Stream) -> Iterator[None]:
-        stream.current = True
-        yield
-        stream.current = False
-
-    def cudart(self) -> Cuda:
-        return self
-
-    def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
-        self.pinned |= set() if self._refuse else {pointer}
-        return self._refuse
-
-    def cudaHostUnregister(self, pointer: int) -> int:  # noqa: N802 - CUDA's name
-        assert str(hex(pointer))[2:] in Path("/proc/self/maps").read_text(), "it is not mapped any more"
-        self.pinned.remove(pointer)
-        return 0
-
-
-class _Event:
-    def __init__(self, cuda: Cuda) -> None:
-        self._cuda = cuda
-
-    def record(self, stream: str) -> None:
-        self._cuda.log.append(("fence", stream))
-
-    def synchronize(self) -> None:
-        self._cuda.log.append("fence passed")
-        self._cuda.at_fence()
-
-
-class _Stream:
-    def __init__(self, cuda: Cuda) -> None:
-        self._cuda, self.current = cuda, False
-
-    def synchronize(self) -> None:
-        self._cuda.log.append("copied")
-
-
-class OnDevice(torch.Tensor):
-    """Says that it is on a GPU, and tells of copies of it."""
-
-    is_cuda = property(lambda self: True)
-    device = property(lambda self: GPU)
-    cuda: Cuda
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.Tensor.copy_ and isinstance(args[1], cls) and not isinstance(args[0], cls):
-            cls.cuda.log.append("copy")
-        return super().__torch_function__(function, types, args, kwargs or {})
 
 
 class OnGpu(Model):
@@ -125,15 +52,8 @@ class OnGpu(Model):
             yield StateTensor(t.name, t.tensor.as_subclass(OnDevice), t.holders, t.volatile)
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    found = Cuda()
-    monkeypatch.setattr(OnDevice, "cuda", found, raising=False)
-    return found
-
-
 def snapshots(
-    cuda: Cuda, memory: RoleMemory, moved: Callable[[], bool] = lambda: False
+    gpu: Gpu, memory: RoleMemory, moved: Callable[[], bool] = lambda: False
 ) -> tuple[Model, Snapshotter]:
     model = OnGpu()
 
@@ -142,85 +62,115 @@ def snapshots(
 
     def staged(version: int) -> None:
         [(_, buffer)] = [memory.find(version) or pytest.fail("it is said before it is so")]
-        cuda.log.append(("staged", buffer.version))
+        gpu.log.append(("staged", buffer.version))
 
     def asked() -> bool:
-        cuda.log.append("epoch")
+        gpu.log.append("epoch")
         return moved()
 
-    return model, Snapshotter(model, allocate, staged, moved=asked, cuda=cuda)
+    return model, Snapshotter(model, allocate, staged, moved=asked)
 
 
-def test_a_copy_from_a_gpu_has_its_order(cuda: Cuda) -> None:
-    _, snapshotter = snapshots(cuda, RoleMemory())
+def test_a_copy_from_a_gpu_has_its_order(gpu: Gpu) -> None:
+    _, snapshotter = snapshots(gpu, RoleMemory())
     for version in (1, 2):
-        cuda.log.clear()
+        gpu.log.clear()
         snapshotter.stage(version)
         snapshotter.wait()
-        log = [entry for entry in cuda.log if entry not in ("copy", "copied", "stream")]
+        log = [entry for entry in gpu.log if entry not in ("copy", "copied", "stream")]
         assert log == [
-            ("fence", "compute of cuda:3"),
-            ("device", GPU, "ft-d2h"),
+            ("fence", "cuda:3"),
+            ("device", DEVICE, "ft-d2h"),
             "fence passed",
             "epoch",
             ("staged", version),
         ]
-        assert [entry for entry in cuda.log if entry == "stream"] == ["stream"] * (version == 1)
-        last_copy = max(i for i, entry in enumerate(cuda.log) if entry == "copy")
-        assert cuda.log.index("copy") > cuda.log.index("epoch")
-        assert last_copy < len(cuda.log) - 2 and cuda.log[-2:] == ["copied", ("staged", version)]
+        assert [entry for entry in gpu.log if entry == "stream"] == ["stream"] * (version == 1)
+        last_copy = max(i for i, entry in enumerate(gpu.log) if entry == "copy")
+        assert gpu.log.index("copy") > gpu.log.index("epoch")
+        assert last_copy < len(gpu.log) - 2 and gpu.log[-2:] == ["copied", ("staged", version)]
 
 
-def test_what_an_aborted_exchange_left_is_no_version(cuda: Cuda) -> None:
+def test_what_an_aborted_exchange_left_is_no_version(gpu: Gpu) -> None:
     """The epoch ends while the device is still busy with the step that made the state."""
     over = threading.Event()
     memory = RoleMemory()
-    model, snapshotter = snapshots(cuda, memory, over.is_set)
+    model, snapshotter = snapshots(gpu, memory, over.is_set)
     snapshotter.stage(1)
     snapshotter.wait()
     slot, buffer = memory.find(1) or pytest.fail("there is no copy")
     right = model.shard.clone()
     model.step(snapshotter)
     model.shard.fill_(float("nan"))  # the garbage
-    cuda.at_fence = over.set
+    gpu.at_fence = over.set
     snapshotter.stage(2)
     snapshotter.wait()
-    assert "copy" not in cuda.log[cuda.log.index("epoch", cuda.log.index(("staged", 1))) :]
+    assert "copy" not in gpu.log[gpu.log.index("epoch", gpu.log.index(("staged", 1))) :]
     assert memory.versions() == [1] and memory.find(2) is None
     over.clear()
-    cuda.at_fence = lambda: None
+    gpu.at_fence = lambda: None
     # Nor is the framework's own state taken for that version, should others have it.
     assert snapshotter._live is None
     snapshotter.load(slot, buffer.memory.address, buffer.segments, 1)
     assert torch.equal(model.shard, right)
 
 
-def test_memory_is_unlocked_before_it_is_unmapped(cuda: Cuda) -> None:
-    model, snapshotter = snapshots(cuda, RoleMemory())
+def test_memory_is_unlocked_before_it_is_unmapped(gpu: Gpu) -> None:
+    model, snapshotter = snapshots(gpu, RoleMemory())
     for version in range(4):
         model.late = torch.ones(version + 1)  # another layout, so other memory
         snapshotter.stage(version)
         snapshotter.wait()
         gc.collect()
-        assert len(cuda.pinned) == min(version + 1, 2)
+        assert list(gpu.pinned.values()) == [DEVICE] * min(version + 1, 2)
     del snapshotter
     gc.collect()
-    assert not cuda.pinned
+    assert not gpu.pinned
 
 
-def test_memory_that_cannot_be_locked_is_told_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    cuda = Cuda(refuse=2)
-    monkeypatch.setattr(OnDevice, "cuda", cuda, raising=False)
+def test_memory_that_is_loaded_from_is_locked_too(gpu: Gpu) -> None:
     memory = RoleMemory()
-    _, snapshotter = snapshots(cuda, memory)
+    _, snapshotter = snapshots(gpu, memory)
+    snapshotter.stage(1)
+    snapshotter.wait()
+    slot, buffer = memory.find(1) or pytest.fail("there is no copy")
+    _, successor = snapshots(gpu, memory)
+    successor.load(slot, buffer.memory.address, buffer.segments, 1)
+    assert len(gpu.pinned) == 2, "one mapping of each"
+
+
+def test_state_on_the_host_locks_no_memory(gpu: Gpu) -> None:
+    memory = RoleMemory()
+    snapshotter = Snapshotter(
+        Model(), lambda slot, s: memory.allocate(slot, s).memory.address, gpu.log.append
+    )
+    snapshotter.stage(1)
+    snapshotter.wait()
+    assert gpu.log == [1] and not gpu.pinned
+
+
+def test_memory_that_cannot_be_locked_is_told_of(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
+    gpu.refuse = 2
+    memory = RoleMemory()
+    _, snapshotter = snapshots(gpu, memory)
     snapshotter.stage(1)
     snapshotter.wait()
     assert memory.versions() == [1]
-    assert "cannot be page-locked (CUDA error 2)" in caplog.text and "ulimit -l" in caplog.text
+    assert "cannot be page-locked (CUDA error 2: error 2, in words)" in caplog.text
+    assert "ulimit -l" in caplog.text
+    assert not gpu.pending_error(), "the next kernel of the training thread would be blamed"
     del snapshotter
     gc.collect()
+
+
+def test_memory_that_stays_locked_is_told_of(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
+    _, snapshotter = snapshots(gpu, RoleMemory())
+    snapshotter.stage(1)
+    snapshotter.wait()
+    gpu.refuse = 713
+    del snapshotter
+    gc.collect()
+    assert "stay page-locked (CUDA error 713)" in caplog.text
 
 
 class Trained(Model):
@@ -236,7 +186,7 @@ class Agent:
     """As much of an agent as a session needs to train alone."""
 
     def __init__(self, job_dir: Path) -> None:
-        self._memory, self._control = RoleMemory(), ControlBlock.create()
+        self.memory, self._control = RoleMemory(), ControlBlock.create()
         self._sock = listen(f"unix:\0ft-test-{uuid.uuid4().hex}")
         thread = start("agent", self._serve)
         channel = Channel.connect("unix:" + self._sock.getsockname().decode(), SECRET, TO_WORKER, 60)
@@ -244,6 +194,9 @@ class Agent:
         self.session = Session(channel, SECRET, job_dir, 0)
         self.session.wait_for_role()
         self._thread = thread
+
+    def staged(self, version: int) -> None:
+        """A copy is said to be complete."""
 
     def _serve(self) -> None:
         self.channel = Channel.accept(self._sock.accept()[0], SECRET, FROM_WORKER)
@@ -272,8 +225,11 @@ class Agent:
                 message = self.channel.recv()
                 if isinstance(message, Allocate):
                     segments = [Segment.of(layout) for layout in message.segments]
-                    buffer = self._memory.allocate(message.slot, segments)
+                    buffer = self.memory.allocate(message.slot, segments)
                     self.channel.send(Allocated(message.id, buffer.memory.address))
+                elif isinstance(message, Staged):
+                    self.staged(message.version)
+                    self._control[Word.COMMITTED] = message.version
 
 
 def test_the_optimizer_begins_once_the_device_has_passed_the_barrier(
