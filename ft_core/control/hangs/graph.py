@@ -1,0 +1,136 @@
+"""The wait-for graph: roles wait in operations, operations for roles that have not entered them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Set
+
+from ft_core.control.hangs.operations import STOPPED, Flight, Operation
+
+Node = int | Operation
+
+
+class Waits:
+    """Who waits in what, and for whom."""
+
+    def __init__(
+        self, waiting: Mapping[Operation, Set[int]], missing: Mapping[Operation, frozenset[int]]
+    ) -> None:
+        """`waiting`: roles that are in an operation. `missing`: those without which it does not end; nobody:
+        all have entered it."""
+        self.waiting, self.missing = waiting, missing
+        self._of_role: dict[int, list[Operation]] = {}
+        for operation, roles in waiting.items():
+            for role in roles if missing[operation] else ():
+                self._of_role.setdefault(role, []).append(operation)
+
+    @classmethod
+    def of(cls, flights: Mapping[int, Flight], roles: Collection[int]) -> Waits:
+        """`roles`: those that take part. One of which there is no record has entered nothing."""
+        waiting: dict[Operation, set[int]] = {}
+        for role, flight in flights.items():
+            if flight.log.state == STOPPED:
+                continue  # it waits for nobody: others wait for it
+            for operation in flight.under_way:
+                waiting.setdefault(operation, set()).add(role)
+        missing = {}
+        for operation in waiting:
+            others = (role for role in operation.roles if role in roles)
+            missing[operation] = frozenset(
+                role for role in others if not _contributes(flights.get(role), operation)
+            )
+        return cls(waiting, missing)
+
+    def after(self, node: Node) -> Iterable[Node]:
+        """What a role waits in, and for whom an operation does."""
+        return self.missing[node] if isinstance(node, Operation) else self.operations(node)
+
+    def operations(self, role: int) -> list[Operation]:
+        """In which it waits for somebody."""
+        return self._of_role.get(role, [])
+
+    def for_(self, role: int) -> list[Operation]:
+        """Operations that wait for it."""
+        return [operation for operation, missing in self.missing.items() if role in missing]
+
+    @property
+    def stuck(self) -> list[Operation]:
+        """Operations that all have entered, and that have not ended for somebody."""
+        return [operation for operation, missing in self.missing.items() if not missing]
+
+    def ends(self) -> list[frozenset[int]]:
+        """What all waiting leads to: roles that wait for nobody, each alone, and roles that wait for each
+        other in a circle."""
+        component: dict[Node, int] = {}
+        found = components(self._of_role, self)
+        for number, nodes in enumerate(found):
+            component |= dict.fromkeys(nodes, number)
+        ends = []
+        for number, nodes in enumerate(found):
+            roles = frozenset(node for node in nodes if isinstance(node, int))
+            if roles and all(component[other] == number for node in nodes for other in self.after(node)):
+                ends.append(roles)
+        return ends
+
+    def wait_for(self, role: int) -> set[int]:
+        """The roles that wait for it, directly or through others."""
+        found: set[int] = set()
+        new = {role}
+        while new:
+            operations = [operation for operation, missing in self.missing.items() if missing & new]
+            new = {each for operation in operations for each in self.waiting[operation]} - found - {role}
+            found |= new
+        return found
+
+    def without(self, role: int, among: Set[int]) -> bool:
+        """Whether nobody of `among` would wait in a circle, were that role not there."""
+        left = Waits(
+            {operation: roles & among - {role} for operation, roles in self.waiting.items()},
+            {operation: (missing & among) - {role} for operation, missing in self.missing.items()},
+        )
+        return all(len(nodes) == 1 for nodes in components(left._of_role, left))
+
+
+def _contributes(flight: Flight | None, operation: Operation) -> bool:
+    """Whether a role has done its part in an operation, or is at it."""
+    if flight is None or not flight.has_entered(operation):
+        return False
+    record = flight.records.get(operation)
+    return flight.log.state != STOPPED or record is None or not record.under_way
+
+
+def components(roots: Iterable[Node], graph: Waits) -> list[list[Node]]:
+    """Strongly connected ones (Tarjan), without recursion: a pipeline may be long."""
+    index: dict[Node, int] = {}
+    low: dict[Node, int] = {}
+    path: list[Node] = []
+    on_path: set[Node] = set()
+    found: list[list[Node]] = []
+    for root in roots:
+        if root in index:
+            continue
+        work = [(root, iter(graph.after(root)))]
+        index[root] = low[root] = len(index)
+        path.append(root)
+        on_path.add(root)
+        while work:
+            node, others = work[-1]
+            for other in others:
+                if other not in index:
+                    index[other] = low[other] = len(index)
+                    path.append(other)
+                    on_path.add(other)
+                    work.append((other, iter(graph.after(other))))
+                    break
+                if other in on_path:
+                    low[node] = min(low[node], index[other])
+            else:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+                if low[node] == index[node]:
+                    nodes: list[Node] = []
+                    while not nodes or nodes[-1] != node:
+                        nodes.append(path.pop())
+                        on_path.discard(nodes[-1])
+                    found.append(nodes)
+    return found

@@ -1,0 +1,163 @@
+"""What flight records say, put so that roles can be compared: what each has entered, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ft_core.protocol.flight import NEWEST, FlightLog, FlightRecord
+from ft_core.protocol.groups import GroupId
+
+STOPPED = "T"
+TRACED = "t"
+BLOCKED = "D"
+_SYMMETRIC = frozenset(
+    ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "barrier", "send", "recv")
+)
+"""Kinds in which all who take part say the same size."""
+
+Signature = tuple[str, str, int, str, int]
+"""Group, kind, size, type, peer: what makes two operations of a role the same."""
+Alike = tuple[tuple[tuple[int, int], ...], int, str, int, str, int]
+"""The same for operations of different roles: in place of the group its shape, of the peer how far it is."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One that several roles take part in; all of them call it so."""
+
+    group: str
+    pair: tuple[int, int] | None
+    """Of a point-to-point operation: who sends, and who receives."""
+    number: int
+
+    @property
+    def roles(self) -> tuple[int, ...]:
+        """Who takes part, roles that are away included."""
+        return self.pair or members(self.group)
+
+
+def members(group: str) -> tuple[int, ...]:
+    """The roles of a group, by its name."""
+    return tuple(role for run in GroupId.parse(group).runs for role in run)
+
+
+class Flight:
+    """A role's flight record."""
+
+    def __init__(self, log: FlightLog) -> None:
+        self.log = log
+        self._names = {group.id: group.name for group in log.groups}
+        self.labels = {group.name: group.label for group in log.groups}
+        self.records: dict[Operation, FlightRecord] = {}
+        self.under_way: list[Operation] = []
+        self._newest: dict[tuple[str, tuple[int, int] | None], int] = {}
+        for record in log.records:
+            if (operation := self._operation(record)) is None:
+                continue
+            self.records[operation] = record
+            series = operation.group, operation.pair
+            self._newest[series] = max(self._newest.get(series, -1), record.number)
+            if record.under_way:
+                self.under_way.append(operation)
+
+    def _operation(self, record: FlightRecord) -> Operation | None:
+        """None where it is not known with whom: a receive from whoever sends first."""
+        role, pair = self.log.role, None
+        if record.kind in ("send", "recv"):
+            if record.peer < 0:
+                return None
+            pair = (role, record.peer) if record.kind == "send" else (record.peer, role)
+        return Operation(self._names[record.group], pair, record.number)
+
+    def has_entered(self, operation: Operation) -> bool:
+        """Whether it is in, or was: operations of a series come in their order."""
+        return self._newest.get((operation.group, operation.pair), -1) >= operation.number
+
+    def newest(self, operation: Operation) -> int:
+        """The number of the last one of that series that it has entered; -1: none."""
+        return self._newest.get((operation.group, operation.pair), -1)
+
+    @property
+    def idle(self) -> float:
+        """Seconds since it began or ended an operation; 0 if it has never."""
+        times = [max(record.started, record.ended) for record in self.log.records]
+        return (self.log.now - max(times)) / 1e9 if times else 0.0
+
+    @property
+    def last(self) -> Operation | None:
+        """The operation that it has begun last."""
+        return max(self.records, key=lambda each: self.records[each].started, default=None)
+
+    def waited(self, operation: Operation) -> float:
+        """Seconds since it has entered it."""
+        return (self.log.now - self.records[operation].started) / 1e9
+
+    def usual(self, operation: Operation) -> float | None:
+        """The longest time that the same took before, as far as the record goes back; None: never seen."""
+        wanted = self._signature(self.records[operation])
+        took = [
+            (record.ended - record.started) / 1e9
+            for record in self.log.records
+            if not record.under_way and self._signature(record) == wanted
+        ]
+        return max(took, default=None)
+
+    def _signature(self, record: FlightRecord) -> Signature:
+        return self._names[record.group], record.kind, record.nbytes, record.dtype, record.peer
+
+    def about(self, operation: Operation) -> tuple[str, int, str]:
+        """Kind, size and type, as far as they must be the same on all who take part."""
+        record = self.records[operation]
+        kind = "send and recv" if operation.pair else record.kind
+        return (kind, record.nbytes, record.dtype) if record.kind in _SYMMETRIC else (kind, 0, "")
+
+    @property
+    def done(self) -> list[Alike]:
+        """All that it has begun, in that order, from where the record has all groups."""
+        records = sorted(self.log.records, key=lambda record: record.started)
+        counts: dict[int, list[int]] = {}
+        for record in records:
+            counts.setdefault(record.group, []).append(record.started)
+        whole = max((times[0] for times in counts.values() if len(times) >= NEWEST), default=0)
+        return [self._alike(record) for record in records if record.started >= whole]
+
+    def _alike(self, record: FlightRecord) -> Alike:
+        group = GroupId.parse(self._names[record.group])
+        shape = tuple((len(run), run.step) for run in group.runs)
+        where = 0 if record.peer < 0 else record.peer - self.log.role
+        return shape, group.ordinal, record.kind, record.nbytes, record.dtype, where
+
+
+def in_words(operation: Operation, flight: Flight) -> str:
+    """For a person: `all_reduce #57 of group 0-3`."""
+    kind = flight.records[operation].kind if operation in flight.records else "operation"
+    if operation.pair is not None:
+        source, target = operation.pair
+        return f"{kind} #{operation.number} from role {source} to role {target}"
+    label = flight.labels.get(operation.group, "")
+    called = f" ({label})" if label else ""
+    return f"{kind} #{operation.number} of group {_ranges(members(operation.group))}{called}"
+
+
+def roles_in_words(roles: Sequence[int]) -> str:
+    """`role 3`, `roles 0, 1, 2`, or `roles 0-511`."""
+    return f"role{'s' * (len(roles) > 1)} {_ranges(sorted(roles))}"
+
+
+def _ranges(roles: Sequence[int]) -> str:
+    if len(roles) <= 4:
+        return ", ".join(map(str, roles)) if len(roles) < 4 or not _consecutive(roles) else _run(roles)
+    return ", ".join(
+        f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" + (f" by {run.step}" if run.step > 1 else "")
+        for run in GroupId.of(roles, 0).runs
+    )
+
+
+def _consecutive(roles: Sequence[int]) -> bool:
+    return all(b == a + 1 for a, b in pairwise(roles))
+
+
+def _run(roles: Sequence[int]) -> str:
+    return f"{roles[0]}-{roles[-1]}"
