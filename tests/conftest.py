@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from layers import CHAOS, COLLECTED, is_quick
@@ -12,6 +15,13 @@ from layers import CHAOS, COLLECTED, is_quick
 UNTIL = "FT_TESTS_UNTIL"
 """A time in seconds since 1970 (`date +%s`) after which no `long` test begins."""
 LEFT_OUT = f"left out: it is later than {UNTIL} says"
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A directory for sockets, the path of which has 107 bytes at most: `tmp_path` may be too long."""
+    with tempfile.TemporaryDirectory(prefix="ft-") as path:
+        yield Path(path)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is applied

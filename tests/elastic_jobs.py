@@ -24,6 +24,19 @@ def go_on(job: Job, step: int) -> None:
     path.with_suffix(".new").rename(path)
 
 
+def begin(job: Job) -> None:
+    """Let all groups begin to train, until they do."""
+    go_on(job, STRIDE)
+    job.wait_for_step(3, timeout=90)
+
+
+def wait_for_return(job: Job, epoch: int) -> dict:
+    """Until a group has come back, in an epoch after that one, and has its state: the event."""
+    returned = job.wait_for_epoch("returned", epoch + 1, timeout=120)
+    job.wait_for_epoch("state_restored", returned["epoch"])
+    return returned
+
+
 def states(text: str, events: Iterable[dict] = ()) -> dict[int, dict[int, set[str]]]:
     """step -> rank -> digests of its state, of which a step done twice on the same state has one.
 

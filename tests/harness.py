@@ -338,6 +338,12 @@ class Job:
         agent = next(row["agent_pid"] for row in self.status()["roles"] if row["role"] == role)
         return agent, workers[str(role)]
 
+    def kill_nodes(self, *roles: int) -> None:
+        """SIGKILL for all that runs on the nodes of these roles, one right after the other."""
+        agents = {row["role"]: row["agent_pid"] for row in self.status()["roles"]}
+        for agent in {agents[role] for role in roles}:
+            os.killpg(agent, signal.SIGKILL)
+
     def ctl(self, *arguments: str) -> str:
         command = [sys.executable, "-m", "ft_core.cli.ctl", "--job-dir", str(self.job_dir), *arguments]
         done = subprocess.run(

@@ -216,7 +216,8 @@ def losses(text: str) -> list[tuple[int, str]]:
 
 
 def validations(text: str) -> list[str]:
-    """Each line about an evaluation, in order: where it was, and its loss."""
+    """Each line about an evaluation, in order: where it was, and its loss. All are finite."""
+    check_finite(re.findall(r"lm loss value: (\S+)", text))
     return _VALIDATION.findall(text)
 
 

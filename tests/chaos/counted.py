@@ -1,35 +1,18 @@
-"""The recipe, counting what goes out on the wire: every collective that a real process group is given.
+"""The recipe, counting what goes out on the wire (see wire.py).
 
-Counts where torch itself (and, under `ftrun`, the repairable group's inner communicator) hands an
-operation to the backends. Prints `counted RANK STEP {"allreduce": 3, ...}` for all that happens from the
-start of a step to the start of the next.
+Prints `counted RANK STEP {"allreduce": 3, ...}` for all that happens from the start of a step to the start
+of the next.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pretrain_gpt_core as recipe
 import torch.distributed as dist
-
-from ft_core.comm.collectives import COLLECTIVES
-
-METHODS = [*COLLECTIVES, "_start_coalescing", "_end_coalescing"]
-counts: Counter[str] = Counter()
-
-
-def counting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original`, counted."""
-
-    def method(*args: Any, **kwargs: Any) -> Any:
-        counts[name] += 1
-        return original(*args, **kwargs)
-
-    return method
+from wire import count, counts
 
 
 class Trainer(recipe.Trainer):
@@ -44,8 +27,6 @@ class Trainer(recipe.Trainer):
 
 
 if __name__ == "__main__":
-    for method in METHODS:
-        if hasattr(dist.ProcessGroup, method):
-            setattr(dist.ProcessGroup, method, counting(method, getattr(dist.ProcessGroup, method)))
+    count()
     recipe.Trainer = Trainer  # type: ignore[misc]
     recipe.main()

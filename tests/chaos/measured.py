@@ -1,7 +1,7 @@
 """The DeepSpeed recipes, telling what each snapshot consists of and what a step puts on the wire.
 
 Prints lines `WHAT ROLE JSON`. `counted`: [step, {"allreduce": 3, ...}], the collectives that real process
-groups are given (see counted.py) from the logging of the step before to that of this one. Under `ftrun`, at
+groups are given (see wire.py) from the logging of the step before to that of this one. Under `ftrun`, at
 the end: `snapshot`: [[holders, bytes], ...] for each snapshot; `segment`: [holders, [[name, shape, bytes],
 ...]] for each segment of the last one; `parameters`: their sizes. Then it waits for the file `go` of its job.
 """
@@ -12,19 +12,16 @@ import json
 import os
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pretrain_clm
 import pretrain_pipeline
 import torch.distributed as dist
+from wire import count, counts
 
-from ft_core.comm.collectives import COLLECTIVES
 from ft_core.state import snapshot
 
-counts: Counter[str] = Counter()
 snapshots: list[Any] = []
 
 
@@ -32,16 +29,6 @@ def say(what: str, value: Any) -> None:
     """One line for the test."""
     sys.stdout.write(f"{what} {dist.get_rank()} {json.dumps(value)}\n")
     sys.stdout.flush()
-
-
-def counting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original`, counted."""
-
-    def method(*args: Any, **kwargs: Any) -> Any:
-        counts[name] += 1
-        return original(*args, **kwargs)
-
-    return method
 
 
 def recording(original: Any) -> Any:
@@ -83,9 +70,7 @@ def measured(recipe: Any) -> type:
 
 def main() -> None:
     """As the recipe's."""
-    for method in [*COLLECTIVES, "_start_coalescing", "_end_coalescing"]:
-        if hasattr(dist.ProcessGroup, method):
-            setattr(dist.ProcessGroup, method, counting(method, getattr(dist.ProcessGroup, method)))
+    count()
     snapshot.Snapshotter._segments = recording(snapshot.Snapshotter._segments)
     pipeline = any(argument.startswith("--num-stages") for argument in sys.argv)
     recipe = pretrain_pipeline if pipeline else pretrain_clm

@@ -45,7 +45,7 @@ def test_training_goes_on_without_a_controller_and_its_successor_recovers(tmp_pa
         assert [(s["node"], s["agent_pid"]) for s in after["spares"]] == [
             (s["node"], s["agent_pid"]) for s in before["spares"]
         ]
-        os.killpg(after["roles"][1]["agent_pid"], signal.SIGKILL)
+        job.kill_nodes(1)
         assert job.wait_for_epoch("decided", 2)["origin"] == "memory"
         result = job.finish()
     check_identical(result, LAYOUT, STEPS)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import signal
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed_jobs import Pipeline, Zero, variables
-from elastic_jobs import STRIDE, go_on, joined, states, wait_for_durable
+from elastic_jobs import STRIDE, begin, go_on, joined, states, wait_for_durable, wait_for_return
 from harness import Job, Result, check_clean, check_finite, read_logs, undisturbed
 
 from ft_core.cli.ledger_check import verify
@@ -102,16 +100,15 @@ def test_groups_leave_and_return(groups: Groups, nproc: int, seed: int, tmp_path
         job.wait_for_step(3, timeout=90)
         lost, then = dice.sample(range(groups.world), 2)
         time.sleep(dice.uniform(0.0, 0.5))
-        os.killpg(job.pids(lost)[0], signal.SIGKILL)
+        job.kill_nodes(lost)
         epoch = job.wait_for_epoch("left", 2)["epoch"]
         go_on(job, step := step + STRIDE)
         job.join()
-        epoch = job.wait_for_epoch("returned", epoch + 1, timeout=120)["epoch"]
-        job.wait_for_epoch("state_restored", epoch)
+        epoch = wait_for_return(job, epoch)["epoch"]
         go_on(job, step := step + STRIDE)
         job.wait_for_step(step - STRIDE // 2)
         time.sleep(dice.uniform(0.0, 0.5))
-        os.killpg(job.pids(then)[0], signal.SIGKILL)
+        job.kill_nodes(then)
         epoch = job.wait_for_epoch("left", epoch + 1)["epoch"]
         go_on(job, step := step + STRIDE)
         job.join()
@@ -133,12 +130,10 @@ def test_a_job_grows_beyond_the_groups_that_it_started_with(groups: Plain, tmp_p
     job_dir = tmp_path / "job"
     ftrun = ("--nnodes=2:3", "--ft-policy=shrink")
     with Job(job_dir, groups, STEPS, spares=0, ftrun=ftrun) as job:
-        go_on(job, STRIDE)
-        job.wait_for_step(3, timeout=90)
+        begin(job)
         job.join()
         go_on(job, 2 * STRIDE)
-        returned = job.wait_for_epoch("returned", 2)
-        job.wait_for_epoch("state_restored", returned["epoch"])
+        wait_for_return(job, 1)
         go_on(job, STEPS + 1)
         result = job.finish()
     check_clean(result)
@@ -160,7 +155,7 @@ def test_checkpoints_are_whole_while_groups_are_away(groups: Plain, tmp_path: Pa
     with Job(jobs[0], groups, STEPS, spares=0, flags=save) as job:
         go_on(job, STRIDE)
         job.wait_for_step(STRIDE, timeout=90)
-        os.killpg(job.pids(0)[0], signal.SIGKILL)
+        job.kill_nodes(0)
         job.wait_for_epoch("left", 2)
         go_on(job, last := STRIDE + 2)
         job.until(
@@ -195,9 +190,8 @@ def test_a_durable_checkpoint_while_a_group_is_away(groups: Plain, tmp_path: Pat
     jobs = [tmp_path / "first", tmp_path / "second"]
     saved = 2 * STRIDE
     with Job(jobs[0], groups, STEPS, spares=0, ftrun=ftrun) as job:
-        go_on(job, STRIDE)
-        job.wait_for_step(3, timeout=90)
-        os.killpg(job.pids(1)[0], signal.SIGKILL)
+        begin(job)
+        job.kill_nodes(1)
         job.wait_for_epoch("left", 2)
         go_on(job, saved)
         job.wait_for_step(saved - 1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 
@@ -79,9 +77,7 @@ def test_more_than_replicas_cover_falls_back_to_the_durable_checkpoint(tmp_path)
     durable = (f"--ft-durable-dir={tmp_path / 'durable'}", "--ft-durable-interval=20")
     with Job(tmp_path / "job", training, iterations, ftrun=(*durable, "--respawn")) as job:
         job.wait_for_step(28)
-        nodes = [row["agent_pid"] for row in job.status()["roles"][:2]]
-        for pid in nodes:
-            os.killpg(pid, signal.SIGKILL)
+        job.kill_nodes(0, 1)
         result = job.finish()
     check_identical(result, training, iterations, again=iterations)  # those since the checkpoint
     assert "durable" in {event["origin"] for event in result.of("decided")}

@@ -12,7 +12,16 @@ from pathlib import Path
 
 import pytest
 from chaos.elastic_told import told
-from elastic_jobs import STRIDE, go_on, joined, lasting_losses, states, wait_for_durable
+from elastic_jobs import (
+    STRIDE,
+    begin,
+    go_on,
+    joined,
+    lasting_losses,
+    states,
+    wait_for_durable,
+    wait_for_return,
+)
 from harness import Job, Layout, Result, check_clean, read_logs, undisturbed
 
 from ft_core.elastic.rules import Membership
@@ -87,13 +96,11 @@ def test_groups_leave_and_return(layout: Groups, seed: int, tmp_path: Path) -> N
         job.wait_for_step(3, timeout=90)
         for role in dice.sample(range(layout.world), 2):
             time.sleep(dice.uniform(0.0, 0.5))
-            agent, _ = job.pids(role)
-            os.killpg(agent, signal.SIGKILL)
+            job.kill_nodes(role)
             epoch = job.wait_for_epoch("left", epoch + 1)["epoch"]
             step += STRIDE
             go_on(job, step)
-            epoch = job.wait_for_epoch("returned", epoch + 1)["epoch"]
-            job.wait_for_epoch("state_restored", epoch)
+            epoch = wait_for_return(job, epoch)["epoch"]
             step += STRIDE
             go_on(job, step)
             job.wait_for_step(step - STRIDE // 2)
@@ -127,17 +134,13 @@ def test_two_groups_that_lost_a_node_each_make_a_whole_one(tmp_path: Path) -> No
     layout = Groups(1, 2, 2)
     job_dir = tmp_path / "job"
     with Job(job_dir, layout, STEPS, spares=0, ftrun=("--ft-policy=shrink", "--respawn")) as job:
-        go_on(job, STRIDE)
-        job.wait_for_step(3, timeout=90)
-        for role in (0, 3):  # of the first stage in one group, of the second in the other
-            os.killpg(job.pids(role)[0], signal.SIGKILL)
+        begin(job)
+        job.kill_nodes(0, 3)  # of the first stage in one group, of the second in the other
         left = job.wait_for_epoch("left", 2)
         assert left["roles"] == [1, 3]
         os.kill(job.status()["controller_pid"], signal.SIGKILL)
         go_on(job, 2 * STRIDE)
-        returned = job.wait_for_epoch("returned", left["epoch"] + 1)
-        assert returned["roles"] == [1, 3]
-        job.wait_for_epoch("state_restored", returned["epoch"])
+        assert wait_for_return(job, left["epoch"])["roles"] == [1, 3]
         go_on(job, STEPS + 1)
         result = job.finish()
         job.ctl("data", "verify")
@@ -162,13 +165,11 @@ def test_a_job_grows_beyond_the_groups_that_it_started_with(
     job_dir = tmp_path / "job"
     ftrun = (f"--nnodes={nodes}:{layout.world}", "--ft-policy=shrink")
     with Job(job_dir, layout, STEPS, spares=0, ftrun=ftrun) as job:
-        go_on(job, STRIDE)
-        job.wait_for_step(3, timeout=90)
+        begin(job)
         for _ in range(layout.world - nodes):
             job.join()
         go_on(job, 2 * STRIDE)
-        returned = job.wait_for_epoch("returned", 2)
-        job.wait_for_epoch("state_restored", returned["epoch"])
+        wait_for_return(job, 1)
         go_on(job, STEPS + 1)
         result = job.finish()
         job.ctl("data", "verify")
@@ -194,9 +195,8 @@ def test_a_durable_checkpoint_while_a_group_is_away(layout: Groups, nodes: int, 
     ftrun = ("--ft-policy=shrink", f"--ft-durable-dir={durable}", "--ft-durable-interval=4")
     saved = 2 * STRIDE
     with Job(tmp_path / "first", layout, STEPS, spares=0, ftrun=ftrun) as job:
-        go_on(job, STRIDE)
-        job.wait_for_step(3, timeout=90)
-        os.killpg(job.pids(1)[0], signal.SIGKILL)
+        begin(job)
+        job.kill_nodes(1)
         job.wait_for_epoch("left", 2)
         go_on(job, saved)
         wait_for_durable(durable, saved, layout.world)
@@ -234,14 +234,12 @@ def test_the_others_are_lost_while_a_group_is_away(sharded: bool, tmp_path: Path
     durable, job_dir = tmp_path / "durable", tmp_path / "job"
     ftrun = ("--ft-policy=shrink", f"--ft-durable-dir={durable}", "--ft-durable-interval=4")
     with Job(job_dir, layout, STEPS, spares=0, ftrun=ftrun) as job:
-        go_on(job, STRIDE)
-        job.wait_for_step(3, timeout=90)
-        os.killpg(job.pids(1)[0], signal.SIGKILL)
+        begin(job)
+        job.kill_nodes(1)
         left = job.wait_for_epoch("left", 2)
         go_on(job, 2 * STRIDE)
         wait_for_durable(durable, 2 * STRIDE, layout.world)
-        for agent in [job.pids(role)[0] for role in (0, 2)]:
-            os.killpg(agent, signal.SIGKILL)
+        job.kill_nodes(0, 2)
         job.wait_for_epoch("waiting", left["epoch"] + 1)
         job.join()
         again = job.wait_for_epoch("state_restored", left["epoch"] + 1, timeout=90)
@@ -249,8 +247,7 @@ def test_the_others_are_lost_while_a_group_is_away(sharded: bool, tmp_path: Path
             epoch = job.events()[-1]["epoch"]
             go_on(job, limit)
             job.join()
-            returned = job.wait_for_epoch("returned", epoch + 1)
-            job.wait_for_epoch("state_restored", returned["epoch"])
+            wait_for_return(job, epoch)
         go_on(job, STEPS + 1)
         result = job.finish()
     assert again["version"] == 2 * STRIDE
@@ -276,9 +273,8 @@ def test_a_sharded_state_that_nobody_can_adopt_is_waited_for(tmp_path: Path) -> 
     layout = Groups(1, 1, 2, distributed=True, keeps=True)
     job_dir = tmp_path / "job"
     with Job(job_dir, layout, STEPS, spares=0, ftrun=("--ft-policy=shrink", "--respawn")) as job:
-        go_on(job, STRIDE)
-        job.wait_for_step(3, timeout=90)
-        os.killpg(job.pids(1)[0], signal.SIGKILL)
+        begin(job)
+        job.kill_nodes(1)
         assert "share one sharded state" in job.wait_for("waiting")[0]["reason"]
         go_on(job, STEPS + 1)
         result = job.finish()
@@ -293,9 +289,8 @@ def test_a_group_that_keeps_the_others_waiting_comes_back_later(tmp_path: Path) 
     job_dir = tmp_path / "job"
     ftrun = ("--ft-policy=shrink", "--respawn", "--ft-return-limit=2")
     with Job(job_dir, layout, STEPS, spares=0, ftrun=ftrun) as job:
-        go_on(job, STRIDE)
-        job.wait_for_step(3, timeout=90)
-        os.killpg(job.pids(1)[0], signal.SIGKILL)
+        begin(job)
+        job.kill_nodes(1)
         left = job.wait_for_epoch("left", 2)
         (job_dir / "slow").touch()
         go_on(job, 2 * STRIDE)
@@ -304,8 +299,7 @@ def test_a_group_that_keeps_the_others_waiting_comes_back_later(tmp_path: Path) 
         (job_dir / "slow").unlink()
         job.wait_for_epoch("resumed", late["epoch"])
         go_on(job, 3 * STRIDE)
-        returned = job.wait_for_epoch("returned", late["epoch"] + 1)
-        job.wait_for_epoch("state_restored", returned["epoch"])
+        wait_for_return(job, late["epoch"])
         go_on(job, STEPS + 1)
         result = job.finish()
     assert result.code == 0, result.output[-3000:]
@@ -328,14 +322,12 @@ def test_fifty_leave_and_return(sharded: bool, tmp_path: Path) -> None:
         go_on(job, step)
         job.wait_for_epoch("resumed", 1, timeout=180)
         for _ in range(rounds):
-            agent, _ = job.pids(dice.randrange(groups))
             time.sleep(dice.uniform(0.0, 0.3))
-            os.killpg(agent, signal.SIGKILL)
+            job.kill_nodes(dice.randrange(groups))
             epoch = job.wait_for_epoch("left", epoch + 1)["epoch"]
             step = max(step, job.step()) + 4
             go_on(job, step)
-            epoch = job.wait_for_epoch("returned", epoch + 1, timeout=120)["epoch"]
-            job.wait_for_epoch("state_restored", epoch)
+            epoch = wait_for_return(job, epoch)["epoch"]
             step += 4
             go_on(job, step)
             job.wait_for_epoch("resumed", epoch)

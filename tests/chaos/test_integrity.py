@@ -82,7 +82,7 @@ def test_a_replica_with_a_flipped_bit_is_refused_and_the_older_version_used(tmp_
         with paused(job, 2) as version:
             _, _, piece = unique_bytes(job, 0, version)
             assert memory_of.flip_in_anonymous_memory(job.pids(1)[0], piece) >= 1
-            os.killpg(job.pids(0)[0], signal.SIGKILL)
+            job.kill_nodes(0)
         result = job.finish()
     check_identical(result, LAYOUT, STEPS)
     check_survivors(result, LAYOUT.world)
@@ -102,7 +102,7 @@ def test_another_replica_serves_where_one_is_bad(tmp_path):
             _, _, piece = unique_bytes(job, 0, version)
             # Of the two that hold it, node1 is asked first: holders that were asked as often go by name.
             assert memory_of.flip_in_anonymous_memory(job.pids(1)[0], piece) >= 1
-            os.killpg(job.pids(0)[0], signal.SIGKILL)
+            job.kill_nodes(0)
         result = job.finish()
     check_identical(result, layout, STEPS)
     check_survivors(result, layout.world)

@@ -29,8 +29,7 @@ def test_loaders_with_processes(more: tuple[str, ...], tmp_path: Path):
         first = job.wait_for_epoch("resumed", 2)
         assert not [pid for pid in loaders if alive(pid)]
         job.wait_for_step(first["version"] + 3)
-        agent, _ = job.pids(0)
-        os.killpg(agent, signal.SIGKILL)
+        job.kill_nodes(0)
         job.wait_for_epoch("resumed", 3)
         result = job.finish()
     check_identical(result, training, STEPS, again=2)  # each successor prints the newest line once more

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -34,13 +32,6 @@ PACED = HERE / "paced.py"
 LAYOUT = Layout(1, 1, 2, distributed=True)
 PLAIN = Layout(1, 1, 2)
 STEPS = 40
-
-
-def kill_nodes(job: Job, *roles: int) -> None:
-    """SIGKILL the nodes of these roles, all at once."""
-    agents = {row["agent_pid"] for row in job.status()["roles"] if row["role"] in roles}
-    for agent in agents:
-        os.killpg(agent, signal.SIGKILL)
 
 
 def check_kept(result: Result) -> None:
@@ -79,7 +70,7 @@ def test_without_a_spare_the_survivors_hold_until_a_node_joins(tmp_path):
     with Job(tmp_path / "job", LAYOUT, STEPS, spares=0, script=PACED) as job:
         job.wait_for("resumed")
         _, survivor = job.pids(0)
-        kill_nodes(job, 1)
+        job.kill_nodes(1)
         waiting = job.wait_for("waiting")[0]
         address = (job.job_dir / "controller").read_text().strip()
         assert waiting["roles"] == [1] and "node1" in waiting["reason"]
@@ -101,7 +92,7 @@ def test_two_nodes_at_once_with_two_replicas(tmp_path):
     layout = Layout(1, 1, 3, distributed=True, more=("--global-batch-size=6",))
     with Job(tmp_path / "job", layout, STEPS, spares=2, script=PACED, ftrun=("--ft-replicas=2",)) as job:
         job.wait_for_step(4)
-        kill_nodes(job, 0, 1)
+        job.kill_nodes(0, 1)
         result = job.finish()
     check_identical(result, layout, STEPS)
     check_survivors(result, layout.world)
@@ -117,7 +108,7 @@ def test_the_only_node_is_lost_and_the_job_goes_on_on_the_spare(tmp_path):
         job.wait_for_step(5)
         copies = lambda: [set().union(*row["replicas"].values()) for row in job.status()["roles"]]  # noqa: E731
         wait_for_value(copies, [{"node1"}] * 2)
-        kill_nodes(job, 0)
+        job.kill_nodes(0)
         decided = job.wait_for_epoch("decided", 2)
         assert decided["origin"] == "memory" and set(decided["moved"].values()) == {"node1"}
         result = job.finish()
@@ -129,7 +120,7 @@ def test_the_only_node_is_lost_and_the_job_goes_on_on_the_spare(tmp_path):
 def test_policy_stop(tmp_path):
     with Job(tmp_path / "job", LAYOUT, STEPS, spares=0, script=PACED, ftrun=("--ft-policy=stop",)) as job:
         job.wait_for("resumed")
-        kill_nodes(job, 1)
+        job.kill_nodes(1)
         result = job.finish()
     assert result.code == 1
     assert "no worker for roles [1] (lost nodes: node1); policy is stop" in result.output
@@ -141,7 +132,7 @@ def test_more_than_replicas_cover_falls_back_to_the_durable_checkpoint(tmp_path)
     durable = (f"--ft-durable-dir={tmp_path / 'durable'}", "--ft-durable-interval=5")
     with Job(tmp_path / "job", LAYOUT, STEPS, spares=2, script=PACED, ftrun=durable) as job:
         job.wait_for("durable", 4)
-        kill_nodes(job, 0, 1)
+        job.kill_nodes(0, 1)
         result = job.finish()
     check_identical(result, LAYOUT, STEPS, again=STEPS)  # those since the checkpoint
     decided = result.of("decided")[-1]
@@ -151,7 +142,7 @@ def test_more_than_replicas_cover_falls_back_to_the_durable_checkpoint(tmp_path)
 def test_more_than_replicas_cover_without_a_durable_checkpoint_is_a_clear_error(tmp_path):
     with Job(tmp_path / "job", LAYOUT, STEPS, spares=2, script=PACED) as job:
         job.wait_for("resumed")
-        kill_nodes(job, 0, 1)
+        job.kill_nodes(0, 1)
         result = job.finish()
     assert result.code == 1
     for role in (0, 1):

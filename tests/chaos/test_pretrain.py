@@ -6,9 +6,7 @@ and the lines of its log.
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -142,8 +140,7 @@ def test_more_nodes_lost_than_there_are_copies(tmp_path: Path) -> None:
     flags = ("--save", str(saved), every)
     with Job(tmp_path / "job", training, 12, nproc=1, spares=2, ftrun=("--respawn",), flags=flags) as job:
         job.until((saved / LATEST).exists, "a checkpoint", timeout=150)
-        for agent in [job.pids(role)[0] for role in (0, 1)]:
-            os.killpg(agent, signal.SIGKILL)
+        job.kill_nodes(0, 1)
         result = job.finish()
     assert result.code == 0, result.output[-4000:]
     assert result.of("starting_over")

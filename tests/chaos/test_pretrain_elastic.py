@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from elastic_jobs import STRIDE, go_on, lasting_losses, states
+from elastic_jobs import STRIDE, go_on, lasting_losses, states, wait_for_return
 from harness import Job, check_clean, read_logs, undisturbed
 from megatron_jobs import LATEST, Pretrain, compare_checkpoints, losses
 
@@ -54,13 +52,11 @@ def test_groups_leave_and_return(more: tuple[str, ...], tmp_path: Path) -> None:
         job.wait_for_epoch("resumed", 1, timeout=120)
         for role in (2, 1):
             time.sleep(dice.uniform(0.0, 0.5))
-            agent, _ = job.pids(role)
-            os.killpg(agent, signal.SIGKILL)
+            job.kill_nodes(role)
             epoch = job.wait_for_epoch("left", epoch + 1)["epoch"]
             step += STRIDE // 2
             go_on(job, step)
-            epoch = job.wait_for_epoch("returned", epoch + 1, timeout=120)["epoch"]
-            job.wait_for_epoch("state_restored", epoch)
+            epoch = wait_for_return(job, epoch)["epoch"]
             step += STRIDE // 2
             go_on(job, step)
             job.wait_for_epoch("resumed", epoch)

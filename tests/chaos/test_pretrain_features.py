@@ -6,20 +6,21 @@ A job is compared with the same training without fault tolerance: its exit code,
 from __future__ import annotations
 
 import os
-import re
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from harness import Job, Result, check_clean, forks, read_logs
+from harness import Job, Result, check_clean, check_drills, forks
 from megatron_jobs import (
     ASYNC_SAVE,
     DISTOPT,
     RELEASES,
     Pretrain,
+    check_log,
     compare_checkpoints,
     installed,
+    losses,
     survives,
 )
 from processes import children
@@ -65,22 +66,12 @@ class Featured(Pretrain):
         return forks(self).run(self.script, arguments, self.world, directory / "plain")[-1]
 
 
-def lines(text: str) -> list[tuple[int, str]]:
-    """Of each line of the log, its iteration and all that does not depend on the time."""
-    found = re.findall(
-        r"iteration +(\d+)/ *\d+ \| (consumed samples: +\d+ \|).*?(learning rate.*? nan iterations: +\d+)",
-        text,
-    )
-    return sorted((int(iteration), samples + rest) for iteration, samples, rest in found)
-
-
-def check(result: Result, text: str, failures: int) -> None:
-    """It ended well, with the lines of `text` on its console, the same checkpoints, and nothing left."""
-    assert result.code == 0 and result.job_dir is not None, result.output[-3000:]
-    fired = {path.name for path in result.job_dir.glob("injected-*")}
-    assert len(fired) == failures, f"not every failure happened: {sorted(fired)}"
-    assert lines(text) and lines(read_logs(result.job_dir)) == lines(text)
-    assert lines(result.output) == lines(text), "the console has other lines than the logs"
+def check(result: Result, text: str, injected: tuple[str, ...]) -> None:
+    """After all these failures: log and console of `text`, the same checkpoints, nothing left."""
+    check_log(result, text)
+    assert sorted(losses(result.output)) == losses(text) != [], "the console has other lines than the logs"
+    check_drills(result, injected)
+    assert result.job_dir is not None
     saved, expected = result.job_dir.parent / "saved", result.job_dir.parent / "expected"
     steps = sorted(path.name for path in expected.glob("iter_*"))
     assert steps and sorted(path.name for path in saved.glob("iter_*")) == steps
@@ -110,7 +101,7 @@ def test_exit_signal_handler(tmp_path: Path) -> None:
         gate.touch()
         result = job.finish()
     assert killed.exists()
-    check(result, training.plain(tmp_path, 500, "--exit-interval=4"), len(injected))
+    check(result, training.plain(tmp_path, 500, "--exit-interval=4"), injected)
 
 
 def test_exit_interval_sums_and_the_console(tmp_path: Path) -> None:
@@ -129,7 +120,7 @@ def test_exit_interval_sums_and_the_console(tmp_path: Path) -> None:
     with training.protected(tmp_path, 500, *injected) as job:
         result = job.finish()
     assert killed.exists()
-    check(result, training.plain(tmp_path, 500), len(injected))
+    check(result, training.plain(tmp_path, 500), injected)
 
 
 def test_a_growing_batch_that_is_run_twice(tmp_path: Path) -> None:
@@ -146,7 +137,7 @@ def test_a_growing_batch_that_is_run_twice(tmp_path: Path) -> None:
     with training.protected(tmp_path, 15, *injected) as job:
         result = job.finish()
     assert killed.exists() and written.exists()
-    check(result, training.plain(tmp_path, 15), len(injected))
+    check(result, training.plain(tmp_path, 15), injected)
 
 
 @pytest.mark.parametrize("release", ["", *(pytest.param(r, marks=pytest.mark.exhaustive) for r in RELEASES)])

@@ -527,3 +527,13 @@ class Fleet:
         """The name of a role's state."""
         holders = self.holders(role)
         return f"{holders[0]}x{len(holders)}-{holders[0]:08x}"
+
+
+def play(test: Callable[[Fleet], Awaitable[None]], job_dir: Path, **settings: Any) -> None:
+    """Run `test` with a fleet."""
+
+    async def job() -> None:
+        async with Fleet(job_dir, **settings) as fleet:
+            await test(fleet)
+
+    asyncio.run(job())

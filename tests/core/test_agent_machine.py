@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import msgspec
 import pytest
+from core.plans import plan
 
 from ft_core.node import events as e
 from ft_core.node import outage
@@ -125,49 +126,6 @@ class Node:
         self.handle(e.Connected())
         [hello] = self.said(m.AgentHello)
         return hello
-
-
-def plan(epoch: int = 1, **more: object) -> m.NodePlan:
-    roles = more.pop("roles", {0: "node0", 1: "node1"})
-    assert isinstance(roles, dict)
-    worker = m.WorkerPlan(
-        epoch=epoch,
-        store="127.0.0.1:3",
-        version=None,
-        origin="initial",
-        completed={},
-        parts=0,
-        started_over=0,
-        absent={},
-        adopted={},
-        newcomers=[],
-        membership=m.MembershipChanges(0),
-        policy="wait",
-        lr_intervention="sqrt",
-        began_with=m.BeganWith(2, 1, 2),
-    )
-    names = [field.name for field in msgspec.structs.fields(m.WorkerPlan)]
-    worker = msgspec.structs.replace(worker, **{key: more.pop(key) for key in names if key in more})
-    nodes = {f"node{n}": m.NodeAddress(f"127.0.0.1:{20 + n}", f"node{n}") for n in range(3)}
-    state = m.JobState(
-        *(f"{epoch}-x", epoch, "job", roles, nodes, "127.0.0.1:3", "127.0.0.1:4", None, "initial", "", {}),
-        *({}, 0, False, 0, {}, {}, [], m.ReplicaGroups({}, m.Redundancy.SHARDED, m.MembershipChanges(0)), {}),
-        *(None, 0, 0, 0, (None, "initial")),
-    )
-    found = m.NodePlan(
-        id=f"{epoch}-x",
-        epoch=epoch,
-        job="job",
-        roles=roles,
-        nodes=nodes,
-        master="127.0.0.1:4",
-        durable="",
-        sources={},
-        away={},
-        worker=worker,
-        state=msgspec.Raw(msgspec.json.encode(state)),
-    )
-    return msgspec.structs.replace(found, **more)
 
 
 @pytest.fixture

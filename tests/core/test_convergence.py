@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import environment  # noqa: E402
-from benchmarks.convergence import BASELINE, QUICK, SETTINGS, Run, draw, text  # noqa: E402
+from benchmarks.common import environment
+from benchmarks.convergence import BASELINE, QUICK, SETTINGS, Run, draw, text
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from core.models import Model
+from core.plans import worker_plan
 from core.simulated_gpu import DEVICE, Gpu, OnDevice, gpu
-from core.test_snapshot import Model
 
 from ft_core.adapter import Redundancy, ReplicaGroup, StateTensor
 from ft_core.comm.inner import start
@@ -32,7 +33,6 @@ from ft_core.protocol.messages import (
     Restore,
     Staged,
     Welcome,
-    WorkerPlan,
 )
 from ft_core.protocol.sockets import listen
 from ft_core.state.manifest import Segment
@@ -202,17 +202,7 @@ class Agent:
         self.channel = Channel.accept(self._sock.accept()[0], SECRET, FROM_WORKER)
         self.channel.recv()
         self.channel.send(Welcome(self._control.memory.address))
-        plan = WorkerPlan(
-            epoch=1,
-            store="127.0.0.1:1",
-            version=None,
-            origin="initial",
-            completed={},
-            parts=0,
-            started_over=0,
-            absent={},
-            adopted={},
-            newcomers=[],
+        plan = worker_plan(
             membership=MembershipChanges(1),
             policy="hold",
             lr_intervention="none",

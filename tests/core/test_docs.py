@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
 OFFLINE = """
 import socket, sys

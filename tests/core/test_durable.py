@@ -11,10 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-from core import test_agent_machine as plans
+from core import plans
 from core.fleet import Fleet
 from full_disk import file_limit
 
@@ -67,7 +66,7 @@ def plan(
     epoch: int = 1, job: str = "aa", world: int = 1, away: dict[int, list[str]] | None = None, **more: Any
 ) -> m.NodePlan:
     """`more`: of the workers' part."""
-    worker = msgspec.structs.replace(plans.plan(epoch).worker, **more)
+    worker = plans.worker_plan(epoch, **more)
     roles = {role: "node0" for role in range(world)}
     return plans.plan(epoch, job=job, roles=roles, away=away or {}, worker=worker)
 

@@ -23,10 +23,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from core.copies import fetch, make, push
 from core.fleet import Fleet
 from core.real_agent import RealAgent
 from core.samples import kinds, sample, spoiled
-from core.test_transport import fetch, make, push
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,16 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from core.fleet import Fleet, Node, Worker
+from core.fleet import Fleet, Node, Worker, play
+from core.plans import plan_of
 from core.real_agent import RealAgent
-from core.test_protocol import play
 
-from ft_core.control import plans
-from ft_core.control.groups import Groups
 from ft_core.process.awake import AwakeClock
 from ft_core.protocol import messages as m
 from ft_core.settings import Command, Settings, unique
@@ -298,37 +295,3 @@ def test_a_controller_of_thousands_of_roles_is_restarted(tmp_path: Path):
         assert len(asked) < 8
 
     play(test, tmp_path / "job", nodes=nodes, nproc=nproc, ranks=[], heartbeat=1)
-
-
-def plan_of(
-    settings: Settings, roles: dict[int, str], segment: Callable[[int], str], master: str
-) -> m.NodePlan:
-    """A plan that a job with these roles may have begun with."""
-    state = m.JobState(
-        id="1-1",
-        epoch=1,
-        job="1",
-        roles=roles,
-        nodes={name: m.NodeAddress(data="127.0.0.1:1", domain=name) for name in roles.values()},
-        store="127.0.0.1:1",
-        master=master,
-        version=None,
-        origin="initial",
-        durable="",
-        sources={},
-        completed={},
-        parts=0,
-        resumes=False,
-        started_over=0,
-        absent={},
-        adopted={},
-        newcomers=[],
-        groups=Groups(settings.start).value(),
-        catalogue={role: {segment(role): [role]} for role in roles},
-        initial=0,
-        reached=0,
-        futile=0,
-        goal=0,
-        start=(None, "initial"),
-    )
-    return plans.node_plan(state, "", settings, plans.encode(state))

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -140,7 +139,7 @@ Path(sys.argv[1], "done-" + os.environ["RANK"]).touch()
 """
 
 
-def test_a_job_ends_though_its_disk_is_full_and_nobody_reads_its_console(tmp_path: Path):
+def test_a_job_ends_though_its_disk_is_full_and_nobody_reads_its_console(tmp_path: Path, short_path: Path):
     (tmp_path / "train.py").write_text(PRINTS)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -151,16 +150,13 @@ def test_a_job_ends_though_its_disk_is_full_and_nobody_reads_its_console(tmp_pat
     command = [sys.executable, "-m", "ft_core.cli.launch", "--standalone", "--nnodes=2"]
     command += [f"--job-dir={tmp_path / 'job'}", str(tmp_path / "train.py"), str(tmp_path)]
     limit = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); "
-    with (
-        tempfile.TemporaryDirectory(prefix="ft-logs-") as temporary,  # a path of 107 bytes at most
-        subprocess.Popen(
-            [sys.executable, "-c", limit + "os.execvp(sys.argv[1], sys.argv[1:])", *command],
-            env=environment() | {"TMPDIR": temporary},
-            stdout=writer,
-            stderr=writer,
-            start_new_session=True,
-        ) as job,
-    ):
+    with subprocess.Popen(
+        [sys.executable, "-c", limit + "os.execvp(sys.argv[1], sys.argv[1:])", *command],
+        env=environment() | {"TMPDIR": str(short_path)},
+        stdout=writer,
+        stderr=writer,
+        start_new_session=True,
+    ) as job:
         os.close(writer)
         try:
             assert job.wait(100) == 0

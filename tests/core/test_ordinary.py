@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from harness import ROOT
+
 CARD = Path(__file__).with_name("card.py")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 

@@ -10,9 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from harness import environment
 from processes import children, in_groups
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 WORKER = """
 import multiprocessing.resource_tracker, subprocess, sys
@@ -49,7 +48,7 @@ assert not os.path.exists(f"/proc/{sleeper}")
 def test_orphans():
     done = subprocess.run(
         [sys.executable, "-c", AGENT, WORKER],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=60,
@@ -57,12 +56,13 @@ def test_orphans():
     assert done.returncode == 0, done.stderr
 
 
-def test_nothing_outlives_an_ftrun_that_is_killed_at_once(tmp_path: Path):
+def test_nothing_outlives_an_ftrun_that_is_killed_at_once(tmp_path: Path, short_path: Path):
     """Agents that are still importing then find another parent than the one that has started them."""
     (tmp_path / "train.py").write_text("import time\ntime.sleep(1000)\n")
     command = [sys.executable, "-m", "ft_core.cli.launch", "--standalone", f"--job-dir={tmp_path / 'job'}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    with subprocess.Popen([*command, str(tmp_path / "train.py")], env=environment) as job:
+    with subprocess.Popen(
+        [*command, str(tmp_path / "train.py")], env=environment() | {"TMPDIR": str(short_path)}
+    ) as job:
         while len(started := children(job.pid)) < 2:
             time.sleep(0.001)
         job.kill()
@@ -75,4 +75,4 @@ def test_nothing_outlives_an_ftrun_that_is_killed_at_once(tmp_path: Path):
         for group in started:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
-    assert not [path.name for path in tmp_path.glob("ft-agent-*")]
+    assert not [path.name for path in short_path.glob("ft-agent-*")]

@@ -18,10 +18,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from core.fleet import Fleet
+from core.fleet import Fleet, play
+from core.plans import plan_of
 from core.real_agent import RealAgent
-from core.test_liveness import plan_of
-from core.test_protocol import play
 from harness import environment
 from processes import children
 

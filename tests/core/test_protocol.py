@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from core.fleet import Fleet, Node
+from core.fleet import Fleet, Node, play
 from core.real_agent import RealAgent
 from msgspec.structs import replace
 
@@ -21,8 +20,6 @@ from ft_core.node import events as e
 from ft_core.protocol import messages as m
 from ft_core.protocol.messages import Message, NodePlan
 
-Test = Callable[[Fleet], Awaitable[None]]
-
 
 def _plan(node: Node) -> NodePlan:
     """The plan that it has begun."""
@@ -32,16 +29,6 @@ def _plan(node: Node) -> NodePlan:
 
 def _state(plan: NodePlan) -> m.JobState:
     return msgspec.json.decode(plan.state, type=m.JobState)
-
-
-def play(test: Test, job_dir: Path, **settings: Any) -> None:
-    """Run `test` with a fleet."""
-
-    async def job() -> None:
-        async with Fleet(job_dir, **settings) as fleet:
-            await test(fleet)
-
-    asyncio.run(job())
 
 
 def test_a_job_begins_with_spares_in_the_places_of_nodes_that_do_not_come(

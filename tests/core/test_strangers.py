@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from core.test_transport import make, push
+from core.copies import make, push
 from harness import environment
 
 from ft_core.comm.rendezvous import EpochStore, Stores

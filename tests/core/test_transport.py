@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from xxhash import xxh3_64_intdigest
+from core.copies import fetch, make, push, sums
+from harness import environment
 
 from ft_core.errors import CorruptSnapshot, TransportError
 from ft_core.net.transport import TcpTransport
@@ -38,11 +38,10 @@ from ft_core.protocol.transfers import (
     Question,
     StrikeCopy,
 )
-from ft_core.state.manifest import CHUNK, Item, Segment, layout
+from ft_core.state.manifest import CHUNK, Item, Segment
 from ft_core.state.replicas import ReplicaStore
 
 PEER = Path(__file__).with_name("transport_peer.py")
-ROOT = Path(__file__).parents[2]
 SECRET = b"transport test secret"
 
 
@@ -53,7 +52,7 @@ class Peer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            env=environment(),
         )
         self.address = self.line()
 
@@ -84,44 +83,6 @@ def mine() -> Iterator[TcpTransport]:
     transport = TcpTransport(ReplicaStore(), SECRET)
     yield transport
     transport.close()
-
-
-def make(nbytes: int, role: int = 0) -> tuple[Segment, memoryview, list[int]]:
-    segment = layout((role,), [("w", "uint8", (nbytes,), nbytes)] if nbytes else [])
-    data = memoryview(bytearray(os.urandom(nbytes)))
-    return segment, data, sums(data)
-
-
-def sums(data: memoryview) -> list[int]:
-    return [xxh3_64_intdigest(data[i : i + CHUNK]) for i in range(0, len(data), CHUNK)]
-
-
-def push(
-    transport: TcpTransport,
-    address: str,
-    copy: tuple[Segment, memoryview, list[int]],
-    version: int = 1,
-    epoch: int = 0,
-    deadline: float = 20,
-    gate: Callable[[], None] = lambda: None,
-) -> int:
-    segment, data, checksums = copy
-    return transport.push(
-        address, segment, version, data, checksums, epoch=epoch, gate=gate, deadline=deadline
-    )
-
-
-def fetch(
-    transport: TcpTransport, address: str, name: str, version: int = 1
-) -> tuple[Segment, list[int], bytearray]:
-    data = bytearray()
-
-    def allocate(segment: Segment) -> memoryview:
-        data.extend(bytes(segment.nbytes))
-        return memoryview(data)
-
-    segment, checksums = transport.fetch(address, name, version, allocate=allocate, deadline=20)
-    return segment, checksums, data
 
 
 def test_round_trip_of_several_sizes(mine: TcpTransport, peer: Peer) -> None:

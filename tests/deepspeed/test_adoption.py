@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from deepspeed_jobs import run_cases
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("DeepSpeed is not installed", allow_module_level=True)
@@ -39,24 +36,9 @@ def test_adopted_like_own(name: str, tmp_path: Path) -> None:
     """After every step, what a rank has adopted is bit by bit what the other one has, or would have."""
     ranks, cases = LAUNCHES[name]
     worker = HERE / ("adoption3_worker.py" if name == "zero3" else "adoption_worker.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "RES_OPTIONS": "timeout:1 attempts:1",
-    }
-    done = subprocess.run(
-        [*command, str(worker), str(tmp_path / name), *cases.split()],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=110,
-    )
-    for rank in range(ranks):
-        found = json.loads((tmp_path / f"{name}.{rank}").read_text())
+    output, results = run_cases(worker, ranks, cases, tmp_path / name)
+    for rank, found in enumerate(results):
         failures = [f"rank {rank}: {result}" for result in found.values() if isinstance(result, str)]
         assert not failures, "\n".join(failures)
-        assert list(found) == cases.split(), done.stdout[-3000:]
+        assert list(found) == cases.split(), output[-3000:]
         assert all(found.values()), "nothing was compared"

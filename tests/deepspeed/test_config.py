@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import subprocess
 import sys
 from collections import OrderedDict
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import ROOT, environment
 
 from ft_core.errors import ConfigError
 from ft_core.settings import FLAGS
@@ -254,7 +254,4 @@ assert arguments.settings(['train.py']) == {{}} and 'pydantic' not in sys.module
 assert arguments.settings(['--deepspeed', {str(path)!r}]) == {{'replicas': 1}}
 assert not {{'deepspeed', 'torch'}} & set(sys.modules)
 """
-    root = Path(__file__).resolve().parent.parent.parent
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}
-    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment())

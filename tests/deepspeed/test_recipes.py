@@ -12,7 +12,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 from deepspeed_jobs import RECIPES, HuggingFace, Pipeline, Zero
-from harness import Result, Training, read_digest, read_losses, torchrun, undisturbed
+from harness import Result, Training, check_finite, read_digest, read_losses, torchrun, undisturbed
 
 if importlib.util.find_spec("deepspeed") is None or importlib.util.find_spec("transformers") is None:
     pytest.skip("deepspeed or transformers is not installed", allow_module_level=True)
@@ -32,7 +32,9 @@ def train(training: Training, *flags: str) -> Result:
     """Some steps with two validations."""
     result = undisturbed(training, STEPS, *SMALL, *flags)
     assert set(result.losses) == set(range(1, STEPS + 1)) and result.digest
-    assert re.findall(r"validation after (\d+)/\d+ \| loss \S+", result.output)[:2] == ["3", "6"]
+    validations = re.findall(r"validation after (\d+)/\d+ \| loss (\S+)", result.output)
+    assert [step for step, _ in validations[:2]] == ["3", "6"]
+    check_finite(loss for _, loss in validations)
     return result
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from deepspeed_jobs import run_cases
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("DeepSpeed is not installed", allow_module_level=True)
@@ -56,24 +53,8 @@ def zero(stage: int, **options: Any) -> dict[str, Any]:
 def launch(name: str, directory: Path) -> tuple[str, list[dict[str, int | str]]]:
     """Run a launch's cases. Returns what it printed, and each rank's results."""
     ranks, cases = LAUNCHES[name]
-    out = directory / name
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "RES_OPTIONS": "timeout:1 attempts:1",
-    }
-    done = subprocess.run(
-        [*command, str(HERE / "state_worker.py"), str(out), *cases.split()],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600 if name == "cpu-adam" else 110,
-    )
-    files = [out.with_suffix(f".{rank}") for rank in range(ranks)]
-    return done.stdout, [json.loads(f.read_text()) if f.exists() else {} for f in files]
+    timeout = 600 if name == "cpu-adam" else 110
+    return run_cases(HERE / "state_worker.py", ranks, cases, directory / name, timeout)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -11,21 +10,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness import RECIPE, ROOT, check_finite, environment
 
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
-ROOT = Path(__file__).parents[2]
-RECIPE = ROOT / "recipes" / "megatron" / "pretrain_gpt_core.py"
 PREPARE = ROOT / "recipes" / "megatron" / "prepare_data.py"
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 TINY = ["--num-layers=2", "--hidden-size=32", "--num-attention-heads=2", "--seq-length=32", "--train-iters=4"]
 SHARED_BATCH = ["--global-batch-size=4", "--attention-dropout=0", "--hidden-dropout=0"]
 
 
 def python(*args: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *map(str, args)], env=ENVIRONMENT, capture_output=True, text=True, timeout=100
+        [sys.executable, *map(str, args)], env=environment(), capture_output=True, text=True, timeout=100
     )
 
 
@@ -42,7 +39,9 @@ def train(data: Path, *flags: object, ranks: int = 1) -> tuple[list[float], str]
     steps = [
         re.match(r"iteration \d+/4 \| loss (\S+) \| lr \S+ \| grad norm \S+ \| \S+ ms$", x) for x in lines
     ]
-    return [float(step[1]) for step in steps if step], digest[1]
+    losses = [step[1] for step in steps if step]
+    check_finite(losses)
+    return [float(loss) for loss in losses], digest[1]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,104 @@
+"""Plans as a controller might send them, of jobs that are only said to be there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ft_core.control import plans
+from ft_core.control.groups import Groups
+from ft_core.protocol import messages as m
+from ft_core.settings import Settings
+
+
+def worker_plan(epoch: int = 1, **more: Any) -> m.WorkerPlan:
+    """Of a job of two nodes with a role each, at its start."""
+    found = m.WorkerPlan(
+        epoch=epoch,
+        store="127.0.0.1:3",
+        version=None,
+        origin="initial",
+        completed={},
+        parts=0,
+        started_over=0,
+        absent={},
+        adopted={},
+        newcomers=[],
+        membership=m.MembershipChanges(0),
+        policy="wait",
+        lr_intervention="sqrt",
+        began_with=m.BeganWith(2, 1, 2),
+    )
+    return msgspec.structs.replace(found, **more)
+
+
+def job_state(roles: dict[int, str], epoch: int = 1, **more: Any) -> m.JobState:
+    """Of a job with these roles on these nodes, at its start."""
+    found = m.JobState(
+        id=f"{epoch}-x",
+        epoch=epoch,
+        job="job",
+        roles=roles,
+        nodes={name: m.NodeAddress(data="127.0.0.1:1", domain=name) for name in roles.values()},
+        store="127.0.0.1:3",
+        master="127.0.0.1:4",
+        version=None,
+        origin="initial",
+        durable="",
+        sources={},
+        completed={},
+        parts=0,
+        resumes=False,
+        started_over=0,
+        absent={},
+        adopted={},
+        newcomers=[],
+        groups=m.ReplicaGroups({}, m.Redundancy.SHARDED, m.MembershipChanges(0)),
+        catalogue={},
+        initial=None,
+        reached=0,
+        futile=0,
+        goal=0,
+        start=(None, "initial"),
+    )
+    return msgspec.structs.replace(found, **more)
+
+
+def plan(epoch: int = 1, **more: Any) -> m.NodePlan:
+    """What `node0` must know of a job of two roles, one a node. `more`: of the plan, or of the workers'."""
+    roles = more.pop("roles", {0: "node0", 1: "node1"})
+    names = [field.name for field in msgspec.structs.fields(m.WorkerPlan)]
+    worker = worker_plan(epoch, **{key: more.pop(key) for key in names if key in more})
+    nodes = {f"node{n}": m.NodeAddress(f"127.0.0.1:{20 + n}", f"node{n}") for n in range(3)}
+    found = m.NodePlan(
+        id=f"{epoch}-x",
+        epoch=epoch,
+        job="job",
+        roles=roles,
+        nodes=nodes,
+        master="127.0.0.1:4",
+        durable="",
+        sources={},
+        away={},
+        worker=worker,
+        state=msgspec.Raw(msgspec.json.encode(job_state(roles, epoch, nodes=nodes))),
+    )
+    return msgspec.structs.replace(found, **more)
+
+
+def plan_of(
+    settings: Settings, roles: dict[int, str], segment: Callable[[int], str], master: str
+) -> m.NodePlan:
+    """A plan that a job with these settings may have begun with; `segment`: what a role holds alone."""
+    state = job_state(
+        roles,
+        id="1-1",
+        job="1",
+        master=master,
+        groups=Groups(settings.start).value(),
+        catalogue={role: {segment(role): [role]} for role in roles},
+        initial=0,
+    )
+    return plans.node_plan(state, "", settings, plans.encode(state))
