@@ -138,23 +138,38 @@ class Inner:
     def wake(self) -> None:
         """Make every pending operation fail now. From any thread; the communicator is useless afterwards.
 
-        gloo ignores `abort`, but a receive that times out closes all pairs of its context. A receive
-        from a peer whose pair is closed already fails at once, without touching the others: hence the
-        loop.
+        Each communicator in a thread of its own: NCCL's abort waits for the device once it has told its own
+        kernels to end, and must not be the reason that others are told later.
         """
-        if nccl := self._backends.get("nccl"):
-            nccl.abort()
         if gloo := self._backends.get("gloo"):
-            for step in range(1, self.size):
-                try:
-                    peer = (self.rank + step) % self.size
-                    gloo.recv([torch.zeros(1)], peer, WAKE_TAG).wait(timedelta(milliseconds=1))
-                except RuntimeError as error:
-                    if "imed out" in str(error):
-                        return
+            self._wake_gloo(gloo)
+        if nccl := self._backends.get("nccl"):
+            try:
+                nccl.abort()
+            except RuntimeError as error:
+                log.error(
+                    "group %s of epoch %d could not be aborted, and its kernels may hold the GPU: %s. This "
+                    "worker is replaced unless it leaves its step by itself",
+                    *(self.group, self.epoch, error),
+                )
+
+    def _wake_gloo(self, gloo: Any) -> None:
+        """It ignores `abort`, but a receive that times out closes all pairs of its context. A receive from a
+        peer whose pair is closed already fails at once, without touching the others: hence the loop."""
+        for step in range(1, self.size):
+            try:
+                peer = (self.rank + step) % self.size
+                gloo.recv([torch.zeros(1)], peer, WAKE_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if "imed out" in str(error):
+                    return
 
     def close(self) -> None:
-        """Give threads, sockets and memory back. May wait for operations that are still running."""
+        """Give threads, sockets and memory back. May wait for operations that are still running.
+
+        The backends go last: what waits for NCCL's threads is then their own end, which lets go of Python's
+        lock, and not the group's, which does not. Those threads may need it.
+        """
         self.pg = None
         self._backends = {}
 

@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn, TypeVar, assert_never
 
+from ft_core.comm import nccl_environment
 from ft_core.comm.rendezvous import Stores
 from ft_core.errors import AuthenticationError, FtError, ProtocolError
 from ft_core.net.transport import TcpTransport
@@ -69,12 +70,6 @@ _LEFT_BEHIND = 10.0
 """Seconds that what workers had started has to end."""
 _END = 15.0
 """Seconds in which this process ends, whatever its threads wait for."""
-_INHERITED = {
-    "OMP_NUM_THREADS": "1",
-    # Otherwise torch ends every survivor that notices a lost peer; the engine aborts communicators.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-}
-"""What workers get from this process's environment, and what they get where that has none."""
 
 
 class NodeShell:
@@ -103,7 +98,10 @@ class NodeShell:
             store=self.stores.address,
             master=f"{host}:{self._master.getsockname()[1]}",
             job_dir=str(job_dir),
-            environment={name: os.environ.get(name, value) for name, value in _INHERITED.items()},
+            environment={
+                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+                **nccl_environment.completed(os.environ),
+            },
         )
         self.machine = Agent(about, settings, MemoryView(self.store, self.pool, self.replicator))
         self._refusals = Refusals(lambda reason: log.warning("node %s refused: %s", self.node, reason))

@@ -10,8 +10,6 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
 from ft_core import plugins
 from ft_core.comm import backend
 from ft_core.errors import ConfigError
@@ -20,7 +18,7 @@ from ft_core.protocol.channel import Channel
 from ft_core.protocol.messages import TO_WORKER
 from ft_core.settings import Command
 from ft_core.state.snapshot import has_gpu
-from ft_core.worker import cuda_fork, import_output, ordinary, unprotected
+from ft_core.worker import cuda_fork, device_memory, import_output, ordinary, unprotected
 from ft_core.worker.logs import redirect, take_over
 from ft_core.worker.session import Session, exit_code
 
@@ -49,15 +47,17 @@ def main(
     channel = Channel.connect(socket, secret, TO_WORKER, _CONNECT_TIMEOUT)
     channel.settimeout(None)
     session = Session(channel, secret, Path(job_dir), worker)
-    if device >= 0 and not command.no_python and not cuda_fork.broken() and has_gpu():
-        torch.cuda.set_device(device)
-        torch.zeros(1, device="cuda")  # a spare has its device context up
+    on_gpu = not command.no_python and not cuda_fork.broken() and has_gpu()
+    if on_gpu:
+        device_memory.warm(device)
     assignment = session.wait_for_role()
     session.predecessors = take_over(Path(logs[1]), assignment.role, assignment.plan.started_over)
     if session.role == 0 and not session.predecessors:
         import_output.show()
     ordinary.warn_once(session.predecessors)
     os.environ.update(assignment.env)
+    if on_gpu and assignment.plan.epoch > 1:
+        device_memory.wait(assignment.role, int(os.environ["LOCAL_RANK"]))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ignored until here, see ft_core.node.departure
     if command.no_python:
         # Another program cannot be hooked from here; it runs as under torchrun, in the same process.

@@ -140,11 +140,16 @@ def test_versions(name: str, version: str, level: str) -> None:
         ({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "60"}, 0, ["warn"]),
         ({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "60", "TORCH_NCCL_ENABLE_MONITORING": "0"}, 0, []),
         ({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "600"}, 0, []),
+        ({"TORCH_NCCL_DESYNC_DEBUG": "1"}, 0, ["fail"]),
+        ({"TORCH_DISTRIBUTED_DEBUG": "detail"}, 0, ["fail"]),
+        ({"TORCH_DISTRIBUTED_DEBUG": "INFO"}, 0, []),
+        ({"TORCH_NCCL_ENABLE_MONITORING": "1"}, 0, []),
+        ({"TORCH_NCCL_ENABLE_MONITORING": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "true"}, 0, ["fail"]),
     ],
 )
 def test_nccl(environment: dict[str, str], gpus: int, levels: list[str]) -> None:
     case = Case(environment=environment, gpus=gpus)
-    found = [*software.nccl_errors(case), *software.nccl_waits(case)]
+    found = [*software.nccl_errors(case), *software.nccl_threads(case), *software.nccl_waits(case)]
     assert [f.level for f in found] == levels
 
 

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 
 from ft_core.cli.doctor.case import Case, Check, Finding, Supported, fail, ok, warn
+from ft_core.comm import nccl_environment
 
 _SUPPORTED = {
     "python": Supported((3, 11), (3, 12)),
@@ -94,6 +95,13 @@ def nccl_errors(case: Case) -> Iterator[Finding]:
         )
     else:
         yield ok("nccl errors", found)
+
+
+def nccl_threads(case: Case) -> Iterator[Finding]:
+    """Nor may they because of what else is set here; what is not, the agents set."""
+    workers = {**case.environment, **nccl_environment.completed(case.environment)}
+    for found, consequence in nccl_environment.ends_survivors(workers):
+        yield fail("nccl threads", found, f"leave it out: {consequence}")
 
 
 def nccl_waits(case: Case) -> Iterator[Finding]:
@@ -203,6 +211,7 @@ CHECKS: tuple[Check, ...] = (
     script,
     versions,
     nccl_errors,
+    nccl_threads,
     nccl_waits,
     interfaces,
     slurm,

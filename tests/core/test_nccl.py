@@ -1,0 +1,147 @@
+"""What the engine does about NCCL, as far as that can be seen without a device."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from ft_core.comm import nccl_environment
+from ft_core.comm.inner import Inner
+from ft_core.protocol.groups import GroupId
+from ft_core.worker import device_memory
+
+ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+DUMP, PATIENCE = "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
+OFF = {name: "0" for name in (ERRORS, "TORCH_NCCL_ENABLE_MONITORING", DUMP, PATIENCE)}
+
+
+@pytest.mark.parametrize(
+    ("said", "workers"),
+    [
+        ({}, OFF),
+        ({ERRORS: "1"}, OFF | {ERRORS: "1"}),
+        ({"NCCL_ASYNC_ERROR_HANDLING": "3"}, OFF | {ERRORS: "3"}),  # torch would prefer the new name
+        ({DUMP: "0"}, OFF),
+        ({DUMP: "1"}, {name: value for name, value in OFF.items() if name != PATIENCE} | {DUMP: "1"}),
+        ({DUMP: "1", PATIENCE: "500"}, OFF | {DUMP: "1", PATIENCE: "500"}),
+        ({"PATH": "/bin"}, OFF),
+    ],
+)
+def test_what_somebody_has_said_stays(said: dict[str, str], workers: dict[str, str]) -> None:
+    assert nccl_environment.completed(said) == workers
+
+
+class Backend:
+    """NCCL's and gloo's, as far as an abort goes."""
+
+    def __init__(self, log: list[str], error: RuntimeError | None = None) -> None:
+        self._log, self._error = log, error
+
+    def abort(self) -> None:
+        self._log.append("nccl aborted")
+        if self._error is not None:
+            raise self._error
+
+    def recv(self, tensors: Any, peer: int, tag: int) -> Backend:
+        self._log.append(f"receive from {peer}")
+        return self
+
+    def wait(self, timeout: timedelta) -> None:
+        raise RuntimeError("Timed out waiting")
+
+
+def opened(log: list[str], error: RuntimeError | None = None) -> Inner:
+    devices = {"cpu": "gloo", "cuda": "nccl"}
+    inner = Inner(GroupId.of((0, 1), 0), (0, 1), 0, devices, timedelta(seconds=9), None, 4, 0)
+    inner._backends = {"nccl": Backend(log, error), "gloo": Backend(log)}
+    return inner
+
+
+def test_an_abort_that_hangs_holds_up_nobody_who_waits_for_gloo() -> None:
+    log: list[str] = []
+    opened(log).wake()
+    assert log == ["receive from 1", "nccl aborted"]
+
+
+def test_an_abort_that_fails_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    opened([], RuntimeError("Future for ProcessGroup abort timed out after 9000 ms")).wake()
+    assert "group 0-1:1#0 of epoch 4 could not be aborted" in caplog.text
+    assert "timed out after 9000 ms" in caplog.text
+
+
+class Group:
+    """torch's group: holds its backends, and its end keeps Python's lock."""
+
+    def __init__(self, backends: list[Any], log: list[str]) -> None:
+        self._backends, self._log = backends, log
+
+    def __del__(self) -> None:
+        self._log.append("group")
+
+
+class Held:
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def __del__(self) -> None:
+        self._log.append("backend")
+
+
+def test_the_end_of_a_group_is_not_that_of_its_backends() -> None:
+    log: list[str] = []
+    inner = opened([])
+    inner._backends = {"nccl": Held(log)}
+    inner.pg = Group(list(inner._backends.values()), log)
+    inner.close()
+    assert log == ["group", "backend"]
+
+
+# -- memory of ended workers ---------------------------------------------------------------------------
+
+GONE = 2**22 + 1
+"""A pid above the largest that Linux gives."""
+
+
+def readings(values: list[Any]) -> Callable[[], Any]:
+    """One after the other; the last one stays."""
+    rest: Iterator[Any] = iter(values)
+    last = values[-1]
+    return lambda: next(rest, last)
+
+
+@pytest.mark.parametrize(
+    ("free", "pids", "looks"),
+    [
+        ([5], [None], 2),  # nobody knows who holds memory, and none comes back
+        ([5], [{os.getpid()}], 2),
+        ([5, 5, 5, 70, 70], [{os.getpid(), GONE}] * 3 + [{os.getpid()}], 5),
+        ([5, 20, 70, 70], [None], 4),
+    ],
+)
+def test_what_ended_workers_hold_is_waited_for(free: list[int], pids: list[Any], looks: int) -> None:
+    seen: list[int] = []
+    read = readings(free)
+
+    def looked() -> int:
+        seen.append(read())
+        return seen[-1]
+
+    assert device_memory.given_back(3, 0, looked, readings(pids))
+    assert len(seen) == looks and seen[-1] == free[-1]
+
+
+def test_what_does_not_come_back_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    pids = readings([{os.getpid(), GONE}])
+    assert not device_memory.given_back(3, 1, lambda: 7 << 20, pids, limit=0.1)
+    assert f"GPU 1 is not free of its former workers, processes [{GONE}] hold memory" in caplog.text
+    assert "role 3" in caplog.text and "7 MB are free" in caplog.text
+
+
+def test_a_process_without_nvml_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert device_memory.holders(0) is None
