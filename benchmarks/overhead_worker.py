@@ -105,7 +105,8 @@ def blocks(trainer: Trainer, pattern: str, block: int) -> list[dict[str, Any]]:
 
     def counted(kind: str) -> dict[str, Any]:
         if live is not None:
-            live._step_began = time.monotonic_ns()  # or the pause would count as a step, and widen the gate
+            # Or the pause would count as a step, and widen the gate.
+            live._protected.step_began = time.monotonic_ns()
         run(kind == "X")
         before = meter.read() if meter else {}
         began, cpu = time.perf_counter(), time.process_time()
@@ -142,8 +143,7 @@ def state_bytes() -> int:
     live = session.current()
     if live is None:
         return 0
-    assert live._snapshots is not None
-    _, own = live._snapshots._of[live.role]
+    _, own = live._protected.snapshots._of[live.role]
     buffer = own._buffers[0]
     return sum(s.nbytes for s in buffer.segments) if buffer else 0
 

@@ -121,6 +121,10 @@ class Startup:
         """With the lock: training begins, and what is issued outside of `paused` is recorded further on."""
         self._recover, self._strict = recover, True
 
+    def training_ends(self) -> None:
+        """All roles have it behind them: an operation that is issued again finds no state to bring back."""
+        self._recover = None
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Collectives issued here are the framework's: not recorded, and aborted by an epoch change."""

@@ -240,8 +240,9 @@ def test_the_optimizer_begins_once_the_device_has_passed_the_barrier(
 
     def aborted() -> None:
         agent.channel.send(Abort(2))
-        with session._condition:
-            assert session._condition.wait_for(lambda: session._pending == 2, 60)
+        shell = session._shell
+        with shell._condition:
+            assert shell._condition.wait_for(lambda: shell.machine.announced == 2, 60)
 
     monkeypatch.setattr(session_module, "settle", aborted)
     with pytest.raises(EpochChanged, match="epoch 2 was announced"):

@@ -1,0 +1,72 @@
+"""Which replica groups take part in a worker's steps, as its plans say."""
+
+from __future__ import annotations
+
+import logging
+
+from ft_core.adapter import ReplicaGroup
+from ft_core.elastic.rules import AHEAD, Membership, Start, lr_factor
+from ft_core.protocol.messages import WorkerPlan
+from ft_core.worker.shell import WorkerShell
+
+log = logging.getLogger(__name__)
+
+
+class Groups:
+    """Of the whole job, seen from one role."""
+
+    def __init__(self, shell: WorkerShell) -> None:
+        self._shell = shell
+        self.membership = Membership(1)
+        """Which replica groups take part in which step."""
+
+    @property
+    def _plan(self) -> WorkerPlan:
+        return self._shell.machine.plan
+
+    def learn(self) -> None:
+        """The plan is that of an epoch which others have begun."""
+        known = self._plan.membership
+        self.membership = Membership(known.groups, known.changes)
+
+    def begin(self, own: ReplicaGroup) -> None:
+        """An epoch begins, for a role that has this replica group."""
+        before = self.membership
+        self.learn()
+        if not self.membership.groups:  # the plan was made before the roles had told of their groups
+            self.membership = self.start.membership(own.groups)
+        machine = self._shell.machine
+        if self.membership != before and machine.role == min(set(range(machine.world_size)) - self.absent):
+            self._say_what_changes(self._plan.version or 0)
+
+    @property
+    def elastic(self) -> bool:
+        """Whether groups may leave (policy `shrink`)."""
+        return self._plan.policy == "shrink"
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """Roles whose groups are away."""
+        return frozenset(self._plan.absent)
+
+    @property
+    def start(self) -> Start:
+        """The roles that the job began with."""
+        began = self._plan.began_with
+        return Start(began.roles, began.stages, began.there)
+
+    def lr_factor(self, step: int) -> float:
+        """What the learning rate is multiplied by in a step."""
+        live = len(self.membership.contributing(step))
+        return lr_factor(self._plan.lr_intervention, live, self.membership.groups)
+
+    def _say_what_changes(self, version: int) -> None:
+        """The log says what becomes of the learning rate."""
+        full = self.membership.groups
+        for step in range(version + 1, version + AHEAD + 2):
+            live = len(self.membership.contributing(step))
+            if live != len(self.membership.contributing(step - 1)):
+                log.warning(
+                    "from step %d on %d of %d replica groups train: learning rate x %.4f (%s)",
+                    *(step, live, full, self.lr_factor(step), self._plan.lr_intervention),
+                )

@@ -1,0 +1,290 @@
+"""A worker's part in the job's epochs: what it does about whatever happens. No input, no output, no clock.
+
+It hears the agent (abort, plan, restore, ...) and what the main thread has done, and says what the main
+thread has to do next: that is its state (`worker.states`). It decides nothing about the job.
+
+An epoch that ends is answered by `Quiesced` once nothing of this process is inside it any more: at once where
+the main thread is in no protected step (start-up, the end of the script, quiet already), else when it has
+unwound.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import assert_never
+
+from msgspec.structs import replace
+
+from ft_core.protocol import messages as m
+from ft_core.worker.events import (
+    AbortBefore,
+    AgentGone,
+    Begins,
+    Effect,
+    EndProcess,
+    Event,
+    FoundCorrupt,
+    FromAgent,
+    Hung,
+    KeepRecords,
+    Loaded,
+    Order,
+    PartDone,
+    Registers,
+    Reopened,
+    RunsUnprotected,
+    SayCounts,
+    SayEntries,
+    SayIssued,
+    SayProgress,
+    SayQuiesced,
+    ScriptDone,
+    Send,
+    SettingsBrought,
+    StepDone,
+    StepSafe,
+    Suspects,
+    TakeRole,
+    Tick,
+    Unwound,
+    UsePlan,
+)
+from ft_core.worker.states import (
+    AtEnd,
+    Beginning,
+    Finished,
+    Holding,
+    Leaving,
+    Loading,
+    NoRole,
+    Over,
+    Quiet,
+    Restoring,
+    StartUp,
+    State,
+    Stuck,
+    Trained,
+    Training,
+    Unprotected,
+)
+
+HOLD_LIMIT = 2.0
+"""Seconds that a role waits at the end of a step for those who come back, should the controller be gone."""
+NEVER = sys.maxsize
+"""No version is that new."""
+_NO_HOLD = m.Hold(0, 0)
+_IN_PLANS = ("policy", "lr_intervention")
+"""Settings that a plan tells its workers."""
+
+
+class WorkerMachine:
+    """Of one process. What is public is read by the main thread at any time, and changed here alone."""
+
+    plan: m.WorkerPlan
+    """Of `epoch`; from when there is a role."""
+
+    def __init__(self) -> None:
+        self.state: State = NoRole()
+        self.role = -1
+        self.world_size = 0
+        self.epoch = 0
+        """The assignment of roles to workers that this worker is in."""
+        self.announced = 0
+        """The newest epoch that it has heard of. While that is newer, `epoch` is over."""
+        self.parts = 0
+        """How many parts of the script all roles have behind them."""
+        self.reports_step = False
+        """Whether the agent waits for the next step: it is the first after a recovery."""
+        self.hold_at = NEVER
+        """The version at whose end this role is to stop, for those who come back."""
+        self._hold = _NO_HOLD
+        self._next: m.WorkerPlan | None = None
+        """Of the epoch that was announced, while the main thread has yet to leave the one before."""
+        self._restore: m.Restore | None = None
+        """Of the newest epoch."""
+        self._exits = False
+        self._now = 0.0
+        self._effects: list[Effect] = []
+
+    @property
+    def deadline(self) -> float | None:
+        """When a `Tick` is due, if ever."""
+        return self.state.until if isinstance(self.state, Holding) else None
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """What is to be done about `event`, in this order. `now`: in seconds."""
+        self._now, self._effects = now, []
+        self._handle(event)
+        return self._effects
+
+    def _do(self, *effects: Effect) -> None:
+        self._effects += effects
+
+    def _say(self, message: m.FromWorker) -> None:
+        self._effects.append(Send(message))
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case FromAgent(message):
+                self._hear(message)
+            case AgentGone():
+                self._do(EndProcess(1))
+            case Begins():
+                assert isinstance(self.state, StartUp), self.state
+                self.state = StartUp(waits=True) if self.announced > self.epoch else Beginning()
+            case Registers(message):
+                self._say(message)
+                if isinstance(self.state, Beginning):
+                    self._await_state()
+            case Unwound():
+                self._unwound()
+            case Loaded(version, loaded):
+                if isinstance(self.state, Loading):
+                    self.state, self.reports_step = Training(), True
+                    self._say(m.WorkerRestored(self.epoch, version, loaded))
+            case FoundCorrupt(role, slot, reason):
+                # Also where the epoch is over: who decides about the next must know.
+                self._say(m.CorruptCopy(role, slot, reason))
+                if isinstance(self.state, Loading):
+                    self.state = Stuck()
+            case StepDone(version):
+                if self.reports_step and isinstance(self.state, Training):
+                    self.reports_step = False
+                    self._say(m.WorkerStepped(self.epoch, version))
+            case StepSafe(version):
+                if version >= self.hold_at and isinstance(self.state, Training):
+                    self.state = Holding(self._now + HOLD_LIMIT)
+                    self._say(m.WorkerHeld(self.epoch))
+            case PartDone(part, last):
+                if isinstance(self.state, Training):
+                    self.state = AtEnd(part, last)
+                    if part > self.parts:
+                        self._say(m.WorkerCompleted(self.epoch, part, last))
+                    self._leave_part()
+            case ScriptDone():
+                self.state = Over() if self._exits else Finished()
+                self._say(m.WorkerFinished())
+            case RunsUnprotected():
+                self.state = Unprotected()
+                self._say(m.WorkerUnprotected())
+            case SettingsBrought(settings):
+                values = {name: settings[name] for name in _IN_PLANS if name in settings}
+                self.plan = replace(self.plan, **values)
+            case Suspects(reason):
+                self._say(m.WorkerSuspects(self.epoch, reason))
+            case Reopened(epoch):
+                self._say(m.WorkerReopened(epoch))
+            case Hung(reason):
+                self._say(m.ScriptFailed(reason))
+                self._do(EndProcess(1))
+            case Tick():
+                if isinstance(self.state, Holding) and self._now >= self.state.until:
+                    self._stop_holding()
+            case _:
+                assert_never(event)
+
+    def _hear(self, message: Order) -> None:
+        match message:
+            case m.Assign(role, world_size, _, plan):
+                self.role, self.world_size = role, world_size
+                self.announced = plan.epoch
+                self.state = StartUp()
+                self._do(TakeRole(message))
+                self._begin(plan)
+            case m.Abort(epoch):
+                if epoch > self.announced and not isinstance(self.state, NoRole):
+                    self._abort(epoch)
+            case m.PlanBegins(plan):
+                if plan.epoch == self.announced > self.epoch:
+                    self._planned(plan)
+            case m.Restore():
+                if message.epoch == self.announced:
+                    self._restore = message
+                    if isinstance(self.state, Restoring):
+                        self.state = Loading(message)
+            case m.Release(parts):
+                self.parts = parts
+                self._leave_part()
+            case m.Hold(epoch):
+                if not epoch:  # they do not come after all
+                    self._do(KeepRecords(False))
+                self._hold = message
+                self._set_hold()
+                if isinstance(self.state, Holding) and epoch != self.epoch:
+                    self._stop_holding()
+            case m.SendCounts():
+                self._do(KeepRecords(True), SayCounts())  # a replica group is about to come back
+            case m.SendIssued(number):
+                at_end = isinstance(self.state, AtEnd | Finished | Over)
+                self._do(SayIssued(number, self.epoch, at_end))
+            case m.SendProgress(number):
+                self._do(SayProgress(number))
+            case m.SendStartupEntries(number, group, start):
+                self._do(SayEntries(number, group, start))
+            case m.Exit():
+                self._exits = True
+                if isinstance(self.state, Finished):
+                    self.state = Over()
+            case _:
+                assert_never(message)
+
+    # -- epochs --------------------------------------------------------------------------------
+
+    def _abort(self, epoch: int) -> None:
+        # The main thread sees that first, and then what an aborted operation has left.
+        self.announced = epoch
+        self._next = self._restore = None
+        self._do(AbortBefore(epoch))
+        match self.state:
+            case StartUp() | Quiet() | Trained() | Finished() | Over():
+                self._do(SayQuiesced(epoch, self._stage))
+            case Unprotected():
+                pass  # what is aborted ends the script
+            case _:
+                self.state = Leaving()
+
+    def _planned(self, plan: m.WorkerPlan) -> None:
+        match self.state:
+            case Leaving():
+                self._next = plan
+            case Unprotected():
+                pass
+            case _:
+                self._begin(plan)
+
+    def _unwound(self) -> None:
+        assert isinstance(self.state, Leaving), self.state
+        self.state = Quiet()
+        self._do(SayQuiesced(self.announced, self._stage))
+        if self._next is not None:
+            self._begin(self._next)
+
+    def _begin(self, plan: m.WorkerPlan) -> None:
+        """The epoch of `plan`, which was announced."""
+        self.plan, self.epoch, self.parts, self._next = plan, plan.epoch, plan.parts, None
+        self._set_hold()
+        self._do(UsePlan(plan))
+        match self.state:
+            case StartUp(waits=True):
+                self.state = Beginning()
+            case Quiet():
+                self._await_state()
+
+    def _await_state(self) -> None:
+        self.state = Restoring() if self._restore is None else Loading(self._restore)
+
+    @property
+    def _stage(self) -> m.Stage:
+        return "startup" if isinstance(self.state, NoRole | StartUp) else "training"
+
+    # -- waiting for others ------------------------------------------------------------------------
+
+    def _leave_part(self) -> None:
+        if isinstance(self.state, AtEnd) and self.parts >= self.state.part:
+            self.state = Trained() if self.state.last else Training()
+
+    def _set_hold(self) -> None:
+        self.hold_at = self._hold.step if self._hold.epoch == self.epoch else NEVER
+
+    def _stop_holding(self) -> None:
+        self.state, self._hold, self.hold_at = Training(), _NO_HOLD, NEVER

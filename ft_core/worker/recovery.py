@@ -1,0 +1,150 @@
+"""What the main thread of a worker does when an epoch is over, and when the next begins."""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+from ft_core.adapter import Adapter
+from ft_core.errors import CorruptSnapshot, FtError
+from ft_core.process.collector import Pause
+from ft_core.protocol import messages as m
+from ft_core.state.adoption import Snapshots
+from ft_core.state.memory import Word
+from ft_core.worker import events as e
+from ft_core.worker.groups import Groups
+from ft_core.worker.shell import WorkerShell
+from ft_core.worker.states import AtEnd, Holding, Loading, Quiet, Restoring, Stuck, Trained
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Recovery:
+    """Of one role whose training is protected. Main thread."""
+
+    def __init__(
+        self, shell: WorkerShell, groups: Groups, adapter: Adapter, redo: Callable[[], None]
+    ) -> None:
+        """`redo` brings the role from the version that was loaded to where its script is."""
+        self._shell, self._groups, self._adapter, self._redo = shell, groups, adapter, redo
+        self.snapshots = Snapshots(
+            shell.machine.role,
+            adapter,
+            shell.allocate,
+            self._staged,
+            on_copy=lambda: shell.point("d2h"),
+            moved=lambda: shell.epoch_is_over,
+        )
+        self.pause = Pause()
+        """From the end of an epoch to the end of the next one's first step."""
+        self.step_began = 0
+        """In nanoseconds; 0 before there was one."""
+
+    def persist(self, action: Callable[[], T], between: Callable[[], None]) -> T:
+        """`action`, and after each epoch change `between` and `action` again."""
+        while True:
+            try:
+                return action()
+            except Exception as error:
+                if not self.explains(error):
+                    raise
+            between()
+
+    def explains(self, error: Exception) -> bool:
+        """Whether `error` comes of the epoch's end. Drops what the abandoned call has left on its frames."""
+        if not self._shell.epoch_is_over:
+            return False
+        traceback.clear_frames(error.__traceback__)  # the step's tensors hang on them
+        return True
+
+    def recover(self) -> None:
+        """The epoch is over: take up the next one."""
+        self.quiesce()
+        self.persist(self.catch_up, self.quiesce)
+
+    def catch_up(self) -> None:
+        """The epoch has begun: to where the script is in it. Raises EpochChanged."""
+        self._resume()
+        self._redo()
+
+    def quiesce(self) -> None:
+        """Drop what was under way, and wait for the next epoch."""
+        self.pause.begin()
+        try:
+            self.snapshots.wait()
+        except Exception:
+            log.exception(
+                "role %d: staging version %d failed; the copy is not used",
+                *(self._shell.machine.role, self._shell.version),
+            )
+        self._adapter.reset()
+        self._shell.handle(e.Unwound())
+        self._shell.wait_while(Quiet)
+        self._shell.comms.reset()
+
+    def complete(self, part: int, last: bool) -> None:
+        """Wait until every role has come to the end of this part. Raises EpochChanged.
+
+        Who leaves earlier could no longer take part when a peer fails in its last collective.
+        """
+        self.snapshots.wait()
+        self.pause.end()  # no step may follow
+        self._shell.handle(e.PartDone(part, last))
+        if isinstance(self._shell.wait_while(AtEnd), Trained):
+            self._shell.comms.startup.training_ends()
+        else:
+            self._shell.check_epoch()
+
+    def hold(self) -> None:
+        """A replica group comes back: wait for that here, where nothing is under way that would be lost."""
+        self.pause.begin()
+        self._shell.handle(e.StepSafe(self._shell.version))
+        self._shell.wait_while(Holding)
+
+    def _resume(self) -> None:
+        shell, machine = self._shell, self._shell.machine
+        self.pause.begin()  # a newcomer has not been in `quiesce`
+        self._groups.begin(self._adapter.replica_group)
+        if machine.epoch > 1:
+            shell.point("recovery")
+        state = shell.wait_while(Restoring)
+        shell.check_epoch()
+        assert isinstance(state, Loading), state
+        loaded = self._load(state.restore)
+        if not loaded:
+            self.snapshots.stage(shell.version)
+        shell.control[Word.VERSION] = shell.control[Word.TAG] = shell.version
+        self.step_began = time.monotonic_ns()
+        shell.handle(e.Loaded(shell.version, loaded))
+
+    def _load(self, restore: m.Restore) -> bool:
+        """Whether there was anything of this role's own."""
+        shell, role = self._shell, self._shell.machine.role
+        adopted = (away for away, adopter in shell.machine.plan.adopted.items() if adopter == role)
+        held = self.snapshots.adopt(adopted)
+        parts = [part for part in restore.parts if part.role in held]
+        without = held - {role, *(part.role for part in parts)}
+        if without and (shell.version or without & set(self._groups.start.present)):
+            raise FtError(f"role {role} has no copy of what roles {sorted(without)} had alone")
+        for part in parts:
+            assert restore.version is not None
+            try:
+                self.snapshots.load(part, restore.version)
+            except CorruptSnapshot as error:
+                # The copy is struck off, and the controller decides again without it.
+                shell.handle(e.FoundCorrupt(part.role, part.slot, str(error)))
+                shell.wait_while(Stuck)
+                shell.check_epoch()
+        if restore.version is None or all(part.role != role for part in parts):
+            return False
+        shell.version = shell.control[Word.STAGED] = restore.version
+        return True
+
+    def _staged(self, role: int, version: int) -> None:
+        if role == self._shell.machine.role:
+            self._shell.control[Word.STAGED] = version
+        self._shell.send(m.Staged(role, version))

@@ -1,0 +1,227 @@
+"""A worker's process around its machine: the connection to the agent, the thread that listens to it, the
+process groups. It turns messages and what the main thread does into events for `worker.machine`, and the
+machine's effects into what is done; it decides nothing.
+
+Events are handled one after the other, each with its effects, under one lock. What the main thread reads in
+every step it reads without (`epoch_is_over`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NoReturn, TypeVar, assert_never
+
+from ft_core.comm.process_group import Communicators
+from ft_core.errors import EpochChanged, FtError, ProtocolError
+from ft_core.process.inject import ENV as INJECT_ENV
+from ft_core.process.inject import Injector
+from ft_core.protocol import messages as m
+from ft_core.protocol.channel import Channel
+from ft_core.protocol.groups import Series, Tally, parse
+from ft_core.state.manifest import Segment
+from ft_core.state.memory import ControlBlock, SharedMemory, Word
+from ft_core.worker import events as e
+from ft_core.worker.machine import WorkerMachine
+from ft_core.worker.states import NoRole, State
+
+log = logging.getLogger(__name__)
+Reply = m.Allocated | m.Refused | m.SettingsTaken | m.EntriesBrought | m.ProgressBrought
+R = TypeVar("R", m.Allocated, m.SettingsTaken, m.EntriesBrought, m.ProgressBrought)
+
+
+class WorkerShell:
+    """One worker's. It is there before the worker has a role."""
+
+    comms: Communicators
+    """Of the role, from when there is one."""
+
+    def __init__(self, channel: Channel[m.ToWorker], secret: bytes, job_dir: Path, worker: int) -> None:
+        """Greets the agent. `worker` is the number that it has given this process."""
+        self.machine = WorkerMachine()
+        self.job_dir = job_dir
+        self.injector = Injector(job_dir, "")
+        self.version = 0
+        """How many steps the state of this role has seen."""
+        self._channel, self._secret = channel, secret
+        self._condition = threading.Condition()
+        self._replies: dict[int, Reply] = {}
+        self._numbers = itertools.count()
+        channel.send(m.WorkerHello(worker, os.getpid()))
+        welcome = channel.recv()
+        if not isinstance(welcome, m.Welcome):
+            raise ProtocolError(f"the agent greets with {welcome}")
+        self.control = ControlBlock(SharedMemory.open(welcome.control))
+        threading.Thread(target=self._watch, name="ft-watcher", daemon=True).start()
+
+    # -- the main thread -----------------------------------------------------------------------
+
+    def wait_for_role(self) -> m.Assign:
+        """Block until this worker is given a role; returns the agent's message."""
+        self.wait_while(NoRole)
+        return self._assignment
+
+    def wait_while(self, *states: type[State]) -> State:
+        """Block as long as the machine is in one of these states; returns the one that it is in then."""
+        with self._condition:
+            while isinstance(self.machine.state, states):
+                deadline = self.machine.deadline
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is None or left > 0:
+                    self._condition.wait(left)
+                else:
+                    self.handle(e.Tick())
+            return self.machine.state
+
+    @property
+    def epoch_is_over(self) -> bool:
+        """Whether a newer one was announced."""
+        return self.machine.announced > self.machine.epoch
+
+    def check_epoch(self) -> None:
+        """Raises EpochChanged if the epoch is over."""
+        machine = self.machine
+        if machine.announced > machine.epoch:
+            raise EpochChanged(
+                f"epoch {machine.announced} was announced; role {machine.role} leaves its step"
+            )
+
+    def point(self, name: str) -> None:
+        """A place where a failure may be injected."""
+        if self.injector.armed:
+            self.injector.point(self.machine.role, name, self.version)
+
+    def replace(self, reason: str) -> NoReturn:
+        """End this process, so that another takes its role over."""
+        log.warning("role %d: %s; its worker is replaced", self.machine.role, reason)
+        logging.shutdown()
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
+
+    # -- the agent -----------------------------------------------------------------------------
+
+    def send(self, message: m.FromWorker) -> None:
+        """What decides nothing. Any thread."""
+        self._channel.send(message)
+
+    def ask(self, request: Callable[[int], m.FromWorker], kind: type[R]) -> R:
+        """Send a request, given its number, and wait for the reply. Raises FtError if it is refused."""
+        number = next(self._numbers)
+        self.send(request(number))
+        with self._condition:
+            self._condition.wait_for(lambda: number in self._replies)
+            reply = self._replies.pop(number)
+        if isinstance(reply, m.Refused):
+            raise FtError(reply.error)
+        assert isinstance(reply, kind), f"{reply} answers a request for {kind.__name__}"
+        return reply
+
+    def allocate(self, role: int, slot: int, segments: list[Segment]) -> list[int]:
+        """The address of fresh memory for a slot of a role's snapshots."""
+        layouts = [segment.layout for segment in segments]
+        return self.ask(lambda number: m.Allocate(number, role, slot, layouts), m.Allocated).address
+
+    def _fetch_startup(self, holder: int, series: Series, start: int) -> dict[Series, list[m.StartupEntry]]:
+        question = lambda number: m.AskStartupEntries(number, holder, str(series), start)  # noqa: E731
+        reply = self.ask(question, m.EntriesBrought)
+        return {Series.parse(text): entries for text, entries in reply.entries.items()}
+
+    # -- events --------------------------------------------------------------------------------
+
+    def handle(self, event: e.Event) -> None:
+        """Any thread."""
+        with self._condition:
+            for effect in self.machine.handle(event, time.monotonic()):
+                self._do(effect)
+            self._condition.notify_all()
+
+    def _watch(self) -> None:
+        try:
+            while True:
+                self._hear(self._channel.recv())
+        except OSError:
+            # A worker without an agent must not linger.
+            self.handle(e.AgentGone())
+        except BaseException:
+            log.exception("role %d: the watcher failed", self.machine.role)
+            os._exit(1)
+
+    def _hear(self, message: m.ToWorker) -> None:
+        match message:
+            case m.Allocated() | m.Refused() | m.SettingsTaken() | m.EntriesBrought() | m.ProgressBrought():
+                with self._condition:
+                    self._replies[message.id] = message
+                    self._condition.notify_all()
+            case m.Welcome():
+                raise ProtocolError("the agent greets once more")
+            case _:
+                self.handle(e.FromAgent(message))
+
+    # -- effects -------------------------------------------------------------------------------
+
+    def _do(self, effect: e.Effect) -> None:
+        match effect:
+            case e.Send(message):
+                self.send(message)
+            case e.TakeRole(assignment):
+                self._take_role(assignment)
+            case e.AbortBefore(epoch):
+                self.comms.abort(epoch)
+            case e.UsePlan(plan):
+                self._swap(plan)
+            case e.KeepRecords(wanted):
+                self.comms.keep_records(wanted)
+            case e.SayQuiesced(epoch, stage):
+                self.send(m.Quiesced(epoch, stage, self._recorded()))
+            case e.SayCounts():
+                self.send(m.WorkerCounts(self._recorded()))
+            case e.SayIssued(number, epoch, at_end):
+                issued = _texts(self.comms.issued())
+                self.send(m.WorkerIssued(number, epoch, self.version, at_end, issued))
+            case e.SayProgress(number):
+                self.send(m.Progress(number, self.version, self._recorded()))
+            case e.SayEntries(number, group, start):
+                entries = self.comms.startup_entries(Series.parse(group), start)
+                self.send(m.StartupEntries(number, {str(series): rows for series, rows in entries.items()}))
+            case e.EndProcess(code):
+                os._exit(code)
+            case _:
+                assert_never(effect)
+
+    def _take_role(self, assignment: m.Assign) -> None:
+        self._assignment = assignment
+        self.injector = Injector(self.job_dir, assignment.env[INJECT_ENV])
+        self.comms = Communicators(assignment.role, assignment.world_size, self._suspect, self._secret)
+        self.comms.traffic, self.comms.hung = self._traffic, self._hung
+        self.comms.reopened = lambda epoch: self.handle(e.Reopened(epoch))
+
+    def _swap(self, plan: m.WorkerPlan) -> None:
+        completed = {parse(text): (count, role) for text, (count, role) in plan.completed.items()}
+        about = (completed, self._fetch_startup, plan.absent, bool(plan.adopted), plan.newcomers)
+        self.comms.swap(plan.epoch, plan.store, *about)
+
+    def _recorded(self) -> dict[str, int]:
+        return _texts(self.comms.startup_counts())
+
+    def _suspect(self, reason: str) -> None:
+        self.handle(e.Suspects(reason))
+
+    def _hung(self, reason: str) -> None:
+        """The main thread may wait for the device, which nobody can interrupt."""
+        log.error("role %d: %s", self.machine.role, reason)
+        logging.shutdown()
+        self.handle(e.Hung(reason))
+
+    def _traffic(self, in_flight: int) -> None:
+        self.control[Word.TRAFFIC] = in_flight
+
+
+def _texts(counts: Mapping[Tally, int] | Mapping[Series, int]) -> dict[str, int]:
+    """As they travel."""
+    return {str(what): count for what, count in counts.items()}
