@@ -28,8 +28,7 @@ def kill_worker(job: Job, rng: Random) -> None:
 
 def hang_worker(job: Job, rng: Random) -> None:
     """Its main thread stops for good within a step. Elsewhere only a detector of hangs would find that."""
-    found = [w for node in job.live() for w in node.workers.values() if w.alive and w.stage == "training"]
-    workers = [worker for worker in found if worker.pending == worker.epoch and not worker.waits_for_state]
+    workers = [w for node in job.live() for w in node.workers.values() if w.alive and w.trains]
     if workers:
         worker = rng.choice(workers)
         job.world.trace(f"{worker.name} hangs")

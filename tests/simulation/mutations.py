@@ -18,6 +18,9 @@ from ft_core.node import epochs as node
 from ft_core.node import said
 from ft_core.node.events import Commit, DropAfter
 from ft_core.protocol import messages as m
+from ft_core.worker.events import AbortBefore, SayQuiesced
+from ft_core.worker.machine import WorkerMachine
+from ft_core.worker.states import Leaving, Training
 
 from .control import SimController
 from .node import SimNode
@@ -140,6 +143,44 @@ def spares_are_not_waited_for() -> None:
     complete, takeover.complete = takeover.complete, mutated
 
 
+def goes_on_without_unwinding() -> None:
+    """A worker in a step takes the new epoch for the one that it is in, and finishes the step."""
+    abort = WorkerMachine._abort
+
+    def mutated(self: WorkerMachine, epoch: int) -> None:
+        if not isinstance(self.state, Training):
+            abort(self, epoch)
+            return
+        self.epoch = self.announced = epoch
+        self._do(AbortBefore(epoch), SayQuiesced(epoch, "training"))
+
+    WorkerMachine._abort = mutated  # type: ignore[method-assign]
+
+
+def quiesced_before_it_has_unwound() -> None:
+    """A worker answers an abort at once, though it is inside a step."""
+    abort = WorkerMachine._abort
+
+    def mutated(self: WorkerMachine, epoch: int) -> None:
+        abort(self, epoch)
+        if isinstance(self.state, Leaving):
+            self._do(SayQuiesced(epoch, "training"))
+
+    WorkerMachine._abort = mutated  # type: ignore[method-assign]
+
+
+def an_older_epochs_plan_is_obeyed() -> None:
+    """What a worker was told of an epoch that has ended before it began counts for the next."""
+    abort = WorkerMachine._abort
+
+    def mutated(self: WorkerMachine, epoch: int) -> None:
+        following, order = self._next, self._restore
+        abort(self, epoch)
+        self._next, self._restore = following, order
+
+    WorkerMachine._abort = mutated  # type: ignore[method-assign]
+
+
 MUTATIONS: dict[str, Callable[[], None]] = {
     mutation.__name__: mutation
     for mutation in (
@@ -158,5 +199,8 @@ MUTATIONS: dict[str, Callable[[], None]] = {
         newcomers_have_no_records,
         what_was_lost_on_the_way_is_unknown,
         spares_are_not_waited_for,
+        goes_on_without_unwinding,
+        quiesced_before_it_has_unwound,
+        an_older_epochs_plan_is_obeyed,
     )
 }

@@ -56,7 +56,7 @@ class SimNode(Process):
 
     def __str__(self) -> str:
         workers = [
-            f"{w.number}: role {w.role}, {w.stage}, v{w.version} e{w.epoch}/{w.pending}"
+            f"{w.number}: role {w.role}, {w.state}, v{w.version} e{w.epoch}/{w.pending}"
             for w in self.workers.values()
         ]
         state = "stopped, " if self.stopped else "" if self.link else "without controller, "

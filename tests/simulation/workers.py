@@ -1,4 +1,4 @@
-"""A worker: what `ft_core.worker` does, with a main thread that trains a number.
+"""A worker: the real machine, around which threads are modelled and a main thread that trains a number.
 
 The main thread is a generator that says what it waits for; a new epoch interrupts it where it may be
 interrupted.
@@ -12,6 +12,22 @@ from typing import TYPE_CHECKING
 
 from ft_core.elastic.rules import Deal, Membership
 from ft_core.protocol import messages as m
+from ft_core.worker import events as ev
+from ft_core.worker.machine import WorkerMachine
+from ft_core.worker.states import (
+    AtEnd,
+    Finished,
+    Holding,
+    Leaving,
+    Loading,
+    NoRole,
+    Quiet,
+    Restoring,
+    StartUp,
+    State,
+    Stuck,
+    Training,
+)
 
 from .training import after
 from .world import Process, Violation
@@ -63,10 +79,7 @@ class SimWorker(Process):
         self.node, self.number, self.device, self.pid = node, number, device, pid
         self.training = node.job.training
         self.words = Words()
-        self.role: int | None = None
-        self.plan: m.WorkerPlan | None = None
-        self.epoch = self.pending = 0
-        self.stage = "startup"
+        self.machine = WorkerMachine()
         self.version, self.content = 0, 1
         self.deal = Deal(1)
         self.membership = Membership(node.job.shape.groups)
@@ -75,62 +88,67 @@ class SimWorker(Process):
         """Whether its main thread does nothing any more."""
         self.begun = 0
         """Start-up operations that this worker has done."""
-        self._restore: m.Restore | None = None
         self._allocated: dict[int, list[int]] = {}
         self._ids = 0
         self._copying = 0
-        self._report_step = False
-        self._restored = 0
-        """The epoch in which it has its state."""
-        self._hold_in = self._hold_at = 0
-        self._parts = 0
-        self._exit = False
         self._wait: Until | None = None
         self._thread: Thread = self._main()
         self.later(0.05 + 0.1 * self.world.rng.random(), lambda: node.worker_ready(self))
 
-    # -- the watcher thread ------------------------------------------------------------------------
+    @property
+    def role(self) -> int | None:
+        return None if isinstance(self.machine.state, NoRole) else self.machine.role
 
-    def hear(self, message: object) -> None:
+    @property
+    def epoch(self) -> int:
+        return self.machine.epoch
+
+    @property
+    def pending(self) -> int:
+        """The newest epoch that it has heard of."""
+        return self.machine.announced
+
+    @property
+    def plan(self) -> m.WorkerPlan:
+        return self.machine.plan
+
+    @property
+    def state(self) -> State:
+        return self.machine.state
+
+    # -- the watcher thread, and what its machine wants ----------------------------------------------
+
+    def hear(self, message: m.ToWorker) -> None:
         """A message of the agent."""
         match message:
-            case m.Assign():
-                self.role, self.plan = message.role, message.plan
-                self.pending = self.epoch = message.plan.epoch
-                self._parts = message.plan.parts
-            case m.Abort() if self.role is not None and message.epoch > self.pending:
-                self.pending = message.epoch
-                if self.stage != "training":
-                    self._say_quiesced(self.pending)
-            case m.PlanBegins() if message.plan.epoch == self.pending:
-                self.plan, self._parts = message.plan, message.plan.parts
-                if self.stage != "training":
-                    self.epoch = message.plan.epoch
-            case m.Restore():
-                self._restore = message
-            case m.Hold():
-                self._hold_in, self._hold_at = message.epoch, message.step
-            case m.Release():
-                self._parts = message.parts
             case m.Allocated():
                 self._allocated[message.id] = message.address
-            case m.Exit():
-                self._exit = True
-            case m.SendCounts():
-                self._say(m.WorkerCounts(self._counts()))
-            case m.SendIssued():
-                at_end = self.stage == "finished"
-                self._say(m.WorkerIssued(message.round, self.epoch, self.version, at_end, {}))
+            case m.Welcome() | m.Refused() | m.SettingsTaken() | m.EntriesBrought() | m.ProgressBrought():
+                pass
+            case _:
+                self.tell(ev.FromAgent(message))
         self.pump()
+
+    def tell(self, event: ev.Event) -> None:
+        """As `ft_core.worker.shell.WorkerShell.handle`."""
+        for effect in self.machine.handle(event, self.awake):
+            match effect:
+                case ev.Send(message):
+                    self._say(message)
+                case ev.SayQuiesced(epoch, stage):
+                    self._say(m.Quiesced(epoch, stage, self._counts()))
+                case ev.SayCounts():
+                    self._say(m.WorkerCounts(self._counts()))
+                case ev.SayIssued(number, epoch, at_end):
+                    self._say(m.WorkerIssued(number, epoch, self.version, at_end, {}))
+                case ev.EndProcess(code):
+                    self.node.end_worker(self, code)
 
     def _say(self, message: m.Message) -> None:
         self.node.from_worker(self, message)
 
     def _counts(self) -> dict[str, int]:
         return {_GROUP: self.begun}
-
-    def _say_quiesced(self, epoch: int) -> None:
-        self._say(m.Quiesced(epoch, self.stage, self._counts()))
 
     # -- the main thread ---------------------------------------------------------------------------
 
@@ -169,8 +187,12 @@ class SimWorker(Process):
     def _some(self, seconds: float) -> float:
         return seconds * (0.5 + self.world.rng.random())
 
+    def _while(self, *states: type[State]) -> Thread:
+        """As `ft_core.worker.shell.WorkerShell.wait_while`."""
+        yield Until(lambda: not isinstance(self.state, states), False)
+
     def _main(self) -> Thread:
-        yield Until(lambda: self.role is not None, False)
+        yield from self._while(NoRole)
         while self.begun < _STARTUP:
             yield from self._start_up()
         yield from self._begin()
@@ -180,9 +202,8 @@ class SimWorker(Process):
                 break
             except EpochChanged:
                 yield from self._recover()
-        self.stage = "finished"
-        self._say(m.WorkerFinished())
-        yield Until(lambda: self._exit, False)
+        self.tell(ev.ScriptDone())
+        yield from self._while(Finished)
 
     def _start_up(self) -> Thread:
         """One collective, or the record of it where somebody has completed it (`ft_core.comm.startup`)."""
@@ -190,7 +211,6 @@ class SimWorker(Process):
         while True:
             yield Until(lambda: self.pending == self.epoch, False)
             epoch = self.epoch
-            assert self.plan is not None
             count, holder = self.plan.completed.get(_GROUP, (0, 0))
             if number < count:
                 yield from self._sleep(self._some(0.02), False)
@@ -207,32 +227,30 @@ class SimWorker(Process):
             yield Until(lambda e=epoch: self.pending > e, False)  # type: ignore[misc]
 
     @property
-    def waits_for_state(self) -> bool:
-        """Whether it has yet to load what its epoch begins with."""
-        return self._restored < self.epoch
+    def trains(self) -> bool:
+        """Whether it has the state of its epoch, which is not over."""
+        return isinstance(self.state, Training | Holding | AtEnd)
 
     @property
     def members(self) -> frozenset[int]:
         """The roles that take part, as far as this worker knows."""
-        assert self.plan is not None
         return frozenset(range(self.training.roles)) - frozenset(self.plan.absent)
 
     def _begin(self) -> Thread:
-        yield Until(lambda: self.pending <= self.epoch, False)
-        self.stage = "training"
+        self.tell(ev.Begins())
+        yield from self._while(StartUp)
         self.words.version = self.words.tag = self.version
         job = self.node.job
         ring = list(range(self.training.roles))
-        self._say(m.Registered(self.version, ring, False, job.group_of(self.role)))
-        while True:
-            try:
-                yield from self._catch_up()
-                return
-            except EpochChanged:
-                yield from self._quiesce()
+        registered = m.Registered(self.version, ring, False, job.group_of(self.role))
+        self.tell(ev.Registers(registered))
+        yield from self._take_up()
 
     def _recover(self) -> Thread:
         yield from self._quiesce()
+        yield from self._take_up()
+
+    def _take_up(self) -> Thread:
         while True:
             try:
                 yield from self._catch_up()
@@ -242,23 +260,15 @@ class SimWorker(Process):
 
     def _quiesce(self) -> Thread:
         yield Until(lambda: self._copying == 0, False)
-        while True:
-            epoch = self.pending
-            yield from self._sleep(self._some(0.01), False)
-            self._say_quiesced(epoch)
-            yield Until(
-                lambda e=epoch: self.pending > e or (self.plan is not None and self.plan.epoch >= e),
-                False,  # type: ignore[misc]
-            )
-            assert self.plan is not None
-            if self.pending == self.plan.epoch:
-                self.epoch = self.plan.epoch
-                return
+        yield from self._sleep(self._some(0.01), False)
+        self.tell(ev.Unwound())
+        yield from self._while(Quiet)
 
     def _catch_up(self) -> Thread:
-        yield Until(lambda: self._restore is not None and self._restore.epoch == self.epoch)
-        assert self._restore is not None and self.plan is not None
-        restore, loaded = self._restore, False
+        yield from self._while(Restoring)
+        if not isinstance(self.state, Loading):
+            raise EpochChanged
+        restore, loaded = self.state.restore, False
         changes = self.plan.membership
         if changes.groups:  # else the plan was made before the roles had told of their groups
             self.membership = Membership(changes.groups, changes.changes)
@@ -272,8 +282,9 @@ class SimWorker(Process):
             found = self.node.store.read(copy.role, copy.slot, copy.role != self.role)
             yield from self._sleep(self._some(0.01))
             if found is None or found[0] != restore.version:
-                self._say(m.CorruptCopy(copy.role, copy.slot, "simulated"))
-                yield Until(lambda: False)
+                self.tell(ev.FoundCorrupt(copy.role, copy.slot, "simulated"))
+                yield from self._while(Stuck)
+                raise EpochChanged
             elif copy.role == self.role:
                 self.version, self.content = found
                 loaded = True
@@ -285,8 +296,7 @@ class SimWorker(Process):
         if not loaded:
             yield from self._stage()
         self.words.version = self.words.tag = self.version
-        self._report_step, self._restored = True, self.epoch
-        self._say(m.WorkerRestored(self.epoch, self.version, loaded))
+        self.tell(ev.Loaded(self.version, loaded))
 
     def _train(self) -> Thread:
         job = self.node.job
@@ -311,33 +321,31 @@ class SimWorker(Process):
             self.words.version = self.words.tag = self.version
             self.training.stepped(self, trained)
             poisoned = job.poison == (self.role, self.version)
-            if self._report_step:
-                self._report_step = False
-                self._say(m.WorkerStepped(self.epoch, self.version))
+            if self.machine.reports_step:
+                self.tell(ev.StepDone(self.version))
             if poisoned:
                 self.node.end_worker(self, -11)
                 yield Until(lambda: False, False)
             yield from self._stage()
             yield from self._hold()
         yield Until(lambda: self._copying == 0)
-        self._say(m.WorkerCompleted(self.epoch, 1, True))
-        yield Until(lambda: self._parts >= 1)
+        self.tell(ev.PartDone(1, last=True))
+        yield from self._while(AtEnd)
+        if isinstance(self.state, Leaving):
+            raise EpochChanged
 
     def _hold(self) -> Thread:
         """A replica group comes back: wait for that."""
-        if self._hold_in != self.epoch or self.version < self._hold_at:
+        if self.version < self.machine.hold_at:
             return
-        self._say(m.WorkerHeld(self.epoch))
-        over = False
+        self.tell(ev.StepSafe(self.version))
+        if self.machine.deadline is not None:
+            self.later(self.machine.deadline - self.awake, self._tick)
+        yield from self._while(Holding)
 
-        def give_up() -> None:
-            nonlocal over
-            over = True
-            self.pump()
-
-        self.later(2.0, give_up)
-        yield Until(lambda: over or self.pending > self.epoch or self._hold_in != self.epoch, False)
-        self._hold_in = 0
+    def _tick(self) -> None:
+        self.tell(ev.Tick())
+        self.pump()
 
     def _stage(self) -> Thread:
         """Begin to copy the state, and what was adopted; the next step goes on meanwhile."""
@@ -369,7 +377,7 @@ class SimWorker(Process):
     @property
     def held(self) -> list[int]:
         """Its own role, and those that it has adopted."""
-        assert self.plan is not None and self.role is not None
+        assert self.role is not None
         if self.node.job.shape.redundancy is not m.Redundancy.ADOPTABLE:
             return [self.role]
         return [self.role, *(role for role, by in self.plan.adopted.items() if by == self.role)]
