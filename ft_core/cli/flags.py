@@ -141,7 +141,8 @@ def parser() -> argparse.ArgumentParser:
         "--ft-heartbeat",
         type=float,
         default=0.5,
-        help="seconds between an agent's heartbeats (default 0.5); a node counts as lost after 20 in silence",
+        help="seconds between an agent's heartbeats (default 0.5); a node is lost after 20 in silence, or "
+        "after 10 if it was regular and no other node reaches it",
     )
     f.add_argument(
         "--ft-quiesce-timeout", type=float, default=60.0, help="seconds a worker may take to leave its step"

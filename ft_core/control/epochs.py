@@ -10,7 +10,16 @@ import msgspec
 
 from ft_core.control import explain, plans, takeover
 from ft_core.control.completion import Completion
-from ft_core.control.deciding import AskStorage, GiveUp, Shortage, StandbyComes, Start, StartOver, decide
+from ft_core.control.deciding import (
+    AskStorage,
+    GiveUp,
+    Outcome,
+    Shortage,
+    StandbyComes,
+    Start,
+    StartOver,
+    decide,
+)
 from ft_core.control.durable_names import Checkpoints
 from ft_core.control.events import Close, Effect, End, Record, Say, Send
 from ft_core.control.facts import Facts, Node, Operations, completed, epoch_of, records
@@ -19,14 +28,13 @@ from ft_core.control.phases import Done, Forming, Phase, Quiescing, Rebuilding, 
 from ft_core.control.progress import Progress
 from ft_core.control.returning import Returning
 from ft_core.control.samples import Samples
+from ft_core.control.watch import Watch
 from ft_core.protocol import messages as m
 
 log = logging.getLogger(__name__)
 
 # All limits, here and in the other modules, are in time that the controller's process was awake: what it
 # missed by being stopped or held up is nobody else's fault.
-RETURN_GRACE = 0.3
-"""Seconds that an agent whose connection broke has to come back before its node counts as lost."""
 REPEAT = 1.0
 """Seconds after which a plan is sent again to a node that has not begun it."""
 STANDBY_GRACE = 20.0
@@ -49,8 +57,7 @@ class Epochs:
         self.samples = Samples()
         self.unprotected = facts.settings.command.no_python
         """Whether scripts run without fault tolerance."""
-        self.suspicious: set[str] = set()
-        """Nodes of which a worker, or the agent, saw a connection to a peer break in this epoch."""
+        self.watch = Watch(facts)
         self.leaving = False
         """Whether SIGTERM has come: what ends because of it is not replaced."""
         self.now = 0.0
@@ -132,6 +139,7 @@ class Epochs:
             return
         self.release_if_complete()
         self.completion.taken_over()
+        self.watch.miss(set(plan.nodes) - set(facts.nodes), self.now)
         dead = takeover.dead(facts, plan)
         for reason, roles in phase.undone:
             self.record("detected", reason, roles)
@@ -148,6 +156,7 @@ class Epochs:
         """Begin an epoch. `done`: the start-up operations of those who take part, by group."""
         facts, before = self.facts, self.facts.plan
         self.returning.epoch_begins(self.now)
+        self.watch.begins()
         facts.groups.withdrawn = set()
         facts.groups.changed(start.version, start.roles)
         if before is None or (facts.initial is None and start.origin == "durable"):
@@ -265,17 +274,19 @@ class Epochs:
         else:
             self.end(1, f"{where}, in the middle of training (os._exit?): the others would wait for it")
 
-    def node_lost(self, node: Node, why: str) -> None:
-        """What happens when a node dies.
+    def node_lost(self, node: Node, why: str, for_good: bool = False) -> None:
+        """What happens when a node dies. `for_good`: it is known to be dead, and not only out of sight.
 
         It is forgotten: what it says from now on is not heard, and should it come back after a plan was made
-        without it, it joins as a spare (`_was_given_up`). If it was to bring a replica group back, that is
+        without it, it joins as a spare (`was_given_up`). If it was to bring a replica group back, that is
         given up, and nobody else notices. If it had roles, the epoch ends (`_fail`, `_end_epoch`): all
         workers leave their step (`Abort`), the other agents report what they hold (`Holdings`), and once all
         have (`_decide_if_ready`), other nodes get its roles (`deciding.decide`, `_start`), or the job waits
         for one. If it had none, nobody stops: the others are told where no more copies are to be kept.
         """
         self.facts.drop(node)
+        if not for_good:
+            self.watch.miss([node.name], self.now)
         self.do(Close(node.peer))
         if self.returning.on(node.name):
             self.do(*self.returning.fail(self.facts, f"node {node.name} is lost"))
@@ -312,7 +323,7 @@ class Epochs:
     def end_epoch(self, event: str, reason: str, roles: Collection[int]) -> None:
         """Have all workers leave what they are in, and decide how to go on."""
         self.facts.epoch += 1
-        self.suspicious.clear()
+        self.watch.ends()
         self.phase = Quiescing(self.now)
         self.checkpoints = self.checkpoints.forgotten()
         self.record(event, reason, roles)
@@ -331,15 +342,11 @@ class Epochs:
 
     # -- time --------------------------------------------------------------------------------------
 
-    def look_for_silence(self) -> None:
-        limit = self.facts.settings.silence_limit
-        for node in list(self.facts.nodes.values()):
-            # A peer that saw its connections break as well leaves no doubt.
-            grace = 0.0 if self.suspicious - {node.name} else RETURN_GRACE
-            if node.gone_since is not None and self.now - node.gone_since > grace:
-                self.node_lost(node, "its agent's connection broke")
-            elif self.now - node.seen > limit:
-                self.node_lost(node, f"no heartbeat for {limit:.1f} s")
+    def look_for_nodes(self) -> None:
+        """Who is lost, and who is to be asked about whom."""
+        for node, why in self.watch.lost(isinstance(self.phase, Running), self.now):
+            self.node_lost(node, why)
+        self.do(*self.watch.questions(self.now))
 
     def watch_endings(self) -> None:
         facts = self.facts
@@ -409,7 +416,7 @@ class Epochs:
         if not isinstance(phase, Quiescing | Waiting):
             return
         nodes = facts.nodes.values()
-        if any(n.holdings.reported != facts.epoch or n.gone_since is not None for n in nodes):
+        if any(n.holdings.reported != facts.epoch or n.sight.gone_since is not None for n in nodes):
             return
         if facts.reached > facts.goal:  # the failure is the first that comes after it
             facts.futile, facts.goal = min(facts.futile, 1), facts.reached
@@ -420,7 +427,7 @@ class Epochs:
         facts.remember_the_lost()
         overdue = self.now - phase.since > STANDBY_GRACE
         outcome = decide(facts, self.returning.places(), self.checkpoints.common, overdue)
-        if isinstance(outcome, StandbyComes):
+        if isinstance(outcome, StandbyComes) or self._waits_for_sight(outcome):
             self.phase = Waiting(phase.since)
         elif isinstance(outcome, AskStorage):
             self.durable(outcome.nodes)
@@ -434,6 +441,26 @@ class Epochs:
             self.end(1, explain.the_end(facts, outcome, self.checkpoints.errors.values()))
         else:
             assert_never(outcome)
+
+    def _waits_for_sight(self, outcome: Outcome) -> bool:
+        """Whether what it comes to is so bad that nodes which are merely out of sight are waited for: they
+        may live, and hold what is missing."""
+        facts = self.facts
+        if isinstance(outcome, Start):
+            bad = facts.trained and (outcome.version is None or outcome.version < facts.reached - 1)
+        elif isinstance(outcome, Shortage):
+            bad = False  # of workers: what the policy says
+        else:
+            bad = not isinstance(outcome, AskStorage) or facts.trained
+        missed = self.watch.missed(self.now) if bad else []
+        if missed:
+            what = f"nodes {', '.join(missed)} cannot be reached, and without them {explain.loses(outcome)}"
+            if what != self._shortage:
+                self._shortage = what
+                self.record("unreachable", f"{what}: waiting for them for {facts.settings.silence_limit:g} s")
+                log.warning("%s; waiting for them for %g s", what, facts.settings.silence_limit)
+            self.do(*self.watch.look_for(missed, self.now))
+        return bool(missed)
 
     def _start_over(self, outcome: StartOver) -> None:
         """Memory does not suffice: end all workers; once they are replaced, let the scripts begin anew."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ft_core.control.deciding import GiveUp, Shortage
+from ft_core.control.deciding import GiveUp, Outcome, Shortage, Start
 from ft_core.control.facts import Facts
 from ft_core.protocol.messages import WorkerLost
 
@@ -31,6 +31,13 @@ def shortage(facts: Facts, found: Shortage) -> tuple[str, list[str]]:
     nodes = sorted({facts.places[role] for role in found.roles} - set(facts.nodes))
     what = f"no worker for roles {found.roles} (lost nodes: {', '.join(nodes) or 'none'})"
     return what + (f", and the job cannot shrink: {found.reason}" if found.reason else ""), nodes
+
+
+def loses(outcome: Outcome) -> str:
+    """What it would cost to go on without the nodes that are out of sight."""
+    if isinstance(outcome, Start):
+        return f"the job goes back to version {outcome.version}"
+    return "the memory of the others does not suffice"
 
 
 def how_to_join(facts: Facts) -> str:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from ft_core.control import decision
 from ft_core.control.events import Effect, Peer, Send
 from ft_core.control.groups import Groups
+from ft_core.control.suspicion import Sight
 from ft_core.protocol.messages import (
     AgentHello,
     Counts,
@@ -41,8 +42,7 @@ class Node:
 
     peer: Peer
     hello: AgentHello
-    seen: float
-    """When it was heard last."""
+    sight: Sight
     holdings: Holdings
     idle: int
     begun: str
@@ -51,8 +51,6 @@ class Node:
     """What was said before it could be understood."""
     beats: Mapping[int, RoleBeat] = field(default_factory=dict)
     replicas: Mapping[str, list[int]] = field(default_factory=dict)
-    gone_since: float | None = None
-    """When its connection broke."""
     planned: float = float("-inf")
     """When a plan was sent over this connection last."""
 
@@ -60,7 +58,7 @@ class Node:
     def of(cls, peer: Peer, hello: AgentHello, now: float) -> Node:
         """One that greets."""
         held = hello.holdings
-        return cls(peer, hello, now, held, held.idle, held.begun, list(hello.said))
+        return cls(peer, hello, Sight(now), held, held.idle, held.begun, list(hello.said))
 
     @property
     def name(self) -> str:
@@ -137,6 +135,11 @@ class Facts:
     def plan_epoch(self) -> int:
         """0 before the first plan."""
         return self.plan.epoch if self.plan is not None else 0
+
+    @property
+    def plan_id(self) -> str:
+        """Empty before the first."""
+        return self.plan.id if self.plan is not None else ""
 
     @property
     def begun(self) -> JobState:

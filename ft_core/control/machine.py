@@ -123,6 +123,7 @@ class Controller:
         if known is not None:
             self._epochs.do(Close(known.peer))
         facts.add(node)
+        self._epochs.watch.greeted(node.name)
         self._epochs.look_for_plan(epoch_of(node.greeted_with))
         facts.seen_at(versions(node.holdings))
         if isinstance(self.phase, Forming | Rebuilding):
@@ -153,7 +154,7 @@ class Controller:
     def _disconnected(self, peer: Peer) -> None:
         self._questions.disconnected(peer)
         if (node := self.facts.peers.get(peer)) is not None:
-            node.gone_since = self._epochs.now
+            node.sight.gone_since = self._epochs.now
 
     def _receive(self, peer: Peer, message: m.Message) -> None:
         if isinstance(message, m.AskStatus):
@@ -168,7 +169,7 @@ class Controller:
                 Close(peer)
             )  # it is lost: what it had said before is of no use, and it will greet again
         else:
-            node.seen = self._epochs.now
+            node.sight.hear(self._epochs.now)
             self._on_agent(node, message)
 
     # -- what agents say -----------------------------------------------------------------------
@@ -180,10 +181,14 @@ class Controller:
             self._epochs.take(plans.kept(message))
         elif isinstance(message, m.Heartbeat):
             node.beat(message)
+            node.sight.rhythm.beat(self._epochs.now)
+            self._epochs.watch.beat(message, self._epochs.now)
             self._epochs.remind(node, message.epoch, set(message.roles))
             self._epochs.do(*self._epochs.returning.beat(facts, node.name))
             # Kept here, because a node that is lost takes what it said with it.
             facts.seen_at(beat.step for beat in message.roles.values())
+        elif isinstance(message, m.NodesProbed):
+            self._epochs.watch.probed(node, message)
         elif isinstance(message, m.Idle):
             node.idle = message.idle
             if isinstance(self.phase, Waiting):
@@ -238,7 +243,7 @@ class Controller:
                 self._epochs.unprotected = True
             case m.Suspect(epoch=epoch, role=role, reason=reason):
                 if epoch == facts.epoch:
-                    self._epochs.suspicious.add(node.name)
+                    self._epochs.watch.doubting.add(node.name)
                 self._epochs.record("suspected", reason, [role])
             case m.DurableNames():
                 if self._epochs.checkpoints.answered(node, message):
@@ -346,7 +351,7 @@ class Controller:
         if (node := self.facts.nodes.get(name)) is None:
             return  # its connection has broken since, and that was enough
         if not self._epochs.leaving:
-            self._epochs.node_lost(node, "it was told to end (SIGTERM)")
+            self._epochs.node_lost(node, "it was told to end (SIGTERM)", for_good=True)
             return
         # The job ends, or at least this machine, and what is left is the business of the next controller.
         self.facts.drop(node)
@@ -367,7 +372,7 @@ class Controller:
             self._node_left(name)
         if reason := self._termination.overdue(now):
             self._epochs.end(ENDED, reason)
-        self._epochs.look_for_silence()
+        self._epochs.look_for_nodes()
         self._epochs.do(*self._questions.tick(now))
         self._settle()
         if isinstance(self.phase, Forming):

@@ -136,6 +136,14 @@ class FlightRead:
 
 
 @dataclass(frozen=True)
+class Probed:
+    """Which nodes this one reaches, as `Probe` wanted it."""
+
+    round: int
+    reach: dict[str, m.Reach]
+
+
+@dataclass(frozen=True)
 class PeerAsks:
     """Another agent wants something of the worker that plays `role` here; its `id` is in `AnswerPeer`."""
 
@@ -160,7 +168,7 @@ class LauncherGone:
 
 Event = (
     Begin | Connected | NotConnected | FromController | Forked | WorkerReady | FromWorker | WorkerEnded
-    | Signalled | Replicated | Brought | DurableDone | DurableListed | FlightRead | PeerAsks | Tick
+    | Signalled | Replicated | Brought | DurableDone | DurableListed | FlightRead | Probed | PeerAsks | Tick
     | Terminate | LauncherGone
 )  # fmt: skip
 
@@ -329,6 +337,14 @@ class ReadFlight:
 
 
 @dataclass(frozen=True)
+class Probe:
+    """Find out which of these nodes, by name the address of their agents, can be reached: `Probed`."""
+
+    round: int
+    nodes: dict[str, str]
+
+
+@dataclass(frozen=True)
 class AskPeer:
     """Ask the agent at this address for the worker, which is told the answer."""
 
@@ -365,5 +381,5 @@ class End:
 Effect = (
     ToController | Report | ToWorker | Start | Kill | Signal | ShowRest | Commit | BeginEpoch | UsePlan
     | UseSettings | DropAfter | KeepOnly | Reserve | Strike | Replicate | Bring | WriteDurable
-    | LookForDurable | ReadFlight | AskPeer | AnswerPeer | KillNode | BecomeSpare | End
+    | LookForDurable | ReadFlight | Probe | AskPeer | AnswerPeer | KillNode | BecomeSpare | End
 )  # fmt: skip

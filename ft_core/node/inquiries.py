@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -29,6 +30,11 @@ class Inquiries:
         self._numbers = itertools.count()
         self._waiting: dict[int, Future[_Answer]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._turned = time.monotonic()
+
+    def turned(self) -> None:
+        """The agent's event loop has gone round once more."""
+        self._turned = time.monotonic()
 
     def open(self, handle: Callable[[PeerAsks], None]) -> None:
         """What a worker must be asked goes to `handle`, in the event loop that is running now."""
@@ -57,6 +63,8 @@ class Inquiries:
                 said = self._from_worker(holder, m.SendProgress(next(self._numbers)))
                 assert isinstance(said, m.Progress)
                 return t.ProgressFound(said.version, said.counts, self._store.envelope(holder).decode())
+            case t.AskAlive():
+                return t.Alive(time.monotonic() - self._turned)
 
     def _from_worker(
         self, role: int, question: m.SendStartupEntries | m.SendProgress

@@ -40,6 +40,8 @@ from ft_core.node.events import (
     LookForDurable,
     NotConnected,
     PeerAsks,
+    Probe,
+    Probed,
     ReadFlight,
     Replicated,
     Reserve,
@@ -144,6 +146,8 @@ class Agent:
                 self.epochs.post(m.DurableNames(number, list(names), error))
             case FlightRead(answer):
                 self.epochs.post(answer)
+            case Probed(number, reach):
+                self.epochs.post(m.NodesProbed(number, reach))
             case PeerAsks():
                 self._ask_worker(event)
             case Tick():
@@ -216,6 +220,8 @@ class Agent:
                 self.epochs.do(ReadFlight(message))
             case m.ListDurable(number):
                 self.epochs.do(LookForDurable(number))
+            case m.ProbeNodes(number, addresses):
+                self.epochs.do(Probe(number, addresses))
             case m.SendHeartbeat():
                 self.epochs.post(self.epochs.heartbeat())
             case m.Release() | m.SendCounts() | m.SendIssued() | m.Hold():

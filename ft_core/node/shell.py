@@ -35,6 +35,7 @@ from ft_core.node.fetch import bring
 from ft_core.node.inquiries import Inquiries, relay
 from ft_core.node.machine import Agent
 from ft_core.node.memory_view import MemoryView
+from ft_core.node.reach import probe
 from ft_core.node.replicator import Replicator
 from ft_core.node.workers import WorkerPool
 from ft_core.process import parent, sigterm
@@ -193,6 +194,7 @@ class NodeShell:
         try:
             while True:
                 stalls.beat()
+                self._inquiries.turned()
                 self._handle(e.Tick())
                 if parent.gone():
                     self._handle(e.LauncherGone())
@@ -315,6 +317,8 @@ class NodeShell:
                 self._tasks.spawn(self._list_durable(number))
             case e.ReadFlight(question):
                 self._tasks.spawn(self._read_flight(question))
+            case e.Probe():
+                self._tasks.spawn(self._probe(effect))
             case e.AskPeer():
                 self._tasks.spawn(self._ask_peer(effect))
             case e.AnswerPeer(number, answer):
@@ -410,6 +414,10 @@ class NodeShell:
         else:
             answer = m.RoleFlight(question.role, None)
         self._handle(e.FlightRead(answer))
+
+    async def _probe(self, order: e.Probe) -> None:
+        reach = await probe(order.nodes, self.secret, self.settings.silence_limit)
+        self._handle(e.Probed(order.round, reach))
 
     async def _ask_peer(self, asked: e.AskPeer) -> None:
         self.pool.post(asked.worker, await asyncio.to_thread(relay, asked, self.transport))

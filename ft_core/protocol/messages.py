@@ -41,6 +41,9 @@ Stage = Literal["startup", "training"]
 """Whether a worker has reached its first train step in this job."""
 Origin = Literal["memory", "initial", "durable"]
 """Where the state of an epoch comes from, see `control.decision.Choice`."""
+Reach = Literal["reached", "refused", "silent"]
+"""Of a node, seen from another: its agent answers; nobody listens at its port any more, so its process has
+ended; or nothing comes."""
 Setting = str | int | float | bool
 """A value of `ft_core.settings.Settings` that a script may bring."""
 Counts = dict[str, Number]
@@ -468,6 +471,13 @@ class Configured(Message, frozen=True):
     configured: dict[str, Setting]
 
 
+class NodesProbed(Message, frozen=True):
+    """Which of these nodes this one reaches; answers `ProbeNodes`."""
+
+    round: Number
+    reach: dict[NodeName, Reach]
+
+
 class DurableNames(Message, frozen=True):
     """The durable checkpoints that a node can read; answers `ListDurable`."""
 
@@ -551,8 +561,8 @@ FromRoles = (
 
 FromAgent = (
     AgentHello | Holdings | Heartbeat | Idle | FromRoles | OperationCounts | Issued | Suspect
-    | Configured | DurableNames | DurableWritten | DurableFailed | RoleState | Flights | RoleFlight | Leaving
-    | Left | KeptState
+    | Configured | NodesProbed | DurableNames | DurableWritten | DurableFailed | RoleState | Flights
+    | RoleFlight | Leaving | Left | KeptState
 )  # fmt: skip
 
 
@@ -588,6 +598,13 @@ class ListDurable(Message, frozen=True):
     """Which durable checkpoints can be read."""
 
     id: Number
+
+
+class ProbeNodes(Message, frozen=True):
+    """Which of these nodes, at these addresses, do you reach?"""
+
+    round: Number
+    nodes: dict[NodeName, str]
 
 
 class SendHeartbeat(Message, frozen=True):
@@ -675,7 +692,7 @@ class Shutdown(Message, frozen=True):
 
 
 ToAgent = (
-    NodePlan | Abort | NodesChanged | KillWorker | DescribeRole | ListDurable | SendHeartbeat
+    NodePlan | Abort | NodesChanged | KillWorker | DescribeRole | ListDurable | ProbeNodes | SendHeartbeat
     | SendState | Release | SendCounts | SendIssued | SendFlight | DescribeFlight | Hold | Prepare | Withdraw
     | GivenUp | UseSettings | ConfigureAnswer | Shutdown
 )  # fmt: skip

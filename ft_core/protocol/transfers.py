@@ -122,7 +122,11 @@ class FetchProgress(Message, frozen=True):
     holder: Role
 
 
-Question = DescribeSegment | StrikeCopy | FetchEntries | FetchProgress
+class AskAlive(Message, frozen=True):
+    """Are you there? Answered by `Alive`."""
+
+
+Question = DescribeSegment | StrikeCopy | FetchEntries | FetchProgress | AskAlive
 """What an agent answers itself; the others are the transport's."""
 
 Request = (
@@ -189,6 +193,12 @@ class ProgressFound(Message, frozen=True):
         check_texts(parse, self.counts)
 
 
+class Alive(Message, frozen=True):
+    """Answers `AskAlive`. `stalled`: seconds since the agent last did any work."""
+
+    stalled: Annotated[float, Meta(ge=0)]
+
+
 class Failed(Message, frozen=True):
     """A request could not be served. `corrupt`: since a copy does not match its checksums."""
 
@@ -196,7 +206,7 @@ class Failed(Message, frozen=True):
     corrupt: bool = False
 
 
-Found = SegmentFound | Accepted | EntriesFound | ProgressFound
+Found = SegmentFound | Accepted | EntriesFound | ProgressFound | Alive
 """Answers a `Question`."""
 
 Answer = PushBegun | BadChunks | SegmentLent | ChunkHere | Found | Failed

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ft_core.control import epochs, takeover
+from ft_core.control import epochs, suspicion, takeover
 from ft_core.control.completion import INTERVAL
 from ft_core.control.events import (
     Close,
@@ -56,9 +56,11 @@ from ft_core.protocol.messages import (
     Message,
     NodePlan,
     NodesChanged,
+    NodesProbed,
     OperationCounts,
     Prepare,
     Prepared,
+    ProbeNodes,
     Redundancy,
     Release,
     ReplicaGroup,
@@ -98,6 +100,10 @@ class Agent:
         self.replicas: dict[str, list[int]] = {}
         self.configured: dict[str, Any] | None = None
         self.silent = False
+        self.asked = 0
+        """How often others were asked about it."""
+        self.step_now = 1
+        """Of its roles, as its beats say."""
 
     @property
     def begun(self) -> str:
@@ -155,7 +161,7 @@ class Agent:
     def beat(self) -> list[Effect]:
         beat = {"tag": 1, "held": [], "committed": -1, "step_s": 0.1, "waited_s": 0.0}
         roles = {
-            role: RoleBeat(pid=pid, step=1, h2h_bytes=0, h2h_snapshots=0, **beat)
+            role: RoleBeat(pid=pid, step=self.step_now, h2h_bytes=0, h2h_snapshots=0, **beat)
             for role, pid in self.workers.items()
         }
         about = {"epoch": self.epoch, "begun": self.begun, "idle": self.idle}
@@ -316,7 +322,7 @@ def sent(effects: list[Effect], kind: type[M]) -> dict[int, M]:
 def lose(job: Job, name: str) -> list[Effect]:
     """A node is no more, and that is noticed."""
     job.agents.pop(name).hangs_up()
-    return job.wait(epochs.RETURN_GRACE + 0.2)
+    return job.wait(suspicion.RETURN_GRACE + 0.2)
 
 
 def test_a_node_dies_and_a_spare_takes_its_roles() -> None:
@@ -326,7 +332,7 @@ def test_a_node_dies_and_a_spare_takes_its_roles() -> None:
     dead = job["node1"].peer
     gone = job.agents.pop("node1")
     gone.hangs_up()
-    job.wait(epochs.RETURN_GRACE - 0.1)
+    job.wait(suspicion.RETURN_GRACE - 0.1)
     assert job.phase == "running", "it may come back"
     effects = job.wait(0.2)
     assert Close(dead) in effects
@@ -431,6 +437,101 @@ def test_silence_is_the_loss_of_a_node() -> None:
     assert job.phase == "running"
     job.wait(2)
     assert "no heartbeat for 10.0 s" in job.records_of("detected")[0].reason
+
+
+def silenced(job: Job, name: str, reach: str) -> None:
+    """A node that beats regularly is silent from now on, and the others say of it what `reach` says."""
+    job.wait(6)
+    job[name].silent = True
+    for _ in range(60):
+        for peer, asked in sent(job.wait(0.1), ProbeNodes).items():
+            agent = next(a for a in job.agents.values() if a.peer == peer)
+            assert asked.nodes == {name: "data"} and agent.name != name
+            agent.say(NodesProbed(asked.round, {name: reach}))  # type: ignore[arg-type]
+            job[name].asked += 1
+
+
+def test_a_node_that_nobody_reaches_is_lost_sooner() -> None:
+    job = Job(nodes=2, spares=1)
+    job.all_step(1)
+    silenced(job, "node1", "silent")
+    assert job["node1"].asked >= 4
+    [detected] = job.records_of("detected")
+    assert detected.reason.endswith("no heartbeat for 5.0 s, and node0, node2 cannot reach it either")
+
+
+def test_a_node_that_others_reach_is_waited_for() -> None:
+    job = Job(nodes=2, spares=1)
+    job.all_step(1)
+    silenced(job, "node1", "reached")
+    job.wait(10)
+    assert not job.records_of("detected") and job.phase == "running"
+    job["node1"].silent = False
+    job.wait(30)
+    assert not job.records_of("detected")
+
+
+def test_steps_that_finish_speak_for_a_node_that_is_not_heard() -> None:
+    job = Job(nodes=2)
+    job.all_step(1)
+    job.wait(1)
+    job["node1"].silent = True
+    for step in range(2, 32):
+        job["node0"].step_now = step
+        job.wait(1)
+    assert not job.records_of("detected"), "no step could finish without its workers"
+    job.wait(12)
+    assert "no heartbeat for 10.0 s" in job.records_of("detected")[0].reason
+
+
+def both_out_of_sight() -> Job:
+    """Two of three nodes, and k = 1: what the third one and the spares have does not suffice."""
+    job = Job(nodes=3, spares=2)
+    job.all_step(1)
+    for name in ("node0", "node1"):
+        job[name].hangs_up()
+    job.wait(1)
+    job.all_report("node2", "node3", "node4")
+    return job
+
+
+def test_more_nodes_than_copies_cover_are_waited_for() -> None:
+    """Found by the simulator: two connections that broke at the same moment ended the job, and both lived."""
+    job = both_out_of_sight()
+    assert job.done is None and job.phase == "waiting"
+    [unreachable] = job.records_of("unreachable")
+    assert "nodes node0, node1 cannot be reached" in unreachable.reason
+    for name in ("node0", "node1"):
+        job[name].greet()
+    job.all_report()
+    assert job.phase == "running" and job.records_of("decided")[-1].more["moved"] == {}
+
+
+def test_those_that_do_not_come_back_are_not_waited_for_longer_than_a_silent_node() -> None:
+    job = both_out_of_sight()
+    job.wait(job.settings.silence_limit - 2)
+    assert job.done is None
+    job.wait(2)
+    assert job.done == End(1)
+
+
+def test_those_whose_processes_have_ended_are_not_waited_for() -> None:
+    job = both_out_of_sight()
+    asked = sent(job.wait(1.5), ProbeNodes)[job["node2"].peer]
+    assert asked.nodes == {"node0": "data", "node1": "data"}
+    job["node2"].say(NodesProbed(asked.round, {"node0": "refused", "node1": "silent"}))
+    job.wait(0.1)
+    assert job.done is None
+    job["node2"].say(NodesProbed(asked.round, {"node1": "refused"}))
+    job.wait(0.1)
+    assert job.done == End(1)
+
+
+def test_one_of_them_that_comes_back_may_suffice() -> None:
+    job = both_out_of_sight()
+    job["node0"].greet()
+    job.all_report("node0")
+    assert job.phase == "running" and set(job.records_of("decided")[-1].more["moved"]) == {1}
 
 
 def test_a_second_node_dies_in_the_recovery() -> None:

@@ -10,31 +10,44 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 
+from .job import SHORT, Outcome
 from .schedules import repeat, simulate
 from .world import Violation
 
 _CHUNK = 50
 
 
-def failure(seed: int) -> str | None:
-    """What is wrong with a schedule, or None."""
+def outcome(seed: int) -> Outcome | str:
+    """What becomes of a schedule, or what is wrong with it."""
     try:
-        simulate(seed)
+        return simulate(seed)
     except Violation as violation:
         return str(violation)
     except Exception:
         return traceback.format_exc(limit=-6)
-    return None
+
+
+def failure(seed: int) -> str | None:
+    """What is wrong with a schedule, or None."""
+    found = outcome(seed)
+    return found if isinstance(found, str) else None
+
+
+def outcomes(
+    seeds: Iterable[int], processes: int, mutation: Callable[[], None] | None = None
+) -> Iterator[tuple[int, Outcome | str]]:
+    """By seed, as they come."""
+    with multiprocessing.get_context("fork").Pool(processes, _begin, (mutation,)) as pool:
+        yield from pool.imap_unordered(_outcome, seeds, _CHUNK)
 
 
 def failures(
     seeds: Iterable[int], processes: int, mutation: Callable[[], None] | None = None
 ) -> Iterator[tuple[int, str]]:
     """(seed, reason) of those that fail."""
-    with multiprocessing.get_context("fork").Pool(processes, _begin, (mutation,)) as pool:
-        for seed, reason in pool.imap_unordered(_failure, seeds, _CHUNK):
-            if reason is not None:
-                yield seed, reason
+    for seed, found in outcomes(seeds, processes, mutation):
+        if isinstance(found, str):
+            yield seed, found
 
 
 def _begin(mutation: Callable[[], None] | None) -> None:
@@ -43,8 +56,8 @@ def _begin(mutation: Callable[[], None] | None) -> None:
         mutation()
 
 
-def _failure(seed: int) -> tuple[int, str | None]:
-    return seed, failure(seed)
+def _outcome(seed: int) -> tuple[int, Outcome | str]:
+    return seed, outcome(seed)
 
 
 def main() -> int:
@@ -57,10 +70,19 @@ def main() -> int:
     args = parser.parse_args()
     if args.repeat is not None:
         return repeat(args.repeat)
-    failed = 0
-    for seed, reason in failures(range(args.seed, args.seed + args.schedules), args.processes):
-        failed += 1
-        print(f"seed {seed}: {reason}", flush=True)
+    failed, total = 0, Outcome()
+    for seed, found in outcomes(range(args.seed, args.seed + args.schedules), args.processes):
+        if isinstance(found, str):
+            failed += 1
+            print(f"seed {seed}: {found}", flush=True)
+        else:
+            total.pauses += found.pauses
+            total.evictions += found.evictions
+            total.short += found.short
+    print(
+        f"{total.pauses} pauses of nodes; {total.evictions} evictions of nodes that live, {total.short} of "
+        f"them for the silence of one that was stopped for less than {SHORT:g} s"
+    )
     print(f"{args.schedules} schedules, {failed} failed")
     return 1 if failed else 0
 

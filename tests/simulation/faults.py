@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from .job import Job
+from .job import SHORT, Job
 from .node import SimNode
 
 MOMENTS = (
@@ -62,6 +62,7 @@ def stop_worker(job: Job, rng: Random) -> None:
 def kill_node(job: Job, rng: Random) -> None:
     """A machine is lost, with all its memory; another comes, or not."""
     if node := some(job, rng):
+        node.vanished = rng.random() < 0.5
         node.kill()
         if rng.random() < 0.4:
             job.world.at(rng.random() * 8, job.join)
@@ -70,9 +71,21 @@ def kill_node(job: Job, rng: Random) -> None:
 def stop_node(job: Job, rng: Random) -> None:
     """A virtual machine stalls."""
     if node := some(job, rng):
-        seconds = rng.choice((0.3, 1.0, 3.0, 5.0, 12.0))
-        job.world.trace(f"{node.name} stalls for {seconds} s")
-        node.stall(seconds)
+        seconds = rng.choice((0.3, 1.0, 1.9, 3.0, 5.0, 12.0))
+        alone = rng.random() < 0.3
+        job.world.trace(f"{'the agent of ' if alone else ''}{node.name} stalls for {seconds} s")
+        node.stall(seconds, alone)
+
+
+def stop_everything(job: Job, rng: Random) -> None:
+    """The machine that all of it runs on stalls: some of it goes on earlier than the rest."""
+    seconds = rng.choice((0.3, 1.0, 1.9, 3.0, 8.0))
+    job.world.trace(f"everything stalls for {seconds} s")
+    for node in job.live():
+        node.stall(seconds - 0.2 * rng.random())
+    controller = job.controller
+    controller.stop()
+    job.world.at(seconds - 0.2 * rng.random(), controller.go_on)
 
 
 def break_connection(job: Job, rng: Random) -> None:
@@ -84,7 +97,7 @@ def break_connection(job: Job, rng: Random) -> None:
 def _break(job: Job, node: SimNode, rng: Random) -> None:
     if node.link is not None:
         job.world.trace(f"the connection of {node.name} breaks")
-        node.trouble_at = job.world.now
+        node.troubled(SHORT)
         node.link.break_(rng.random())
 
 
@@ -93,12 +106,31 @@ def cut(job: Job, rng: Random) -> None:
     if node := some(job, rng):
         name, seconds = node.machine_name, rng.choice((0.3, 2.0, 6.0, 15.0))
         job.world.trace(f"{node.name} is cut off for {seconds} s")
-        job.cuts.add(name)
+        job.network.cut.add(name)
+        for each in job.live():
+            each.troubled(seconds)
 
         def heal() -> None:
-            job.cuts.discard(name)
+            job.network.cut.discard(name)
             for each in job.live():
-                each.trouble_at = job.world.now
+                each.troubled(0.0)
+
+        job.world.at(seconds, heal)
+
+
+def sever(job: Job, rng: Random) -> None:
+    """Nothing gets through between a node and the controller, one way or both; others reach the two."""
+    if node := some(job, rng):
+        name, seconds = node.machine_name, rng.choice((0.5, 3.0, 6.0, 15.0))
+        ways = rng.choice(([(name, "")], [("", name)], [(name, ""), ("", name)]))
+        job.world.trace(f"nothing gets through on {ways} for {seconds} s")
+        job.network.severed |= set(ways)
+
+        def heal() -> None:
+            job.network.severed -= set(ways)
+            for each in job.live():
+                if each.machine_name == name:
+                    each.troubled(seconds)
 
         job.world.at(seconds, heal)
 
@@ -145,7 +177,9 @@ FAULTS: dict[Fault, int] = {
     kill_node: 5,
     stop_node: 3,
     break_connection: 3,
+    stop_everything: 1,
     cut: 2,
+    sever: 2,
     kill_controller: 4,
     stop_controller: 2,
     terminate_node: 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -16,13 +17,15 @@ from ft_core.settings import Command, Settings
 from .control import SimController
 from .node import SimNode
 from .training import Training
-from .world import Link, Violation, World
+from .world import Link, Network, Violation, World
 
 _CALM = 12.0
 """Seconds after the last fault in which every node that is well must have come back."""
 _LIMIT = 400.0
 """Seconds after the last fault in which the job must have done steps, or ended with the reason."""
 _STEPS = 2
+SHORT = 2.0
+"""Seconds for which a node may be stopped, at any time, without being lost for its silence."""
 _LOST = re.compile(r"node (\S+?)(?: lost)?: ")
 
 
@@ -54,6 +57,12 @@ class Outcome:
     code: int | None = None
     reason: str = ""
     events: Counter[str] = field(default_factory=Counter)
+    pauses: int = 0
+    """Of nodes, their agents, or everything."""
+    evictions: int = 0
+    """Of nodes that live."""
+    short: int = 0
+    """Of those, nodes that were stopped for a short while, and taken for lost because of their silence."""
 
 
 class Job:
@@ -70,7 +79,7 @@ class Job:
             replicas=shape.replicas,
             policy=shape.policy,
             heartbeat=0.5,
-            heartbeats_missed=8,
+            heartbeats_missed=12,
             quiesce_timeout=6.0,
         )
         self.training = Training(world, shape.nodes * shape.per_node, 1 if shape.adopts else shape.groups)
@@ -82,8 +91,7 @@ class Job:
         self.steps = 1 << 30
         self.step = 0.6
         """Seconds of a step's forward and backward."""
-        self.cuts: set[str] = set()
-        """Nodes whose connections let nothing through."""
+        self.network = Network()
         self.ledger: list[dict[str, Any]] = []
         self.recorded: dict[str, int] = {}
         self.poison: tuple[int, int] | None = None
@@ -94,6 +102,10 @@ class Job:
         """(kind of message, how many more of them, what happens then)."""
         self._exposed: set[str] = set()
         """Nodes whose memory is lost since everything was in enough of them."""
+        self._out: dict[str, float] = {}
+        """Nodes that live, and are lost to the controller: since when."""
+        self._given_up: set[str] = set()
+        """Nodes without which the job has gone on."""
         self._pids = itertools.count(1000)
         self._names = itertools.count()
         self._controllers = itertools.count()
@@ -116,9 +128,11 @@ class Job:
     def connect(self, node: SimNode) -> Link | None:
         """A node tries to reach the controller."""
         controller = self.controller
-        if not controller.alive or controller.code is not None or node.machine_name in self.cuts:
+        if not controller.alive or controller.code is not None:
             return None
-        link = Link(self.world, (node, controller), (node.machine_name, ""), self.cuts)
+        if not self.network.joins(node.machine_name, ""):
+            return None
+        link = Link(self.world, (node, controller), (node.machine_name, ""), self.network)
         controller.connected.append(link)
         controller.do(lambda: controller.accept(node, link))
         return link
@@ -175,11 +189,9 @@ class Job:
         if (found := _LOST.match(event.reason)) is not None:  # to the job it is, though it may live
             for node in self.nodes:
                 if node.name == found[1]:
-                    self._is_lost(node, event.reason)
-        if event.reason == "lost while the controller was away":
-            places = controller.machine.facts.places
-            for node in [node for node in self.nodes if node.name in {places[role] for role in event.roles}]:
-                self.memory_lost(node)
+                    self._is_lost(node, event.reason, controller)
+        if event.event == "controller_restarted":
+            self._look(controller)
         back = self.named(event.more["node"]) if event.event == "given_up" else None
         if back is not None and not self._in_trouble(back):
             raise Violation(f"6: {back.name} is well, and is given up")
@@ -188,27 +200,70 @@ class Job:
         elif event.event in ("stopped", "finished"):
             self.outcome.reason = event.reason
 
-    def _is_lost(self, node: SimNode, reason: str) -> None:
+    def _is_lost(self, node: SimNode, reason: str, controller: SimController) -> None:
         """The controller takes a node for lost; it may live."""
-        if "no heartbeat" in reason and node.alive and not self._in_trouble(node):
-            raise Violation(f"6: {node.name} is well, and is taken for lost: {reason}")
-        self.memory_lost(node)
+        if not node.alive:
+            return
+        self.outcome.evictions += 1
+        if "no heartbeat" in reason:
+            if not self._in_trouble(node):
+                raise Violation(f"6: {node.name} is well, and is taken for lost: {reason}")
+            if "though" not in reason and not self._ails(node) and self._spoken_for(node, controller):
+                raise Violation(f"6: others reach {node.name}, and it is taken for lost: {reason}")
+            if node.trouble < SHORT and self.network.joins(node.machine_name, ""):
+                self.outcome.short += 1
+                raise Violation(f"6: {node.name} was stopped for {node.trouble} s, and is lost: {reason}")
+        self._out.setdefault(node.name, self.world.now)
+
+    def _look(self, controller: SimController) -> None:
+        """Which nodes that live the controller does not see."""
+        seen = controller.machine.facts.nodes
+        self._out = {
+            node.name: self._out.get(node.name, self.world.now)
+            for node in self.live()
+            if node.name not in seen
+        }
+
+    def _lost(self) -> set[str]:
+        """Nodes whose memory is lost, or out of the controller's sight for as long as it waits."""
+        limit = self.settings.silence_limit
+        out = [
+            node for node in self.live() if self.world.now - self._out.get(node.name, math.inf) > limit - 0.5
+        ]
+        return self._exposed | {node.machine_name for node in out}
 
     def _in_trouble(self, node: SimNode) -> bool:
         """Whether it is, or was of late, stopped, cut off or without a connection of its own fault."""
-        here = node.stopped or node.machine_name in self.cuts
+        return self._ails(node) or not self.network.joins(node.machine_name, "")
+
+    def _ails(self, node: SimNode) -> bool:
+        """The same, but for what is between it and the controller alone."""
+        here = node.stopped or node.machine_name in self.network.cut
         return bool(here) or self.world.now - node.trouble_at < 2 * self.settings.silence_limit
 
+    def _spoken_for(self, node: SimNode, controller: SimController) -> bool:
+        """Whether somebody is sure to say that it can be reached."""
+        seen = controller.machine.facts.nodes
+        return any(
+            self.network.joins(node.machine_name, other.machine_name) and not self._in_trouble(other)
+            for other in self.live()
+            if other is not node and other.name in seen
+        )
+
     def _decided(self, event: ev.Record) -> None:
-        version = event.more["version"]
+        version, lost = event.more["version"], self._lost()
         training = self.training
         if version is None:
             version = 0
-        if training.newest - version > 1 and len(self._exposed) <= self.shape.replicas:
+        if training.newest - version > 1 and len(lost) <= self.shape.replicas:
             raise Violation(
                 f"3: epoch {event.epoch} goes on from version {version}, and version {training.newest} was "
-                f"there; lost: {sorted(self._exposed) or 'nothing'}"
+                f"there; lost: {sorted(lost) or 'nothing'}"
             )
+        for node in self.live():
+            if node.name in self._out:  # it will be told, once it is back
+                self._given_up.add(node.name)
+                self.memory_lost(node)
         training.go_on_from(event.epoch, version)
 
     def ended(self, code: int) -> None:
@@ -221,9 +276,9 @@ class Job:
                 raise Violation(
                     f"5: the job has ended well, and only roles {done} have done step {self.steps}"
                 )
-        elif not self.poison and len(self._exposed) <= self.shape.replicas:
+        elif not self.poison and len(lost := self._lost()) <= self.shape.replicas:
             raise Violation(
-                f"5: the job has ended, though only {sorted(self._exposed)} was lost: {self.outcome.reason}"
+                f"5: the job has ended, though only {sorted(lost)} was lost: {self.outcome.reason}"
             )
 
     def terminate(self, node: SimNode) -> None:
@@ -234,10 +289,13 @@ class Job:
 
     def check(self, controller: SimController) -> None:
         """After every event of the controller."""
+        if self._out:
+            seen = controller.machine.facts.nodes
+            self._out = {name: since for name, since in self._out.items() if name not in seen}
         if not self._exposed:
             return
-        # A node that the controller has lost sight of is no use to it, though it may live.
-        nodes = [node for node in self.live() if node.name in controller.machine.facts.nodes]
+        # One that the controller has lost sight of has what it has: it is waited for where that is needed.
+        nodes = [node for node in self.live() if node.name not in self._given_up]
         roles = {w.role: w for node in nodes for w in node.workers.values() if w.role is not None and w.alive}
         newest = max(roles.values(), key=lambda w: w.epoch, default=None)
         if newest is None or len({w.epoch for w in roles.values()}) > 1 or not newest.members <= set(roles):
@@ -297,7 +355,7 @@ class Job:
     def _heal(self) -> None:
         self.world.trace("all is well from here on")
         self.hooks.clear()
-        self.cuts.clear()
+        self.network.heal()
         self.controller.healed()
         for node in self.live():
             node.healed()

@@ -14,6 +14,7 @@ from ft_core.control.facts import Facts, Node
 from ft_core.control.machine import Controller
 from ft_core.control.phases import Rebuilding
 from ft_core.control.returning import Returning
+from ft_core.control.suspicion import Sight
 from ft_core.node import epochs as node
 from ft_core.node import said
 from ft_core.node.events import Commit, DropAfter
@@ -35,6 +36,22 @@ def commit_after_the_barrier() -> None:
 def a_pause_of_the_controller_counts() -> None:
     """Silence is measured by the wall, so a controller that was stopped finds everybody silent."""
     SimController.awake = property(lambda self: self.world.now)  # type: ignore[assignment,method-assign]
+
+
+def silence_alone_is_a_verdict() -> None:
+    """Neither other nodes that reach it nor steps that go on speak for a node that is not heard."""
+    lost = Sight.lost
+
+    def mutated(self: Sight, now: float, lived: float, *about: Any) -> str:
+        self.answers = {}
+        return lost(self, now, float("-inf"), *about)
+
+    Sight.lost = mutated  # type: ignore[method-assign]
+
+
+def out_of_sight_is_dead() -> None:
+    """What nodes hold whose connections broke does not count, before the job is given up."""
+    Epochs._waits_for_sight = lambda self, outcome: False  # type: ignore[method-assign]
 
 
 def any_step_is_progress() -> None:
@@ -186,6 +203,8 @@ MUTATIONS: dict[str, Callable[[], None]] = {
     for mutation in (
         commit_after_the_barrier,
         a_pause_of_the_controller_counts,
+        silence_alone_is_a_verdict,
+        out_of_sight_is_dead,
         any_step_is_progress,
         a_report_is_final,
         nothing_is_said_twice,

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _RECONNECT = 1.5
 """Seconds, at most; as a rule it is much quicker."""
 _TRANSFER = 0.02
+_PROBE = 1.0
+"""Seconds that a node has to answer another."""
 
 
 class SimNode(Process):
@@ -33,6 +35,8 @@ class SimNode(Process):
         super().__init__(job.world, f"{machine_name}+{again}")
         self.job, self.machine_name, self.rank, self._again = job, machine_name, rank, again
         self.leaving = False
+        self.vanished = False
+        """Whether its machine is no more, and nobody there says that nobody listens."""
         self.store = SimStore()
         self.workers: dict[int, SimWorker] = {}
         self.link: Link | None = None
@@ -52,6 +56,8 @@ class SimNode(Process):
         self.machine = Agent(about, job.settings, self)
         self.trouble_at = float("-inf")
         """When it was last stopped, cut off, or its connection broken."""
+        self.trouble = 0.0
+        """For how many seconds in all, of late."""
         self.later(0.05 + self.world.rng.random() * 0.5, self._begin)
 
     def __str__(self) -> str:
@@ -145,9 +151,18 @@ class SimNode(Process):
         if self.link is not None:
             self.link.break_(self.world.rng.random())
 
-    def stall(self, seconds: float) -> None:
-        """Everything on it stops for a while."""
-        stopped = [self, *self.workers.values()]
+    def troubled(self, seconds: float) -> None:
+        """It is stopped, or cut off, or its connection broken, for so long."""
+        if self.world.now - self.trouble_at > 2 * self.job.settings.silence_limit:
+            self.trouble = 0.0
+        self.trouble += seconds
+        self.trouble_at = self.world.now
+
+    def stall(self, seconds: float, agent_alone: bool = False) -> None:
+        """Everything on it stops for a while; or its agent."""
+        self.troubled(seconds)
+        self.job.outcome.pauses += 1
+        stopped = [self, *([] if agent_alone else self.workers.values())]
         for process in stopped:
             process.stop()
 
@@ -226,6 +241,8 @@ class SimNode(Process):
                 self._bring(effect)
             case ev.LookForDurable(number):
                 self.later(0.01, lambda: self.handle(ev.DurableListed(number, ())))
+            case ev.Probe():
+                self._probe(effect)
             case ev.KillNode():
                 self.kill()
             case ev.BecomeSpare():
@@ -250,8 +267,9 @@ class SimNode(Process):
     # -- what others hold --------------------------------------------------------------------------
 
     def _reaches(self, other: SimNode | None) -> bool:
-        cuts = self.job.cuts
-        return other is not None and other.alive and not {self.machine_name, other.machine_name} & cuts
+        if other is None or not other.alive:
+            return False
+        return self.job.network.joins(self.machine_name, other.machine_name)
 
     def _replicate(self, wanted: ev.Replicate) -> None:
         """Push what only this node has to others, which tear their older copy first."""
@@ -366,6 +384,28 @@ class SimNode(Process):
                 if found is not None:
                     return found
         return None
+
+    def _probe(self, order: ev.Probe) -> None:
+        reach: dict[str, m.Reach] = {}
+
+        def asked(name: str, other: SimNode | None) -> None:
+            """It is asked, and may be stopped, or cut off, by now or later."""
+            if self._reaches(other) and other is not None:
+                other.do(lambda: self.later(0.001, lambda: reach.setdefault(name, "reached")))
+
+        for name in order.nodes:
+            other = next((node for node in self.job.nodes if node.name == name), None)
+            if other is not None and not other.alive:
+                if not other.vanished and self.job.network.joins(self.machine_name, other.machine_name):
+                    reach[name] = "refused"
+            else:
+                self.later(self.world.delay(), lambda n=name, o=other: asked(n, o))  # type: ignore[misc]
+
+        def over() -> None:
+            silent: dict[str, m.Reach] = dict.fromkeys(order.nodes, "silent")
+            self.handle(ev.Probed(order.round, silent | reach))
+
+        self.later(_PROBE, over)
 
     # -- View --------------------------------------------------------------------------------------
 

@@ -101,6 +101,31 @@ class Process:
         self._backlog.clear()
 
 
+class Network:
+    """What gets through between machines; that of the controller has no name."""
+
+    def __init__(self) -> None:
+        self.cut: set[str] = set()
+        """Machines that nothing gets to or from."""
+        self.severed: set[tuple[str, str]] = set()
+        """From one machine to another."""
+
+    def passes(self, sender: str, receiver: str) -> bool:
+        """Whether a message would."""
+        if sender == receiver:
+            return True
+        return not self.cut & {sender, receiver} and (sender, receiver) not in self.severed
+
+    def joins(self, one: str, other: str) -> bool:
+        """Whether the two can have a connection."""
+        return self.passes(one, other) and self.passes(other, one)
+
+    def heal(self) -> None:
+        """All of it."""
+        self.cut.clear()
+        self.severed.clear()
+
+
 class Link:
     """A connection between two processes: in order each way, until it breaks.
 
@@ -108,10 +133,10 @@ class Link:
     """
 
     def __init__(
-        self, world: World, ends: tuple[Process, Process], machines: tuple[str, str], cuts: set[str]
+        self, world: World, ends: tuple[Process, Process], machines: tuple[str, str], network: Network
     ) -> None:
         self.world, self.ends, self.open = world, ends, True
-        self._machines, self._cuts = machines, cuts
+        self._machines, self._network = machines, network
         self._queues: tuple[deque[object], deque[object]] = deque(), deque()
         self._ready = [0.0, 0.0]
         self.heard: list[Callable[[object], None]] = [lambda _: None, lambda _: None]
@@ -125,16 +150,15 @@ class Link:
         self._ready[sender] = max(self._ready[sender], self.world.now + self.world.delay())
         self.world.at(self._ready[sender] - self.world.now, lambda: self._arrive(sender))
 
-    @property
-    def cut(self) -> bool:
-        """Whether nothing gets through at present."""
-        return self._machines[0] != self._machines[1] and bool(self._cuts & set(self._machines))
+    def passes(self, sender: int) -> bool:
+        """Whether anything gets through from that end at present."""
+        return self._network.passes(self._machines[sender], self._machines[1 - sender])
 
     def _arrive(self, sender: int) -> None:
         queue = self._queues[sender]
         if not queue:
             return
-        if self.cut:
+        if not self.passes(sender):
             self.world.at(0.5, lambda: self._arrive(sender))
             return
         message = queue.popleft()
@@ -152,7 +176,7 @@ class Link:
 
     def _end(self, end: int) -> None:
         """Tell one end, after all that was sent to it."""
-        if self._queues[1 - end] or self.cut:
+        if self._queues[1 - end] or not self.passes(1 - end):
             self.world.at(0.1, lambda: self._end(end))
         else:
             self.ends[end].later(self.world.delay(), self.ended[end])

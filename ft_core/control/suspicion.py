@@ -1,0 +1,131 @@
+"""Whether a node is lost. Silence is evidence, not a verdict: pure, from what was heard and when.
+
+A node is lost when its connection ended and it does not come back, or when it is silent and nothing speaks
+for it. What speaks for it: another node that reaches it, and steps that finish on all roles, since none can
+without its workers. All times are of the controller's clock, which counts only the time that it was awake:
+its own stalls are nobody else's silence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from ft_core.protocol.messages import NodeName, Reach, Version
+
+RETURN_GRACE = 0.3
+"""Seconds that an agent whose connection broke has to come back before its node counts as lost."""
+ASK = 1.0
+"""Seconds between two rounds of questions about a node that is silent."""
+WITNESSES = 3
+"""Nodes that are asked about one."""
+PATIENCE = 3.0
+"""Limits of silence after which a node that others reach is lost all the same: nobody can direct it."""
+
+_BEATS = 10
+"""After so many the rhythm of a node is known."""
+_DEVIATIONS = 8.0
+_LEAST = 0.5
+"""Of the limit of silence: how much of it is less than any node is suspected for. Machines stall for seconds,
+and their past does not say when."""
+_NEW = 0.1
+"""The weight of one beat in the rhythm."""
+
+
+class Rhythm:
+    """How regularly a node is heard: mean and deviation of the time between two of its beats."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._last = self._mean = self._variance = 0.0
+
+    def beat(self, now: float) -> None:
+        """It is heard."""
+        if self._count:
+            off = now - self._last - self._mean
+            new = max(_NEW, 1 / self._count)
+            self._mean += new * off
+            self._variance = (1 - new) * (self._variance + new * off * off)
+        self._count, self._last = self._count + 1, now
+
+    def limit(self, bound: float) -> float:
+        """Seconds of silence that are out of its rhythm; at most `bound`."""
+        if self._count < _BEATS:
+            return bound
+        return min(bound, max(_LEAST * bound, self._mean + _DEVIATIONS * math.sqrt(self._variance)))
+
+
+@dataclass
+class Sight:
+    """What is seen of one node, over one connection."""
+
+    heard: float
+    """When it was heard last."""
+    gone_since: float | None = None
+    """When its connection broke."""
+    rhythm: Rhythm = field(default_factory=Rhythm)
+    answers: dict[NodeName, Reach] = field(default_factory=dict)
+    """By witness, whether it reaches the node, since that was heard last."""
+    asked: float = -math.inf
+    """When they were asked last."""
+
+    def hear(self, now: float) -> None:
+        """A message of it is here."""
+        self.heard = now
+        if self.answers:
+            self.answers = {}
+
+    def lively(self, now: float, bound: float) -> bool:
+        """Whether nothing is to be suspected: it is there, and was heard of late. `bound`: the limit of
+        silence."""
+        return self.gone_since is None and now - self.heard < bound * _LEAST / 2
+
+    def doubtful(self, now: float, bound: float) -> bool:
+        """Whether others are to be asked about it, now."""
+        if self.gone_since is not None or self.lively(now, bound):
+            return False
+        return now - self.heard > self.rhythm.limit(bound) / 2 and now - self.asked >= ASK
+
+    def lost(
+        self, now: float, lived: float, bound: float, doubted: bool, witnesses: Collection[NodeName]
+    ) -> str:
+        """Why the node is lost, or nothing. `lived`: when its workers are known to have lived last. `bound`:
+        the limit of silence. `doubted`: somebody else has seen a connection break. `witnesses`: those whose
+        word counts."""
+        if self.gone_since is not None:
+            over = doubted or now - self.gone_since > RETURN_GRACE
+            return "its agent's connection broke" if over else ""
+        answers = {name: reach for name, reach in self.answers.items() if name in witnesses}
+        reached = [name for name, reach in answers.items() if reach == "reached"]
+        limit = PATIENCE * bound if reached else self.rhythm.limit(bound) if answers else bound
+        if now - max(self.heard, lived) <= limit:
+            return ""
+        said = f"no heartbeat for {limit:.1f} s"
+        if reached:
+            return f"{said}, though {', '.join(sorted(reached))} can reach it"
+        return said + (f", and {', '.join(sorted(answers))} cannot reach it either" if answers else "")
+
+
+@dataclass
+class Steps:
+    """That steps finish on all roles: who has finished one proves that all were in it, some time before."""
+
+    newest: Version = -1
+    at: float = -math.inf
+    """When it was heard of."""
+    lived: float = -math.inf
+    """Until when the workers of all roles lived: when the step before was heard of."""
+
+    def done(self, versions: Iterable[Version], now: float) -> None:
+        """Some role has these."""
+        newest = max(versions, default=-1)
+        if newest > self.newest:
+            self.lived = self.at
+            self.newest, self.at = newest, now
+
+
+def chosen(node: NodeName, others: Iterable[NodeName]) -> list[NodeName]:
+    """Who is asked about `node`: the next ones after it, so that not all ask the same."""
+    names = sorted(name for name in others if name != node)
+    return sorted(names, key=lambda name: (name < node, name))[:WITNESSES]

@@ -1,0 +1,124 @@
+"""Watching over the nodes: who is silent, who is asked about whom, and who is waited for to be seen again.
+
+What is evidence of what, and what the verdict is, stands in `suspicion`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from ft_core.control.events import Effect, Send
+from ft_core.control.facts import Facts, Node
+from ft_core.control.suspicion import ASK, Steps, chosen
+from ft_core.protocol.messages import Heartbeat, NodeName, NodesProbed, ProbeNodes
+
+
+class Watch:
+    """One controller's."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self.doubting: set[NodeName] = set()
+        """Nodes of which a worker, or the agent, saw a connection to a peer break in this epoch."""
+        self._steps = Steps()
+        self._missed: dict[NodeName, float] = {}
+        """Nodes of the plan that were lost since it was made, and when. They may live."""
+        self._asked = -math.inf
+        """When others were asked about those last."""
+        self._round = 0
+
+    def begins(self) -> None:
+        """A plan was made: who is not in it is not waited for."""
+        self._steps = Steps()
+        self._missed.clear()
+
+    def ends(self) -> None:
+        """An epoch has ended: what was seen to break belongs to it."""
+        self.doubting.clear()
+
+    # -- what is heard -----------------------------------------------------------------------------
+
+    def greeted(self, name: NodeName) -> None:
+        """It is there, or again."""
+        self._missed.pop(name, None)
+
+    def beat(self, beat: Heartbeat, now: float) -> None:
+        """It says how far its roles are."""
+        if beat.begun == self._facts.plan_id:
+            self._steps.done((role.step for role in beat.roles.values()), now)
+
+    def probed(self, witness: Node, answer: NodesProbed) -> None:
+        """A node says which others it reaches."""
+        for name, reach in answer.reach.items():
+            if (node := self._facts.nodes.get(name)) is not None:
+                node.sight.answers = {**node.sight.answers, witness.name: reach}
+            elif reach == "refused":
+                self._missed.pop(name, None)  # its machine is there, and its process is not
+
+    # -- silence -----------------------------------------------------------------------------------
+
+    def lost(self, running: bool, now: float) -> list[tuple[Node, str]]:
+        """Nodes that are lost, and why."""
+        facts, bound = self._facts, self._facts.settings.silence_limit
+        quiet = [node for node in facts.nodes.values() if not node.sight.lively(now, bound)]
+        if not quiet:
+            return []
+        busy = set(facts.places.values()) if running else set()
+        witnesses = self._witnesses(now)
+        found = []
+        for node in quiet:
+            lived = self._steps.lived if node.name in busy else -math.inf
+            doubted = bool(self.doubting - {node.name})
+            if why := node.sight.lost(now, lived, bound, doubted, witnesses):
+                found.append((node, why))
+        return found
+
+    def questions(self, now: float) -> list[Effect]:
+        """To other nodes, about those that are silent."""
+        bound = self._facts.settings.silence_limit
+        asked: dict[NodeName, dict[NodeName, str]] = {}
+        witnesses: Collection[NodeName] | None = None
+        for node in self._facts.nodes.values():
+            if node.sight.doubtful(now, bound):
+                witnesses = self._witnesses(now) if witnesses is None else witnesses
+                node.sight.asked = now
+                for witness in chosen(node.name, witnesses):
+                    asked.setdefault(witness, {})[node.name] = node.hello.data
+        return self.ask(asked)
+
+    def ask(self, asked: dict[NodeName, dict[NodeName, str]]) -> list[Effect]:
+        """By witness, the addresses of those that it is to reach."""
+        if asked:
+            self._round += 1
+        nodes = self._facts.nodes
+        return [Send(nodes[name].peer, ProbeNodes(self._round, about)) for name, about in asked.items()]
+
+    def _witnesses(self, now: float) -> set[NodeName]:
+        """Those that are heard themselves."""
+        bound = self._facts.settings.silence_limit
+        return {name for name, node in self._facts.nodes.items() if node.sight.lively(now, bound)}
+
+    # -- nodes out of sight ------------------------------------------------------------------------
+
+    def miss(self, names: Collection[NodeName], now: float) -> None:
+        """They are lost, for all that is known; of the plan's nodes the memory may be there still."""
+        if (plan := self._facts.plan) is not None:
+            self._missed |= {name: now for name in names if name in plan.nodes}
+
+    def missed(self, now: float) -> list[NodeName]:
+        """Nodes that may be seen again: for as long as a silent one would be waited for."""
+        limit = self._facts.settings.silence_limit
+        return sorted(name for name, since in self._missed.items() if now - since < limit)
+
+    def look_for(self, names: Collection[NodeName], now: float) -> list[Effect]:
+        """Ask others whether the processes of those that are missed have ended."""
+        if now - self._asked < ASK:
+            return []
+        self._asked = now
+        known, witnesses = self._facts.begun.nodes, self._witnesses(now)
+        asked: dict[NodeName, dict[NodeName, str]] = {}
+        for name in names:
+            for witness in chosen(name, witnesses):
+                asked.setdefault(witness, {})[name] = known[name].data
+        return self.ask(asked)

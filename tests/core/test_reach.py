@@ -1,0 +1,46 @@
+"""Whether a node can be reached from another: its agent answers, has ended, or says nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from ft_core.net.transport import TcpTransport
+from ft_core.node import reach
+from ft_core.node.inquiries import Inquiries
+from ft_core.protocol.sockets import reserve
+from ft_core.state.store import NodeStore
+
+SECRET = b"a job's secret"
+
+
+def test_nodes_are_reached_refused_or_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach, "PROBE", 1.0)
+    store = NodeStore()
+    inquiries = Inquiries("there", store)
+    there = TcpTransport(store, SECRET, answer=inquiries.answer)
+    stranger = TcpTransport(store, b"another secret", answer=inquiries.answer)
+    gone = reserve("127.0.0.1")  # bound, and nobody listens
+    with gone, socket.create_server(("127.0.0.1", 0)) as stopped:  # the kernel takes connections for it
+        ports = {"gone": gone.getsockname()[1], "stopped": stopped.getsockname()[1]}
+        nodes = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
+        nodes |= {"there": there.address, "stranger": stranger.address}
+        try:
+            found = asyncio.run(reach.probe(nodes, SECRET, stalled=60))
+            assert found == {
+                "gone": "refused",
+                "stopped": "silent",
+                "there": "reached",
+                "stranger": "silent",
+            }
+            alone = {"there": there.address}
+            assert asyncio.run(reach.probe(alone, SECRET, stalled=1e-9)) == {"there": "silent"}, (
+                "a thread of it answers, and says that its event loop does not turn"
+            )
+            inquiries.turned()
+            assert asyncio.run(reach.probe(alone, SECRET, stalled=60)) == {"there": "reached"}
+        finally:
+            there.close()
+            stranger.close()

@@ -1,0 +1,110 @@
+"""Silence is evidence, not a verdict: what is taken for the loss of a node, by the rules alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ft_core.control.suspicion import (
+    ASK,
+    PATIENCE,
+    RETURN_GRACE,
+    Rhythm,
+    Sight,
+    Steps,
+    chosen,
+)
+
+BOUND = 10.0
+
+
+def regular(beats: int = 20, every: float = 0.5) -> Sight:
+    """A node that was heard at 0.5, 1.0 and so on."""
+    sight = Sight(0.0)
+    for number in range(1, beats + 1):
+        sight.hear(number * every)
+        sight.rhythm.beat(number * every)
+    return sight
+
+
+def lost(sight: Sight, now: float, lived: float = -math.inf, doubted: bool = False, *witnesses: str) -> str:
+    return sight.lost(now, lived, BOUND, doubted, witnesses or ("b", "c"))
+
+
+def test_the_limit_is_the_bound_until_the_rhythm_is_known_and_then_half_of_it() -> None:
+    rhythm = Rhythm()
+    for number in range(9):
+        rhythm.beat(number * 0.5)
+        assert rhythm.limit(BOUND) == BOUND
+    rhythm.beat(4.5)
+    assert rhythm.limit(BOUND) == BOUND / 2
+
+
+def test_who_is_heard_irregularly_is_waited_for_longer_but_no_longer_than_the_bound() -> None:
+    rhythm, now, found = Rhythm(), 0.0, []
+    for number in range(60):
+        now += 0.5 if number % 4 else 0.5 + number / 15
+        rhythm.beat(now)
+        found.append(rhythm.limit(BOUND))
+    assert found[-1] == BOUND and 5 < found[30] < 10
+    for _ in range(200):  # and once it is regular again, as the others
+        now += 0.5
+        rhythm.beat(now)
+    assert rhythm.limit(BOUND) == BOUND / 2
+
+
+def test_a_connection_that_ended_has_its_grace_and_none_if_somebody_else_saw_it() -> None:
+    sight = regular()
+    sight.gone_since = 10.0
+    assert not lost(sight, 9.99 + RETURN_GRACE)
+    assert lost(sight, 10.01 + RETURN_GRACE) == "its agent's connection broke"
+    assert lost(sight, 10.0, doubted=True) == "its agent's connection broke"
+
+
+def test_silence_without_a_witness_lasts_as_long_as_the_bound() -> None:
+    sight = regular()
+    assert not lost(sight, 10.0 + BOUND)
+    assert lost(sight, 10.1 + BOUND) == "no heartbeat for 10.0 s"
+
+
+def test_silence_that_others_confirm_is_out_of_its_rhythm_sooner() -> None:
+    sight = regular()
+    sight.answers = {"b": "silent", "c": "refused"}
+    assert not lost(sight, 15.0)
+    assert lost(sight, 15.1) == "no heartbeat for 5.0 s, and b, c cannot reach it either"
+    assert not lost(sight, 15.1, -math.inf, False, "d"), "what those say who are silent themselves is no word"
+
+
+def test_one_that_reaches_it_speaks_for_it_for_a_while() -> None:
+    sight = regular()
+    sight.answers = {"b": "silent", "c": "reached"}
+    assert not lost(sight, 10 + PATIENCE * BOUND)
+    assert lost(sight, 10.1 + PATIENCE * BOUND) == "no heartbeat for 30.0 s, though c can reach it"
+    sight.hear(20.0)
+    assert not sight.answers, "it speaks for itself"
+
+
+def test_steps_that_all_roles_finish_speak_for_its_workers() -> None:
+    sight, steps = regular(), Steps()
+    for version in range(1, 60):
+        steps.done([version, version - 1], 10.0 + version)
+        steps.done([version], 10.5 + version)  # nothing new
+    assert steps.lived == 68.0, "until the step before: who finishes one was in it with all others"
+    assert not lost(sight, 78.0, steps.lived)
+    assert lost(sight, 78.1, steps.lived)
+
+
+@pytest.mark.parametrize("heard, asked", [(12.4, False), (12.6, True)])
+def test_others_are_asked_once_half_of_the_limit_is_over(heard: float, asked: bool) -> None:
+    sight = regular()
+    assert sight.doubtful(heard, BOUND) is asked
+    sight.asked = heard
+    assert not sight.doubtful(heard + ASK / 2, BOUND)
+
+
+def test_not_all_ask_the_same() -> None:
+    nodes = [f"n{number}" for number in range(6)]
+    assert chosen("n1", nodes) == ["n2", "n3", "n4"]
+    assert chosen("n4", nodes) == ["n5", "n0", "n1"]
+    assert chosen("n0", ["n0", "n1"]) == ["n1"]
