@@ -75,7 +75,7 @@ class Meter:
 
 
 class Switch:
-    """Takes the hooks of `ft_megatron.training.Job` off the optimizer, and puts them back."""
+    """Takes the hooks of `ft_megatron.training.ProtectedTraining` off the optimizer, and puts them back."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -100,7 +100,7 @@ def blocks(trainer: Trainer, pattern: str, block: int) -> list[dict[str, Any]]:
         nonlocal steps
         trainer.train_step(steps)
         if protected:
-            trainer.job.step_done(None)
+            trainer.training.step_done(None)
         steps += 1
 
     def counted(kind: str) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def main() -> None:
         entered.append(1)
         return blocks(trainer, pattern, block)
 
-    found = trainer.job.run(train)
+    found = trainer.training.run(train)
     rank = torch.distributed.get_rank()
     parameters = sum(p.numel() for p in trainer.model[0].parameters())
     h2h, snapshots = sent(rank)

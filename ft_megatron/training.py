@@ -1,4 +1,4 @@
-"""The training loop's side of fault tolerance: a `Job` says which step is next and runs the loop."""
+"""The training loop's side of fault tolerance: `ProtectedTraining` says which step is next and runs it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ft_megatron.state import MegatronAdapter
 Result = TypeVar("Result")
 
 
-class Job:
-    """One training job as its loop sees it.
+class ProtectedTraining:
+    """A training of Megatron-Core, protected, as its loop sees it.
 
     The function given to `run` may be entered again from its top after a recovery, so it takes all it
     needs to know about progress from `step`.
@@ -159,7 +159,8 @@ class Job:
             if self._session.elastic and not self._adapter.dealers:
                 raise ConfigError(
                     "--ft-policy shrink deals the samples of groups that left to the others: a training "
-                    "loop must take its samples from `job.samples`, on every rank; or give another policy"
+                    "loop must take its samples from `ProtectedTraining.samples`, on every rank; or give "
+                    "another policy"
                 )
             trained = [dealer.step_done() for dealer in self._adapter.dealers]
             self._adapter.kept = Kept.capture()

@@ -1,7 +1,7 @@
 """Pre-train a GPT with Megatron-Core.
 
 An ordinary Megatron training loop, with Megatron's own flag names, that shows where fault tolerance goes in:
-the lines that mention `job`. Without ``--ft`` it is a plain training script:
+in the lines that have a `ProtectedTraining`. Without ``--ft`` it is a plain training script:
 
     python recipes/megatron/prepare_data.py --output-prefix runs/data/stdlib
     torchrun --nproc-per-node 2 recipes/megatron/pretrain_gpt_core.py --data-path runs/data/stdlib
@@ -53,7 +53,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from ft_megatron import cpu_shadow
-from ft_megatron.training import Job
+from ft_megatron.training import ProtectedTraining
 
 # -- arguments -------------------------------------------------------------------------------------
 
@@ -418,16 +418,16 @@ class Samples:
         ).build()
 
     def global_batch(
-        self, dataset: Any, index: int, job: Job | None
+        self, dataset: Any, index: int, training: ProtectedTraining | None
     ) -> Iterator[dict[str, torch.Tensor | None]]:
         """This rank's micro batches of global batch `index`: tensors of (micro batch size, sequence length).
 
         Samples are dealt as Megatron-LM deals them: a global batch is read in turns of one micro batch per
-        data-parallel rank. In training `job` deals them, to the replica groups that are there.
+        data-parallel rank. In training, to the replica groups that are there.
         """
         args = self.args
         for micro in range(args.num_microbatches):
-            dealt = job.samples(args.micro_batch_size) if job is not None else None
+            dealt = training.samples(args.micro_batch_size) if training is not None else None
             if not self.needed:
                 yield {"tokens": None, "labels": None, "loss_mask": None, "position_ids": None}
                 continue
@@ -450,7 +450,9 @@ class Trainer:
         self.model = build_model(args)
         self.optimizer, self.scheduler = build_optimizer(args, self.model)
         self.samples = Samples(args)
-        self.job = Job(enabled=args.ft, model=self.model, optimizer=self.optimizer, scheduler=self.scheduler)
+        self.training = ProtectedTraining(
+            enabled=args.ft, model=self.model, optimizer=self.optimizer, scheduler=self.scheduler
+        )
         self.has_loss = parallel_state.is_pipeline_last_stage()
 
     @property
@@ -459,29 +461,29 @@ class Trainer:
         return (
             self.has_loss
             and parallel_state.get_tensor_model_parallel_rank() == 0
-            and parallel_state.get_data_parallel_rank() == self.job.lead
+            and parallel_state.get_data_parallel_rank() == self.training.lead
         )
 
     def train(self) -> str:
-        """Train from `job.step` to the end; returns the digest of the final state.
+        """Train from `training.step` to the end; returns the digest of the final state.
 
-        Entered again from the top after a recovery, so nothing here outlives a call but what `job` restores.
+        Entered again from the top after a recovery: nothing here outlives a call but what that restores.
         """
-        args, job = self.args, self.job
-        if job.inherited:
-            self.log_step(*job.inherited)
+        args, training = self.args, self.training
+        if training.inherited:
+            self.log_step(*training.inherited)
         if args.overlap_param_gather:
             # As Megatron-LM does: the first step takes the parameters as they were made, loaded or restored,
             # so that an error in them shows, in place of being gathered over.
             self.model[0].disable_forward_pre_hook(param_sync=False)
-        while job.step < args.train_iters:
-            if args.eval_interval and job.step and job.step % args.eval_interval == 0:
+        while training.step < args.train_iters:
+            if args.eval_interval and training.step and training.step % args.eval_interval == 0:
                 self.evaluate()
             started = time.perf_counter()
             lr = self.optimizer.param_groups[0]["lr"]
-            loss, grad_norm = self.train_step(job.step)
+            loss, grad_norm = self.train_step(training.step)
             result = (loss, lr, grad_norm, time.perf_counter() - started)
-            job.step_done(result)
+            training.step_done(result)
             self.log_step(*result)
         if args.eval_interval:
             self.evaluate()
@@ -513,9 +515,9 @@ class Trainer:
         """Run the pipeline schedule over global batch `index`; returns the losses, on the last stage."""
         args = self.args
         schedule = get_forward_backward_func()
-        return (schedule if forward_only else self.job.schedule(schedule))(
+        return (schedule if forward_only else self.training.schedule(schedule))(
             forward_step_func=self.forward_step,
-            data_iterator=self.samples.global_batch(dataset, index, None if forward_only else self.job),
+            data_iterator=self.samples.global_batch(dataset, index, None if forward_only else self.training),
             model=self.model,
             num_microbatches=args.num_microbatches,
             seq_length=args.seq_length,
@@ -529,35 +531,35 @@ class Trainer:
         """One micro batch through this stage; the schedule calls the returned function for the loss."""
         batch = next(batches)
         output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-        self.job.point("forward")
-        if self.job.injecting and output.requires_grad:
+        self.training.point("forward")
+        if self.training.injecting and output.requires_grad:
             output.register_hook(self._backward_point)
         return output, partial(masked_mean, batch["loss_mask"])
 
     def _backward_point(self, gradient: torch.Tensor) -> None:
-        self.job.point("backward")
+        self.training.point("backward")
 
     def mean_loss(self, losses: list[torch.Tensor], of_training: bool = True) -> float | None:
         """Mean loss over micro batches and data-parallel ranks; None before the last pipeline stage."""
         if not self.has_loss:
             return None
         mean = torch.stack(losses).mean()
-        return self.job.mean(mean, parallel_state.get_data_parallel_group(), of_training).item()
+        return self.training.mean(mean, parallel_state.get_data_parallel_group(), of_training).item()
 
     def evaluate(self) -> None:
         """Log the validation loss. Dropout is off, so the random number generators stay as they were."""
         args = self.args
-        first = self.job.step // args.eval_interval * args.eval_iters
+        first = self.training.step // args.eval_interval * args.eval_iters
         losses: list[torch.Tensor] = []
         self.model[0].eval()
         with torch.no_grad(), self.parameters_gathered():
             for index in range(first, first + args.eval_iters):
-                self.job.point("evaluate")
+                self.training.point("evaluate")
                 losses += self.forward_backward(self.samples.valid, index, forward_only=True)
         self.model[0].train()
         loss = self.mean_loss(losses, of_training=False)
-        line = f"validation after {self.job.step}/{args.train_iters} |"
-        if self.is_logger and not self.job.replaying and not self.job.printed(line):
+        line = f"validation after {self.training.step}/{args.train_iters} |"
+        if self.is_logger and not self.training.replaying and not self.training.printed(line):
             print(f"{line} loss {loss!r}", flush=True)
 
     @contextmanager
@@ -572,9 +574,9 @@ class Trainer:
 
     def log_step(self, loss: float | None, lr: float, grad_norm: float | None, seconds: float) -> None:
         """Write the line of the step just done, once per step and job."""
-        args, step = self.args, self.job.step
+        args, step = self.args, self.training.step
         begin = f"iteration {step}/{args.train_iters} |"
-        if not self.is_logger or self.job.replaying or self.job.printed(begin):
+        if not self.is_logger or self.training.replaying or self.training.printed(begin):
             return
         if step % args.log_interval == 0 or step == args.train_iters:
             norm = "overflow, skipped" if grad_norm is None and args.fp16 else f"{grad_norm or 0.0:.6f}"
@@ -632,7 +634,7 @@ def main() -> None:
     args = parse_args()
     initialize(args)
     trainer = Trainer(args)
-    digest = trainer.job.run(trainer.train, lambda: trainer.train_step(0))
+    digest = trainer.training.run(trainer.train, lambda: trainer.train_step(0))
     if trainer.is_logger:
         print(f"digest sha256:{digest}", flush=True)
     torch.distributed.destroy_process_group()

@@ -38,11 +38,11 @@ class Telling(recipe.Trainer):
             if self.tells_of(name):
                 data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
                 digest.update(name.encode() + data)
-        about = (self.job.step, dist.get_rank(), digest.hexdigest()[:16], self.job.epoch)
+        about = (self.training.step, dist.get_rank(), digest.hexdigest()[:16], self.training.epoch)
         print("state", *about, flush=True)
         super().log_step(*result)
         if (current := session.current()) is not None:
-            while self.job.step >= int((current.job_dir / "limit").read_text() or 0):
+            while self.training.step >= int((current.job_dir / "limit").read_text() or 0):
                 current.raise_if_moved()
                 time.sleep(0.01)
 
@@ -64,11 +64,11 @@ class Told(Telling):
             group.start_grad_sync = self.weighted(group, group.start_grad_sync)
         steps, self.optimizer.step_with_ready_grads = self.optimizer.step_with_ready_grads, self.slowed
         self.steps = steps
-        sum_as_held(Path(os.environ["FT_TOLD"]), lambda: self.job.step + 1)
+        sum_as_held(Path(os.environ["FT_TOLD"]), lambda: self.training.step + 1)
 
     @property
     def contributing(self) -> list[int]:
-        return sorted(self.told[self.job.step + 1])
+        return sorted(self.told[self.training.step + 1])
 
     @property
     def members(self) -> int:
@@ -144,7 +144,7 @@ def main() -> None:
     args = recipe.parse_args()
     recipe.initialize(args)
     trainer = (Told if "FT_TOLD" in os.environ else Telling)(args)
-    digest = trainer.job.run(trainer.train, lambda: trainer.train_step(0))
+    digest = trainer.training.run(trainer.train, lambda: trainer.train_step(0))
     assert gc.isenabled() and (session.current() is None or gc.get_freeze_count() > 10_000)
     if trainer.is_logger:
         print(f"digest sha256:{digest}", flush=True)

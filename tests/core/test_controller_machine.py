@@ -87,7 +87,7 @@ M = TypeVar("M", bound=Message)
 class Agent:
     """What a node says, when a test has it say so."""
 
-    def __init__(self, job: Job, name: str, rank: int) -> None:
+    def __init__(self, job: ControlPlane, name: str, rank: int) -> None:
         self.job, self.name, self.rank = job, name, rank
         self.peer = -1
         self.heard: list[Message] = []
@@ -219,7 +219,7 @@ class Agent:
         return KeptState(state=msgspec.json.decode(self.plan.state, type=JobState), nodes=self.plan.nodes)
 
 
-class Job:
+class ControlPlane:
     """A controller, and the agents that it hears of."""
 
     def __init__(self, nodes: int = 2, spares: int = 0, nproc: int = 1, groups: int = 1, **settings: Any):
@@ -319,14 +319,14 @@ def sent(effects: list[Effect], kind: type[M]) -> dict[int, M]:
 # -- a node dies ---------------------------------------------------------------------------------------
 
 
-def lose(job: Job, name: str) -> list[Effect]:
+def lose(job: ControlPlane, name: str) -> list[Effect]:
     """A node is no more, and that is noticed."""
     job.agents.pop(name).hangs_up()
     return job.wait(suspicion.RETURN_GRACE + 0.2)
 
 
 def test_a_node_dies_and_a_spare_takes_its_roles() -> None:
-    job = Job(nodes=2, spares=1)
+    job = ControlPlane(nodes=2, spares=1)
     assert job.phase == "running" and job["node1"].workers.keys() == {1}
     job.all_step(1)
     dead = job["node1"].peer
@@ -363,7 +363,7 @@ def test_a_node_dies_and_a_spare_takes_its_roles() -> None:
 def test_a_node_dies_with_its_first_word_on_its_state() -> None:
     """Found by the simulator: what the node had said of its segments was lost with the connection, and the
     job ended though others held all of it."""
-    job = Job(spares=1)
+    job = ControlPlane(spares=1)
     lost = job.agents["node1"]
     for agent in job.agents.values():
         for role in agent.workers:
@@ -377,7 +377,7 @@ def test_a_node_dies_with_its_first_word_on_its_state() -> None:
 
 
 def test_a_node_dies_without_a_spare_and_another_comes() -> None:
-    job = Job(nodes=2)
+    job = ControlPlane(nodes=2)
     job.all_step(1)
     lose(job, "node1")
     job.all_report()
@@ -392,7 +392,7 @@ def test_a_node_dies_without_a_spare_and_another_comes() -> None:
 
 
 def test_a_node_dies_and_the_policy_is_to_stop() -> None:
-    job = Job(nodes=2, policy="stop")
+    job = ControlPlane(nodes=2, policy="stop")
     job.all_step(1)
     lose(job, "node1")
     job.all_report()
@@ -401,7 +401,7 @@ def test_a_node_dies_and_the_policy_is_to_stop() -> None:
 
 
 def test_a_node_dies_and_its_replica_group_leaves() -> None:
-    job = Job(nodes=2, groups=2, policy="shrink")
+    job = ControlPlane(nodes=2, groups=2, policy="shrink")
     job.all_step(1)
     lose(job, "node1")
     job.all_report()
@@ -411,7 +411,7 @@ def test_a_node_dies_and_its_replica_group_leaves() -> None:
 
 
 def test_a_node_that_comes_back_in_time_was_not_lost() -> None:
-    job = Job(nodes=2)
+    job = ControlPlane(nodes=2)
     job.all_step(1)
     job["node1"].hangs_up()
     job.wait(0.2)
@@ -421,7 +421,7 @@ def test_a_node_that_comes_back_in_time_was_not_lost() -> None:
 
 
 def test_a_peer_that_saw_it_die_leaves_no_doubt() -> None:
-    job = Job(nodes=2)
+    job = ControlPlane(nodes=2)
     job.all_step(1)
     job["node0"].say(Suspect(epoch=1, role=0, reason="connection reset"))
     job.agents.pop("node1").hangs_up()
@@ -430,7 +430,7 @@ def test_a_peer_that_saw_it_die_leaves_no_doubt() -> None:
 
 
 def test_silence_is_the_loss_of_a_node() -> None:
-    job = Job(nodes=2)
+    job = ControlPlane(nodes=2)
     job.all_step(1)
     job["node1"].silent = True
     job.wait(job.settings.silence_limit - 1)
@@ -439,7 +439,7 @@ def test_silence_is_the_loss_of_a_node() -> None:
     assert "no heartbeat for 10.0 s" in job.records_of("detected")[0].reason
 
 
-def silenced(job: Job, name: str, reach: str) -> None:
+def silenced(job: ControlPlane, name: str, reach: str) -> None:
     """A node that beats regularly is silent from now on, and the others say of it what `reach` says."""
     job.wait(6)
     job[name].silent = True
@@ -452,7 +452,7 @@ def silenced(job: Job, name: str, reach: str) -> None:
 
 
 def test_a_node_that_nobody_reaches_is_lost_sooner() -> None:
-    job = Job(nodes=2, spares=1)
+    job = ControlPlane(nodes=2, spares=1)
     job.all_step(1)
     silenced(job, "node1", "silent")
     assert job["node1"].asked >= 4
@@ -461,7 +461,7 @@ def test_a_node_that_nobody_reaches_is_lost_sooner() -> None:
 
 
 def test_a_node_that_others_reach_is_waited_for() -> None:
-    job = Job(nodes=2, spares=1)
+    job = ControlPlane(nodes=2, spares=1)
     job.all_step(1)
     silenced(job, "node1", "reached")
     job.wait(10)
@@ -472,7 +472,7 @@ def test_a_node_that_others_reach_is_waited_for() -> None:
 
 
 def test_steps_that_finish_speak_for_a_node_that_is_not_heard() -> None:
-    job = Job(nodes=2)
+    job = ControlPlane(nodes=2)
     job.all_step(1)
     job.wait(1)
     job["node1"].silent = True
@@ -484,9 +484,9 @@ def test_steps_that_finish_speak_for_a_node_that_is_not_heard() -> None:
     assert "no heartbeat for 10.0 s" in job.records_of("detected")[0].reason
 
 
-def both_out_of_sight() -> Job:
+def both_out_of_sight() -> ControlPlane:
     """Two of three nodes, and k = 1: what the third one and the spares have does not suffice."""
-    job = Job(nodes=3, spares=2)
+    job = ControlPlane(nodes=3, spares=2)
     job.all_step(1)
     for name in ("node0", "node1"):
         job[name].hangs_up()
@@ -535,7 +535,7 @@ def test_one_of_them_that_comes_back_may_suffice() -> None:
 
 
 def test_a_second_node_dies_in_the_recovery() -> None:
-    job = Job(nodes=3, spares=2)
+    job = ControlPlane(nodes=3, spares=2)
     job.all_step(1)
     lose(job, "node0")
     job["node1"].report()
@@ -547,7 +547,7 @@ def test_a_second_node_dies_in_the_recovery() -> None:
 
 
 def test_a_spare_dies_and_nobody_stops() -> None:
-    job = Job(nodes=2, spares=1)
+    job = ControlPlane(nodes=2, spares=1)
     job.all_step(1)
     kept = job["node0"].kept().state
     effects = lose(job, "node2")
@@ -561,7 +561,7 @@ def test_a_spare_dies_and_nobody_stops() -> None:
 
 
 def test_a_worker_dies_and_its_nodes_standby_takes_the_role() -> None:
-    job = Job(nodes=2)
+    job = ControlPlane(nodes=2)
     job.all_step(1)
     lost = job["node0"].crash(0)
     job["node0"].say(lost)
@@ -574,7 +574,7 @@ def test_a_worker_dies_and_its_nodes_standby_takes_the_role() -> None:
 def test_a_worker_dies_on_a_node_without_a_standby() -> None:
     """It has some time to bring one up before the role moves."""
     for comes in (True, False):
-        job = Job(nodes=2, spares=1)
+        job = ControlPlane(nodes=2, spares=1)
         job.all_step(1)
         job["node0"].idle = 0
         job["node0"].say(job["node0"].crash(0))
@@ -592,7 +592,7 @@ def test_a_worker_dies_on_a_node_without_a_standby() -> None:
 
 
 def test_the_users_error_ends_the_job_with_the_end_of_its_traceback() -> None:
-    job = Job(nodes=2)
+    job = ControlPlane(nodes=2)
     job.all_step(1)
     traceback = 'Traceback (most recent call last):\n  File "train.py", line 1\n    f()\nValueError: no\n'
     lost = WorkerLost(role=1, pid=7, exit="exit code 1", crashed=False, code=1, traceback=traceback)
@@ -603,7 +603,7 @@ def test_the_users_error_ends_the_job_with_the_end_of_its_traceback() -> None:
 
 
 def test_a_worker_that_ends_well_before_training_has_ended() -> None:
-    job = Job(nodes=2)
+    job = ControlPlane(nodes=2)
     job.all_step(1)
     about = {"exit": "exit code 0", "crashed": False, "code": 0, "traceback": ""}
     job["node1"].say(WorkerLost(role=1, pid=7, **about))
@@ -611,7 +611,7 @@ def test_a_worker_that_ends_well_before_training_has_ended() -> None:
 
 
 def test_failures_without_a_new_step_end_the_job() -> None:
-    job = Job(nodes=2)
+    job = ControlPlane(nodes=2)
     job.all_step(1)
     for _ in range(9):
         assert job.done is None
@@ -623,14 +623,14 @@ def test_failures_without_a_new_step_end_the_job() -> None:
 # -- the controller is restarted -----------------------------------------------------------------------
 
 
-def restart(job: Job, *names: str) -> None:
+def restart(job: ControlPlane, *names: str) -> None:
     """Another controller, that these nodes greet."""
     job.start_controller()
     for name in names:
         job[name].greet()
 
 
-def tell(job: Job) -> str:
+def tell(job: ControlPlane) -> str:
     """Whoever is asked tells the state that it has kept. Returns its name."""
     [name] = [name for name, agent in job.agents.items() if agent.heard[-1:] == [SendState()]]
     job[name].say(job[name].kept())
@@ -638,7 +638,7 @@ def tell(job: Job) -> str:
 
 
 def test_a_successor_takes_over_what_an_agent_has_kept() -> None:
-    job = Job(nodes=2, spares=1)
+    job = ControlPlane(nodes=2, spares=1)
     job.all_step(1)
     before = job.controller.facts
     restart(job, "node0", "node1", "node2")
@@ -655,7 +655,7 @@ def test_a_successor_takes_over_what_an_agent_has_kept() -> None:
 
 
 def test_a_successor_asks_another_agent_if_one_does_not_tell() -> None:
-    job = Job(nodes=2)
+    job = ControlPlane(nodes=2)
     job.all_step(1)
     restart(job, "node0", "node1")
     asked = {effect.peer for effect in job.wait(2.5) if isinstance(effect, Send)}
@@ -664,7 +664,7 @@ def test_a_successor_asks_another_agent_if_one_does_not_tell() -> None:
 
 def test_a_failure_during_the_restart_is_found_and_counts_once() -> None:
     """Also where another controller's plan makes it learn once more."""
-    job = Job(nodes=2)
+    job = ControlPlane(nodes=2)
     job.all_step(1)
     lost = job["node0"].crash(0)
     job.start_controller()
@@ -691,7 +691,7 @@ def test_a_failure_during_the_restart_is_found_and_counts_once() -> None:
 
 
 def test_a_node_that_died_with_the_controller_is_missed() -> None:
-    job = Job(nodes=2, spares=1)
+    job = ControlPlane(nodes=2, spares=1)
     job.all_step(1)
     del job.agents["node1"]
     restart(job, "node0", "node2")
@@ -707,7 +707,7 @@ def test_a_node_that_died_with_the_controller_is_missed() -> None:
 
 def test_a_spare_that_came_after_the_plan_and_died_with_the_controller_is_retracted() -> None:
     """Or copies would be sent there for ever, and training would wait for them."""
-    job = Job(nodes=2)
+    job = ControlPlane(nodes=2)
     job.all_step(1)
     job.join("spare")
     assert job["node0"].plan is not None and "spare" in job["node0"].plan.nodes
@@ -723,7 +723,7 @@ def test_a_spare_that_came_after_the_plan_and_died_with_the_controller_is_retrac
 
 def test_an_attempt_to_bring_a_group_back_ends_with_the_plan_of_another_controller() -> None:
     """Its roles take part by then: whoever loses one would otherwise be told that nobody notices."""
-    job = Job(nodes=2, groups=2, policy="shrink")
+    job = ControlPlane(nodes=2, groups=2, policy="shrink")
     job.all_step(1)
     lose(job, "node1")
     job.all_report()
@@ -755,7 +755,7 @@ def test_an_attempt_to_bring_a_group_back_ends_with_the_plan_of_another_controll
 def test_a_node_that_had_not_begun_the_plan_is_told_again_what_to_prepare() -> None:
     """Found by the simulator: a successor asks a spare to bring a group back before the spare has begun the
     plan; the spare, to which that epoch is nothing, does nothing."""
-    job = Job(nodes=2, groups=2, policy="shrink")
+    job = ControlPlane(nodes=2, groups=2, policy="shrink")
     job.all_step(1)
     lose(job, "node1")
     job.all_report()
@@ -772,7 +772,7 @@ def test_a_node_that_had_not_begun_the_plan_is_told_again_what_to_prepare() -> N
 def test_newcomers_that_are_ready_have_the_record_of_start_up() -> None:
     """Found by the simulator: the only role that trained is lost while one that comes back is ready; so its
     next worker was told that nobody has done a start-up operation, and waited in the first for ever."""
-    job = Job(nodes=2, groups=2, policy="shrink")
+    job = ControlPlane(nodes=2, groups=2, policy="shrink")
     job.all_step(1)
     lose(job, "node1")
     job.all_report()
@@ -789,7 +789,7 @@ def test_newcomers_that_are_ready_have_the_record_of_start_up() -> None:
     assert second.plan.worker.completed == {"0-1:1#0": (7, 1)}
 
 
-def lose_all(job: Job) -> None:
+def lose_all(job: ControlPlane) -> None:
     """All nodes with a role, and the controller."""
     for name in list(job.agents):
         del job.agents[name]
@@ -801,7 +801,7 @@ def lose_all(job: Job) -> None:
 
 def test_a_successor_that_finds_nobody_does_not_begin_anew_in_silence() -> None:
     """Found by the simulator: it took the job for one that had not begun, and trained from the first step."""
-    job = Job()
+    job = ControlPlane()
     job.all_step(1)
     lose_all(job)
     assert job.done == End(1) and "lost together" in job.said[-1]
@@ -809,7 +809,7 @@ def test_a_successor_that_finds_nobody_does_not_begin_anew_in_silence() -> None:
 
 
 def test_a_successor_that_finds_nobody_starts_over_where_the_script_resumes() -> None:
-    job = Job()
+    job = ControlPlane()
     job.resumes = True
     job.all_step(1)
     lose_all(job)
@@ -818,7 +818,7 @@ def test_a_successor_that_finds_nobody_starts_over_where_the_script_resumes() ->
 
 
 def test_a_replica_group_comes_back_between_two_steps() -> None:
-    job = Job(nodes=2, groups=2, policy="shrink")
+    job = ControlPlane(nodes=2, groups=2, policy="shrink")
     job.all_step(1)
     lose(job, "node1")
     job.all_report()
@@ -842,7 +842,7 @@ def test_a_replica_group_comes_back_between_two_steps() -> None:
 
 def test_a_job_starts_over_while_a_group_is_ready_to_come_back() -> None:
     """Its workers are ended too; no plan has them yet."""
-    job = Job(nodes=2, groups=2, policy="shrink")
+    job = ControlPlane(nodes=2, groups=2, policy="shrink")
     job.resumes = True
     job.all_step(1)
     lose(job, "node1")
@@ -864,7 +864,7 @@ def test_a_job_starts_over_while_a_group_is_ready_to_come_back() -> None:
 
 def test_a_group_is_lost_before_anybody_has_trained_anew() -> None:
     """The job has started over: what a role makes by itself nobody else has."""
-    job = Job(nodes=2, groups=2, policy="shrink")
+    job = ControlPlane(nodes=2, groups=2, policy="shrink")
     job.resumes, job.redundancy = True, Redundancy.ADOPTABLE
     job.all_step(1)
     for agent in job.agents.values():
@@ -884,7 +884,7 @@ def test_a_group_is_lost_before_anybody_has_trained_anew() -> None:
 
 
 def test_sigterm_to_a_node_is_its_loss_and_to_the_job_its_end() -> None:
-    job = Job(nodes=2, spares=1)
+    job = ControlPlane(nodes=2, spares=1)
     job.all_step(1)
     job["node1"].say(Left())
     job.agents.pop("node1")
@@ -903,7 +903,7 @@ def test_sigterm_to_a_node_is_its_loss_and_to_the_job_its_end() -> None:
 
 
 def test_ftctl_does_not_wait_for_ever() -> None:
-    job = Job(nodes=2)
+    job = ControlPlane(nodes=2)
     job.all_step(1)
     ctl = next(job.peers)
     [asked] = job.happens(Received(ctl, DescribeRole(role=1)))
@@ -917,7 +917,7 @@ def test_ftctl_does_not_wait_for_ever() -> None:
 
 
 def test_a_flight_record_is_passed_on_from_the_agent_of_the_role_to_who_has_asked() -> None:
-    job = Job(nodes=2)
+    job = ControlPlane(nodes=2)
     job.all_step(1)
     first, second, other = next(job.peers), next(job.peers), next(job.peers)
     question, record = DescribeFlight(role=1), RoleFlight(role=1, log=None)
@@ -931,7 +931,7 @@ def test_a_flight_record_is_passed_on_from_the_agent_of_the_role_to_who_has_aske
 
 
 def test_settings_that_contradict_another_nodes_end_the_job_with_the_reason() -> None:
-    job = Job(nodes=2)
+    job = ControlPlane(nodes=2)
     job["node0"].configured = {"replicas": 0}
     job["node1"].configured = {"replicas": 1}
     restart(job, "node0")
@@ -941,7 +941,7 @@ def test_settings_that_contradict_another_nodes_end_the_job_with_the_reason() ->
 
 
 def test_fewer_spares_than_the_script_wants(caplog: pytest.LogCaptureFixture) -> None:
-    job = Job(nodes=1, replicas=0)
+    job = ControlPlane(nodes=1, replicas=0)
     job.join("node1")
     question = Configure(worker=0, id=0, settings={"spares": 3})
     effects = job["node0"].say(question)
@@ -956,7 +956,7 @@ def test_fewer_spares_than_the_script_wants(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_who_has_left_while_another_waits_is_found() -> None:
-    job = Job(nodes=2)
+    job = ControlPlane(nodes=2)
     job.all_step(1)
     job["node0"].say(Completed(epoch=1, role=0, part=1, last=True))
     effects = job.wait(INTERVAL + 0.2)
@@ -969,7 +969,7 @@ def test_who_has_left_while_another_waits_is_found() -> None:
 
 
 def test_all_come_to_the_end() -> None:
-    job = Job(nodes=2)
+    job = ControlPlane(nodes=2)
     job.all_step(1)
     for role in range(2):
         effects = job[f"node{role}"].say(Completed(epoch=1, role=role, part=1, last=True))

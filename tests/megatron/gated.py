@@ -17,7 +17,7 @@ class Trainer(recipe.Trainer):
 
     def forward_step(self, *args: Any) -> Any:
         """As the recipe's."""
-        while self.job.step == GATE and not Path(os.environ["FT_TEST_GATE"]).exists():
+        while self.training.step == GATE and not Path(os.environ["FT_TEST_GATE"]).exists():
             time.sleep(0.05)
         return super().forward_step(*args)
 

@@ -13,7 +13,7 @@ from ft_core.protocol import messages as m
 from .world import Link, Process
 
 if TYPE_CHECKING:
-    from .job import Job
+    from .job import SimJob
     from .node import SimNode
 
 TICK = 0.25
@@ -23,7 +23,7 @@ TICK = 0.25
 class SimController(Process):
     """One process of those that are the controller, one after the other."""
 
-    def __init__(self, job: Job, number: int) -> None:
+    def __init__(self, job: SimJob, number: int) -> None:
         super().__init__(job.world, f"controller{number}")
         self.job = job
         ids = (f"{number}{at:x}" for at in itertools.count())

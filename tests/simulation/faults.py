@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from .job import SHORT, Job
+from .job import SHORT, SimJob
 from .node import SimNode
 
 MOMENTS = (
@@ -14,10 +14,10 @@ MOMENTS = (
 ).split()
 """Messages whose sending is a moment for a fault."""
 
-Fault = Callable[[Job, Random], None]
+Fault = Callable[[SimJob, Random], None]
 
 
-def kill_worker(job: Job, rng: Random) -> None:
+def kill_worker(job: SimJob, rng: Random) -> None:
     """One, or several at once."""
     for _ in range(rng.choice((1, 1, 1, 2))):
         workers = [w for node in job.live() for w in node.workers.values() if w.alive]
@@ -26,7 +26,7 @@ def kill_worker(job: Job, rng: Random) -> None:
             worker.node.end_worker(worker, -9)
 
 
-def hang_worker(job: Job, rng: Random) -> None:
+def hang_worker(job: SimJob, rng: Random) -> None:
     """Its main thread stops for good within a step. Elsewhere only a detector of hangs would find that."""
     workers = [w for node in job.live() for w in node.workers.values() if w.alive and w.trains]
     if workers:
@@ -49,7 +49,7 @@ def hang_worker(job: Job, rng: Random) -> None:
             job.world.at(at + 1.0, lambda: _break(job, worker.node, rng))
 
 
-def stop_worker(job: Job, rng: Random) -> None:
+def stop_worker(job: SimJob, rng: Random) -> None:
     """For a while."""
     workers = [w for node in job.live() for w in node.workers.values() if w.alive]
     if workers:
@@ -59,7 +59,7 @@ def stop_worker(job: Job, rng: Random) -> None:
         job.world.at(rng.choice((0.2, 1.0, 4.0)), worker.go_on)
 
 
-def kill_node(job: Job, rng: Random) -> None:
+def kill_node(job: SimJob, rng: Random) -> None:
     """A machine is lost, with all its memory; another comes, or not."""
     if node := some(job, rng):
         node.vanished = rng.random() < 0.5
@@ -68,7 +68,7 @@ def kill_node(job: Job, rng: Random) -> None:
             job.world.at(rng.random() * 8, job.join)
 
 
-def stop_node(job: Job, rng: Random) -> None:
+def stop_node(job: SimJob, rng: Random) -> None:
     """A virtual machine stalls."""
     if node := some(job, rng):
         seconds = rng.choice((0.3, 1.0, 1.9, 3.0, 5.0, 12.0))
@@ -77,7 +77,7 @@ def stop_node(job: Job, rng: Random) -> None:
         node.stall(seconds, alone)
 
 
-def stop_everything(job: Job, rng: Random) -> None:
+def stop_everything(job: SimJob, rng: Random) -> None:
     """The machine that all of it runs on stalls: some of it goes on earlier than the rest."""
     seconds = rng.choice((0.3, 1.0, 1.9, 3.0, 8.0))
     job.world.trace(f"everything stalls for {seconds} s")
@@ -88,20 +88,20 @@ def stop_everything(job: Job, rng: Random) -> None:
     job.world.at(seconds - 0.2 * rng.random(), controller.go_on)
 
 
-def break_connection(job: Job, rng: Random) -> None:
+def break_connection(job: SimJob, rng: Random) -> None:
     """Of a node to the controller."""
     if node := some(job, rng):
         _break(job, node, rng)
 
 
-def _break(job: Job, node: SimNode, rng: Random) -> None:
+def _break(job: SimJob, node: SimNode, rng: Random) -> None:
     if node.link is not None:
         job.world.trace(f"the connection of {node.name} breaks")
         node.troubled(SHORT)
         node.link.break_(rng.random())
 
 
-def cut(job: Job, rng: Random) -> None:
+def cut(job: SimJob, rng: Random) -> None:
     """A node's network lets nothing through."""
     if node := some(job, rng):
         name, seconds = node.machine_name, rng.choice((0.3, 2.0, 6.0, 15.0))
@@ -118,7 +118,7 @@ def cut(job: Job, rng: Random) -> None:
         job.world.at(seconds, heal)
 
 
-def sever(job: Job, rng: Random) -> None:
+def sever(job: SimJob, rng: Random) -> None:
     """Nothing gets through between a node and the controller, one way or both; others reach the two."""
     if node := some(job, rng):
         name, seconds = node.machine_name, rng.choice((0.5, 3.0, 6.0, 15.0))
@@ -135,14 +135,14 @@ def sever(job: Job, rng: Random) -> None:
         job.world.at(seconds, heal)
 
 
-def kill_controller(job: Job, rng: Random) -> None:
+def kill_controller(job: SimJob, rng: Random) -> None:
     """`ftrun` starts another."""
     if job.controller.alive and job.controller.code is None:
         job.world.trace(f"{job.controller.name} is killed")
         job.restart_controller()
 
 
-def stop_controller(job: Job, rng: Random) -> None:
+def stop_controller(job: SimJob, rng: Random) -> None:
     """For a while."""
     controller = job.controller
     controller.world.trace(f"{controller.name} is stopped")
@@ -150,21 +150,21 @@ def stop_controller(job: Job, rng: Random) -> None:
     job.world.at(rng.choice((0.5, 3.0, 10.0)), controller.go_on)
 
 
-def terminate_node(job: Job, rng: Random) -> None:
+def terminate_node(job: SimJob, rng: Random) -> None:
     """SIGTERM to one machine: its workers end, and the job goes on without it."""
     if node := some(job, rng):
         job.world.trace(f"{node.name} is told to end")
         job.terminate(node)
 
 
-def poison(job: Job, rng: Random) -> None:
+def poison(job: SimJob, rng: Random) -> None:
     """A role's worker dies whenever it has made a certain version: nothing helps against that."""
     if job.poison is None:
         job.poison = rng.randrange(job.training.roles), job.training.newest + rng.choice((1, 2))
         job.world.trace(f"(role, version) {job.poison} is deadly")
 
 
-def join(job: Job, rng: Random) -> None:
+def join(job: SimJob, rng: Random) -> None:
     """A node more."""
     if len(job.live()) < job.shape.nodes + job.shape.spares + 2:
         job.join()
@@ -189,12 +189,12 @@ FAULTS: dict[Fault, int] = {
 """With how often each is chosen."""
 
 
-def some(job: Job, rng: Random) -> SimNode | None:
+def some(job: SimJob, rng: Random) -> SimNode | None:
     nodes = job.live()
     return rng.choice(nodes) if nodes else None
 
 
-def schedule(job: Job, rng: Random) -> float:
+def schedule(job: SimJob, rng: Random) -> float:
     """Draw a schedule of faults, some near to each other or at a certain message. When the last is over."""
     count = rng.choice((1, 1, 2, 2, 3, 4, 6))
     span = rng.choice((2.0, 4.0, 8.0))

@@ -65,7 +65,7 @@ class Outcome:
     """Of those, nodes that were stopped for a short while, and taken for lost because of their silence."""
 
 
-class Job:
+class SimJob:
     """Everything that one schedule is about."""
 
     def __init__(self, world: World, shape: Shape) -> None:

@@ -19,7 +19,7 @@ from .workers import SimWorker, to_layout
 from .world import Link, Process
 
 if TYPE_CHECKING:
-    from .job import Job
+    from .job import SimJob
 
 _RECONNECT = 1.5
 """Seconds, at most; as a rule it is much quicker."""
@@ -31,7 +31,7 @@ _PROBE = 1.0
 class SimNode(Process):
     """One agent and what it has started. A node that begins anew has another name on the same machine."""
 
-    def __init__(self, job: Job, machine_name: str, rank: int, again: int = 0) -> None:
+    def __init__(self, job: SimJob, machine_name: str, rank: int, again: int = 0) -> None:
         super().__init__(job.world, f"{machine_name}+{again}")
         self.job, self.machine_name, self.rank, self._again = job, machine_name, rank, again
         self.leaving = False

@@ -6,7 +6,7 @@ import logging
 from random import Random
 
 from .faults import schedule
-from .job import Job, Outcome, Shape
+from .job import Outcome, Shape, SimJob
 from .world import Violation, World
 
 SHAPES = (
@@ -25,7 +25,7 @@ SHAPES = (
 def simulate(seed: int, world: World | None = None) -> Outcome:
     """Run one schedule. Raises Violation."""
     rng = Random(seed)
-    job = Job(world or World(seed), rng.choice(SHAPES))
+    job = SimJob(world or World(seed), rng.choice(SHAPES))
     return job.run(schedule(job, rng))
 
 
