@@ -298,6 +298,12 @@ class Epochs:
             self.tell_of_nodes()
             self.decide_if_ready()
 
+    def restore_failed(self, node: Node, reason: str, role: int) -> None:
+        """A role cannot have its state. Before it is decided again: does its node reach those who have it?"""
+        self.fail(reason, [role])
+        if isinstance(self.phase, Quiescing | Waiting):
+            self.watch.fetch_failed(node.name, reason, self.now)
+
     def fail(self, reason: str, roles: list[int]) -> None:
         """Roles have lost their worker or their state: end the epoch, unless it is ending already."""
         phase = self.phase
@@ -347,6 +353,29 @@ class Epochs:
         for node, why in self.watch.lost(isinstance(self.phase, Running), self.now):
             self.node_lost(node, why)
         self.do(*self.watch.questions(self.now))
+        if isinstance(self.phase, Running | Quiescing | Waiting) and not self.unprotected:
+            self.do(*self.watch.question_links(self.now))
+            if self.watch.links.over:
+                self._mend()
+
+    def _mend(self) -> None:
+        """It is known which links are broken: replace one end of one, or what broke is made anew."""
+        facts, why = self.facts, self.watch.broke
+        first = {name: role for role, name in sorted(facts.places.items(), reverse=True)}
+        none = facts.settings.world_size  # a node without a role is replaced rather than one with some
+        broken = self.watch.links.found(lambda name: 0, lambda name: first.get(name, none))
+        self.watch.ends()
+        if broken is not None:
+            one, other = broken.ends
+            node = facts.nodes[broken.replaced]
+            roles = [role for role, name in facts.places.items() if name == node.name]
+            what = f"nodes {one} and {other} do not reach each other; {node.name} is replaced"
+            self.record("link", what, roles, nodes=[one, other], replaced=node.name)
+            self.do(Send(node.peer, m.GivenUp()))
+            self.node_lost(node, f"its link to {one if node.name == other else other} is broken", True)
+        elif isinstance(self.phase, Running):
+            self.fail(f"connections broke, and all nodes reach each other ({why})", [])
+        self.decide_if_ready()
 
     def watch_endings(self) -> None:
         facts = self.facts
@@ -418,6 +447,8 @@ class Epochs:
         nodes = facts.nodes.values()
         if any(n.holdings.reported != facts.epoch or n.sight.gone_since is not None for n in nodes):
             return
+        if self.watch.links.suspected:
+            return  # what is decided should work
         if facts.reached > facts.goal:  # the failure is the first that comes after it
             facts.futile, facts.goal = min(facts.futile, 1), facts.reached
         if facts.futile > FUTILE:

@@ -210,7 +210,7 @@ class Controller:
             case m.NoIdleWorker(role=role) if self._epochs.returning.concerns(role):
                 self._epochs.do(*self._epochs.returning.fail(facts, f"no idle worker on {node.name}"))
             case m.RestoreFailed(epoch=facts.epoch, role=role, reason=reason):
-                self._epochs.fail(f"role {role} on {node.name}: {reason}", [role])
+                self._epochs.restore_failed(node, f"role {role} on {node.name}: {reason}", role)
             case m.NoIdleWorker(epoch=facts.epoch, role=role):
                 self._epochs.fail(f"role {role} on {node.name}: no idle worker on its node", [role])
             case m.Restored() | m.Stepped() | m.Reopened():
@@ -243,8 +243,8 @@ class Controller:
                 self._epochs.unprotected = True
             case m.Suspect(epoch=epoch, role=role, reason=reason):
                 if epoch == facts.epoch:
-                    self._epochs.watch.doubting.add(node.name)
-                self._epochs.record("suspected", reason, [role])
+                    self._epochs.watch.suspected(node.name, reason, now)
+                    self._epochs.record("suspected", reason, [role])
             case m.DurableNames():
                 if self._epochs.checkpoints.answered(node, message):
                     self._reconsider()

@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 from ft_core.control.events import Effect, Send
 from ft_core.control.facts import Facts, Node
+from ft_core.control.links import Links
 from ft_core.control.suspicion import ASK, Steps, chosen
 from ft_core.protocol.messages import Heartbeat, NodeName, NodesProbed, ProbeNodes
 
@@ -21,6 +22,9 @@ class Watch:
         self._facts = facts
         self.doubting: set[NodeName] = set()
         """Nodes of which a worker, or the agent, saw a connection to a peer break in this epoch."""
+        self.broke = ""
+        """What was seen to break, the first time."""
+        self.links = Links()
         self._steps = Steps()
         self._missed: dict[NodeName, float] = {}
         """Nodes of the plan that were lost since it was made, and when. They may live."""
@@ -30,18 +34,30 @@ class Watch:
 
     def begins(self) -> None:
         """A plan was made: who is not in it is not waited for."""
-        self._steps = Steps()
+        self._steps, self.links = Steps(), Links()
         self._missed.clear()
 
     def ends(self) -> None:
         """An epoch has ended: what was seen to break belongs to it."""
         self.doubting.clear()
+        self.links = Links()
 
     # -- what is heard -----------------------------------------------------------------------------
 
     def greeted(self, name: NodeName) -> None:
         """It is there, or again."""
         self._missed.pop(name, None)
+
+    def suspected(self, name: NodeName, reason: str, now: float) -> None:
+        """A worker, or the agent, of a node saw connections break in this epoch."""
+        self.broke = self.broke if self.doubting else reason
+        self.doubting.add(name)
+        self.links.suspect(now, training=True)
+
+    def fetch_failed(self, name: NodeName, reason: str, now: float) -> None:
+        """A node could not fetch what others hold, as they have said."""
+        self.links.suspect(now, training=False)
+        self.suspected(name, reason, now)
 
     def beat(self, beat: Heartbeat, now: float) -> None:
         """It says how far its roles are."""
@@ -50,6 +66,7 @@ class Watch:
 
     def probed(self, witness: Node, answer: NodesProbed) -> None:
         """A node says which others it reaches."""
+        self.links.answered(witness.name, answer.reach)
         for name, reach in answer.reach.items():
             if (node := self._facts.nodes.get(name)) is not None:
                 node.sight.answers = {**node.sight.answers, witness.name: reach}
@@ -98,6 +115,18 @@ class Watch:
         """Those that are heard themselves."""
         bound = self._facts.settings.silence_limit
         return {name for name, node in self._facts.nodes.items() if node.sight.lively(now, bound)}
+
+    def question_links(self, now: float) -> list[Effect]:
+        """To the nodes of the plan, about each other, where connections broke and no step finishes."""
+        if not self.doubting:
+            return []
+        nodes = self._facts.nodes
+        concerned = set(self._facts.begun.nodes) & set(nodes)
+        sound = concerned <= self._witnesses(now)
+        asked = self.links.tick(concerned, self.doubting, sound, self._steps.newest, now)
+        return self.ask(
+            {name: {other: nodes[other].hello.data for other in about} for name, about in asked.items()}
+        )
 
     # -- nodes out of sight ------------------------------------------------------------------------
 

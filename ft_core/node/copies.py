@@ -22,6 +22,10 @@ from ft_core.settings import Settings
 log = logging.getLogger(__name__)
 
 
+_SAY_AGAIN = 20
+"""Failures of one copy after which the controller is told again."""
+
+
 @dataclass
 class _Copying:
     """One snapshot on its way."""
@@ -66,7 +70,7 @@ class Copies:
             return []
         copying.failures += 1
         copying.again = now + pause
-        if copying.failures == 1:
+        if copying.failures % _SAY_AGAIN == 1:  # to another controller, perhaps
             return [ToController(m.Suspect(event.epoch, event.role, event.failed))]
         if copying.failures == 2:
             log.warning(

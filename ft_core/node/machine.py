@@ -232,7 +232,8 @@ class Agent:
                 self.epochs.send_state()
             case m.GivenUp():
                 log.warning(
-                    "node %s was not heard of for too long, and the job has gone on without it: its workers "
+                    "the job goes on without node %s, which was not heard of for too long, or does not reach "
+                    "another: its workers "
                     "end, and it joins again as a spare",
                     self.about.node,
                 )
@@ -287,7 +288,7 @@ class Agent:
             case m.WorkerCompleted(epoch, part, last):
                 self.epochs.say(m.Completed(epoch, role, part, last))
             case m.WorkerSuspects(epoch, reason):
-                self.epochs.post(m.Suspect(epoch, role, reason))
+                self.epochs.say(m.Suspect(epoch, role, reason))
             case m.WorkerCounts(counts):
                 self.epochs.post(m.OperationCounts(role, counts))
             case m.WorkerIssued(number, epoch, step, at_end, issued):

@@ -8,7 +8,7 @@ from ft_core.protocol import messages as m
 
 OfRole = (
     m.WorkerLost | m.NoIdleWorker | m.RestoreFailed | m.Restored | m.Stepped | m.Reopened | m.RoleLayout
-    | m.Prepared | m.Held | m.Unprotected | m.Completed | m.Finished
+    | m.Prepared | m.Held | m.Unprotected | m.Suspect | m.Completed | m.Finished
 )  # fmt: skip
 
 

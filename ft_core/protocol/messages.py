@@ -555,12 +555,12 @@ class AgentHello(Message, frozen=True):
 
 FromRoles = (
     WorkerLost | NoIdleWorker | RestoreFailed | Restored | Stepped | Reopened | RoleLayout | Prepared
-    | Held | Unprotected | Completed | Finished | Configure | Trained
+    | Held | Unprotected | Suspect | Completed | Finished | Configure | Trained
 )  # fmt: skip
 """What an agent says of its roles, and says again with each greeting."""
 
 FromAgent = (
-    AgentHello | Holdings | Heartbeat | Idle | FromRoles | OperationCounts | Issued | Suspect
+    AgentHello | Holdings | Heartbeat | Idle | FromRoles | OperationCounts | Issued
     | Configured | NodesProbed | DurableNames | DurableWritten | DurableFailed | RoleState | Flights
     | RoleFlight | Leaving | Left | KeptState
 )  # fmt: skip

@@ -61,10 +61,12 @@ from ft_core.protocol.messages import (
     Prepare,
     Prepared,
     ProbeNodes,
+    Reach,
     Redundancy,
     Release,
     ReplicaGroup,
     Restored,
+    RestoreFailed,
     RoleBeat,
     RoleFlight,
     RoleHeld,
@@ -439,7 +441,7 @@ def test_silence_is_the_loss_of_a_node() -> None:
     assert "no heartbeat for 10.0 s" in job.records_of("detected")[0].reason
 
 
-def silenced(job: ControlPlane, name: str, reach: str) -> None:
+def silenced(job: ControlPlane, name: str, reach: Reach) -> None:
     """A node that beats regularly is silent from now on, and the others say of it what `reach` says."""
     job.wait(6)
     job[name].silent = True
@@ -447,7 +449,7 @@ def silenced(job: ControlPlane, name: str, reach: str) -> None:
         for peer, asked in sent(job.wait(0.1), ProbeNodes).items():
             agent = next(a for a in job.agents.values() if a.peer == peer)
             assert asked.nodes == {name: "data"} and agent.name != name
-            agent.say(NodesProbed(asked.round, {name: reach}))  # type: ignore[arg-type]
+            agent.say(NodesProbed(asked.round, {name: reach}))
             job[name].asked += 1
 
 
@@ -532,6 +534,87 @@ def test_one_of_them_that_comes_back_may_suffice() -> None:
     job["node0"].greet()
     job.all_report("node0")
     assert job.phase == "running" and set(job.records_of("decided")[-1].more["moved"]) == {1}
+
+
+def answer_probes(job: ControlPlane, seconds: float, *broken: tuple[str, str]) -> int:
+    """Nodes say whom they reach: all, but over the `broken` links, which are broken one way. How often."""
+    count, end = 0, job.now + seconds
+    while job.now < end:
+        for peer, asked in sent(job.wait(0.1), ProbeNodes).items():
+            name = next(a.name for a in job.agents.values() if a.peer == peer)
+            reach: dict[str, Reach] = {n: "silent" if (name, n) in broken else "reached" for n in asked.nodes}
+            job[name].say(NodesProbed(asked.round, reach))
+            count += 1
+    return count
+
+
+def broke(nodes: int = 3, spares: int = 1) -> ControlPlane:
+    """A job in which a worker has seen its connections break."""
+    job = ControlPlane(nodes=nodes, spares=spares)
+    job.all_step(1)
+    job.wait(1)
+    job["node0"].say(Suspect(epoch=1, role=0, reason="connection reset"))
+    return job
+
+
+def test_one_end_of_a_broken_link_is_replaced() -> None:
+    job = broke()
+    victim = job["node1"].peer
+    answer_probes(job, 10, ("node0", "node1"))
+    [link] = job.records_of("link")
+    assert link.more == {"nodes": ["node0", "node1"], "replaced": "node1"} and link.roles == (1,)
+    assert job["node1"].heard[-1] == GivenUp() and victim not in job.controller.facts.peers
+    [detected] = job.records_of("detected")
+    assert detected.reason == "node node1 lost: its link to node0 is broken"
+    del job.agents["node1"]
+    job.all_report()
+    assert job.records_of("decided")[-1].more["moved"] == {1: "node3"}
+
+
+def test_the_end_that_fewer_nodes_reach_is_replaced_and_rather_one_without_a_role() -> None:
+    job = broke()
+    answer_probes(job, 10, ("node0", "node1"), ("node2", "node0"))
+    assert job.records_of("link")[0].more["replaced"] == "node0"
+    job = broke()
+    answer_probes(job, 10, ("node0", "node3"))
+    assert job.records_of("link")[0].more["replaced"] == "node3"
+    assert job.phase == "running" and job.records_of("spare_lost")
+
+
+def test_a_link_that_is_broken_once_is_not() -> None:
+    job = broke()
+    while not answer_probes(job, 0.1, ("node0", "node1")):
+        pass
+    answer_probes(job, 10)
+    assert not job.records_of("link")
+    [detected] = job.records_of("detected")
+    assert detected.roles == () and "all nodes reach each other (connection reset)" in detected.reason
+    job.all_report()
+    assert job.records_of("decided")[-1].more["moved"] == {}, "what broke is made anew, by the same workers"
+
+
+def test_nobody_is_asked_about_links_while_steps_go_on() -> None:
+    job = broke()
+    for step in range(2, 30):
+        job["node0"].step_now = step
+        assert answer_probes(job, 1) == 0
+    assert not job.records_of("detected")
+    assert answer_probes(job, 10) > 0 and job.records_of("detected")
+
+
+def test_a_fetch_that_failed_is_not_decided_on_again_before_links_are_known() -> None:
+    job = ControlPlane(nodes=3, spares=2)
+    job.all_step(1)
+    lose(job, "node1")
+    job.all_report()
+    taken = job.records_of("decided")[-1].more["moved"][1]
+    other = next(name for name in ("node3", "node4") if name != taken)
+    job[taken].say(RestoreFailed(epoch=2, role=1, reason="no route to host"))
+    job.all_report()
+    assert len(job.records_of("decided")) == 2
+    answer_probes(job, 3, (taken, "node0"), (taken, "node2"))
+    assert job.records_of("link")[0].more["replaced"] == taken
+    assert job.records_of("decided")[-1].more["moved"] == {1: other}
 
 
 def test_a_second_node_dies_in_the_recovery() -> None:

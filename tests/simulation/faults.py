@@ -135,6 +135,23 @@ def sever(job: SimJob, rng: Random) -> None:
         job.world.at(seconds, heal)
 
 
+def sever_nodes(job: SimJob, rng: Random) -> None:
+    """Nothing gets through between two nodes, one way or both; all else is well."""
+    machines = sorted({node.machine_name for node in job.live()})
+    if len(machines) < 2:
+        return
+    one, other = rng.sample(machines, 2)
+    ways = rng.choice(([(one, other)], [(one, other), (other, one)]))
+    seconds = rng.choice((1.0, 4.0, 30.0, 1000.0))
+    job.world.trace(f"nothing gets through on {ways} for {seconds} s")
+    job.network.severed |= set(ways)
+
+    def heal() -> None:
+        job.network.severed -= set(ways)
+
+    job.world.at(seconds, heal)
+
+
 def kill_controller(job: SimJob, rng: Random) -> None:
     """`ftrun` starts another."""
     if job.controller.alive and job.controller.code is None:
@@ -180,6 +197,7 @@ FAULTS: dict[Fault, int] = {
     stop_everything: 1,
     cut: 2,
     sever: 2,
+    sever_nodes: 2,
     kill_controller: 4,
     stop_controller: 2,
     terminate_node: 1,

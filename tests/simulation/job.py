@@ -104,6 +104,8 @@ class SimJob:
         """Nodes whose memory is lost since everything was in enough of them."""
         self._out: dict[str, float] = {}
         """Nodes that live, and are lost to the controller: since when."""
+        self._linked = 0
+        """The epoch that a broken link has begun."""
         self._given_up: set[str] = set()
         """Nodes without which the job has gone on."""
         self._pids = itertools.count(1000)
@@ -192,6 +194,10 @@ class SimJob:
                     self._is_lost(node, event.reason, controller)
         if event.event == "controller_restarted":
             self._look(controller)
+        if event.event == "link":
+            machines = [name.partition("+")[0] for name in event.more["nodes"]]
+            if self.network.joins(*machines) and not any(map(self._ails, self.live())):
+                raise Violation(f"6: the link between {machines} is well, and {event.reason}")
         back = self.named(event.more["node"]) if event.event == "given_up" else None
         if back is not None and not self._in_trouble(back):
             raise Violation(f"6: {back.name} is well, and is given up")
@@ -205,6 +211,10 @@ class SimJob:
         if not node.alive:
             return
         self.outcome.evictions += 1
+        if "its link" in reason:
+            if self._linked == controller.machine.facts.epoch:
+                raise Violation(f"6: a second node is taken for lost for one broken link: {reason}")
+            self._linked = controller.machine.facts.epoch
         if "no heartbeat" in reason:
             if not self._in_trouble(node):
                 raise Violation(f"6: {node.name} is well, and is taken for lost: {reason}")

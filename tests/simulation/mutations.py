@@ -10,11 +10,13 @@ from typing import Any
 
 from ft_core.control import decision, takeover
 from ft_core.control.epochs import Epochs
+from ft_core.control.events import Record
 from ft_core.control.facts import Facts, Node
 from ft_core.control.machine import Controller
 from ft_core.control.phases import Rebuilding
 from ft_core.control.returning import Returning
 from ft_core.control.suspicion import Sight
+from ft_core.control.watch import Watch
 from ft_core.node import epochs as node
 from ft_core.node import said
 from ft_core.node.events import Commit, DropAfter
@@ -52,6 +54,26 @@ def silence_alone_is_a_verdict() -> None:
 def out_of_sight_is_dead() -> None:
     """What nodes hold whose connections broke does not count, before the job is given up."""
     Epochs._waits_for_sight = lambda self, outcome: False  # type: ignore[method-assign]
+
+
+def broken_links_are_not_looked_for() -> None:
+    """Where connections break and nobody has died, nobody asks why."""
+    Watch.question_links = lambda self, now: []  # type: ignore[method-assign]
+
+
+def both_ends_of_a_link_are_replaced() -> None:
+    """Not one."""
+    mend = Epochs._mend
+
+    def mutated(self: Epochs) -> None:
+        count = len(self.effects)
+        mend(self)
+        for effect in self.effects[count:]:
+            if isinstance(effect, Record) and effect.event == "link":
+                for name in set(effect.more["nodes"]) & set(self.facts.nodes):
+                    self.node_lost(self.facts.nodes[name], "its link is broken", for_good=True)
+
+    Epochs._mend = mutated  # type: ignore[method-assign]
 
 
 def any_step_is_progress() -> None:
@@ -205,6 +227,8 @@ MUTATIONS: dict[str, Callable[[], None]] = {
         a_pause_of_the_controller_counts,
         silence_alone_is_a_verdict,
         out_of_sight_is_dead,
+        broken_links_are_not_looked_for,
+        both_ends_of_a_link_are_replaced,
         any_step_is_progress,
         a_report_is_final,
         nothing_is_said_twice,

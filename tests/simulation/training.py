@@ -11,6 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ft_core.elastic.rules import Deal, Range, positions
+from ft_core.protocol.messages import WorkerSuspects
 from ft_core.state.manifest import Segment, layout
 
 from .world import Violation, World
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from .workers import SimWorker
 
 Content = int
+BREAKS = 2.0
+"""Seconds after which a connection that lets nothing through breaks."""
 
 
 def after(content: Content, step: int, trained: dict[int, list[Range]]) -> Content:
@@ -41,6 +44,10 @@ class Exchange:
     joined: dict[int, SimWorker] = field(default_factory=dict)
     passed: set[int] = field(default_factory=set)
     complete: bool = False
+    broken: bool = False
+    """Whether a connection has: nothing comes of it any more."""
+    blocked_at: float | None = None
+    """When a link was found to let nothing through."""
 
 
 class Training:
@@ -84,14 +91,37 @@ class Training:
             return exchange
         exchange.joined[worker.role] = worker
         if set(exchange.joined) >= members:
-            if any(not w.alive or w.pending > worker.epoch for w in exchange.joined.values()):
-                return exchange  # connections to who has died, or has left, are broken
-            if kind == "step":
-                self._check(worker.epoch, number, exchange)
-            exchange.complete = True
-            for member in exchange.joined.values():
-                member.later(self.world.delay(), member.pump)
+            self._exchange(worker.epoch, kind, number, exchange)
         return exchange
+
+    def _exchange(self, epoch: int, kind: str, number: int, exchange: Exchange) -> None:
+        """All are there: it is complete, once all links let it through."""
+        workers = exchange.joined.values()
+        if exchange.broken or any(not w.alive or w.pending > epoch for w in workers):
+            return  # connections to who has died, or has left, are broken
+        if apart := self._apart(exchange):
+            since = exchange.blocked_at = exchange.blocked_at or self.world.now
+            if self.world.now - since < BREAKS:
+                self.world.at(0.2, lambda: self._exchange(epoch, kind, number, exchange))
+                return
+            exchange.broken = True
+            for member in apart:
+                member.do(lambda w=member: w.node.from_worker(w, WorkerSuspects(epoch, "reset")))  # type: ignore[misc]
+            return
+        if kind == "step":
+            self._check(epoch, number, exchange)
+        exchange.complete = True
+        for member in workers:
+            member.later(self.world.delay(), member.pump)
+
+    def _apart(self, exchange: Exchange) -> list[SimWorker]:
+        """Members that do not reach another one."""
+        workers = list(exchange.joined.values())
+        network = workers[0].node.job.network
+        if not network.cut and not network.severed:
+            return []
+        machines = {w.node.machine_name for w in workers}
+        return [w for w in workers if not all(network.joins(w.node.machine_name, name) for name in machines)]
 
     def _check(self, epoch: int, version: int, exchange: Exchange) -> None:
         for role, worker in exchange.joined.items():
