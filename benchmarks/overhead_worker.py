@@ -65,7 +65,7 @@ class Meter:
     def read(self) -> dict[str, float]:
         """All counters as they stand."""
         return {
-            "waited": self.live.control[Word.WAITED_NS] / 1e9,
+            "waited": self.live._shell.control[Word.WAITED_NS] / 1e9,
             "foreground": self.foreground,
             "copy_wall": self.copy_wall,
             "copy_cpu": self.copy_cpu,

@@ -67,10 +67,12 @@ def _standing_in(engine: Any, session: Session, ring: tuple[int, ...]) -> Iterat
     """Be the first of this role's peers, if that one is away and this role comes next."""
     grid = getattr(engine, "grid", None)
     with ExitStack() as undo:
-        if grid is not None and session.absent.intersection(ring):
+        if grid is not None and session.groups.absent.intersection(ring):
             # Each peer would write some of the stage's layers.
             undo.enter_context(replaced(engine.module, {"checkpoint_parallel_write_pipeline": False}))
-        if ring[0] in session.absent and session.role == stand_in(ring[0], ring, session.absent):
+        if ring[0] in session.groups.absent and session.role == stand_in(
+            ring[0], ring, session.groups.absent
+        ):
             first = {"save_non_zero_checkpoint": True, "global_rank": ring[0]}
             undo.enter_context(replaced(engine, first))
             undo.enter_context(patched.SAVING_COMM.replaced(_As(ring[0])))  # it asks that one, too

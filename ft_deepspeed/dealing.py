@@ -19,6 +19,7 @@ from ft_core.adapter import ReplicaGroup
 from ft_core.elastic.rules import Deal, Membership
 from ft_core.errors import ConfigError
 from ft_core.patching import replaced
+from ft_core.protocol.messages import Dealt
 from ft_core.worker.session import Session
 from ft_deepspeed import patched
 from ft_deepspeed.stream import Stream
@@ -185,7 +186,7 @@ class Dealing:
             f"step {step} has trained {micro_batches} and drawn {self._batches[step]}"
         )
 
-    def finish(self, step: int) -> dict[str, Any] | None:
+    def finish(self, step: int) -> Dealt | None:
         """`step` is complete, or it is once more: what the ledger is to know of it. None on a role without
         data."""
         if not self._turns[step]:
@@ -235,5 +236,5 @@ class Dealing:
 
     @property
     def _membership(self) -> Membership:
-        known = self._session.membership
-        return known if known.groups == self._groups else self._session.start.membership(self._groups)
+        known = self._session.groups.membership
+        return known if known.groups == self._groups else self._session.groups.start.membership(self._groups)

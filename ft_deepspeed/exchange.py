@@ -65,7 +65,7 @@ class Exchange:
         patched.BUCKETED_GRADIENTS[stage3].wrap(weighing, of=optimizer)
 
     def _weigh(self, gradient: Any) -> None:
-        scale = self._session.membership.gradient_scale(self._session.version + 1, self._group)
+        scale = self._session.groups.membership.gradient_scale(self._session.version + 1, self._group)
         if scale is None:
             gradient.zero_()
         elif scale != 1.0:
@@ -73,7 +73,7 @@ class Exchange:
 
     def _over_those_present(self, average: Callable[..., Any]) -> Callable[..., Any]:
         def averaged(*args: Any, **kwargs: Any) -> Any:
-            there = self._session.membership.taking_part(self._session.version + 1)
+            there = self._session.groups.membership.taking_part(self._session.version + 1)
             with replaced(self._engine, {"dp_world_size": len(there)}):
                 return average(*args, **kwargs)
 
@@ -83,7 +83,7 @@ class Exchange:
         """DeepSpeed averages the norm over the data-parallel ranks once more, all of which have the same."""
 
         def clipped(*args: Any, **kwargs: Any) -> Any:
-            membership, comm = self._session.membership, patched.NORM_COMM.original()
+            membership, comm = self._session.groups.membership, patched.NORM_COMM.original()
             there = membership.taking_part(self._session.version + 1)
             with patched.NORM_COMM.replaced(_Comm(comm, membership.groups / len(there))):
                 return clip(*args, **kwargs)

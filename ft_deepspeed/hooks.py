@@ -111,7 +111,7 @@ def _protected(original: Callable[..., Any]) -> Callable[..., Any]:
         with _unannounced() if current.joining else contextlib.nullcontext():
             engine, *others = original(*args, **kwargs)
         given_here = "policy" in section.model_fields_set
-        Protection(engine, current, section.policy == "shrink" if given_here else current.elastic)
+        Protection(engine, current, section.policy == "shrink" if given_here else current.groups.elastic)
         protected = True
         return engine, *others
 

@@ -82,7 +82,7 @@ class Protection:
         self._engine, self._session = engine, session
         state = DeepSpeedAdapter(engine)
         self._adapter = ProtectedState(state, self, shrink)
-        if engine.zero_optimization_stage() == 3 and session.absent and not session.joining:
+        if engine.zero_optimization_stage() == 3 and session.groups.absent and not session.joining:
             raise ConfigError(
                 "ZeRO stage 3 shards the weights from the start on, so a job cannot start without some "
                 "replica groups: give --nnodes one number"
@@ -244,7 +244,7 @@ class Protection:
 
         Returns whether there are any that are worth it. Then `begin` is yet to come.
         """
-        seen = self._session.foresee()
+        seen = self._session.progress_of_others()
         gap = seen[0] - self._position if seen is not None else 0
         if seen is None or gap < _NEAR or gap > self._gap / 2:
             return False
@@ -273,7 +273,7 @@ class Protection:
         ends, action = call.ends_step, call.execute
         while True:
             try:
-                self._session.raise_if_moved()
+                self._session.check_epoch()
                 before = sum(self._session.comms.counts.values())
                 result = self._perform(call, action)
                 if call.kind not in ("step", "save"):
@@ -287,7 +287,7 @@ class Protection:
                     self._tape.record(call)
                 return result
             except Exception as error:
-                if not self._session.moved(error):
+                if not self._session.interrupted(error):
                     raise
             self._session.recover()
             if self._session.version > call.version:
@@ -354,7 +354,7 @@ class Protection:
             self._follow(version)
             return
         if objection := self._tape.objection(version, self._pending):
-            self._session.restart(objection)
+            self._session.replace_worker(objection)
         if version <= self._position:
             for call in self._tape.since(version):
                 self._repeat(call)
@@ -388,7 +388,7 @@ class Protection:
     def _follow(self, version: int) -> None:
         """State `version` is loaded, and the script has yet to get there."""
         if version < self._position or (version == self._position and self._counted):
-            self._session.restart(f"it has been answered as if beyond step {version}")
+            self._session.replace_worker(f"it has been answered as if beyond step {version}")
         self._outside = None  # of a failure while this worker began; where the script is, `_script` says
         self._catching_up(version, self._adapter.loaded)
         self.results = Results(self._adapter.loaded["results"])
@@ -401,7 +401,7 @@ class Protection:
     def _answer(self, call: Call) -> Any:
         try:
             if self._session.protecting:
-                self._session.raise_if_moved()
+                self._session.check_epoch()
         except EpochChanged:
             self._session.recover()
         if self._catch_up is None:  # the recovery went back to where the script is
@@ -459,7 +459,9 @@ class Protection:
         assert self._catch_up is not None
         deal = self._catch_up.envelope["deal"]
         if self.dealing is not None and not self.dealing.restore(self._position, deal):
-            self._session.restart(f"it has drawn other samples for step {self._position + 1} than it should")
+            self._session.replace_worker(
+                f"it has drawn other samples for step {self._position + 1} than it should"
+            )
         self._adapter.settle(self._catch_up.envelope)
         self._catch_up.close()
         self._catch_up = None

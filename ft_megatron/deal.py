@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ft_core.elastic.rules import Deal
+from ft_core.protocol.messages import Dealt
 from ft_core.worker.session import Session
 
 
@@ -27,26 +28,26 @@ class Dealer:
     @property
     def all_are_there(self) -> bool:
         """Whether all groups are dealt samples, and none wait: then each reads what it always has."""
-        membership, step = self._session.membership, self._session.version + 1
+        membership, step = self._session.groups.membership, self._session.version + 1
         return len(membership.dealt(step)) == membership.groups and not self._deal.waiting
 
     @property
     def contributes(self) -> bool:
         """Whether this group has samples of its own in the step under way."""
-        return self._group in self._session.contributing
+        return self._group in self._session.groups.contributing
 
     def take(self) -> list[int]:
         """Positions of the samples of this role's next micro batch in the step under way."""
         self._begin()
-        dealt = self._deal.take_for(self._group, self._session.version + 1, self._session.membership)
+        dealt = self._deal.take_for(self._group, self._session.version + 1, self._session.groups.membership)
         index, members = self._member
         size = len(dealt) // members
         return dealt[index * size : (index + 1) * size]
 
-    def step_done(self) -> dict[str, Any]:
+    def step_done(self) -> Dealt:
         """The step is complete: what the ledger is to know of it. Before the engine hears of it."""
         self._begin()
-        entry = self._deal.ledger_entry(self._session.version + 1, self._session.membership)
+        entry = self._deal.ledger_entry(self._session.version + 1, self._session.groups.membership)
         self._done, self._step = self._deal, -1
         return entry
 

@@ -28,8 +28,8 @@ class Exchange:
     def _scaled(self, start: Callable[..., Any], *, bucket_group: Any, factors: list[float]) -> Any:
         def start_grad_sync(*args: Any, **kwargs: Any) -> Any:
             session = self._session
-            scale = session.membership.gradient_scale
-            counted = len(session.taking_part) if self._averaged else None
+            scale = session.groups.membership.gradient_scale
+            counted = len(session.groups.taking_part) if self._averaged else None
             for bucket, factor in zip(bucket_group.buckets, factors, strict=True):
                 scaled = scale(session.version + 1, self._group, factor, counted)
                 if scaled is None:
@@ -53,7 +53,7 @@ class Exchange:
             return forward_backward
 
         def forward_backward_func(*, num_microbatches: int, **arguments: Any) -> Any:
-            if num_microbatches > 1 and self._group not in self._session.contributing:
+            if num_microbatches > 1 and self._group not in self._session.groups.contributing:
                 forward_backward(**{**arguments, "forward_only": True}, num_microbatches=num_microbatches - 1)
                 num_microbatches = 1
             return forward_backward(num_microbatches=num_microbatches, **arguments)

@@ -307,7 +307,7 @@ class Hooks:
         self._operations = loop.operations
         assert self._log is not None
         self._log.doubtful = 2
-        membership, before = self._session.membership, self._membership
+        membership, before = self._session.groups.membership, self._membership
         self._membership = membership
         changed = before != membership
         if before is None:  # a newcomer
@@ -336,7 +336,7 @@ class Hooks:
             return answer
         assert self._log is not None
         self._log.doubtful, self._postponed = self._log.doubtful - 1, None
-        current.raise_if_moved()
+        current.check_epoch()
         found = self._train_step.bind(*args, **kwargs)
         schedule = self._groups.exchange.schedule(found.arguments["forward_backward_func"])
         found.arguments["forward_backward_func"] = schedule

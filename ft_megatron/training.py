@@ -83,7 +83,7 @@ class ProtectedTraining:
         """
         if self._session is None or self._adapter is None or self.step > self._doubtful:
             return False
-        return self._session.printed(text, self._adapter.ring if self._session.elastic else ())
+        return self._session.printed(text, self._adapter.ring if self._session.groups.elastic else ())
 
     @property
     def epoch(self) -> int:
@@ -102,7 +102,7 @@ class ProtectedTraining:
         """The first data-parallel rank that is there, counted over all replica groups: it writes the log."""
         if self._session is None or self._adapter is None:
             return 0
-        return self._session.taking_part[0] * self._adapter.member[1]
+        return self._session.groups.taking_part[0] * self._adapter.member[1]
 
     def samples(self, count: int) -> list[int] | None:
         """Positions in the training data of this rank's next micro batch of `count` samples.
@@ -112,7 +112,7 @@ class ProtectedTraining:
         """
         if self._session is None or self._adapter is None:
             return None
-        self._session.raise_if_moved()  # before the step, rather than in its first collective
+        self._session.check_epoch()  # before the step, rather than in its first collective
         if not self._adapter.dealers:
             member = self._adapter.member
             self._adapter.deal(Dealer(self._session, self._group, Deal(count * member[1]), member))
@@ -132,12 +132,12 @@ class ProtectedTraining:
         if self._session is None:
             dist.all_reduce(value, group=group)
             return value.div_(dist.get_world_size(group))
-        counted = self._session.contributing if of_training else self._session.taking_part
+        counted = self._session.groups.contributing if of_training else self._session.groups.taking_part
         if self._group not in counted:
             value.zero_()
         dist.all_reduce(value, group=group)
         return value.div_(
-            max(1, dist.get_world_size(group) * len(counted) // self._session.membership.groups)
+            max(1, dist.get_world_size(group) * len(counted) // self._session.groups.membership.groups)
         )
 
     # -- the step ------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class ProtectedTraining:
             self._step += 1
         else:
             assert self._adapter is not None
-            if self._session.elastic and not self._adapter.dealers:
+            if self._session.groups.elastic and not self._adapter.dealers:
                 raise ConfigError(
                     "--ft-policy shrink deals the samples of groups that left to the others: a training "
                     "loop must take its samples from `ProtectedTraining.samples`, on every rank; or give "
@@ -198,10 +198,10 @@ class ProtectedTraining:
                 self._doubtful = self.step
                 self.inherited = adapter.result  # who logged until now has left, and may not have come to it
             self._lead = self.lead
-            if self._membership != session.membership:
+            if self._membership != session.groups.membership:
                 # Steps that are done again are not what they were: other groups take part in them.
-                self._membership, self._newest = session.membership, self.step
-                changes = session.membership.changes
+                self._membership, self._newest = session.groups.membership, self.step
+                changes = session.groups.membership.changes
                 if not newcomer or (changes and changes[-1][0] == self.step):
                     self._doubtful = min(self._doubtful, self.step)
             self._repeated = self.step < self._newest

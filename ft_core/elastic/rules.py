@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ft_core.protocol.messages import Redundancy, ReplicaGroup
+from ft_core.protocol.messages import Dealt, Redundancy, ReplicaGroup
 
 AHEAD = 2
 """Steps after the first version of an epoch whose samples are dealt as the epoch before would have."""
@@ -238,11 +238,11 @@ class Deal:
         """As it is between two steps."""
         return Deal.from_json(self.to_json())
 
-    def ledger_entry(self, step: int, membership: Membership) -> dict[str, Any]:
+    def ledger_entry(self, step: int, membership: Membership) -> Dealt:
         """`step_done`: what the ledger is to know of the step."""
         trained = self.step_done(step, membership)
-        samples = {str(group): [list(r) for r in ranges] for group, ranges in trained.items()}
-        return {"samples": samples, "waiting": self.to_json()["waiting"], "next": self.next}
+        waiting = [(since, first, end) for since, first, end in self.waiting]
+        return Dealt({group: list(ranges) for group, ranges in trained.items()}, waiting, self.next)
 
     def step_done(self, step: int, membership: Membership) -> dict[int, list[Range]]:
         """The step is complete: by group, what was trained in it. The rest waits."""

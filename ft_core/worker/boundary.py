@@ -49,7 +49,7 @@ def intervening(
 
     def wrapper(step: Method) -> Method:
         def intervening_step(*args: Any, **kwargs: Any) -> Any:
-            with intervened(list(groups()), session.lr_factor):
+            with intervened(list(groups()), session.groups.lr_factor):
                 return step(*args, **kwargs)
 
         return intervening_step

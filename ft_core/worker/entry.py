@@ -20,7 +20,8 @@ from ft_core.settings import Command
 from ft_core.state.snapshot import has_gpu
 from ft_core.worker import cuda_fork, device_memory, import_output, ordinary, unprotected
 from ft_core.worker.logs import redirect, take_over
-from ft_core.worker.session import Session, exit_code
+from ft_core.worker.session import Session, begin, exit_code
+from ft_core.worker.shell import WorkerShell
 
 _CONNECT_TIMEOUT = 30.0
 _OURS = (__file__, runpy.run_path.__code__.co_filename)
@@ -46,15 +47,15 @@ def main(
     log_beside_script(plugins.packages())
     channel = Channel.connect(socket, secret, TO_WORKER, _CONNECT_TIMEOUT)
     channel.settimeout(None)
-    session = Session(channel, secret, Path(job_dir), worker)
+    shell = WorkerShell(channel, secret, Path(job_dir), worker)
     on_gpu = not command.no_python and not cuda_fork.broken() and has_gpu()
     if on_gpu:
         device_memory.warm(device)
-    assignment = session.wait_for_role()
-    session.predecessors = take_over(Path(logs[1]), assignment.role, assignment.plan.started_over)
-    if session.role == 0 and not session.predecessors:
+    assignment = shell.wait_for_role()
+    predecessors = take_over(Path(logs[1]), assignment.role, assignment.plan.started_over)
+    if assignment.role == 0 and not predecessors:
         import_output.show()
-    ordinary.warn_once(session.predecessors)
+    ordinary.warn_once(predecessors)
     os.environ.update(assignment.env)
     if on_gpu and assignment.plan.epoch > 1:
         device_memory.wait(assignment.role, int(os.environ["LOCAL_RANK"]))
@@ -62,6 +63,8 @@ def main(
     if command.no_python:
         # Another program cannot be hooked from here; it runs as under torchrun, in the same process.
         os.execvp(command.target, [command.target, *command.arguments])
+    session = Session(shell, predecessors)
+    begin(session)
     backend.install(session.comms)
     unprotected.install(session)
     process = os.getpid()
@@ -70,12 +73,12 @@ def main(
         ordinary.end(code)
         os._exit(code)
     if code:
-        session.failed(reason)
+        shell.failed(reason)
     else:
         session.leave()
     ordinary.end(code)
     if code == 0:
-        session.finish()
+        shell.finish()
     os._exit(code)  # the communicators of a finished job are not taken down one by one
 
 

@@ -1,4 +1,4 @@
-"""Which replica groups take part in a worker's steps, as its plans say."""
+"""Which replica groups take part in a worker's steps, as its plans say (docs/elastic.md)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class Groups:
-    """Of the whole job, seen from one role."""
+    """Those of the whole job, as one role knows them."""
 
     def __init__(self, shell: WorkerShell) -> None:
         self._shell = shell
@@ -23,6 +23,16 @@ class Groups:
     @property
     def _plan(self) -> WorkerPlan:
         return self._shell.machine.plan
+
+    @property
+    def taking_part(self) -> tuple[int, ...]:
+        """The groups that exchange gradients in the step under way."""
+        return self.membership.taking_part(self._shell.version + 1)
+
+    @property
+    def contributing(self) -> tuple[int, ...]:
+        """The groups whose gradients count in the step under way."""
+        return self.membership.contributing(self._shell.version + 1)
 
     def learn(self) -> None:
         """The plan is that of an epoch which others have begun."""
@@ -55,8 +65,12 @@ class Groups:
         began = self._plan.began_with
         return Start(began.roles, began.stages, began.there)
 
-    def lr_factor(self, step: int) -> float:
-        """What the learning rate is multiplied by in a step."""
+    @property
+    def lr_factor(self) -> float:
+        """What the learning rate is multiplied by in the step under way: 1.0 while all groups train."""
+        return self._lr_factor(self._shell.version + 1)
+
+    def _lr_factor(self, step: int) -> float:
         live = len(self.membership.contributing(step))
         return lr_factor(self._plan.lr_intervention, live, self.membership.groups)
 
@@ -68,5 +82,5 @@ class Groups:
             if live != len(self.membership.contributing(step - 1)):
                 log.warning(
                     "from step %d on %d of %d replica groups train: learning rate x %.4f (%s)",
-                    *(step, live, full, self.lr_factor(step), self._plan.lr_intervention),
+                    *(step, live, full, self._lr_factor(step), self._plan.lr_intervention),
                 )

@@ -13,26 +13,22 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
-
-import msgspec
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ft_core.adapter import Adapter
 from ft_core.comm.process_group import Communicators
-from ft_core.elastic.rules import Membership, Start
 from ft_core.errors import ConfigError, FtError
 from ft_core.protocol import messages as m
-from ft_core.protocol.channel import Channel
 from ft_core.protocol.groups import parse
 from ft_core.state.envelope import decode
-from ft_core.state.memory import IN_OPTIMIZER, ControlBlock, Word
+from ft_core.state.memory import IN_OPTIMIZER, Word
 from ft_core.state.snapshot import settle
 from ft_core.worker import events as e
 from ft_core.worker.groups import Groups
 from ft_core.worker.logs import played, printed
 from ft_core.worker.recovery import Recovery
 from ft_core.worker.shell import WorkerShell
-from ft_core.worker.states import Finished, StartUp, Trained
+from ft_core.worker.states import StartUp, Trained
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -45,21 +41,38 @@ def current() -> Session | None:
     return _current
 
 
+def begin(session: Session) -> None:
+    """From here on it is the `current` one of this process."""
+    global _current
+    _current = session
+
+
+class Progress(NamedTuple):
+    """How far a role is that trains."""
+
+    version: int
+    """That all roles have done."""
+    envelope: Any
+    """The role's own, of that version or the next."""
+
+
 class Session:
     """One worker's part in the job. It is there before the user's script starts: see `current`."""
 
-    def __init__(self, channel: Channel[m.ToWorker], secret: bytes, job_dir: Path, worker: int) -> None:
-        self._shell = WorkerShell(channel, secret, job_dir, worker)
-        self._machine = self._shell.machine
-        self._groups = Groups(self._shell)
+    def __init__(self, shell: WorkerShell, predecessors: Iterable[Path] = ()) -> None:
+        """`predecessors`: log directories, as far as they can be seen here, of the workers that played this
+        role before."""
+        self._shell, self._machine = shell, shell.machine
+        self._predecessors = list(predecessors)
         self._recovery: Recovery | None = None
         self._part = 0
         self._unprotected: str | None = None
         """Why nothing is, if so."""
-        self.job_dir = job_dir
-        self.control: ControlBlock = self._shell.control
-        self.predecessors: list[Path] = []
-        """Log directories, as far as they can be seen here, of the workers that played this role before."""
+        self._control = shell.control
+        self.job_dir: Path = shell.job_dir
+        """Where all processes of the job write."""
+        self.groups = Groups(shell)
+        """The replica groups that take part."""
 
     @property
     def role(self) -> int:
@@ -86,35 +99,15 @@ class Session:
         """The process groups."""
         return self._shell.comms
 
-    @property
-    def membership(self) -> Membership:
-        """Which replica groups take part in which step."""
-        return self._groups.membership
-
-    # -- before the script, and after it -------------------------------------------------------
-
-    def wait_for_role(self) -> m.Assign:
-        """Block until this worker is given a role; returns the agent's assignment."""
-        global _current
-        assignment = self._shell.wait_for_role()
-        _current = self
-        return assignment
-
     def leave(self) -> None:
-        """The script's last line is done. Returns when it is on every role, so that nobody misses a peer."""
+        """The script's last line is done. Returns when it is on every role, so that nobody misses a peer.
+
+        Called once the script has ended by itself; no adapter need.
+        """
         if self._recovery is not None and not isinstance(self._machine.state, Trained):
             self._part += 1
             recovery, part = self._recovery, self._part
             recovery.persist(lambda: recovery.complete(part, last=True), recovery.recover)
-
-    def finish(self) -> None:
-        """Nothing of the script is left to be done in this process. Returns when the whole job is over."""
-        self._shell.handle(e.ScriptDone())
-        self._shell.wait_while(Finished)
-
-    def failed(self, traceback: str) -> None:
-        """The script raised an error of its own: the agent is told why before this process ends."""
-        self._shell.send(m.ScriptFailed(traceback))
 
     # -- the step ------------------------------------------------------------------------------
 
@@ -154,7 +147,7 @@ class Session:
                         value = call()
                         result = lambda: value  # noqa: E731
                     except SystemExit as stop:
-                        self.raise_if_moved()  # a script may make such an exit of what ends an epoch
+                        self.check_epoch()  # a script may make such an exit of what ends an epoch
                         if exit_code(stop):
                             raise  # nobody else need come to the same: it is the end of the job
                         result, ends = _raising(stop), True
@@ -184,12 +177,12 @@ class Session:
         self._shell.handle(e.Begins())
         self._shell.wait_while(StartUp)
         self.comms.startup.training_begins(self.recover)
-        objection = self.start.objection(adapter.replica_group, self.role, version)
+        objection = self.groups.start.objection(adapter.replica_group, self.role, version)
         if objection and not self.joining:
             raise ConfigError(objection)
         self._shell.version = version
-        self.control[Word.VERSION] = self.control[Word.TAG] = version
-        self._recovery = recovery = Recovery(self._shell, self._groups, adapter, redo)
+        self._control[Word.VERSION] = self._control[Word.TAG] = version
+        self._recovery = recovery = Recovery(self._shell, self.groups, adapter, redo)
         about = version, list(adapter.ring), resumes, adapter.replica_group
         self._shell.handle(e.Registers(m.Registered(*about)))
         recovery.persist(recovery.catch_up, recovery.quiesce)
@@ -209,11 +202,11 @@ class Session:
             log.warning("role %d could not rehearse a step, and its first is slower: %r", self.role, error)
         adapter.reset()
 
-    def foresee(self) -> tuple[int, Any] | None:
-        """Before `begin`, where others train meanwhile: (version, envelope) of who stands for this role.
+    def progress_of_others(self) -> Progress | None:
+        """Before `begin`, where others train meanwhile: how far the role is that stands for this one.
 
-        The script can be brought to `version` without them: of what it does outside of the framework's calls
-        until there, the results are on record. None where nobody trains without this role.
+        The script can be brought to that version without them: of what it does outside of the framework's
+        calls until there, the results are on record. None where nobody trains without this role.
         """
         if not self._ahead:
             return None
@@ -224,9 +217,9 @@ class Session:
         except (FtError, ValueError) as error:
             log.info("role %d: %s; its script gets to the others with the epoch to come", self.role, error)
             return None
-        self._groups.learn()
+        self.groups.learn()
         self.comms.learn({parse(text): (count, holder) for text, count in found.counts.items()})
-        return found.version - 1, envelope  # which all roles have done
+        return Progress(found.version - 1, envelope)
 
     @property
     def _plan(self) -> m.WorkerPlan:
@@ -251,16 +244,6 @@ class Session:
         """Whether the job has fallen back to what its script makes when it is started again."""
         return bool(self._plan.started_over)
 
-    @property
-    def elastic(self) -> bool:
-        """Whether replica groups may leave (policy `shrink`)."""
-        return self._groups.elastic
-
-    @property
-    def absent(self) -> frozenset[int]:
-        """Roles whose replica groups are away."""
-        return self._groups.absent
-
     def printed(self, text: str, roles: Iterable[int] = ()) -> bool:
         """Whether a worker that has played this role before has printed `text` of late, or any of `roles`.
 
@@ -268,28 +251,7 @@ class Session:
         """
         since = self._plan.started_over
         others = [path for role in roles for path in played(self.job_dir / "logs", role, since)]
-        return printed(text, [*self.predecessors, *others])
-
-    @property
-    def start(self) -> Start:
-        """The roles that the job began with."""
-        return self._groups.start
-
-    @property
-    def taking_part(self) -> tuple[int, ...]:
-        """The replica groups that exchange gradients in the step under way."""
-        return self.membership.taking_part(self.version + 1)
-
-    @property
-    def contributing(self) -> tuple[int, ...]:
-        """The replica groups whose gradients count in the step under way."""
-        return self.membership.contributing(self.version + 1)
-
-    @property
-    def lr_factor(self) -> float:
-        """What the learning rate is multiplied by in the step under way: 1.0 while all replica groups
-        train."""
-        return self._groups.lr_factor(self.version + 1)
+        return printed(text, [*self._predecessors, *others])
 
     @property
     def protecting(self) -> bool:
@@ -307,16 +269,17 @@ class Session:
         """
         return self.comms.startup.paused()
 
-    def moved(self, error: Exception) -> bool:
-        """Whether a new epoch explains `error`. Drops what the abandoned call has left on its frames."""
+    def interrupted(self, error: Exception) -> bool:
+        """Whether `error` comes of the epoch's end, and `recover` is due. Drops what the abandoned call has
+        left on its frames."""
         return self._protected.explains(error)
 
-    def raise_if_moved(self) -> None:
+    def check_epoch(self) -> None:
         """Leave the step when a new epoch was announced, and not in its next collective. Raises
         EpochChanged."""
         self._shell.check_epoch()
 
-    def restart(self, reason: str) -> NoReturn:
+    def replace_worker(self, reason: str) -> NoReturn:
         """This process cannot get to where its peers are: end it, so that another takes its role over."""
         self._shell.replace(reason)
 
@@ -349,13 +312,13 @@ class Session:
         started = time.monotonic_ns()
         pause = 20e-6
         shell, snapshots = self._shell, self._recovery.snapshots
-        while self.control[Word.COMMITTED] < shell.version:
+        while self._control[Word.COMMITTED] < shell.version:
             shell.check_epoch()
             if (failure := snapshots.failed) is not None:
                 raise failure
             time.sleep(pause)
             pause = min(2e-3, pause * 1.5)
-        self.control[Word.WAITED_NS] += time.monotonic_ns() - started
+        self._control[Word.WAITED_NS] += time.monotonic_ns() - started
 
     def optimizer_begins(self) -> None:
         """The barrier is passed: from here on the state changes. Raises EpochChanged if it was not.
@@ -366,34 +329,33 @@ class Session:
         """
         if self._recovery is None:  # a rehearsal
             return
-        if self.control[Word.TAG] != IN_OPTIMIZER:  # some optimizers begin several times in a step
+        if self._control[Word.TAG] != IN_OPTIMIZER:  # some optimizers begin several times in a step
             settle()
             self._shell.check_epoch()
-        self.control[Word.TAG] = IN_OPTIMIZER
+        self._control[Word.TAG] = IN_OPTIMIZER
         self._recovery.snapshots.step_begins()
         self.point("optimizer")
 
-    def step_done(self, trained: Mapping[str, Any] | None = None) -> None:
+    def step_done(self, dealt: m.Dealt | None = None) -> None:
         """The step is complete on this role: its state is a new version, which is staged at once.
 
-        Copying goes on behind the next forward pass. `trained`: for the ledger, the samples of the step as
-        `ft_core.elastic.rules.Deal` has them, with policy `shrink` only. One role of each replica group gives
-        them: all groups know the same, and the ledger must not lose a step with one.
+        Copying goes on behind the next forward pass. `dealt`: for the ledger, the samples of the step (see
+        `ft_core.elastic.rules.Deal.ledger_entry`), with policy `shrink` only. One role of each replica group
+        gives them: all groups know the same, and the ledger must not lose a step with one.
         """
         recovery, shell, machine = self._recovery, self._shell, self._machine
         assert recovery is not None
         recovery.pause.end()
         now = time.monotonic_ns()
         if recovery.step_began:
-            self.control[Word.STEP_NS] = now - recovery.step_began
+            self._control[Word.STEP_NS] = now - recovery.step_began
         recovery.step_began = now
         shell.version += 1
-        self.control[Word.VERSION] = self.control[Word.TAG] = shell.version
+        self._control[Word.VERSION] = self._control[Word.TAG] = shell.version
         if machine.reports_step:
             shell.handle(e.StepDone(shell.version))
         recovery.snapshots.stage(shell.version)
-        if trained is not None and self.elastic:
-            dealt = msgspec.convert(trained, m.Dealt, str_keys=True)
+        if dealt is not None and self.groups.elastic:
             shell.send(m.WorkerTrained(machine.epoch, shell.version, dealt))
         if shell.version >= machine.hold_at:
             recovery.hold()

@@ -29,7 +29,7 @@ from ft_core.state.manifest import Segment
 from ft_core.state.memory import ControlBlock, SharedMemory, Word
 from ft_core.worker import events as e
 from ft_core.worker.machine import WorkerMachine
-from ft_core.worker.states import NoRole, State
+from ft_core.worker.states import Finished, NoRole, State
 
 log = logging.getLogger(__name__)
 Reply = m.Allocated | m.Refused | m.SettingsTaken | m.EntriesBrought | m.ProgressBrought
@@ -103,6 +103,15 @@ class WorkerShell:
         logging.shutdown()
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("unreachable")
+
+    def failed(self, traceback: str) -> None:
+        """The script raised an error of its own: the agent is told why before this process ends."""
+        self.send(m.ScriptFailed(traceback))
+
+    def finish(self) -> None:
+        """Nothing of the script is left to be done in this process. Returns when the whole job is over."""
+        self.handle(e.ScriptDone())
+        self.wait_while(Finished)
 
     # -- the agent -----------------------------------------------------------------------------
 

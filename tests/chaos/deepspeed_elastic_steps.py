@@ -59,7 +59,7 @@ def telling(recipe: Any) -> type:
             if current is not None:
                 with contextlib.suppress(EpochChanged):  # what ends an epoch needs this role in the engine
                     while step >= int((current.job_dir / "limit").read_text()):
-                        current.raise_if_moved()
+                        current.check_epoch()
                         time.sleep(0.01)
                 dist.barrier()  # a failure at the limit finds the script outside of the engine's calls
 

@@ -43,7 +43,7 @@ class Telling(recipe.Trainer):
         super().log_step(*result)
         if (current := session.current()) is not None:
             while self.training.step >= int((current.job_dir / "limit").read_text() or 0):
-                current.raise_if_moved()
+                current.check_epoch()
                 time.sleep(0.01)
 
     def tells_of(self, name: str) -> bool:

@@ -47,7 +47,7 @@ def telling(train_step: Any) -> Any:
         print(f"\nstate {step} {dist.get_rank()} {digest.hexdigest()[:16]} {epoch}", flush=True)
         if current is not None:
             while step >= int((current.job_dir / "limit").read_text() or 0):
-                current.raise_if_moved()
+                current.check_epoch()
                 time.sleep(0.01)
         return result
 

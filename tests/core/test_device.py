@@ -41,6 +41,7 @@ from ft_core.state.snapshot import Snapshotter
 from ft_core.state.store import RoleMemory
 from ft_core.worker import session as session_module
 from ft_core.worker.session import Session
+from ft_core.worker.shell import WorkerShell
 
 __all__ = ["gpu"]  # a fixture
 SECRET = b"s" * 32
@@ -191,8 +192,9 @@ class Agent:
         thread = start("agent", self._serve)
         channel = Channel.connect("unix:" + self._sock.getsockname().decode(), SECRET, TO_WORKER, 60)
         channel.settimeout(None)
-        self.session = Session(channel, SECRET, job_dir, 0)
-        self.session.wait_for_role()
+        self.shell = WorkerShell(channel, SECRET, job_dir, 0)
+        self.shell.wait_for_role()
+        self.session = Session(self.shell)
         self._thread = thread
 
     def staged(self, version: int) -> None:
@@ -231,20 +233,20 @@ def test_the_optimizer_begins_once_the_device_has_passed_the_barrier(
     session, model = agent.session, Trained()
     session.begin(model, 0, lambda: None)
     waited: list[int] = []
-    monkeypatch.setattr(session_module, "settle", lambda: waited.append(session.control[Word.TAG]))
+    monkeypatch.setattr(session_module, "settle", lambda: waited.append(agent.shell.control[Word.TAG]))
     session.optimizer_begins()
     session.optimizer_begins()  # of another part of the parameters
-    assert waited == [0] and session.control[Word.TAG] == IN_OPTIMIZER
+    assert waited == [0] and agent.shell.control[Word.TAG] == IN_OPTIMIZER
     session.step_done()
-    assert session.control[Word.TAG] == 1
+    assert agent.shell.control[Word.TAG] == 1
 
     def aborted() -> None:
         agent.channel.send(Abort(2))
-        shell = session._shell
+        shell = agent.shell
         with shell._condition:
             assert shell._condition.wait_for(lambda: shell.machine.announced == 2, 60)
 
     monkeypatch.setattr(session_module, "settle", aborted)
     with pytest.raises(EpochChanged, match="epoch 2 was announced"):
         session.optimizer_begins()
-    assert session.control[Word.TAG] == 1, "the state has not changed"
+    assert agent.shell.control[Word.TAG] == 1, "the state has not changed"

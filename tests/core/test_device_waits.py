@@ -209,18 +209,19 @@ def test_the_optimizer_does_not_begin_on_an_aborted_exchange(
 
     def exchange() -> None:
         agent.channel.send(Abort(2))
-        with session._condition:
-            assert session._condition.wait_for(lambda: session._pending == 2, 60)
+        shell = agent.shell
+        with shell._condition:
+            assert shell._condition.wait_for(lambda: shell.machine.announced == 2, 60)
         aborted.set()
 
     gpu.launch(exchange)
     if waits_for_the_device:
         with pytest.raises(EpochChanged, match="epoch 2 was announced"):
             session.optimizer_begins()
-        assert aborted.is_set() and session.control[Word.TAG] == 0, "the state has not changed"
+        assert aborted.is_set() and agent.shell.control[Word.TAG] == 0, "the state has not changed"
     else:
         session.optimizer_begins()
-        assert not aborted.is_set() and session.control[Word.TAG] == IN_OPTIMIZER
+        assert not aborted.is_set() and agent.shell.control[Word.TAG] == IN_OPTIMIZER
         gpu.compute.synchronize()
 
 

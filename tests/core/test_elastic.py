@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import DistributedSampler
 
 from ft_core.elastic.rules import AHEAD, Deal, Membership, Range, Start, lr_factor, positions, stand_in
-from ft_core.protocol.messages import Redundancy, ReplicaGroup
+from ft_core.protocol.messages import Dealt, Redundancy, ReplicaGroup
 
 Hands = list[dict[int, list[Range]]]
 """What a step's turns have dealt."""
@@ -305,8 +305,5 @@ def test_a_group_without_samples_reads_what_the_first_one_does() -> None:
     entry = deal.copy()
     assert [entry.take_for(group, 5, membership) for group in (0, 1, 2)] == [[0, 1], [6, 7], [8, 9]]
     assert (deal.next, entry.next) == (0, 12)
-    assert entry.ledger_entry(5, membership) == {
-        "samples": {"0": [[0, 2], [4, 6], [8, 10]], "1": [[2, 4], [6, 8], [10, 12]]},
-        "waiting": [],
-        "next": 12,
-    }
+    samples = {0: [(0, 2), (4, 6), (8, 10)], 1: [(2, 4), (6, 8), (10, 12)]}
+    assert entry.ledger_entry(5, membership) == Dealt(samples, waiting=[], next=12)

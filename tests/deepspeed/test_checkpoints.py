@@ -45,7 +45,7 @@ class Engine:
 def test_the_next_peer_writes_for_the_first(role: int, absent: Any, seen: list[Any]) -> None:
     engine: Any = Engine(role)
     before = engine.state()
-    session: Any = SimpleNamespace(role=role, absent=frozenset(absent))
+    session: Any = SimpleNamespace(role=role, groups=SimpleNamespace(absent=frozenset(absent)))
     checkpoints.complete(engine, session, (1, 3, 5), lambda: "dealt")
     engine.save_checkpoint("there", client_state={"epoch": 2})
     engine.save_16bit_model("there")

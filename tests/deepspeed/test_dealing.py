@@ -7,6 +7,7 @@ import multiprocessing
 import random
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ class Session:
     """What a dealing asks of the engine."""
 
     def __init__(self) -> None:
-        self.membership = Membership(GROUPS)
+        self.groups = SimpleNamespace(membership=Membership(GROUPS))
 
 
 class Role:
@@ -74,7 +75,7 @@ class Role:
 
     def epoch(self, version: int, membership: Membership) -> None:
         """The engine goes back to `version`, and does what the script has done since once more."""
-        self.session.membership = membership
+        self.session.groups.membership = membership
         for step in range(version + 1, self.position + 1):
             self.trained[step] = self.dealing.finish(step)
 
@@ -149,8 +150,8 @@ def test_each_sample_once_whoever_leaves_and_returns(seed: int, monkeypatch: pyt
     assert roles[0].trained == roles[1].trained == roles[2].trained
     seen: Counter[int] = Counter()
     for step, record in roles[0].trained.items():
-        assert sorted(map(int, record["samples"])) == list(membership.contributing(step))
-        for group, ranges in record["samples"].items():
+        assert sorted(record.samples) == list(membership.contributing(step))
+        for group, ranges in record.samples.items():
             at = [p for first, end in ranges for p in range(first, end)]
             seen.update(at)
             stream = roles[0].dealing._stream
@@ -158,8 +159,8 @@ def test_each_sample_once_whoever_leaves_and_returns(seed: int, monkeypatch: pyt
             drawn = [index for batch in roles[int(group)].drawn[step] for index in batch]
             assert drawn == [stream.index(p) for p in at]
     last = roles[0].trained[60]
-    seen.update(p for _, first, end in last["waiting"] for p in range(first, end))
-    assert seen == Counter(range(last["next"]))
+    seen.update(p for _, first, end in last.waiting for p in range(first, end))
+    assert seen == Counter(range(last.next))
 
 
 def test_other_samplers_are_left_alone():
@@ -173,7 +174,7 @@ def test_other_samplers_are_left_alone():
     during = [b.tolist() for (b,) in DataLoader(other, batch_size=5, sampler=sampler)]
     assert before == during == [list(range(101, 130, 3))[:5], list(range(101, 130, 3))[5:]]
     role.step()
-    assert role.trained[1]["next"] == 2 * GROUPS
+    assert role.trained[1].next == 2 * GROUPS
 
 
 def test_a_loader_with_processes_that_would_draw_ahead_has_none(caplog: pytest.LogCaptureFixture):
@@ -218,7 +219,7 @@ def test_a_successor_deals_on():
         role.draw()
         role.step()
     successor = Role(0, 40, 2, micro=1)
-    successor.session.membership = membership
+    successor.session.groups.membership = membership
     for step in range(1, 9):
         successor.draw()
         successor.dealing.finish(step)
@@ -265,7 +266,7 @@ def test_a_checkpoint_has_what_waits():
     later.draw()
     later.step()
     first = saved["deal"]["waiting"][0][1]
-    assert [first, first + 1] in later.trained[7]["samples"]["0"]
+    assert (first, first + 1) in later.trained[7].samples[0]
 
 
 def test_a_script_that_passes_over_nothing_is_refused():
