@@ -59,12 +59,12 @@ class Snapshots:
         allocate: Allocate,
         on_staged: Callable[[int, int], None],
         on_copy: Callable[[], None],
-        moved: Callable[[], bool],
+        epoch_is_over: Callable[[], bool],
     ) -> None:
-        """`on_staged(role, version)` and `moved` are called from a thread; for `moved` see `Snapshotter`."""
-        self._role, self._adapter, self._moved = role, adapter, moved
+        """`on_staged(role, version)` and `epoch_is_over` (see `Snapshotter`) are called from a thread."""
+        self._role, self._adapter, self._epoch_is_over = role, adapter, epoch_is_over
         self._allocate, self._on_staged = allocate, on_staged
-        own = Snapshotter(adapter, partial(allocate, role), partial(on_staged, role), on_copy, moved)
+        own = Snapshotter(adapter, partial(allocate, role), partial(on_staged, role), on_copy, epoch_is_over)
         self._of: dict[int, tuple[Any, Snapshotter]] = {role: (adapter, own)}
 
     def adopt(self, roles: Iterable[int]) -> frozenset[int]:
@@ -79,7 +79,7 @@ class Snapshots:
             else:
                 staged = partial(self._on_staged, role)
                 allocate = partial(self._allocate, role)
-                kept[role] = state, Snapshotter(state, allocate, staged, moved=self._moved)
+                kept[role] = state, Snapshotter(state, allocate, staged, epoch_is_over=self._epoch_is_over)
         self._of = kept
         return frozenset(kept)
 

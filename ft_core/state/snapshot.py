@@ -58,10 +58,10 @@ class Snapshotter:
         allocate: Allocate,
         on_staged: Callable[[int], None],
         on_copy: Callable[[], None] = lambda: None,
-        moved: Callable[[], bool] = lambda: False,
+        epoch_is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`moved`: whether the epoch that the state was made in is over."""
-        self._moved = moved
+        """`epoch_is_over`: of the epoch that the state was made in."""
+        self._epoch_is_over = epoch_is_over
         self._state = state
         self._allocate = allocate
         self._on_staged = on_staged
@@ -202,7 +202,7 @@ class Snapshotter:
         is garbage, of which neither the host nor the device is told."""
         torch.cuda.set_device(fence.device)  # of this thread: else its streams are the first GPU's
         fence.event.synchronize()
-        return not self._moved()
+        return not self._epoch_is_over()
 
     def _copy_from_device(
         self, flat: torch.Tensor, segment: Segment, by_name: dict[str, torch.Tensor]

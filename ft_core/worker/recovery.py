@@ -37,7 +37,7 @@ class Recovery:
             shell.allocate,
             self._staged,
             on_copy=lambda: shell.point("d2h"),
-            moved=lambda: shell.epoch_is_over,
+            epoch_is_over=lambda: shell.epoch_is_over,
         )
         self.pause = Pause()
         """From the end of an epoch to the end of the next one's first step."""

@@ -54,7 +54,7 @@ class OnGpu(Model):
 
 
 def snapshots(
-    gpu: Gpu, memory: RoleMemory, moved: Callable[[], bool] = lambda: False
+    gpu: Gpu, memory: RoleMemory, epoch_is_over: Callable[[], bool] = lambda: False
 ) -> tuple[Model, Snapshotter]:
     model = OnGpu()
 
@@ -67,9 +67,9 @@ def snapshots(
 
     def asked() -> bool:
         gpu.log.append("epoch")
-        return moved()
+        return epoch_is_over()
 
-    return model, Snapshotter(model, allocate, staged, moved=asked)
+    return model, Snapshotter(model, allocate, staged, epoch_is_over=asked)
 
 
 def test_a_copy_from_a_gpu_has_its_order(gpu: Gpu) -> None:
