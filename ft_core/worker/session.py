@@ -60,10 +60,9 @@ class Session:
     """One worker's part in the job. It is there before the user's script starts: see `current`."""
 
     def __init__(self, shell: WorkerShell, predecessors: Iterable[Path] = ()) -> None:
-        """`predecessors`: log directories, as far as they can be seen here, of the workers that played this
-        role before."""
         self._shell, self._machine = shell, shell.machine
-        self._predecessors = list(predecessors)
+        self.predecessors = list(predecessors)
+        """Log directories, as far as they can be seen here, of the workers that played this role before."""
         self._recovery: Recovery | None = None
         self._part = 0
         self._unprotected: str | None = None
@@ -251,7 +250,7 @@ class Session:
         """
         since = self._plan.started_over
         others = [path for role in roles for path in played(self.job_dir / "logs", role, since)]
-        return printed(text, [*self._predecessors, *others])
+        return printed(text, [*self.predecessors, *others])
 
     @property
     def protecting(self) -> bool:

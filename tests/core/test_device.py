@@ -30,6 +30,7 @@ from ft_core.protocol.messages import (
     Assign,
     BeganWith,
     MembershipChanges,
+    Message,
     Restore,
     Staged,
     Welcome,
@@ -200,6 +201,9 @@ class Agent:
     def staged(self, version: int) -> None:
         """A copy is said to be complete."""
 
+    def hears(self, message: Message) -> None:
+        """What the worker says."""
+
     def _serve(self) -> None:
         self.channel = Channel.accept(self._sock.accept()[0], SECRET, FROM_WORKER)
         self.channel.recv()
@@ -215,6 +219,7 @@ class Agent:
         with contextlib.suppress(ConnectionError):
             while True:
                 message = self.channel.recv()
+                self.hears(message)
                 if isinstance(message, Allocate):
                     segments = [Segment.of(layout) for layout in message.segments]
                     buffer = self.memory.allocate(message.slot, segments)
@@ -228,7 +233,6 @@ def test_the_optimizer_begins_once_the_device_has_passed_the_barrier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The epoch ends while the host waits for the norm: an aborted reduction has ended like any other."""
-    monkeypatch.setattr(session_module, "_current", None)  # put back at the end
     agent = Agent(tmp_path)
     session, model = agent.session, Trained()
     session.begin(model, 0, lambda: None)

@@ -123,7 +123,6 @@ def train(gpu: Gpu, job_dir: Path) -> list[str]:
 @pytest.fixture(autouse=True)
 def waits(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy goes on when the host waits for it, and not before."""
-    monkeypatch.setattr(session_module, "_current", None)  # put back at the end
     original = Session.commit_wait
 
     def commit_wait(self: Session) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from core.plans import worker_plan
 
 from ft_core.protocol import messages as m
 from ft_core.worker import events as e
@@ -33,24 +34,8 @@ REGISTERED = m.Registered(0, [0, 1], False, m.ReplicaGroup(0, 1, m.Redundancy.SH
 COPY = m.CopyHere(0, 1, [7], [m.Layout((0,), ())])
 
 
-def plan(epoch: int, parts: int = 0, **more: object) -> m.WorkerPlan:
-    about: dict[str, object] = {
-        "epoch": epoch,
-        "store": f"127.0.0.1:{epoch}",
-        "version": None,
-        "origin": "initial",
-        "completed": {},
-        "parts": parts,
-        "started_over": 0,
-        "absent": {},
-        "adopted": {},
-        "newcomers": [],
-        "membership": m.MembershipChanges(1),
-        "policy": "wait",
-        "lr_intervention": "none",
-        "began_with": m.BeganWith(2, 1, 2),
-    }
-    return m.WorkerPlan(**(about | more))  # type: ignore[arg-type]
+def plan(epoch: int, parts: int = 0, version: int | None = None) -> m.WorkerPlan:
+    return worker_plan(epoch, store=f"127.0.0.1:{epoch}", parts=parts, version=version)
 
 
 def restore(epoch: int, version: int | None = None, parts: tuple[m.CopyHere, ...] = ()) -> m.Restore:

@@ -1,0 +1,132 @@
+"""The worker's shell: what its machine wants on real process groups, and what its main thread waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from core.plans import worker_plan
+from core.test_device import Agent, Trained
+from waiting import wait_for_value
+
+from ft_core.errors import EpochChanged, FtError
+from ft_core.protocol.messages import (
+    Abort,
+    BringSettings,
+    Hold,
+    Message,
+    PlanBegins,
+    Quiesced,
+    Refused,
+    Restore,
+    SendCounts,
+    SettingsTaken,
+    WorkerCounts,
+    WorkerHeld,
+    WorkerRestored,
+    WorkerStepped,
+)
+from ft_core.worker import machine
+from ft_core.worker.states import Training
+
+
+class Answering(Agent):
+    """Keeps what it hears, and answers it as a test says."""
+
+    def __init__(self, job_dir: Path) -> None:
+        self.heard: list[Message] = []
+        self.answer: Callable[[Message], list[Message]] = lambda message: []
+        super().__init__(job_dir)
+
+    def hears(self, message: Message) -> None:
+        self.heard.append(message)
+        for answer in self.answer(message):
+            self.channel.send(answer)  # type: ignore[arg-type]
+
+    def of(self, kind: type[Message]) -> list[Message]:
+        """What it has heard of that kind."""
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    def train(self) -> None:
+        """The worker is in its first step."""
+        self.session.begin(Trained(), 0, lambda: None)
+        assert self.shell.machine.state == Training()
+
+
+def test_records_are_kept_for_a_group_that_is_on_its_way(tmp_path: Path) -> None:
+    agent = Answering(tmp_path)
+    agent.train()
+    startup = agent.shell.comms.startup
+    assert not startup._keep
+    agent.channel.send(SendCounts())
+    wait_for_value(lambda: agent.of(WorkerCounts), [WorkerCounts({})])
+    assert startup._keep, "what was told is there when it is asked for"
+    agent.channel.send(Hold(1, 7))
+    wait_for_value(lambda: agent.shell.machine.hold_at, 7)
+    assert startup._keep
+    agent.channel.send(Hold(0, 0))
+    wait_for_value(lambda: startup._keep, False)
+    assert agent.shell.machine.hold_at == machine.NEVER
+
+
+def test_a_recovery_over_two_epochs(tmp_path: Path) -> None:
+    """The second is announced while the worker waits for the plan of the first."""
+    agent = Answering(tmp_path)
+    agent.train()
+
+    def answer(message: Message) -> list[Message]:
+        match message:
+            case Quiesced(2):
+                return [Abort(3)]
+            case Quiesced(3):
+                return [PlanBegins(worker_plan(2)), PlanBegins(worker_plan(3)), Restore(3, None, [])]
+        return []
+
+    agent.answer = answer
+    agent.session.step_done()
+    agent.channel.send(Abort(2))
+    wait_for_value(lambda: agent.shell.machine.announced, 2)
+    with pytest.raises(EpochChanged, match="epoch 2 was announced; role 0 leaves its step"):
+        agent.session.check_epoch()
+    assert agent.session.interrupted(RuntimeError("a connection broke"))
+    assert agent.session.epoch == 1
+    agent.session.recover()
+    assert (agent.session.epoch, agent.session.version) == (3, 1)
+    assert agent.shell.comms.epoch == 3 and agent.shell.comms.alive
+    assert not agent.session.interrupted(RuntimeError("the script's own"))
+    wait_for_value(lambda: agent.of(WorkerRestored)[1:], [WorkerRestored(3, 1, False)])
+    agent.session.step_done()
+    wait_for_value(lambda: agent.of(WorkerStepped), [WorkerStepped(1, 1), WorkerStepped(3, 2)])
+    assert agent.of(Quiesced) == [Quiesced(2, "training", {}), Quiesced(3, "training", {})]
+
+
+def test_a_step_ends_though_nobody_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "HOLD_LIMIT", 0.01)
+    agent = Answering(tmp_path)
+    agent.train()
+    agent.channel.send(Hold(1, 2))
+    wait_for_value(lambda: agent.shell.machine.hold_at, 2)
+    agent.session.step_done()
+    assert agent.shell.machine.hold_at == 2
+    agent.session.step_done()
+    assert agent.shell.machine.state == Training() and agent.shell.machine.hold_at == machine.NEVER
+    wait_for_value(lambda: agent.of(WorkerHeld), [WorkerHeld(1)])
+
+
+def test_settings_that_the_script_brings(tmp_path: Path) -> None:
+    agent = Answering(tmp_path)
+
+    def answer(message: Message) -> list[Message]:
+        if not isinstance(message, BringSettings):
+            return []
+        if "nodes" in message.settings:
+            return [Refused(message.id, "nobody has heard of nodes")]
+        return [SettingsTaken(message.id)]
+
+    agent.answer = answer
+    with pytest.raises(FtError, match="nobody has heard of nodes"):
+        agent.session.configure({"nodes": 3, "policy": "stop"})
+    assert not agent.session.groups.elastic
+    agent.session.configure({"policy": "shrink"})
+    assert agent.session.groups.elastic
