@@ -30,6 +30,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "groups leave and return": (
         "test_elastic.py::test_groups_leave_and_return[tp1pp1dp3-distopt-bf16--global-batch-size=12-4]",
     ),
+    "a job that grows": ("test_elastic.py::test_a_job_grows_beyond_the_groups_that_it_started_with",),
     "nodes that stop and go on": ("test_pauses.py::test_nodes_that_were_given_up_come_back_by_themselves",),
     "corrupt copies": (
         "test_integrity.py::test_a_local_snapshot_with_a_flipped_bit_is_refused_and_the_replica_used",
@@ -44,16 +45,25 @@ QUICK: dict[str, tuple[str, ...]] = {
     "DeepSpeed, ZeRO 3": (
         "test_deepspeed.py::test_every_moment[zero3-dp3-gas2-bf16-gpt2-clip1--num-workers=2-1-1]",
     ),
+    "DeepSpeed, pipelines": (
+        "test_deepspeed.py::test_every_moment[pp2-dp2-zero0-gas4-fp32--num-workers=2-2-1]",
+    ),
+    "DeepSpeed, fp16, offload, Hugging Face's Trainer": ("test_deepspeed_variants.py::test_variant",),
+    "groups leave and return, with DeepSpeed": (
+        "test_deepspeed_elastic.py::test_groups_leave_and_return"
+        "[zero2-dp3-gas2-bf16-gpt2-clip1shrink--train-samples=100--dropout=0--num-workers=2-1-4]",
+    ),
     "pretrain_gpt.py": ("test_pretrain.py::test_newcomer_to_a_job_that_was_resumed",),
+    "pretrain_gpt.py, groups leave and return": (
+        "test_pretrain_elastic.py::test_groups_leave_and_return[sharded]",
+    ),
     "pretrain_gpt.py, layouts": ("test_pretrain_layouts.py::test_layout[7-tp2pp2-bf16]",),
 }
 """Feature -> its tests in tests/chaos."""
 
 MORE = {
     "test_deepspeed_accounting.py": "what is sent, with DeepSpeed",
-    "test_deepspeed_elastic.py": "groups leave and return, with DeepSpeed",
     "test_deepspeed_versions.py": "other versions",
-    "test_pretrain_elastic.py": "groups leave and return, with `pretrain()`",
     "test_pretrain_features.py": "what Megatron-LM does beside training",
     "test_random.py": "drills, at other moments",
     "test_variants.py": "drills, in other layouts",
