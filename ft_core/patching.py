@@ -37,7 +37,7 @@ class Patch:
 
     @property
     def name(self) -> str:
-        """Of the attribute."""
+        """The name of the attribute, without what holds it."""
         return self.target.rpartition(":")[2].rpartition(".")[2]
 
     def original(self, of: Any = None) -> Any:

@@ -273,11 +273,11 @@ class Adopter(DeepSpeedZeroOptimizer):
         self._all(DeepSpeedZeroOptimizer.finalize_gradient_accumulation_boundary)
 
     def has_overflow(self, *args: Any, **kwargs: Any) -> bool:
-        """Anywhere."""
+        """As DeepSpeed's, over all partitions that are held here."""
         return bool(self._over_all(DeepSpeedZeroOptimizer.has_overflow, *args, **kwargs))
 
     def scaled_global_norm(self, *args: Any, **kwargs: Any) -> Any:
-        """Of all partitions."""
+        """As DeepSpeed's, over all partitions that are held here."""
         self.total_norm = self._over_all(DeepSpeedZeroOptimizer.scaled_global_norm, *args, **kwargs)
         return self.total_norm
 

@@ -23,7 +23,7 @@ class Alone:
         return self._rank if group is self._group else int(comm.get_rank(group))
 
     def all_reduce(self, tensor: torch.Tensor, *_: Any, **__: Any) -> None:
-        """Keep its part."""
+        """Keep this rank's part, instead of communicating."""
         self.given.append(tensor.clone())
 
 

@@ -37,7 +37,7 @@ class Call:
         """Why this call cannot be made again, if so."""
 
     def execute(self) -> Any:
-        """For the script."""
+        """Make the call, for the script or again. Returns what the method does."""
         return self.method(*self.args, **self.kwargs)
 
     def repeat(self) -> Any:
@@ -227,7 +227,7 @@ class _Bridge(torch.autograd.Function):
 
 
 class Step(Call):
-    """`engine.step()`."""
+    """A call of `engine.step()`."""
 
     kind = "step"
 
@@ -239,7 +239,7 @@ class Step(Call):
         return not managed or engine.is_gradient_accumulation_boundary()
 
     def answer(self, results: Results, number: int) -> Any:
-        """Count it."""
+        """A micro batch that is done already: count it, do nothing else."""
         self.engine.micro_steps += 1
         return None
 

@@ -26,5 +26,5 @@ class CatchUp:
         self._undo.enter_context(patched.SAVE.replaced(lambda *args, **kwargs: None))
 
     def close(self) -> None:
-        """It is there."""
+        """The script is where the others are: put everything back that was replaced."""
         self._undo.close()

@@ -33,7 +33,7 @@ class Context:
 
     @classmethod
     def capture(cls, engine: Any) -> Context:
-        """As it is now."""
+        """What a step may change beside parameters and optimizer state, as it is now."""
         device = torch.device(engine.device).type
         return cls(
             rng=rng.capture(),

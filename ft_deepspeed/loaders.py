@@ -50,7 +50,7 @@ class Loaders:
         self._begun += 1
 
     def state(self) -> dict[int, torch.Tensor]:
-        """For the envelope."""
+        """What of it goes into the envelope."""
         return dict(self._states)
 
     def follow(self, noted: dict[int, torch.Tensor]) -> None:
@@ -58,5 +58,5 @@ class Loaders:
         self._noted = noted
 
     def lead(self) -> None:
-        """No more."""
+        """From now on the script leads: what was noted is of no use any more."""
         self._noted = {}

@@ -69,7 +69,7 @@ class Results:
         return pytree.tree_unflatten(leaves, pytree.treespec_loads(shape["spec"]))
 
     def state(self) -> dict[str, Any]:
-        """For the envelope."""
+        """What of it goes into the envelope."""
         for calls in self._calls.values():
             for kind, results in calls.items():
                 if any(isinstance(x, torch.Tensor) for result in results for x in result):

@@ -76,7 +76,7 @@ class Shard:
         return {**self._adapter.envelope(), "scalars": self._adapter.scalars(self.optimizers)}
 
     def envelope_holders(self) -> tuple[int, ...]:
-        """The shard's."""
+        """The role that is away: the envelope goes with its shard."""
         return (self._role,)
 
     @torch.no_grad()

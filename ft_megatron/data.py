@@ -187,7 +187,7 @@ class DealtLoader:
         return []
 
     def seek(self, position: list[int]) -> None:
-        """See `mark`."""
+        """Go on from a position that `mark` has given."""
 
     def close(self) -> None:
         """End the loader's processes."""

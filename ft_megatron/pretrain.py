@@ -152,7 +152,7 @@ class PretrainAdapter(MegatronAdapter):
         return {**super().envelope(), "loop": self._loop.capture()}
 
     def restore(self, tensors: Any, envelope: Any) -> None:
-        """Put back both."""
+        """Put back the training's state, and that of Megatron's loop."""
         super().restore(tensors, envelope)
         self._loop.restore(envelope["loop"])
 
@@ -435,7 +435,7 @@ class Hooks:
         return save(*args, **kwargs)
 
     def write_args_to_tensorboard(self, original: Any, *args: Any, **kwargs: Any) -> None:
-        """Once per process."""
+        """Only where this process has not done so before."""
         if self._session is None or not self._again:
             original(*args, **kwargs)
 

@@ -170,7 +170,7 @@ def environment() -> dict[str, str]:
 
 
 def title(text: str) -> None:
-    """Print a heading."""
+    """Print a heading above what follows."""
     print(f"\n== {text}", flush=True)
 
 

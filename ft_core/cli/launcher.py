@@ -80,7 +80,7 @@ class Launcher:
         self.controller("--failed-before", str(self._controllers_failed))
 
     def agent(self, node: str, node_rank: int, domain: str) -> None:
-        """Start an agent."""
+        """Start one, with a directory for its sockets that goes when it ends. `node_rank` -1: a spare."""
         temporary = tempfile.mkdtemp(prefix="ft-agent-", dir=self._sockets_in)
         about = ["--node", node, "--node-rank", str(node_rank), "--domain", domain, "--temporary", temporary]
         agent = self._start("ft_core.node", *about)

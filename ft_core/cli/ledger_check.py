@@ -24,7 +24,7 @@ _BEFORE, _WAITING = 0, -1
 
 @dataclass(frozen=True)
 class Report:
-    """What a ledger says."""
+    """What a ledger says of the steps and samples of its job."""
 
     steps: int
     samples: int

@@ -69,7 +69,7 @@ class Registry(Protocol):
 
     @property
     def startup(self) -> Recorder:
-        """What is recorded."""
+        """The record of start-up's operations."""
 
     def communicator(self, group: FtProcessGroup, kind: str, epoch: int | None = None) -> Inner:
         """The group's communicator in the current epoch, opened if need be."""
@@ -77,7 +77,7 @@ class Registry(Protocol):
     def launch(
         self, inner: Inner, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> FtWork | None:
-        """Issue an operation."""
+        """Issue an operation on the inner communicator. None: it has no work to wait for."""
 
     def forget(self, group: FtProcessGroup, wake: bool) -> None:
         """Destroy a group."""
@@ -151,11 +151,11 @@ class FtProcessGroup(dist.ProcessGroup):
         return self._desc
 
     def getGroupName(self) -> str:  # noqa: N802
-        """For C++."""
+        """Called by torch's C++."""
         return self._name
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """For C++."""
+        """Called by torch's C++."""
         return self._desc
 
     def _set_group_name(self, name: str) -> None:

@@ -18,7 +18,7 @@ class Kinds:
         self._numbers: dict[tuple[str, str, tuple[int, ...] | None], int] = {}
 
     def number(self, entry: Entry) -> int:
-        """Of this entry's."""
+        """The number of this entry's kind, a new one for what was not seen before."""
         sizes = None if entry.tensors is None else tuple(map(len, entry.tensors))
         kind = entry.kind, entry.signature, sizes
         if kind not in self._numbers:
@@ -27,7 +27,7 @@ class Kinds:
         return self._numbers[kind]
 
     def entry(self, number: int, data: bytes) -> Entry:
-        """With these results."""
+        """Inverse of `number`: an entry of that kind with its results, `data`, one after the other."""
         kind, signature, sizes = self._known[number]
         if sizes is None:
             return Entry(kind, signature, None)

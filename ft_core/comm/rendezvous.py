@@ -279,7 +279,7 @@ class EpochStore(dist.Store):
     # -- what torch calls --------------------------------------------------------------------------
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set `key`."""
+        """Set `key`, without an answer. Raises ValueError for more than `MAX_VALUE` bytes."""
         if len(value) > MAX_VALUE:
             raise ValueError(f"a value of {len(value)} bytes for {key!r}; a store takes {MAX_VALUE}")
         self._send(SetKey(key, _bytes(value)))

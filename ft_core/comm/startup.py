@@ -260,7 +260,7 @@ class Startup:
         return self._comms.if_alive(epoch, lambda: self.log.append(series, entry))
 
     def where(self, series: Series, number: int) -> str:
-        """For messages."""
+        """An operation by its number, as error messages name it."""
         return f"operation {number} of group {series}, role {self._comms.role}"
 
     def peers_entry(self, series: Series, number: int, signature: str, epoch: int) -> Entry | None:

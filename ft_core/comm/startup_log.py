@@ -315,7 +315,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
-    """A tensor's content."""
+    """A tensor's content, of any shape, device and type."""
     flat = tensor.detach().reshape(-1).clone().cpu()  # numpy would fix the size of the tensor's own storage
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 

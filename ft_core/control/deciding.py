@@ -72,7 +72,7 @@ class StartOver:
 
     @property
     def left(self) -> Places:
-        """Roles that live."""
+        """Role -> node of the roles that live."""
         return {role: node for role, node in sorted(self.roles.items()) if role not in self.lost}
 
 

@@ -67,7 +67,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Terminate:
-    """SIGTERM."""
+    """SIGTERM has come."""
 
 
 @dataclass(frozen=True)

@@ -56,13 +56,13 @@ class Node:
 
     @classmethod
     def of(cls, peer: Peer, hello: AgentHello, now: float) -> Node:
-        """One that greets."""
+        """The node that greets at `now`, by its greeting."""
         held = hello.holdings
         return cls(peer, hello, Sight(now), held, held.idle, held.begun, list(hello.said))
 
     @property
     def name(self) -> str:
-        """Unique in the job."""
+        """No other node of the job has it, nor will have."""
         return self.hello.node
 
     @property
@@ -72,15 +72,15 @@ class Node:
 
     @property
     def address(self) -> NodeAddress:
-        """For plans."""
+        """Where others reach its memory, as plans say it."""
         return NodeAddress(data=self.hello.data, domain=self.hello.domain)
 
     def report(self, held: Holdings) -> None:
-        """What it holds now."""
+        """It has said, in a report, what it holds now."""
         self.holdings, self.idle, self.begun = held, held.idle, held.begun
 
     def beat(self, beat: Heartbeat) -> None:
-        """It lives."""
+        """It has said how far its roles are."""
         self.idle, self.begun, self.beats, self.replicas = beat.idle, beat.begun, beat.roles, beat.replicas
 
     def configured(self, values: Mapping[str, Any]) -> None:
@@ -153,7 +153,7 @@ class Facts:
         self.nodes[node.name] = self.peers[node.peer] = node
 
     def drop(self, node: Node) -> None:
-        """It is gone."""
+        """Forget a node that is lost, or has left."""
         if (known := self.nodes.pop(node.name, None)) is not None:
             del self.peers[known.peer]
 
@@ -226,7 +226,7 @@ class Facts:
 
 
 def to(nodes: Iterable[Node], message: Message) -> list[Effect]:
-    """Say it to these."""
+    """Send one message to each of these nodes."""
     return [Send(node.peer, message) for node in nodes]
 
 

@@ -97,7 +97,7 @@ def node_plan(state: JobState, node: str, settings: Settings, encoded: msgspec.R
 
 
 def encode(state: JobState) -> msgspec.Raw:
-    """Once for all nodes."""
+    """A plan's state as JSON, made once for all nodes."""
     return msgspec.Raw(codec.encode(state))
 
 

@@ -76,7 +76,7 @@ class Membership:
         return cls(int(data["groups"]), tuple((int(v), tuple(map(int, g))) for v, g in data["changes"]))
 
     def to_json(self) -> dict[str, Any]:
-        """For plans."""
+        """As plans and the ledger have it."""
         return {"groups": self.groups, "changes": [[v, list(g)] for v, g in self.changes]}
 
     def changed(self, version: int, members: Iterable[int]) -> Membership:

@@ -31,7 +31,7 @@ class Doing(Enum):
 
 @dataclass
 class Worker:
-    """One process."""
+    """A process that plays a role, or may."""
 
     number: int
     device: int
@@ -76,18 +76,18 @@ class Crew:
         self._count = 0
 
     def add(self, device: int) -> Worker:
-        """One more."""
+        """One more worker is to start, for that device, or (-1) for any."""
         worker = Worker(self._count, device)
         self._workers[worker.number] = worker
         self._count += 1
         return worker
 
     def remove(self, number: int) -> Worker:
-        """It has ended."""
+        """The process of that worker has ended."""
         return self._workers.pop(number)
 
     def get(self, number: int) -> Worker | None:
-        """None: it has ended."""
+        """That worker, or None if it has ended."""
         return self._workers.get(number)
 
     def of_role(self, role: int) -> Worker | None:

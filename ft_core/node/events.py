@@ -28,7 +28,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class Connected:
-    """To the controller."""
+    """There is a connection to the controller."""
 
 
 @dataclass(frozen=True)
@@ -153,12 +153,12 @@ class PeerAsks:
 
 @dataclass(frozen=True)
 class Tick:
-    """Every `heartbeat`."""
+    """Time has passed: each `heartbeat` seconds."""
 
 
 @dataclass(frozen=True)
 class Terminate:
-    """SIGTERM."""
+    """SIGTERM has come."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL."""
+    """Send SIGKILL to a worker."""
 
     worker: Number
 
@@ -251,7 +251,7 @@ class UsePlan:
 
 @dataclass(frozen=True)
 class UseSettings:
-    """From now on."""
+    """From now on these settings hold."""
 
     settings: Settings
 
@@ -282,7 +282,7 @@ class Reserve:
 
 @dataclass(frozen=True)
 class Strike:
-    """A copy is corrupt."""
+    """Never use a copy again: it is corrupt."""
 
     role: int
     slot: int
@@ -324,7 +324,7 @@ class WriteDurable:
 
 @dataclass(frozen=True)
 class LookForDurable:
-    """`DurableListed`."""
+    """Ask storage which durable checkpoints can be read; `DurableListed` answers."""
 
     id: int
 

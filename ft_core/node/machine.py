@@ -71,7 +71,7 @@ _TRAINED = 256
 
 
 class Phase(Enum):
-    """Of an agent's life."""
+    """Where an agent's life is."""
 
     SERVING = auto()
     FAREWELL = auto()

@@ -74,7 +74,7 @@ _END = 15.0
 
 
 class NodeShell:
-    """One node's."""
+    """The process of one node's agent."""
 
     def __init__(self, settings: Settings, job_dir: Path, node: str, domain: str, node_rank: int) -> None:
         self.settings, self.job_dir, self.node, self.domain = settings, job_dir, node, domain or node

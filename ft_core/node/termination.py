@@ -41,7 +41,7 @@ class Termination:
         return [Signal(number, even_so=number in self._first) for number in left if self.under_way]
 
     def passed_on(self, worker: int) -> None:
-        """That worker has it."""
+        """That worker has got the signal."""
         self._signalled.add(worker)
 
     def explains(self, code: int) -> bool:

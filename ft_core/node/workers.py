@@ -30,7 +30,7 @@ _NO_SERVER = "its fork server has ended: no worker can be started, nor the end o
 
 @dataclass
 class Process:
-    """Of one worker."""
+    """What the shell knows of one worker."""
 
     number: int
     process: BaseProcess
@@ -138,12 +138,12 @@ class WorkerPool:
                 os.kill(worker.pid, what)
 
     def pid(self, number: int) -> int | None:
-        """None: it has ended."""
+        """Of that worker, or None if it has ended."""
         worker = self._processes.get(number)
         return worker.pid if worker else None
 
     def close(self) -> None:
-        """End what is left."""
+        """Kill the workers that are left."""
         for number in list(self._processes):
             self.signal(number, signal.SIGKILL)
 

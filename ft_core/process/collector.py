@@ -32,7 +32,7 @@ class Pause:
             self._under_way = True
 
     def end(self) -> None:
-        """Collect as before."""
+        """From now on garbage is collected as before."""
         if self._under_way:
             gc.enable()
             self._under_way = False

@@ -25,11 +25,11 @@ class Stalls:
         threading.Thread(target=self._watch, name="ft-stalls", daemon=True).start()
 
     def beat(self) -> None:
-        """It goes on."""
+        """The event loop goes on: no stall until the next beat is due."""
         self._beat.set()
 
     def close(self) -> None:
-        """No beat is to come."""
+        """Watch no longer: no beat is to come."""
         self._closed = True
         self._beat.set()
 

@@ -55,7 +55,7 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type")
 
 
 class Value(Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of messages."""
+    """What messages consist of."""
 
 
 def check_texts(parsed: Callable[[str], object], texts: Iterable[str]) -> None:
@@ -1015,7 +1015,7 @@ class Restore(Message, frozen=True):
 
 
 class Allocated(Message, frozen=True):
-    """Answers `Allocate`."""
+    """Answers `Allocate`: where the memory is."""
 
     id: Number
     address: list[Number]
@@ -1074,7 +1074,7 @@ class SendProgress(Message, frozen=True):
 
 
 class Exit(Message, frozen=True):
-    """The job is over."""
+    """The job is over: a worker whose script is done may end."""
 
 
 ToWorker = (

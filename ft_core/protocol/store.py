@@ -20,7 +20,7 @@ class JoinEpoch(Message, frozen=True):
 
 
 class SetKey(Message, frozen=True):
-    """Not answered."""
+    """Set a key. It is not answered."""
 
     key: str
     value: bytes
@@ -74,7 +74,7 @@ class Meet(Message, frozen=True):
 
 
 class Answered(Message, frozen=True):
-    """A request's result."""
+    """The result of the request with this id."""
 
     id: Id
     value: bool | int | bytes

@@ -150,7 +150,7 @@ class BadChunks(Message, frozen=True):
 
 
 class Accepted(Message, frozen=True):
-    """It is done."""
+    """What was asked for is done."""
 
 
 class SegmentLent(Message, frozen=True):

@@ -57,11 +57,11 @@ class Segment:
 
     @property
     def layout(self) -> Layout:
-        """For messages."""
+        """The same as messages have it."""
         return Layout(self.holders, self.items)
 
     def to_json(self) -> dict[str, Any]:
-        """For files."""
+        """The same as files have it."""
         rows = [[i.name, i.dtype, list(i.shape), i.offset, i.nbytes] for i in self.items]
         return {"holders": list(self.holders), "items": rows}
 

@@ -56,13 +56,13 @@ class Embedding(nn.Module):
     """Tokens [batch, length] to vectors [batch, length, width], with learned positions."""
 
     def __init__(self, length: int, width: int) -> None:
-        """Random weights."""
+        """Random weights for tokens and for `length` positions."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(corpus.VOCABULARY, width).normal_(std=0.02))
         self.positions = nn.Parameter(torch.empty(length, width).normal_(std=0.02))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Look up."""
+        """(batch, length) tokens to (batch, length, width)."""
         return nn.functional.embedding(tokens, self.weight) + self.positions
 
 
@@ -80,12 +80,12 @@ class Head(nn.Module):
     """Vectors to logits [batch, length, vocabulary]."""
 
     def __init__(self, width: int) -> None:
-        """Random weights."""
+        """Random weights for the logits of each token."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(corpus.VOCABULARY, width).normal_(std=0.02))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Project."""
+        """(batch, length, width) to logits."""
         return to_logits(self, x)
 
 

@@ -67,7 +67,7 @@ class PlanRow:
 
     @property
     def nbytes(self) -> int:
-        """All of its state."""
+        """Of all its state: parameters, main copies, optimizer."""
         return self.weights + self.main + self.optimizer
 
 
@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """State of the rank."""
+        """Of all state of the rank."""
         return sum(row.nbytes for row in self.rows)
 
     @property

@@ -90,11 +90,11 @@ class DataParallel:
     stages: int = 1
 
     def stage(self, role: int) -> int:
-        """There is one."""
+        """Without pipelines there is one stage, 0."""
         return 0
 
     def tensors(self, stage: int) -> list[Tensor]:
-        """All in one."""
+        """All parameters as one tensor: only its size counts."""
         return [Tensor("parameters", self.parameters, self.parameters)]
 
     def peers(self, role: int, kind: str) -> Sequence[int]:
