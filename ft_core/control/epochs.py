@@ -224,7 +224,7 @@ class Epochs:
         facts = self.facts
         if facts.plan is None or message.epoch != facts.epoch:
             return
-        due = self.progress.told(facts.plan, message)
+        due = self.progress.heard(facts.plan, message)
         if isinstance(message, m.Stepped):
             facts.seen_at([message.version])
             if due is not None:

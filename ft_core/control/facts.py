@@ -181,17 +181,17 @@ class Facts:
         self.groups.restore(state.groups)
         self.plan, self.epoch = state, max(self.epoch, state.epoch)
 
-    def lay_out(self, told: RoleLayout) -> None:
+    def lay_out(self, message: RoleLayout) -> None:
         """What a role's state consists of; or the part of it that another has adopted."""
-        if told.epoch < self.started_over:
+        if message.epoch < self.started_over:
             return
-        if told.adopted:
-            self.catalogue[told.role] = {**self.catalogue.get(told.role, {}), **told.segments}
+        if message.adopted:
+            self.catalogue[message.role] = {**self.catalogue.get(message.role, {}), **message.segments}
             return
-        self.catalogue[told.role] = dict(told.segments)
-        self.initial, self.resumes = told.initial, told.resumes
-        assert told.group is not None, f"role {told.role} tells of its state, and of no replica group"
-        self.groups.register(told.role, told.group)
+        self.catalogue[message.role] = dict(message.segments)
+        self.initial, self.resumes = message.initial, message.resumes
+        assert message.group is not None, f"role {message.role} tells of its state, and of no replica group"
+        self.groups.register(message.role, message.group)
 
     def seen_at(self, versions: Iterable[int]) -> None:
         """Some role has, or had, these."""

@@ -101,9 +101,9 @@ def encode(state: JobState) -> msgspec.Raw:
     return msgspec.Raw(codec.encode(state))
 
 
-def kept(told: KeptState) -> JobState:
+def kept(message: KeptState) -> JobState:
     """The state that an agent has kept, with the nodes that are there now."""
-    return replace(told.state, nodes=told.nodes)
+    return replace(message.state, nodes=message.nodes)
 
 
 def prepare(

@@ -13,14 +13,14 @@ Due = tuple[str, dict[str, Any]]
 
 @dataclass
 class Progress:
-    """What they have told. An event comes of it once all have."""
+    """What they have said. An event comes of it once all have."""
 
     restored: dict[int, int] = field(default_factory=dict)
     """Role -> pid of its worker."""
     stepped: set[int] = field(default_factory=set)
     reopened: set[int] = field(default_factory=set)
 
-    def told(self, state: JobState, message: Restored | Stepped | Reopened) -> Due | None:
+    def heard(self, state: JobState, message: Restored | Stepped | Reopened) -> Due | None:
         """The event that is due, if one is. `state` is the plan of the message's epoch."""
         roles = set(state.roles)
         if isinstance(message, Restored):

@@ -103,13 +103,13 @@ class Returning:
         self.attempt = Attempt(places, set(here))
         return to(facts.playing(), SendCounts())
 
-    def counted(self, facts: Facts, told: OperationCounts) -> list[Effect]:
+    def counted(self, facts: Facts, message: OperationCounts) -> list[Effect]:
         """A role that takes part says which operations of the start-up phase it has on record."""
         attempt = self.attempt
-        if attempt is None or told.role not in attempt.uncounted:
+        if attempt is None or message.role not in attempt.uncounted:
             return []
-        attempt.counts[told.role] = told.counts
-        attempt.uncounted.discard(told.role)
+        attempt.counts[message.role] = message.counts
+        attempt.uncounted.discard(message.role)
         if attempt.uncounted:
             return []
         roles = sorted(attempt.places)

@@ -27,9 +27,9 @@ class Samples:
             self._ledger.epoch(state.epoch, state.version, _json(facts.groups.membership))
         return self._entered()
 
-    def trained(self, facts: Facts, told: Trained) -> list[Effect]:
+    def trained(self, facts: Facts, message: Trained) -> list[Effect]:
         """A role has trained a step's samples."""
-        self._waiting.append(told)
+        self._waiting.append(message)
         if not facts.groups.known:
             return []  # word of another role's group is on its way
         effects = self.begin(facts)

@@ -56,9 +56,9 @@ class Inquiries:
                 self._store.strike(name, version)
                 return t.Accepted()
             case t.FetchEntries(holder, group, start):
-                told = self._from_worker(holder, m.SendStartupEntries(next(self._numbers), group, start))
-                assert isinstance(told, m.StartupEntries)
-                return t.EntriesFound(told.entries)
+                answer = self._from_worker(holder, m.SendStartupEntries(next(self._numbers), group, start))
+                assert isinstance(answer, m.StartupEntries)
+                return t.EntriesFound(answer.entries)
             case t.FetchProgress(holder):
                 said = self._from_worker(holder, m.SendProgress(next(self._numbers)))
                 assert isinstance(said, m.Progress)

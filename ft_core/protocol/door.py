@@ -100,16 +100,16 @@ async def serve(
             await loop.connect_accepted_socket(lambda it=protocol: it, found)  # type: ignore[misc]
 
 
-_told = False
+_warned = False
 
 
 def _say(who: str, error: OSError) -> None:
     """A connection could not be accepted."""
-    global _told
+    global _warned
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         log.warning("%s could not accept a connection: %s", who, error)
-    elif not _told:
-        _told = True
+    elif not _warned:
+        _warned = True
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         log.error(
             "%s accepts no more connections: all of its %d files and connections are in use (%s). Whoever "
