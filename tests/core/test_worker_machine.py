@@ -472,7 +472,7 @@ def test_whatever_happens_each_epoch_is_answered_once(seed: int) -> None:
         worker = Worker().start()
         machine, quiesced, begun = worker.machine, [1], [1]
         for _ in range(200):
-            before = machine.announced
+            before, was = machine.announced, worker.state
             event = of_the_main_thread(worker, dice) if dice.random() < 0.5 else None
             done = worker.do(event or e.FromAgent(of_the_agent(worker, dice)), after=dice.random())
             assert machine.announced >= max(before, machine.epoch)
@@ -482,6 +482,8 @@ def test_whatever_happens_each_epoch_is_answered_once(seed: int) -> None:
                         assert epoch == machine.announced > before
                     case e.SayQuiesced(epoch):
                         assert epoch == machine.announced > quiesced[-1] and epoch > begun[-1]
+                        outside = isinstance(was, StartUp | Quiet | Trained | Finished | Over)
+                        assert outside or event == e.Unwound(), was
                         quiesced.append(epoch)
                     case e.UsePlan(begins):
                         assert begins.epoch == machine.announced == quiesced[-1] > begun[-1]
@@ -490,6 +492,7 @@ def test_whatever_happens_each_epoch_is_answered_once(seed: int) -> None:
                         assert epoch == machine.epoch == machine.announced
                     case e.Send(m.WorkerCompleted(epoch)):
                         assert epoch == machine.epoch == machine.announced
+            assert machine.epoch == begun[-1]
         if worker.state == Leaving():
             worker.do(e.Unwound())
             quiesced.append(machine.announced)
