@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,8 +13,12 @@ import pytest
 import torch
 from core import pg_scripts
 from core.pg_harness import CONTEXT, GroupJob
+from torch.distributed.flight_recorder.components.builder import build_db
+from torch.distributed.flight_recorder.components.config_manager import JobConfig
+from torch.distributed.flight_recorder.components.loader import read_dir
 from waiting import wait_for_value
 
+from ft_core.cli.flight import dump, table, to_json, write
 from ft_core.comm import flight
 from ft_core.comm.flight import SLOTS, FlightRecorder
 from ft_core.node.flight import Recorded, answer, read
@@ -335,3 +340,112 @@ def test_a_callers_mistake_takes_no_number() -> None:
         [("all_reduce", 0), ("all_reduce", 1)],
     ]
     assert all(ended for found in results for _, _, ended in found)
+
+
+# -- what is shown ---------------------------------------------------------------------------------
+
+
+def analysed(logs: list[FlightLog], where: Path) -> list[Any]:
+    """Each operation as PyTorch's analyser has put it together."""
+    write(dump(logs, 10**18), where)
+    args = JobConfig().parse_args([str(where)])
+    details, version = read_dir(args)
+    return build_db(details, args, version).collectives
+
+
+def issue(job: Flight, *kinds: str) -> None:
+    """As one of roles 0 and 1; each operation ends."""
+    other, t = 1 - job.control.flight[:8].cast("q")[0], [torch.zeros(6)]
+    args: dict[str, tuple[Any, ...]] = {"send": (t, other, 0), "recv": (t, other, 0), "any": (t, 0)}
+    for kind in kinds:
+        given = args.get(kind, (t, t))
+        job.recorder.end(job.begin("recv" if kind == "any" else kind, given))
+
+
+COLLECTIVES = (
+    "allreduce",
+    "broadcast",
+    "reduce",
+    "allgather",
+    "reduce_scatter",
+    "alltoall",
+    "gather",
+    "scatter",
+)
+
+
+def test_pytorchs_analyser_finds_nothing_wrong_with_what_is_right(tmp_path: Path) -> None:
+    jobs = [Flight(0), Flight(1)]
+    for job in jobs:
+        issue(job, *COLLECTIVES, "barrier")
+    issue(jobs[0], "send", "recv", "send", "any")
+    issue(jobs[1], "send", "recv", "recv", "send")
+    for role, job in enumerate(jobs):
+        alone = job.recorder.add(GroupId.of((role,), 0), (role,), "nccl")
+        job.recorder.end(job.recorder.begin(alone, 1, "allreduce", SOME))
+    found = analysed([job.log() for job in jobs], tmp_path / "a")
+    assert not any(each.mismatch_collectives for each in found)
+    names = [each.collective_name for each in found]
+    assert names[:9] == [
+        *("gloo:all_reduce", "gloo:broadcast", "gloo:reduce", "gloo:all_gather", "gloo:reduce_scatter"),
+        *("gloo:all_to_all", "gloo:gather", "gloo:scatter", "gloo:all_reduce_barrier"),
+    ]
+    sent = ["gloo:recv 0<-1", "gloo:send 0->1", "gloo:send 0->1", "gloo:send 1->0"]
+    assert sorted(names[9:]) == [*sent, "nccl:all_reduce", "nccl:all_reduce"]
+    missing = [each for each in found if each.missing_ranks]
+    assert [(each.collective_name, each.missing_ranks) for each in missing] == [("gloo:send 1->0", {0})]
+
+
+def test_rings_that_go_back_differently_far_are_compared_from_where_both_are_there(tmp_path: Path) -> None:
+    jobs = [Flight(0), Flight(1)]
+    for job, more in zip(jobs, (0, 1000), strict=True):
+        extra = job.recorder.add(GroupId.of((1,), 0), (1,)) if more else None
+        for _ in range(SLOTS):
+            job.recorder.end(job.begin())
+        for _ in range(more):
+            assert extra is not None
+            job.recorder.end(job.recorder.begin(extra, 1, "barrier", ()))
+    kept = [len([r for r in job.log().records if r.group == 0]) for job in jobs]
+    assert kept == [SLOTS, SLOTS - 1000]
+    found = [
+        each for each in analysed([job.log() for job in jobs], tmp_path / "a") if each.group_id == "0-1:1#0"
+    ]
+    assert [each.collective_seq_id for each in found] == list(range(1000, SLOTS))
+    assert not any(each.mismatch_collectives or each.missing_ranks for each in found)
+
+
+def test_pytorchs_analyser_finds_who_is_missing_and_who_does_something_else(tmp_path: Path) -> None:
+    jobs = [Flight(0), Flight(1)]
+    for job in jobs:
+        issue(job, "allreduce")
+    jobs[0].begin()
+    [first, second] = analysed([job.log() for job in jobs], tmp_path / "a")
+    assert not first.missing_ranks and second.missing_ranks == {1} and second.collective_state == "started"
+    jobs[1].begin("allreduce", ([torch.zeros(7)], None))
+    [_, second] = analysed([job.log() for job in jobs], tmp_path / "b")
+    assert not second.missing_ranks and not second.pass_check
+    assert "SIZE" in str(second.mismatch_collectives[1].type_of_mismatch)
+    assert analysed([Flight(0).log(), Flight(1).log()], tmp_path / "c") == []
+
+
+def test_people_see_one_line_for_each_operation() -> None:
+    job = Flight()
+    job.recorder.call(job.group, "DATA")
+    issue(job, "allreduce", "send", "barrier", "any")
+    job.begin()
+    head, columns, *lines = table(job.log()).splitlines()
+    assert head == "role 0  epoch 1  version 0  main thread: running"
+    assert columns.split() == ["group", "number", "kind", "size", "peer", "began", "took"]
+    shown = [line.split() for line in lines]
+    assert [each[:7] for each in shown] == [
+        ["DATA", "0-1:1#0", "0", "all_reduce", "24", "B", "-"],
+        ["DATA", "0-1:1#0", "0", "send", "24", "B", "1"],
+        ["DATA", "0-1:1#0", "1", "barrier", "-", "-", shown[2][6]],
+        ["DATA", "0-1:1#0", "0", "recv", "24", "B", "any"],
+        ["DATA", "0-1:1#0", "2", "all_reduce", "24", "B", "-"],
+    ]
+    assert [line.endswith("UNDER WAY") for line in lines] == [False] * 4 + [True]
+    found = to_json(job.log())
+    assert found["groups"][0]["members"] == (0, 1)
+    record = found["records"][1]
+    assert (record["kind"], record["peer"], record["number"]) == ("send", 1, 0)
