@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -76,7 +77,7 @@ def about() -> dict[str, Any]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "--short", "HEAD"),
+        "commit": _git("rev-parse", "--short", "HEAD") or os.environ.get("FT_COMMIT", ""),
         "uncommitted": bool(
             _git("status", "--porcelain", "--", "ft_core", "ft_megatron", "recipes", "benchmarks/*.py")
         ),
@@ -96,6 +97,8 @@ _LOAD = os.getloadavg()[0]
 
 
 def _git(*arguments: str) -> str:
+    if shutil.which("git") is None:
+        return ""
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else ""
 
