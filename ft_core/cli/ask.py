@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from ft_core.errors import ProtocolError
@@ -14,12 +15,18 @@ _TIMEOUT = 10.0
 
 def ask(question: FromCtl, job_dir: Path | None, address: str = "") -> ToCtl:
     """Put a question to a job's controller. Raises FtError or OSError when it cannot be asked."""
+    return ask_all([question], job_dir, address)[0]
+
+
+def ask_all(questions: Sequence[FromCtl], job_dir: Path | None, address: str = "") -> list[ToCtl]:
+    """The answers to several questions, in the order in which they come. Raises as `ask`."""
     address = address or Settings.read(job_dir or Path()).controller
     channel = Channel.connect(address, read_secret(job_dir), TO_CTL, _TIMEOUT)
     try:
         channel.send(CtlHello())
-        channel.send(question)
-        return channel.recv()
+        for question in questions:
+            channel.send(question)
+        return [channel.recv() for _ in questions]
     finally:
         channel.close()
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ft_core import plugins
-from ft_core.cli import ledger_check
+from ft_core.cli import flight, ledger_check
 from ft_core.cli.ask import ask
 from ft_core.cli.doctor import command as doctor
 from ft_core.cli.planner import command as planner
@@ -68,6 +68,9 @@ def main(argv: list[str] | None = None) -> int:
     victim = kill.add_mutually_exclusive_group(required=True)
     victim.add_argument("--role", type=int)
     victim.add_argument("--node")
+    flight.add_arguments(
+        commands.add_parser("flight", help="what the process groups of a role, or of all, have done last")
+    )
     frameworks = plugins.load(plugins.PLANNER)
     planner.add_arguments(
         commands.add_parser("plan", help="bytes, memory and what is survived, for given flags"), frameworks
@@ -89,6 +92,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.command == "plan" and args.job_dir is None and not args.controller:
         return planner.main(args, frameworks)
     try:
+        if args.command == "flight":
+            return flight.main(args)
         question: FromCtl = AskStatus()
         if args.command == "plan":
             question = DescribeRole(args.role)

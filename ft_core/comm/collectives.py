@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import distributed as dist
 
+from ft_core.comm.flight import FlightRecorder
 from ft_core.comm.inner import Inner, devices_of
 from ft_core.comm.works import FtWork
 from ft_core.protocol.groups import GroupId
@@ -64,8 +65,8 @@ class Registry(Protocol):
     """What a group needs of the communicators that it is one of, see `process_group`."""
 
     role: int
-    aborted: int
     counts: Counter[str]
+    flight: FlightRecorder
 
     @property
     def startup(self) -> Recorder:
@@ -74,10 +75,20 @@ class Registry(Protocol):
     def communicator(self, group: FtProcessGroup, kind: str, epoch: int | None = None) -> Inner:
         """The group's communicator in the current epoch, opened if need be."""
 
-    def launch(
-        self, inner: Inner, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def issue(
+        self, group: FtProcessGroup, method: str, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> FtWork | None:
         """Issue an operation on the inner communicator. None: it has no work to wait for."""
+
+    def launch(
+        self,
+        inner: Inner,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        records: tuple[int, ...] = (),
+    ) -> FtWork | None:
+        """Issue what ends these operations of the flight record."""
 
     def forget(self, group: FtProcessGroup, wake: bool) -> None:
         """Destroy a group."""
@@ -109,16 +120,16 @@ class FtProcessGroup(dist.ProcessGroup):
         self._rank, self._size = rank, len(members)
         self._name = self._desc = ""
         self.coalescing = False
+        self.coalesced: list[int] = []
+        """Operations of the flight record that end with the coalescing."""
+        self.record = comms.flight.add(self.identity, members, self.name())
 
     def _issue(self, method: str, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         comms = self._comms
         comms.counts[kind] += 1
         if comms.startup.recording and not self.coalescing:
             return comms.startup.run(self, method, kind, args, kwargs)
-        inner = self.inner
-        if inner is None or not inner.ready or inner.epoch < comms.aborted:
-            inner = comms.communicator(self, kind)
-        return comms.launch(inner, method, args, kwargs)
+        return comms.issue(self, method, kind, args, kwargs)
 
     # -- what torch and the frameworks ask a group ------------------------------------------------
 
@@ -163,6 +174,7 @@ class FtProcessGroup(dist.ProcessGroup):
 
     def _set_group_desc(self, desc: str) -> None:
         self._desc = desc
+        self._comms.flight.call(self.record, desc)
 
     setGroupName, setGroupDesc = _set_group_name, _set_group_desc  # noqa: N815
 
@@ -216,7 +228,10 @@ class FtProcessGroup(dist.ProcessGroup):
         if self._comms.startup.rehearsing:
             return self._comms.startup.run(self, "barrier", "barrier", (), {})
         self.coalescing = False
-        return self._comms.launch(self._comms.communicator(self, "send"), "_end_coalescing", (device,), {})
+        records = tuple(self.coalesced)
+        self.coalesced.clear()
+        inner = self._comms.communicator(self, "send")
+        return self._comms.launch(inner, "_end_coalescing", (device,), {}, records)
 
     def abort(self) -> None:
         """Make what is pending fail, and forget the group."""

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ft_core.comm.collectives import COLLECTIVES, FtProcessGroup
+from ft_core.comm.flight import FlightRecorder
 from ft_core.comm.inner import Inner, Opener, start
 from ft_core.comm.partial import Partial
 from ft_core.comm.startup import Fetch, Startup
@@ -60,6 +62,7 @@ class Communicators:
         on_failure: Callable[[str], None],
         secret: bytes,
         failure_grace: float = 30.0,
+        flight: memoryview | None = None,
     ) -> None:
         self._secret = secret
         self.role, self.world_size = role, world_size
@@ -69,6 +72,7 @@ class Communicators:
         """Called with the reason when an operation on a GPU takes longer than its group's time-out."""
         self.reopened: Callable[[int], None] | None = None
         """Called once per epoch, when the groups that were in use before it are connected again."""
+        self.flight = FlightRecorder(role, flight)
         self.counts: Counter[str] = Counter()
         """Collectives issued, by kind (the values of `collectives.COLLECTIVES`)."""
         self.epoch = -1
@@ -119,6 +123,7 @@ class Communicators:
             about = (self.role, alive, self._on_asked, newcomers)
             opener = Opener(epoch, store_address, self._secret, *about)
             self.epoch, self._opener = epoch, opener
+            self.flight.begins(epoch)
             self._absent, self._adopted = dict(absent or {}), adopted
             self._asked.clear()
             self.startup.plan(completed or {}, fetch)
@@ -164,6 +169,8 @@ class Communicators:
         c10d._world.pg_coalesce_state.clear()
         for group in self._groups:
             group.coalescing = False
+            self._end_records(tuple(group.coalesced))
+            group.coalesced.clear()
         with self._traffic_lock:
             self._generation += 1
             busy, self._in_flight = self._in_flight > 0, 0
@@ -334,10 +341,40 @@ class Communicators:
 
     # -- operations -------------------------------------------------------------------------------
 
-    def launch(
-        self, inner: Inner, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def issue(
+        self,
+        group: FtProcessGroup,
+        method: str,
+        kind: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        epoch: int | None = None,
     ) -> FtWork | None:
-        """Issue an operation. None where the backend has already ordered it on the caller's stream."""
+        """Open the group in the current epoch, if need be, and `launch` an operation in it. Raises as
+        `communicator`, with the same `epoch`."""
+        record = self.flight.begin(group.record, self.epoch if epoch is None else epoch, kind, args)
+        try:
+            inner = group.inner
+            if epoch is not None or inner is None or not inner.ready or inner.epoch < self.aborted:
+                inner = self.communicator(group, kind, epoch)
+        except Exception:
+            self.flight.end(record)
+            raise
+        if group.coalescing:
+            group.coalesced.append(record)
+            return self.launch(inner, method, args, kwargs)
+        return self.launch(inner, method, args, kwargs, (record,))
+
+    def launch(
+        self,
+        inner: Inner,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        records: tuple[int, ...] = (),
+    ) -> FtWork | None:
+        """Issue an operation. None where the backend has already ordered it on the caller's stream.
+        `records`: what of the flight record ends with it."""
         with self._traffic_lock:
             generation = self._generation
             inner.count(kind := COLLECTIVES.get(method), args)
@@ -354,32 +391,58 @@ class Communicators:
                 work = getattr(inner.pg, method)(*args, **kwargs)
         except Exception as error:
             self.ended(generation)
+            self._end_records(records)
             if isinstance(error, (EpochChanged, FtError)):
                 raise
             alive = inner.epoch >= self.aborted
             if alive and method != "monitored_barrier" and not is_transport_error(error):
                 with self._traffic_lock:
                     inner.count(kind, args, -1)  # it was refused
+                group = self.find(inner.group)
+                if group is not None and kind is not None:
+                    self.flight.refused(group.record, kind, args)
                 raise
             self.failed(inner.epoch, error)
-        if inner.asynchronous:
-            self._watchdog.begin()
+        self._watchdog.begin()
         if work is None:
-            self.ends_when(inner, method, inner.marker() if inner.asynchronous else None, generation)
+            completed = inner.marker() if inner.asynchronous else None
+            self.ends_when(inner, method, completed, generation, records)
             return None
         wrapper = AnySourceWork if method == "recv_anysource" else FtWork
-        return wrapper(self, inner, method, work, generation, after)
+        return wrapper(self, inner, method, work, generation, after, records)
 
     def ends_when(
-        self, inner: Inner, method: str, completed: Callable[[], bool] | None, generation: int
+        self,
+        inner: Inner,
+        method: str,
+        completed: Callable[[], bool] | None,
+        generation: int,
+        records: tuple[int, ...] = (),
+        dropped: bool = False,
     ) -> None:
-        """An operation that `launch` counted was waited for. It is over once it is `completed`; None: now."""
-        if completed is None or not inner.asynchronous:
+        """An operation that `launch` counted was waited for. It is over once it is `completed`; None: now.
+        `dropped`: nobody waits for it any more."""
+        if completed is None:
             self.ended(generation)
+            self._end_records(records)
             return
 
         def over() -> bool:
             return generation != self._generation or completed()
+
+        if not inner.asynchronous:
+            self.ended(generation)
+            # A send or a receive that is dropped is cancelled. Anything else goes on, and may never end.
+            if not dropped or COLLECTIVES.get(method) in _POINT_TO_POINT or completed():
+                self._end_records(records)
+            else:
+                unlimited = InFlight(over, lambda: self._end_records(records), lambda: None, math.inf)
+                self._watchdog.watch(unlimited)
+            return
+
+        def ended() -> None:
+            self.ended(generation)
+            self._end_records(records)
 
         def timed_out() -> None:
             what = f"{method} in group {inner.group} of epoch {inner.epoch}"
@@ -392,7 +455,11 @@ class Communicators:
                 self.hung(str(error))
 
         deadline = time.monotonic() + inner.timeout.total_seconds()
-        self._watchdog.watch(InFlight(over, lambda: self.ended(generation), timed_out, deadline))
+        self._watchdog.watch(InFlight(over, ended, timed_out, deadline))
+
+    def _end_records(self, records: tuple[int, ...]) -> None:
+        for record in records:
+            self.flight.end(record)
 
     def ended(self, generation: int) -> None:
         """An operation that `launch` counted is over."""
@@ -478,6 +545,7 @@ class Communicators:
         with self._condition:
             if group in self._groups:
                 self._groups.remove(group)
+                self.flight.drop(group.record)
             inner, group.inner = group.inner, None
         if inner is not None and inner.ready:
             if wake:

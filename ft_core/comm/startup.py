@@ -44,7 +44,6 @@ from torch import distributed as dist
 
 from ft_core.comm.collectives import FtProcessGroup
 from ft_core.comm.entries import Entry
-from ft_core.comm.inner import Inner
 from ft_core.comm.startup_log import (
     ENTRY_CAP,
     Call,
@@ -80,13 +79,16 @@ class Communicators(Protocol):
     def if_alive(self, epoch: int, action: Callable[[], None]) -> bool:
         """Run `action` unless `epoch` is over; no abort comes in between."""
 
-    def communicator(self, group: FtProcessGroup, kind: str, epoch: int | None = None) -> Inner:
-        """The group's communicator in `epoch`, opened if need be. Raises EpochChanged."""
-
-    def launch(
-        self, inner: Inner, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def issue(
+        self,
+        group: FtProcessGroup,
+        method: str,
+        kind: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        epoch: int | None = None,
     ) -> FtWork | None:
-        """Issue an operation."""
+        """Issue an operation in `epoch`. Raises EpochChanged."""
 
     def failed(self, epoch: int, error: Exception) -> NoReturn:
         """Find out why something of `epoch` failed, and raise accordingly."""
@@ -250,7 +252,7 @@ class Startup:
         epoch: int | None,
     ) -> Any:
         # The epoch is pinned: in a newer one, peers may have completed the operation and not take part.
-        work = self._comms.launch(self._comms.communicator(group, kind, epoch), method, args, kwargs)
+        work = self._comms.issue(group, method, kind, args, kwargs, epoch)
         if work is not None:
             work.wait()
         return work
@@ -391,8 +393,7 @@ class PointToPoint(dist.Work):
             self.series, self.number, _sent_signature(self._tensors), epoch
         )
         if self._entry is None:
-            inner = self._comms.communicator(self._group, self._method, epoch)
-            self._work = self._comms.launch(inner, self._method, self._args, {})
+            self._work = self._comms.issue(self._group, self._method, self._method, self._args, {}, epoch)
         self._epoch = epoch
 
     def attempt(self) -> bool:

@@ -59,9 +59,15 @@ class Epochs(Protocol):
         """Find out why an operation of `epoch` failed, and raise accordingly."""
 
     def ends_when(
-        self, inner: Inner, method: str, completed: Callable[[], bool] | None, generation: int
+        self,
+        inner: Inner,
+        method: str,
+        completed: Callable[[], bool] | None,
+        generation: int,
+        records: tuple[int, ...] = (),
+        dropped: bool = False,
     ) -> None:
-        """An operation was waited for. It is over once it is `completed`; None: now."""
+        """An operation was waited for, or `dropped`. It is over once it is `completed`; None: now."""
 
     def wait_for(self, predicate: Callable[[], bool], epoch: int) -> None:
         """Block until `predicate` or the end of `epoch`. Whoever makes it true calls `notify`."""
@@ -81,21 +87,25 @@ class FtWork(dist.Work):
         work: Any,
         generation: int,
         after: Callable[[], None] | None = None,
+        records: tuple[int, ...] = (),
     ) -> None:
-        """`after`: what completes the results once the work is done; called once, and may wait."""
+        """`after`: what completes the results once the work is done; called once, and may wait. `records`:
+        what it is in the flight record."""
         super().__init__()
         self._comms, self._inner, self._work, self._generation = comms, inner, work, generation
         self._method = method
         self._counted = True
         self._after = after
+        self._records = records
 
-    def _end(self) -> None:
+    def _end(self, dropped: bool = False) -> None:
         if self._counted:
             self._counted = False
-            self._comms.ends_when(self._inner, self._method, self._work.is_completed, self._generation)
+            what = self._inner, self._method, self._work.is_completed, self._generation, self._records
+            self._comms.ends_when(*what, dropped)
 
     def __del__(self) -> None:
-        self._end()
+        self._end(dropped=True)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the result. Raises EpochChanged within milliseconds of an abort.

@@ -55,6 +55,8 @@ class Worker:
     """By role that it holds, its own and adopted ones, the newest version that is safe in this epoch."""
     committed: Version = NONE
     """Its commit word."""
+    completed: tuple[int, int] = (0, 0)
+    """The epoch in which it has last come to the end of a part of its script, and how many that makes."""
     traceback: str = ""
 
     @property

@@ -55,6 +55,8 @@ class Epochs:
         self.reported = 0
         """The newest epoch before which no worker here is inside a step any more."""
         self.plan: m.NodePlan | None = None
+        self.released = 0
+        """Parts of the script that all roles have come to the end of."""
         self.crew = crew
         self.said = Said()
         self.now = 0.0
@@ -111,6 +113,15 @@ class Epochs:
 
     def _adopted_here(self) -> list[int]:
         return [adopted for role in self.roles_here() for adopted in self.adopted_by(role)]
+
+    def at_end(self) -> frozenset[int]:
+        """Roles here that wait for others at the end of their scripts, or of a part."""
+
+        def waits(worker: Worker) -> bool:
+            epoch, part = worker.completed
+            return worker.doing is Doing.FINISHED or (epoch == self.epoch and part > self.released)
+
+        return frozenset(worker.role for worker in self.crew.playing() if waits(worker))
 
     def heartbeat(self) -> m.Heartbeat:
         """That this node lives, and how far its roles are."""
@@ -179,7 +190,7 @@ class Epochs:
         if plan.epoch < self.epoch or plan.epoch == self.begun:
             return
         before, adopted_before = self.roles_here(), self._adopted_here()
-        self.plan, self.epoch = plan, plan.epoch
+        self.plan, self.epoch, self.released = plan, plan.epoch, plan.worker.parts
         self._copies.epoch_ends()
         self.do(UsePlan(plan))
         if plan.worker.version is not None:

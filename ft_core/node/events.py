@@ -331,9 +331,11 @@ class LookForDurable:
 
 @dataclass(frozen=True)
 class ReadFlight:
-    """Read flight records of the workers here, without their help: `FlightRead`."""
+    """Read flight records of the workers here, without their help: `FlightRead`. Roles `at_end` wait for
+    others at the end of their scripts, or of a part."""
 
     question: m.SendFlight | m.DescribeFlight
+    at_end: frozenset[int]
 
 
 @dataclass(frozen=True)

@@ -217,15 +217,18 @@ class Agent:
             case m.DescribeRole(role):
                 self.epochs.post(holdings.role_state(role, self.crew, self._view))
             case m.SendFlight() | m.DescribeFlight():
-                self.epochs.do(ReadFlight(message))
+                self.epochs.do(ReadFlight(message, self.epochs.at_end()))
             case m.ListDurable(number):
                 self.epochs.do(LookForDurable(number))
             case m.ProbeNodes(number, addresses):
                 self.epochs.do(Probe(number, addresses))
             case m.SendHeartbeat():
                 self.epochs.post(self.epochs.heartbeat())
-            case m.Release() | m.SendCounts() | m.SendIssued() | m.Hold():
-                self.epochs.do(*(ToWorker(worker.number, message) for worker in self.crew.playing()))
+            case m.Release(parts):
+                self.epochs.released = parts
+                self._tell_players(message)
+            case m.SendCounts() | m.SendIssued() | m.Hold():
+                self._tell_players(message)
             case m.Prepare():
                 self.epochs.prepare(message)
             case m.SendState():
@@ -252,6 +255,9 @@ class Agent:
                 assert_never(message)
 
     # -- workers -------------------------------------------------------------------------------
+
+    def _tell_players(self, message: m.ToWorker) -> None:
+        self.epochs.do(*(ToWorker(worker.number, message) for worker in self.crew.playing()))
 
     def _start(self, device: int) -> None:
         self.epochs.do(Start(self.crew.add(device).number, device))
@@ -286,6 +292,7 @@ class Agent:
             case m.WorkerHeld(epoch):
                 self.epochs.say(m.Held(epoch, role))
             case m.WorkerCompleted(epoch, part, last):
+                worker.completed = epoch, part
                 self.epochs.say(m.Completed(epoch, role, part, last))
             case m.WorkerSuspects(epoch, reason):
                 self.epochs.say(m.Suspect(epoch, role, reason))

@@ -28,7 +28,7 @@ from ft_core.comm import nccl_environment
 from ft_core.comm.rendezvous import Stores
 from ft_core.errors import AuthenticationError, FtError, ProtocolError
 from ft_core.net.transport import TcpTransport
-from ft_core.node import departure, orphans
+from ft_core.node import departure, flight, orphans
 from ft_core.node import events as e
 from ft_core.node.about import About
 from ft_core.node.fetch import bring
@@ -303,6 +303,7 @@ class NodeShell:
                 self.store.drop_after(version)
             case e.KeepOnly(roles, adopted):
                 self.store.keep_only(roles, adopted)
+                self.pool.forget_ended()
             case e.Strike(role, slot, of_another):
                 self.store.memory(role, of_another).strike(slot)
             case e.Reserve():
@@ -315,8 +316,8 @@ class NodeShell:
                 self._tasks.spawn(self._write_durable(effect))
             case e.LookForDurable(number):
                 self._tasks.spawn(self._list_durable(number))
-            case e.ReadFlight(question):
-                self._tasks.spawn(self._read_flight(question))
+            case e.ReadFlight():
+                self._tasks.spawn(self._read_flight(effect))
             case e.Probe():
                 self._tasks.spawn(self._probe(effect))
             case e.AskPeer():
@@ -407,13 +408,9 @@ class NodeShell:
             failed = str(error)
         self._handle(e.DurableListed(number, tuple(names), failed))
 
-    async def _read_flight(self, question: m.SendFlight | m.DescribeFlight) -> None:
-        answer: m.Flights | m.RoleFlight
-        if isinstance(question, m.SendFlight):
-            answer = m.Flights(question.number, ())
-        else:
-            answer = m.RoleFlight(question.role, None)
-        self._handle(e.FlightRead(answer))
+    async def _read_flight(self, asked: e.ReadFlight) -> None:
+        about = asked.question, self.pool.recorded(), asked.at_end
+        self._handle(e.FlightRead(await asyncio.to_thread(flight.answer, *about)))
 
     async def _probe(self, order: e.Probe) -> None:
         reach = await probe(order.nodes, self.secret, self.settings.silence_limit)

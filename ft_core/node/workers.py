@@ -16,8 +16,10 @@ from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from ft_core.comm import flight
 from ft_core.errors import FtError
 from ft_core.node import preload
+from ft_core.node.flight import Recorded
 from ft_core.protocol import messages as m
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.settings import Command
@@ -61,6 +63,8 @@ class WorkerPool:
         self._log_dir, self._redirects = log_dir, redirects
         self._ended = ended
         self._processes: dict[int, Process] = {}
+        self._ended_with_role: list[Recorded] = []
+        """Of this epoch: what they did last is of interest until they are replaced."""
         self._tee: Tee
         self._server: int | None = None
 
@@ -102,6 +106,9 @@ class WorkerPool:
             raise FtError(_NO_SERVER)
         worker.process.join()
         del self._processes[worker.number]
+        last = Recorded(None, worker.control)
+        if last.role != flight.NOBODY:
+            self._ended_with_role.append(last)
         self._tee.unfollow(worker.log_dir)
         if worker.channel is not None:
             worker.channel.close()
@@ -126,6 +133,14 @@ class WorkerPool:
         """A worker's control words; None if it has ended."""
         worker = self._processes.get(number)
         return worker.control if worker else None
+
+    def recorded(self) -> list[Recorded]:
+        """What there is of flight records, those of workers that have ended first."""
+        return [*self._ended_with_role, *(Recorded(w.pid, w.control) for w in self._processes.values())]
+
+    def forget_ended(self) -> None:
+        """Others have taken their places."""
+        self._ended_with_role.clear()
 
     def traffic(self) -> bool:
         """Whether training traffic is in flight on this node."""

@@ -31,11 +31,13 @@ _OrNone = Annotated[int, Meta(ge=-1, le=(1 << 62) - 1)]
 
 class FlightGroup(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """A process group. `id`: what the records of the same log call it. `name`: what all of its members call
-    it (a `GroupId`'s text). `label`: what the script calls it."""
+    it (a `GroupId`'s text). `label`: what the script calls it. `backend`: what its communicator is made of,
+    that of its GPUs if it has two."""
 
     id: _Natural
     name: str
     label: str = ""
+    backend: str = "gloo"
 
     def __post_init__(self) -> None:
         try:

@@ -15,6 +15,7 @@ from enum import IntEnum
 
 import numpy as np
 
+from ft_core.comm import flight
 from ft_core.state.manifest import Segment
 
 _PAGE = 4096
@@ -104,17 +105,21 @@ class Word(IntEnum):
 
 
 class ControlBlock:
-    """The words one worker and its agent share. Aligned 8-byte stores: no lock is needed."""
+    """The words one worker and its agent share, and its flight record. Aligned 8-byte stores: no lock is
+    needed."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self.memory = memory
-        self._words = memory.view.cast("q")
+        self._words = memory.view[:_PAGE].cast("q")
+        self.flight = memory.view[_PAGE:]
+        """Worker: its flight record, see `comm.flight`."""
 
     @classmethod
     def create(cls) -> ControlBlock:
         """A block with no version staged or committed."""
-        block = cls(SharedMemory.create("ft-control", _PAGE))
+        block = cls(SharedMemory.create("ft-control", _PAGE + flight.SIZE))
         block[Word.STAGED] = block[Word.COMMITTED] = TORN
+        flight.clear(block.flight)
         return block
 
     def __getitem__(self, word: Word) -> int:

@@ -206,7 +206,8 @@ class WorkerShell:
     def _take_role(self, assignment: m.Assign) -> None:
         self._assignment = assignment
         self.injector = Injector(self.job_dir, assignment.env[INJECT_ENV])
-        self.comms = Communicators(assignment.role, assignment.world_size, self._suspect, self._secret)
+        about = assignment.role, assignment.world_size, self._suspect, self._secret
+        self.comms = Communicators(*about, flight=self.control.flight)
         self.comms.traffic, self.comms.hung = self._traffic, self._hung
         self.comms.reopened = lambda epoch: self.handle(e.Reopened(epoch))
 

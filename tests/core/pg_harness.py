@@ -19,6 +19,7 @@ from ft_core.comm.process_group import Communicators
 from ft_core.comm.rendezvous import Stores
 from ft_core.errors import EpochChanged
 from ft_core.protocol.groups import Series, Tally
+from ft_core.state.memory import ControlBlock
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.core.pg_preload"])
@@ -40,7 +41,9 @@ class Worker:
         self.training = False
         self.newcomer = plan[0] > 1
         self.failures: list[str] = []
-        self.comms = Communicators(role, world, self._failed, SECRET, failure_grace=20.0)
+        self.control = ControlBlock.create()
+        flight = self.control.flight
+        self.comms = Communicators(role, world, self._failed, SECRET, failure_grace=20.0, flight=flight)
         backend.install(self.comms)
         self.comms.swap(*plan, self._fetch)
         threading.Thread(target=self._watch, daemon=True).start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -13,7 +14,12 @@ import torch
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from ft_core.comm.flight import FlightRecorder
 from ft_core.errors import EpochChanged, FtError
+from ft_core.node.flight import Recorded, read
+from ft_core.protocol.flight import FlightLog
+from ft_core.protocol.groups import GroupId
+from ft_core.state.memory import ControlBlock, SharedMemory
 
 
 def plain(value: Any) -> Any:
@@ -590,3 +596,134 @@ def without_a_member(worker: Any, absent: int) -> dict[str, Any] | None:
     except FtError as error:
         out["all_to_all"] = str(error)
     return plain(out)
+
+
+# -- the flight record -----------------------------------------------------------------------------
+
+
+def write_flight(address: list[int], pipe: Any) -> None:
+    """Record operations, whose sizes follow from their numbers, until somebody says that it is enough."""
+    recorder = FlightRecorder(0, ControlBlock(SharedMemory.open(address)).flight)
+    recorder.begins(1)
+    group = recorder.add(GroupId.of((0, 1), 0), (0, 1))
+    tensors = [torch.zeros(size) for size in range(50)]
+    count = 0
+    while not pipe.poll():
+        for _ in range(500):
+            recorder.end(recorder.begin(group, 1, "allreduce", ([tensors[count % 50]], None)))
+            count += 1
+        if count == 5000:
+            pipe.send("begun")
+
+
+def own_log(worker: Any) -> FlightLog:
+    return read(Recorded(os.getpid(), worker.control), False)
+
+
+def recorded(worker: Any, in_startup: bool) -> dict[str, Any]:
+    """By operation, what is on record of it: kind, bytes, type, peer, group, number."""
+    dist.init_process_group("gloo")
+    alone = [dist.new_group([role], group_desc="mine") for role in range(2)][worker.role]
+    if not in_startup:
+        worker.begin_training()
+    role, group, other = worker.role, dist.group.WORLD, 1 - worker.role
+    t = lambda n=4, dtype=torch.float32: torch.zeros(n, dtype=dtype)  # noqa: E731
+
+    def coalesced(call: Any) -> None:
+        with _coalescing_manager(group, async_ops=True) as manager:
+            for n in (2, 3):
+                call(n)
+        manager.wait()
+
+    def both_ways() -> None:
+        if role:
+            dist.send(t(), other)
+        dist.recv(t(), other)
+        if not role:
+            dist.send(t(), other)
+
+    def batch() -> None:
+        ops = [dist.P2POp(dist.isend, t(), other), dist.P2POp(dist.irecv, t(), other)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    def at_once() -> None:
+        for work in [dist.isend(t(), other), dist.irecv(t(), other)]:
+            work.wait()
+
+    def dropped() -> None:
+        dist.all_reduce(t(), async_op=True)
+        end = time.monotonic() + 30
+        while any(record.under_way for record in own_log(worker).records) and time.monotonic() < end:
+            time.sleep(0.001)
+
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(t()),
+        "broadcast": lambda: dist.broadcast(t(4, torch.int64), 0),
+        "reduce": lambda: dist.reduce(t(4, torch.bfloat16), 1),
+        "all_gather": lambda: dist.all_gather([t(), t()], t()),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(t(8), t()),
+        "_all_gather_base": lambda: dist._all_gather_base(t(8), t()),
+        "reduce_scatter": lambda: dist.reduce_scatter(t(), [t(), t()]),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(t(), t(8)),
+        "_reduce_scatter_base": lambda: dist._reduce_scatter_base(t(), t(8)),
+        "all_to_all_single": lambda: dist.all_to_all_single(t(), t()),
+        "gather": lambda: dist.gather(t(), None if role else [t(), t()], 0),
+        "scatter": lambda: dist.scatter(t(), None if role else [t(), t()], 0),
+        "barrier": dist.barrier,
+        "monitored_barrier": dist.monitored_barrier,
+        "all_reduce_coalesced": lambda: dist.all_reduce_coalesced([t(2), t(3)]),
+        "coalesced all_reduce": lambda: coalesced(lambda n: dist.all_reduce(t(n))),
+        "coalesced all_gather": lambda: coalesced(lambda n: dist.all_gather_into_tensor(t(2 * n), t(n))),
+        "coalesced reduce_scatter": lambda: coalesced(lambda n: dist.reduce_scatter_tensor(t(n), t(2 * n))),
+        "send and recv": both_ways,
+        "isend and irecv": at_once,
+        "batch_isend_irecv": batch,
+        "recv from any": lambda: dist.send(t(), 0) if role else dist.recv(t()),
+        "future": lambda: dist.all_reduce(t(), async_op=True).get_future().wait(),
+        "never waited for": dropped,
+        "alone": lambda: dist.all_reduce(t(), group=alone),
+    }
+    did, seen = {}, 0
+    for name, call in calls.items():
+        call()
+        log = own_log(worker)
+        names = {each.id: each.name for each in log.groups}
+        new, seen = log.records[seen:], len(log.records)
+        assert all(record.started <= record.ended <= log.now for record in new), (name, new)
+        did[name] = [
+            (each.kind, each.nbytes, each.dtype, each.peer, names[each.group], each.number) for each in new
+        ]
+    labels = {each.name: each.label for each in own_log(worker).groups}
+    dist.destroy_process_group()
+    return {"did": did, "labels": labels, "after destroy": list(own_log(worker).groups)}
+
+
+def recorded_outside(worker: Any) -> None:
+    """Role 0 waits for role 1 to open a group, which it does not."""
+    dist.init_process_group("gloo")
+    both = dist.new_group([0, 1])
+    worker.begin_training()
+    while True:
+        try:
+            worker.tell("memory", worker.epoch, worker.control.memory.address)
+            for _ in range(2):
+                dist.all_reduce(torch.ones(1))
+            if worker.role == 0:
+                dist.barrier(group=both)
+            worker.tell("alone", worker.epoch)
+            threading.Event().wait()
+        except EpochChanged:
+            worker.next_epoch()
+
+
+def recorded_mistake(worker: Any) -> list[tuple[str, int, bool]]:
+    """Role 0 makes one between two collectives."""
+    dist.init_process_group("gloo")
+    worker.begin_training()
+    dist.all_reduce(torch.ones(1))
+    if worker.role == 0:
+        with contextlib.suppress(TypeError):
+            dist.group.WORLD.broadcast([torch.ones(1)], 7, 9, 11)
+    dist.all_reduce(torch.ones(1))
+    return [(record.kind, record.number, not record.under_way) for record in own_log(worker).records]

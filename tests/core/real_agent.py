@@ -23,7 +23,7 @@ class Pool(WorkerPool):
     """Workers are numbers."""
 
     def __init__(self, agent: RealAgent) -> None:
-        self.agent, self._processes = agent, {}
+        self.agent, self._processes, self._ended_with_role = agent, {}, []
         self.heard: dict[int, list[Any]] = defaultdict(list)
 
     def start(self, number: int, device: int) -> int:

@@ -253,10 +253,31 @@ def test_a_successor_of_the_controller_gets_the_state_with_the_nodes_of_now(trai
 
 
 def test_flight_records_are_read_and_posted(training: Node):
-    assert training.hear(m.SendFlight(3)) == [e.ReadFlight(m.SendFlight(3))]
+    assert training.hear(m.SendFlight(3)) == [e.ReadFlight(m.SendFlight(3), frozenset())]
     log = FlightLog(0, 1, 7, 99, "T", False, (), ())
     assert training.handle(e.FlightRead(m.Flights(3, (log,)))) == [e.ToController(m.Flights(3, (log,)))]
-    assert training.hear(m.DescribeFlight(0)) == [e.ReadFlight(m.DescribeFlight(0))]
+    assert training.hear(m.DescribeFlight(0)) == [e.ReadFlight(m.DescribeFlight(0), frozenset())]
+
+
+def test_with_a_flight_record_goes_whether_its_role_waits_at_the_end_of_its_script(training: Node):
+    def at_end() -> frozenset[int]:
+        training.hear(m.SendFlight(3))
+        [asked] = training.effects(e.ReadFlight)
+        return asked.at_end
+
+    training.worker(m.WorkerCompleted(1, 1, last=False))
+    assert at_end() == {0}
+    training.hear(m.Release(1))
+    assert at_end() == frozenset(), "all have come to the end of this part"
+    training.worker(m.WorkerCompleted(1, 2, last=True))
+    assert at_end() == {0}
+    training.hear(m.Abort(2))
+    training.hear(plan(2))
+    assert at_end() == frozenset(), "it is done again"
+    training.worker(m.WorkerCompleted(2, 2, last=True))
+    training.hear(m.Release(2))
+    training.worker(m.WorkerFinished())
+    assert at_end() == {0}
 
 
 def test_who_was_given_up_becomes_a_spare_and_does_nothing_more(training: Node):

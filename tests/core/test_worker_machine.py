@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 
@@ -418,3 +419,81 @@ def test_what_the_process_groups_notice_is_told() -> None:
 def test_the_process_ends() -> None:
     assert Worker().do(e.AgentGone()) == [e.EndProcess(1)]
     assert Worker().train().do(e.Hung("late")) == [e.Send(m.ScriptFailed("late")), e.EndProcess(1)]
+
+
+# -- whatever happens ------------------------------------------------------------------------------
+
+
+def of_the_main_thread(worker: Worker, dice: random.Random) -> e.Event | None:
+    """What it may do where it is."""
+    match worker.state:
+        case StartUp(waits=False):
+            return e.Begins()
+        case Beginning():
+            return e.Registers(REGISTERED)
+        case Loading():
+            return dice.choice(
+                [e.Loaded(3, loaded=True), e.Loaded(0, loaded=False), e.FoundCorrupt(0, 1, "x")]
+            )
+        case Training():
+            part = worker.machine.parts + 1
+            return dice.choice([e.StepDone(4), e.StepSafe(4), e.StepSafe(9), e.PartDone(part, part > 2)])
+        case Holding():
+            return e.Tick()
+        case Leaving():
+            # It may not have noticed yet.
+            return dice.choice([e.Unwound(), e.Loaded(3, loaded=True), e.StepDone(4), e.PartDone(1, False)])
+        case Trained():
+            return e.ScriptDone()
+    return None
+
+
+def of_the_agent(worker: Worker, dice: random.Random) -> e.Order:
+    """Whatever, in whatever order."""
+    epoch = worker.machine.announced + dice.choice([-1, 0, 0, 0, 1])
+    return dice.choice(
+        [
+            m.Abort(epoch),
+            m.PlanBegins(plan(epoch, worker.machine.parts)),
+            restore(epoch, 3, (COPY,)),
+            m.Release(worker.machine.parts + dice.choice([0, 1])),
+            m.Hold(dice.choice([0, epoch]), 5),
+            m.SendIssued(1),
+            m.SendCounts(),
+            m.Exit(),
+        ]
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_happens_each_epoch_is_answered_once(seed: int) -> None:
+    dice = random.Random(seed)
+    for _ in range(20):
+        worker = Worker().start()
+        machine, quiesced, begun = worker.machine, [1], [1]
+        for _ in range(200):
+            before, was = machine.announced, worker.state
+            event = of_the_main_thread(worker, dice) if dice.random() < 0.5 else None
+            done = worker.do(event or e.FromAgent(of_the_agent(worker, dice)), after=dice.random())
+            assert machine.announced >= max(before, machine.epoch)
+            for effect in done:
+                match effect:
+                    case e.AbortBefore(epoch):
+                        assert epoch == machine.announced > before
+                    case e.SayQuiesced(epoch):
+                        assert epoch == machine.announced > quiesced[-1] and epoch > begun[-1]
+                        outside = isinstance(was, StartUp | Quiet | Trained | Finished | Over)
+                        assert outside or event == e.Unwound(), was
+                        quiesced.append(epoch)
+                    case e.UsePlan(begins):
+                        assert begins.epoch == machine.announced == quiesced[-1] > begun[-1]
+                        begun.append(begins.epoch)
+                    case e.Send(m.WorkerRestored(epoch) | m.WorkerStepped(epoch) | m.WorkerHeld(epoch)):
+                        assert epoch == machine.epoch == machine.announced
+                    case e.Send(m.WorkerCompleted(epoch)):
+                        assert epoch == machine.epoch == machine.announced
+            assert machine.epoch == begun[-1]
+        if worker.state == Leaving():
+            worker.do(e.Unwound())
+            quiesced.append(machine.announced)
+        assert quiesced[-1] == machine.announced, "somebody waits for that"

@@ -1,0 +1,135 @@
+"""Reads the flight records of this node's workers, which need not help: they may be stopped, hold the
+interpreter's lock, run for ever, or be dead."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from ft_core.comm import flight
+from ft_core.protocol import messages as m
+from ft_core.protocol.flight import KINDS, FlightGroup, FlightLog, FlightRecord
+from ft_core.state.memory import ControlBlock, Word
+
+_ENDED = "X"
+"""State of a process that is no more."""
+_TRIES = 5
+"""For what is being written while it is read."""
+_GROUPS = msgspec.json.Decoder(tuple[FlightGroup, ...])
+_WORDS = flight.SLOT.size // 4
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a worker shares with this node's agent. `pid`: None once it has ended."""
+
+    pid: int | None
+    control: ControlBlock
+
+    @property
+    def role(self) -> int:
+        """Whose record it is; -1: it has no role."""
+        return self.control.flight[: flight.HEADER].cast("q")[flight.ROLE]
+
+
+def answer(
+    question: m.SendFlight | m.DescribeFlight, there: Iterable[Recorded], at_end: Collection[int]
+) -> m.Flights | m.RoleFlight:
+    """Of `there`, where the newest of a role stands last. Roles `at_end` wait at the end of their scripts.
+    Takes some milliseconds for each role."""
+    by_role = {each.role: each for each in there if each.role >= 0}
+    if isinstance(question, m.SendFlight):
+        logs = tuple(read(each, role in at_end, question.newest) for role, each in by_role.items())
+        return m.Flights(question.number, logs)
+    role = question.role
+    return m.RoleFlight(role, read(by_role[role], role in at_end) if role in by_role else None)
+
+
+def read(worker: Recorded, at_end: bool, newest: int = flight.SLOTS) -> FlightLog:
+    """One that has a role. `newest`: how many ended operations of each group, beside those under way."""
+    memory = worker.control.flight
+    groups = _groups(memory)
+    epoch = memory[: flight.HEADER].cast("q")[flight.EPOCH]
+    known = {group.id for group in groups}
+    found = [record for record in _records(memory, epoch) if record.group in known]
+    ended: Counter[int] = Counter()
+    kept = []
+    for record in reversed(found):
+        if not record.under_way:
+            ended[record.group] += 1
+        if record.under_way or ended[record.group] <= newest:
+            kept.append(record)
+    return FlightLog(
+        role=worker.role,
+        epoch=epoch,
+        version=worker.control[Word.VERSION],
+        now=time.monotonic_ns(),
+        state=_state(worker.pid),
+        at_end=at_end,
+        groups=groups,
+        records=tuple(reversed(kept)),
+    )
+
+
+def _groups(memory: memoryview) -> tuple[FlightGroup, ...]:
+    header = memory[: flight.HEADER].cast("q")
+    for _ in range(_TRIES):
+        version = header[flight.TABLE]
+        start = flight.HEADER + version % 2 * flight.TABLE_BYTES
+        table = bytes(memory[start : start + flight.TABLE_BYTES])
+        if header[flight.TABLE] != version:
+            continue
+        end = 8 + int.from_bytes(table[:8], "little")
+        try:
+            return _GROUPS.decode(table[8:end])
+        except ValueError:
+            break  # no group was made yet
+    return ()
+
+
+def _records(memory: memoryview, epoch: int) -> Iterator[FlightRecord]:
+    """In the order in which they began. What is no record is left out."""
+    for _, slot in sorted(_slots(memory).items()):
+        _, group, of, number, nbytes, started, ended, peer, kind, dtype, _ = flight.SLOT.unpack(slot)
+        if of != epoch or kind >= len(KINDS) or dtype >= len(flight.DTYPES):
+            continue
+        values = group, number, KINDS[kind], nbytes, flight.DTYPES[dtype], peer, started, ended
+        try:
+            yield msgspec.convert(values, FlightRecord)
+        except msgspec.ValidationError:
+            continue
+
+
+def _slots(memory: memoryview) -> dict[int, bytes]:
+    """By number in the ring, those that are whole."""
+    ring = memory[flight.RING : flight.SIZE]
+    words = np.frombuffer(ring, np.uint32).reshape(flight.SLOTS, _WORDS)
+    found: dict[int, bytes] = {}
+    for _ in range(_TRIES):
+        # A slot is written from its first word to its last, so it is read the other way.
+        last = words[:, -1].copy()
+        copy = bytes(ring)
+        first = words[:, 0].copy()
+        whole = (first == last) & (first % flight.SLOTS == np.arange(flight.SLOTS))
+        for at in np.flatnonzero(whole & (first != 0)).tolist():
+            found[int(first[at])] = copy[at * flight.SLOT.size : (at + 1) * flight.SLOT.size]
+        if bool(whole.all()):
+            break
+    return found
+
+
+def _state(pid: int | None) -> str:
+    """Of the main thread."""
+    if pid is None:
+        return _ENDED
+    try:
+        found = Path(f"/proc/{pid}/task/{pid}/stat").read_bytes()
+    except OSError:
+        return _ENDED
+    return chr(found[found.rindex(b")") + 2])
