@@ -28,8 +28,8 @@ LIMITS = {
     "software": 20,
     "snapshot": 140,
     "consistency": 80,
-    "nccl": 130,
-    "job": 100,
+    "nccl": 135,
+    "job": 95,
     "compiled": 55,
     "zero": 65,
 }

@@ -57,11 +57,13 @@ def captured(row: Row) -> None:
     """A pass is captured while a snapshot is under way. CUDA may refuse that: then it says so."""
     if row.device == "cpu":
         raise NotThereError("graphs are a device's")
-    big = torch.ones(1 << 30, dtype=torch.uint8, device=row.device)
+    big = torch.ones(4 << 30, dtype=torch.uint8, device=row.device)  # long enough
     copying = Copying(Tensors(lambda: {"big": big}))
     copying.whole(0)
     copying.whole(1)
     training = Training(row.device, 512, {"fused": True})
+    training.forward_backward()  # what is slow the first time
+    torch.cuda.synchronize()
     check = "CUDA graph, captured during a copy"
     copying.snapshotter.stage(2)
     try:

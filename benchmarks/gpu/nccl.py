@@ -23,7 +23,7 @@ import torch
 from torch import distributed as dist
 
 from benchmarks.common import ROOT
-from benchmarks.gpu.checks import NotThereError, Row, main
+from benchmarks.gpu.checks import NotThereError, Result, Row, main
 from benchmarks.gpu.state import synchronize
 from ft_core.comm.inner import Inner
 from ft_core.comm.rendezvous import Stores
@@ -35,7 +35,7 @@ GROWTH = 64 << 20
 SETTLED = 10
 ALONE = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}
 """The environment of ranks that use nothing but this machine."""
-_BUDGET = {1: 20.0, 2: 40.0, 4: 40.0}
+_BUDGET = {1: 25.0, 2: 45.0, 4: 20.0}
 """Seconds for each number of ranks."""
 
 
@@ -135,7 +135,9 @@ def told(row: Row, check: str, times: int, found: dict[str, Any]) -> None:
     if reopened := found.get("reopened"):
         figure += f", open again {statistics.median(reopened) * 1e3:.0f} ms"
     figure += f"; {growth / 2**20:+.0f} MiB"
-    good = len(aborts) >= times and growth <= GROWTH and found["alive"]
+    good: Result | bool = growth <= GROWTH and found["alive"]
+    if good and len(aborts) < times:  # no fault of theirs, but not what was to be shown
+        good, figure = "seen", f"{figure}; no time for {times}"
     row.tell(check, good, figure, **found, growth_bytes=growth)
 
 

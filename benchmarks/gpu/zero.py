@@ -38,7 +38,6 @@ def _recovered(row: Row, stage: int, check: str, backend: str) -> None:
             "ZeRO scatters what is on a device, which gloo cannot, and NCCL opens no two ranks"
         )
     config = json.loads((RECIPES / f"ds_zero{stage}.json").read_text())
-    config["communication_data_type"] = "fp32"
     section = config.pop("fault_tolerance") | {"spares": 0}
     with tempfile.TemporaryDirectory(prefix="ft-gpu-zero-") as scratch:
         plain, protected = Path(scratch, "plain.json"), Path(scratch, "protected.json")
