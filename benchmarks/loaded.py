@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def main() -> int:
     jobs = min(args.jobs, len(KINDS)) if args.quick else args.jobs
     runs: list[dict[str, Any]] = []
     with busy(args.busy * len(os.sched_getaffinity(0))):
-        expected = undisturbed(args.train_iters)
+        expected = undisturbed(args.train_iters, MODEL, NODES * PER_NODE)
         for number in range(jobs):
             kind = list(KINDS)[number % len(KINDS)]
             step = 1 + number % (args.train_iters - 2)
@@ -82,12 +82,12 @@ def job(kind: str, step: int, iterations: int, expected: str) -> dict[str, Any]:
         }
 
 
-def undisturbed(iterations: int) -> str:
-    """The digest under plain torchrun."""
+def undisturbed(iterations: int, model: Sequence[str], world: int) -> str:
+    """The digest under plain torchrun, of `world` ranks."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     with tempfile.TemporaryDirectory(prefix="ft-loaded-") as logs:
-        launcher += [f"--nproc-per-node={NODES * PER_NODE}", "--redirects=3", f"--log-dir={logs}"]
-        code, errors = run([*launcher, str(RECIPE), *MODEL, f"--train-iters={iterations}"])
+        launcher += [f"--nproc-per-node={world}", "--redirects=3", f"--log-dir={logs}"]
+        code, errors = run([*launcher, str(RECIPE), *model, f"--train-iters={iterations}"])
         found = digest("".join(p.read_text() for p in sorted(Path(logs).rglob("stdout.log"))))
     if code or found is None:
         sys.exit(f"{errors[-3000:]}\nthe undisturbed job ended with code {code}")
