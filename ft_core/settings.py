@@ -85,6 +85,11 @@ class Settings:
     return_limit: float = 10.0
     """How long replica groups wait for the state of one that comes back (`--ft-return-limit`), before they go
     on without it."""
+    strikes: int = 3
+    """Failures that make a node one that is not used while there is another (`--ft-strikes`); 0: no number
+    does."""
+    strike_minutes: float = 60.0
+    """For how long each of them counts."""
     durable_dir: str = ""
     """Where durable checkpoints are written and looked for (`--ft-durable-dir`): a directory that all nodes
     see."""
@@ -154,6 +159,8 @@ class Settings:
         `names`: of settings that did not come from their flag, how a message calls them.
         """
         name = {**FLAGS, **(names or {})}
+        if self.strikes < 0 or self.strike_minutes <= 0:
+            raise ConfigError(f"--ft-strikes {self.strikes}/{self.strike_minutes:g}: give N/MINUTES")
         for count in ("replicas", "spares"):
             if getattr(self, count) < 0:
                 raise ConfigError(f"{name[count]} {getattr(self, count)}: give a number of 0 or more")

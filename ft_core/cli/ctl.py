@@ -17,19 +17,23 @@ from ft_core.cli.doctor import command as doctor
 from ft_core.cli.planner import command as planner
 from ft_core.errors import FtError
 from ft_core.protocol.messages import (
+    AskNodes,
     AskStatus,
     Denied,
     DescribeRole,
+    Forgive,
+    Forgiven,
     FromCtl,
     Inject,
     Injected,
     JobStatus,
+    NodesStatus,
     RoleDescribed,
 )
 
 
-def to_json(status: JobStatus) -> dict[str, Any]:
-    """What `ftctl status --json` prints."""
+def to_json(status: JobStatus | NodesStatus) -> dict[str, Any]:
+    """What `ftctl status --json`, or `ftctl nodes --json`, prints."""
     found: dict[str, Any] = msgspec.to_builtins(status)
     del found["type"]
     return found
@@ -47,6 +51,21 @@ def _table(status: JobStatus) -> str:
             f"{_or_dash(row.step):>7} {_or_dash(row.tag):>7}  {row.held}  {copies}"
         )
     lines += [f"spare {s.node}  agent {s.agent_pid}  idle workers {s.idle}" for s in status.spares]
+    return "\n".join(lines)
+
+
+def _nodes(status: NodesStatus) -> str:
+    lines = [f"{'node':<24} {'domain':<16} {'idle':>4}  {'strikes':>7}  roles"]
+    for row in status.nodes:
+        count = f"{len(row.strikes)}/{status.limit}"
+        what = " ".join(map(str, row.roles)) if row.roles else "spare" if row.alive else "gone"
+        about = "  avoided while there is another" * row.avoided
+        lines.append(f"{row.node:<24} {row.domain or '-':<16} {row.idle:>4}  {count:>7}  {what}{about}")
+        for strike in row.strikes:
+            of = f"role {strike.role}" if strike.role >= 0 else "the node"
+            device = f", device {strike.device}" if strike.device >= 0 else ""
+            lines.append(f"    {strike.age / 60:.1f} min ago: {of}{device}: {strike.fault.value}")
+    lines.append(f"a strike counts for {status.seconds / 60:g} min")
     return "\n".join(lines)
 
 
@@ -71,6 +90,10 @@ def main(argv: list[str] | None = None) -> int:
     flight.add_arguments(
         commands.add_parser("flight", help="what the process groups of a role, or of all, have done last")
     )
+    nodes = commands.add_parser("nodes", help="all nodes, and what counts against each")
+    nodes.add_argument("--json", action="store_true")
+    forgive = nodes.add_subparsers(dest="action").add_parser("forgive", help="forget what counts against one")
+    forgive.add_argument("node")
     frameworks = plugins.load(plugins.PLANNER)
     planner.add_arguments(
         commands.add_parser("plan", help="bytes, memory and what is survived, for given flags"), frameworks
@@ -99,6 +122,8 @@ def main(argv: list[str] | None = None) -> int:
             question = DescribeRole(args.role)
         elif args.command == "kill":
             question = Inject(args.role, args.node)
+        elif args.command == "nodes":
+            question = Forgive(args.node) if args.action == "forgive" else AskNodes()
         answer = ask(question, args.job_dir, args.controller)
     except (FtError, OSError) as error:
         print(f"ftctl: {error}", file=sys.stderr)
@@ -108,6 +133,10 @@ def main(argv: list[str] | None = None) -> int:
             print(json.dumps(to_json(answer)) if args.json else _table(answer))
         case RoleDescribed():
             return planner.of_running(answer, args.json)
+        case NodesStatus():
+            print(json.dumps(to_json(answer)) if args.json else _nodes(answer))
+        case Forgiven(node, strikes):
+            print(f"forgiven {node}: {strikes} strikes")
         case Injected(killed):
             print(f"killed {killed}")
         case Denied(reason):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,14 @@ def parser() -> argparse.ArgumentParser:
         help="with --nnodes MIN:MAX, pipeline stages of the model, if the script's arguments do not say",
     )
     f.add_argument(
-        "--ft-inject", default="", help="failures on purpose: ROLE@POINT:STEP[:worker],... (for drills)"
+        "--ft-strikes",
+        default="3/60",
+        metavar="N/MINUTES",
+        help="a node that has failed N times in so many minutes is not used while there is another (default "
+        "3/60; 0: all are used)",
+    )
+    f.add_argument(
+        "--ft-inject", default="", help="failures on purpose: ROLE@POINT:STEP[:HOW],... (for drills)"
     )
     p.add_argument(
         "command",
@@ -200,6 +208,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         if value not in ("0", "1", "2", "3"):
             raise ConfigError(f"{flag} {value!r}: give 0, 1, 2 or 3, the same for all workers")
     given = _given(args)
+    strikes, minutes = _strikes(args.ft_strikes)
     settings = Settings(
         nnodes=nnodes,
         min_nodes=min_nodes if min_nodes < nnodes else 0,
@@ -209,6 +218,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
         heartbeat=args.ft_heartbeat,
         quiesce_timeout=args.ft_quiesce_timeout,
         return_limit=args.ft_return_limit,
+        strikes=strikes,
+        strike_minutes=minutes,
         redirects=int(args.redirects),
         tee=int(streams),
         log_prefix=args.tee is not None,
@@ -256,6 +267,13 @@ def _count(flag: str, text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(f"{flag} {text!r}: give a number of 1 or more")
     return int(text)
+
+
+def _strikes(text: str) -> tuple[int, float]:
+    found = re.fullmatch(r"(\d+)(?:/(\d+(?:\.\d+)?))?", text)
+    if found is None or (found[2] is None and int(found[1])) or (found[2] and not float(found[2])):
+        raise ConfigError(f"--ft-strikes {text!r}: give N/MINUTES, or 0")
+    return int(found[1]), float(found[2] or 60)
 
 
 def _gpus() -> int:

@@ -7,15 +7,19 @@ from dataclasses import dataclass, field
 from ft_core.control.events import Effect, Peer, Record, Send
 from ft_core.control.facts import Facts
 from ft_core.control.phases import Phase
+from ft_core.control.strikes import place
 from ft_core.protocol.messages import (
     Denied,
     DescribeFlight,
     DescribeRole,
+    Forgiven,
     Inject,
     Injected,
     JobStatus,
     KillWorker,
     Message,
+    NodesStatus,
+    NodeStatus,
     RoleDescribed,
     RoleFlight,
     RoleState,
@@ -92,6 +96,35 @@ def inject(facts: Facts, peer: Peer, asked: Inject) -> list[Effect]:
         Record("injected", facts.epoch, f"ftctl kill {what}"),
         Send(node.peer, KillWorker(role=role)),
         Send(peer, Injected(killed=node.name if role is None else role)),
+    ]
+
+
+def nodes(facts: Facts, now: float) -> NodesStatus:
+    """All that are there, and those of which something is known."""
+    known, limit = facts.strikes, facts.settings
+    avoided, rows, here = known.avoided(now), [], set()
+    for name, node in facts.nodes.items():
+        here.add(where := place(name))
+        roles = [role for role, player in facts.places.items() if player == name]
+        about = known.against(where, now), where in avoided
+        rows.append(NodeStatus(name, node.hello.domain, True, roles, node.idle, *about))
+    for where in sorted(known.places() - here):
+        if against := known.against(where, now):
+            rows.append(NodeStatus(where, "", False, [], 0, against, where in avoided))
+    return NodesStatus(limit.strikes, 60 * limit.strike_minutes, rows)
+
+
+def forgive(facts: Facts, peer: Peer, node: str, now: float) -> list[Effect]:
+    """Forget what counts against a node."""
+    where = place(node)
+    if where not in facts.strikes.places() | {place(name) for name in facts.nodes}:
+        return [Send(peer, Denied(error=f"no such node: {node}"))]
+    count = facts.strikes.forgive(where, now)
+    return [
+        Record(
+            "forgiven", facts.epoch, f"ftctl nodes forgive {where}: {count} strikes", more={"node": where}
+        ),
+        Send(peer, Forgiven(where, count)),
     ]
 
 

@@ -87,18 +87,26 @@ class GiveUp:
 Outcome = StandbyComes | AskStorage | Shortage | Start | StartOver | GiveUp
 
 
-def decide(facts: Facts, returning: Places, durable: Durable, standby_overdue: bool) -> Outcome:
-    """`returning`: places of the replica groups that are ready to come back."""
+def decide(
+    facts: Facts,
+    returning: Places,
+    durable: Durable,
+    standby_overdue: bool,
+    avoided: Collection[str] = (),
+) -> Outcome:
+    """`returning`: places of the replica groups that are ready to come back. `avoided`: nodes that are used
+    only where there is no other."""
     withdrawn = facts.groups.withdrawn
     places = {role: node for role, node in facts.places.items() if role not in withdrawn}
     lost = [role for role, node in places.items() if not facts.alive(role, node)]
     idle = {node.name: node.idle for node in facts.nodes.values()}
-    crashed = Counter(places[role] for role in lost if places[role] in idle)
+    near = copies(facts.nodes.values(), facts.catalogue, lost)
+    assignment = decision.assign(places, idle, lost, facts.settings.nproc_per_node, near, avoided)
+    roles = assignment.roles
+    stay = (role for role in lost if places[role] not in avoided or role in assignment.unplaced)
+    crashed = Counter(places[role] for role in stay if places[role] in idle)
     if any(idle[node] < count for node, count in crashed.items()) and not standby_overdue:
         return StandbyComes()
-    near = copies(facts.nodes.values(), facts.catalogue, lost)
-    assignment = decision.assign(places, idle, lost, facts.settings.nproc_per_node, near)
-    roles = assignment.roles
     if assignment.unplaced:
         left = _without(facts, roles, assignment.unplaced)
         if isinstance(left, Shortage):

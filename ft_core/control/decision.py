@@ -140,6 +140,27 @@ def assign(
     lost: Collection[int],
     capacity: int,
     copies: Mapping[int, Collection[str]] | None = None,
+    avoided: Collection[str] = (),
+) -> Assignment:
+    """Find workers for the `lost` roles: on other nodes than the `avoided` ones, and there if need be.
+
+    As `_assign`.
+    """
+    willing = {node: count for node, count in idle.items() if node not in avoided}
+    first = _assign(placements, willing, lost, capacity, copies)
+    if not avoided or not first.unplaced:
+        return first
+    taken = Counter(first.roles[role] for role in lost if role in first.roles)
+    left = {node: count - taken[node] for node, count in idle.items()}
+    return _assign({**placements, **first.roles}, left, first.unplaced, capacity, copies)
+
+
+def _assign(
+    placements: Mapping[int, str],
+    idle: Mapping[str, int],
+    lost: Collection[int],
+    capacity: int,
+    copies: Mapping[int, Collection[str]] | None,
 ) -> Assignment:
     """Find workers for the `lost` roles.
 

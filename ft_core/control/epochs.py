@@ -8,7 +8,7 @@ from typing import Any, assert_never
 
 import msgspec
 
-from ft_core.control import explain, plans, takeover
+from ft_core.control import explain, plans, strikes, takeover
 from ft_core.control.completion import Completion
 from ft_core.control.deciding import (
     AskStorage,
@@ -39,8 +39,6 @@ REPEAT = 1.0
 """Seconds after which a plan is sent again to a node that has not begun it."""
 STANDBY_GRACE = 20.0
 """Seconds that a healthy node has to bring up a standby before a crashed worker's role moves elsewhere."""
-FUTILE = 8
-"""Recoveries in a row without a step that nobody had done before, after which the job is stopped."""
 
 
 class Epochs:
@@ -58,6 +56,8 @@ class Epochs:
         self.unprotected = facts.settings.command.no_python
         """Whether scripts run without fault tolerance."""
         self.watch = Watch(facts)
+        self.strikes_changed = False
+        """Whether the agents have yet to be told."""
         self.leaving = False
         """Whether SIGTERM has come: what ends because of it is not replaced."""
         self.now = 0.0
@@ -68,7 +68,8 @@ class Epochs:
         """The plan's state."""
         self._lost: dict[int, tuple[str, int]] = {}
         """Role -> node and pid of the worker that was lost last."""
-        self._last_failure = ""
+        self._last_failure: tuple[str, int, list[int]] = "", 1, []
+        """Why, the exit code should it be the last, and the roles that were lost."""
         self._shortage = ""
         """What was said of the workers that the job waits for."""
 
@@ -117,11 +118,13 @@ class Epochs:
         """Whether the newest plan is here. Without it, a restarted controller understands little."""
         return not isinstance(self.phase, Rebuilding) or self.facts.plan_epoch >= self.phase.newest
 
-    def take(self, state: m.JobState) -> None:
-        """Of another controller, from an agent that has begun it."""
+    def take(self, told: m.KeptState) -> None:
+        """Of another controller, from an agent that has begun its plan."""
+        state = plans.kept(told)
         if state.epoch <= self.facts.plan_epoch:
             return  # several were asked
         self.facts.take(state)
+        self.facts.strikes.take(told.strikes, self.now)
         self._begin(state)
         self.returning.taken_over(self.now)
         for node in list(self.facts.nodes.values()):
@@ -144,6 +147,7 @@ class Epochs:
         for reason, roles in phase.undone:
             self.record("detected", reason, roles)
         self.tell_of_nodes()
+        self.strikes_changed = True
         if dead or phase.undone or facts.epoch > plan.epoch:
             self.fail("lost while the controller was away" if dead else "recovery was under way", dead)
 
@@ -167,6 +171,7 @@ class Epochs:
         self.phase, self._shortage = Running(), ""
         moved = {role: node for role, node in start.roles.items() if role in start.lost}
         about = {"version": start.version, "origin": start.origin, "moved": moved}
+        self.tell_of_strikes()  # so that whoever has the plan knows of the failures before it
         self.record("decided", f"version {start.version} ({start.origin})", start.lost, **about)
         for node in facts.nodes.values():
             self._send_plan(node)
@@ -259,23 +264,52 @@ class Epochs:
             return  # it is said again
         self._lost[role] = node.name, lost.pid
         where = f"worker {lost.pid} of role {role} on {node.name}: {lost.exit}"
+        facts, same_again = self.facts, self.facts.strikes.again(lost)
+        facts.seen_at([lost.step])
+        self._strike(strikes.of_worker(lost, node.name))
         if self.returning.concerns(role):
-            self.do(*self.returning.fail(self.facts, where))
+            self.do(*self.returning.fail(facts, where))
             return
         node.worker_died(role)
-        if lost.crashed:
-            self.fail(where, [role])
-        elif lost.code:
-            short = explain.script_error(lost, self.facts.job_dir)
-            self.end(1, f"{where}\n{lost.traceback}", f"{where}\n{short}")
-        elif self.facts.initial is None or self.unprotected or self.completion.released:
+        local = facts.initial is None or self.unprotected or self.completion.released
+        if lost.fault is m.Fault.LEFT and local:
             self.completion.finished.add(role)
             self.end_if_finished()
-        else:
+        elif lost.fault is m.Fault.LEFT:
             self.end(1, f"{where}, in the middle of training (os._exit?): the others would wait for it")
+        elif lost.code > 0 and (self.unprotected or self.completion.released):
+            self._script_failed(lost, where)
+        elif why := strikes.ends(lost, facts.trained, same_again):
+            self._script_failed(lost, f"{where}; {why}")
+        else:
+            self.fail(where, [role], strikes.exit_code(lost))
 
-    def node_lost(self, node: Node, why: str, for_good: bool = False) -> None:
-        """What happens when a node dies. `for_good`: it is known to be dead, and not only out of sight.
+    def _script_failed(self, lost: m.WorkerLost, where: str) -> None:
+        """The job ends of it, with the script's own exit code."""
+        short = explain.script_error(lost, self.facts.job_dir)
+        self.end(strikes.exit_code(lost), f"{where}\n{lost.traceback}", f"{where}\n{short}")
+
+    def _strike(self, strike: m.Strike) -> None:
+        """Count a failure, here and for a successor."""
+        facts, before = self.facts, self.facts.strikes.avoided(self.now)
+        if not facts.strikes.add(strike, self.now):
+            return
+        self.strikes_changed = True
+        for place in sorted(facts.strikes.avoided(self.now) - before):
+            count = len(facts.strikes.against(place, self.now))
+            reason = explain.avoided(place, count, facts.settings)
+            self.record("avoided", reason, node=place)
+            log.warning("%s", reason)
+
+    def tell_of_strikes(self) -> None:
+        """Agents keep them for the controller's successor. Once for all that fails at a time."""
+        if self.strikes_changed and not isinstance(self.phase, Rebuilding):
+            self.strikes_changed = False
+            self.do(*self.facts.to_all(m.KeepStrikes(self.facts.strikes.value(self.now))))
+
+    def node_lost(self, node: Node, why: str, fault: m.Fault = m.Fault.NODE) -> None:
+        """What happens when a node dies. `fault`: of which it did; but for `NODE`, it is not only out of
+        sight.
 
         It is forgotten: what it says from now on is not heard, and should it come back after a plan was made
         without it, it joins as a spare (`was_given_up`). If it was to bring a replica group back, that is
@@ -285,11 +319,12 @@ class Epochs:
         for one. If it had none, nobody stops: the others are told where no more copies are to be kept.
         """
         self.facts.drop(node)
-        if not for_good:
+        if fault is m.Fault.NODE:
             self.watch.miss([node.name], self.now)
         self.do(Close(node.peer))
         if self.returning.on(node.name):
             self.do(*self.returning.fail(self.facts, f"node {node.name} is lost"))
+        self._strike(strikes.of_node(node.name, node.hello.pid, fault))
         roles = [role for role, name in self.facts.places.items() if name == node.name]
         if roles:
             self.fail(f"node {node.name} lost: {why}", roles)
@@ -304,7 +339,7 @@ class Epochs:
         if isinstance(self.phase, Quiescing | Waiting):
             self.watch.fetch_failed(node.name, reason, self.now)
 
-    def fail(self, reason: str, roles: list[int]) -> None:
+    def fail(self, reason: str, roles: list[int], code: int = 1) -> None:
         """Roles have lost their worker or their state: end the epoch, unless it is ending already."""
         phase = self.phase
         if isinstance(phase, Rebuilding):
@@ -323,7 +358,7 @@ class Epochs:
         elif self.unprotected:
             self.end(1, f"{reason}; the script runs without fault tolerance (--ft)")
         else:
-            self.facts.futile, self._last_failure = self.facts.futile + 1, reason
+            self.facts.futile, self._last_failure = self.facts.futile + 1, (reason, code, roles)
             self.end_epoch("detected", reason, roles)
 
     def end_epoch(self, event: str, reason: str, roles: Collection[int]) -> None:
@@ -363,7 +398,8 @@ class Epochs:
         facts, why = self.facts, self.watch.broke
         first = {name: role for role, name in sorted(facts.places.items(), reverse=True)}
         none = facts.settings.world_size  # a node without a role is replaced rather than one with some
-        broken = self.watch.links.found(lambda name: 0, lambda name: first.get(name, none))
+        failed = lambda name: len(facts.strikes.against(strikes.place(name), self.now))  # noqa: E731
+        broken = self.watch.links.found(failed, lambda name: first.get(name, none))
         self.watch.ends()
         if broken is not None:
             one, other = broken.ends
@@ -372,7 +408,8 @@ class Epochs:
             what = f"nodes {one} and {other} do not reach each other; {node.name} is replaced"
             self.record("link", what, roles, nodes=[one, other], replaced=node.name)
             self.do(Send(node.peer, m.GivenUp()))
-            self.node_lost(node, f"its link to {one if node.name == other else other} is broken", True)
+            other = one if node.name == other else other
+            self.node_lost(node, f"its link to {other} is broken", m.Fault.TRANSPORT)
         elif isinstance(self.phase, Running):
             self.fail(f"connections broke, and all nodes reach each other ({why})", [])
         self.decide_if_ready()
@@ -388,7 +425,7 @@ class Epochs:
         if self.progress.all_stepped(facts.begun):
             self.return_if_due()
             if not self.completion.released:
-                self.do(*self.returning.tick(facts))
+                self.do(*self.returning.tick(facts, self.now))
             return
         restored = self.progress.restored
         late = self.returning.returned.late(restored, facts.settings.return_limit, self.now)
@@ -451,13 +488,14 @@ class Epochs:
             return  # what is decided should work
         if facts.reached > facts.goal:  # the failure is the first that comes after it
             facts.futile, facts.goal = min(facts.futile, 1), facts.reached
-        if facts.futile > FUTILE:
-            count = f"{FUTILE} recoveries in a row without a new step after step {facts.goal}"
-            self.end(1, f"{count}; the last failure: {self._last_failure}")
+        if facts.futile > strikes.TRIES:
+            reason, code, roles = self._last_failure
+            self.end(code, explain.in_vain(facts, reason, roles))
             return
         facts.remember_the_lost()
         overdue = self.now - phase.since > STANDBY_GRACE
-        outcome = decide(facts, self.returning.places(), self.checkpoints.common, overdue)
+        avoided = facts.avoided(self.now)
+        outcome = decide(facts, self.returning.places(), self.checkpoints.common, overdue, avoided)
         if isinstance(outcome, StandbyComes) or self._waits_for_sight(outcome):
             self.phase = Waiting(phase.since)
         elif isinstance(outcome, AskStorage):

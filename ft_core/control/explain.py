@@ -7,7 +7,9 @@ from collections.abc import Iterable
 
 from ft_core.control.deciding import GiveUp, Outcome, Shortage, Start
 from ft_core.control.facts import Facts
+from ft_core.control.strikes import TRIES
 from ft_core.protocol.messages import WorkerLost
+from ft_core.settings import Settings
 
 _FRAMES = re.compile(r'^  File ".*\n(?:    .*\n)*', re.M)
 """Of a traceback."""
@@ -24,6 +26,29 @@ def script_error(lost: WorkerLost, job_dir: str) -> str:
     if short != lost.traceback.rstrip():
         short += f"\nIts traceback is in {job_dir}/logs/role-{lost.role}/stderr.log"
     return short
+
+
+def avoided(place: str, strikes: int, settings: Settings) -> str:
+    """A node has failed as often as makes it one to be avoided."""
+    return (
+        f"node {place} has failed {strikes} times within {settings.strike_minutes:g} min: it is not used "
+        f"while there is another. Look at it (ftctl nodes), then: ftctl nodes forgive {place}"
+    )
+
+
+def in_vain(facts: Facts, reason: str, roles: Iterable[int]) -> str:
+    """Recoveries that lead nowhere. `reason`: of the last failure; `roles`: those that were lost in it."""
+    text = (
+        f"{TRIES} recoveries in a row without a new step after step {facts.goal}; the last failure: {reason}"
+    )
+    for role in roles:
+        places = facts.strikes.everywhere(role, facts.goal)
+        if len(places) > 1:
+            text += (
+                f"\nRole {role} has failed in this step on each of the nodes {', '.join(places)}: that is "
+                "not the nodes' fault, but that of its data, or of the code for what it plays."
+            )
+    return text
 
 
 def shortage(facts: Facts, found: Shortage) -> tuple[str, list[str]]:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from ft_core.control import decision
 from ft_core.control.events import Effect, Peer, Send
 from ft_core.control.groups import Groups
+from ft_core.control.strikes import Strikes, place
 from ft_core.control.suspicion import Sight
 from ft_core.protocol.messages import (
     AgentHello,
@@ -122,9 +123,14 @@ class Facts:
     """Version and origin that the job began with."""
     parts: int = 0
     """Parts of the script that every role has come to the end of."""
+    strikes: Strikes = field(init=False)
+    """What has failed where."""
     futile: int = 0
     """Failures since any step was done that is newer than the goal; and that, the newest before them."""
     goal: int = 0
+
+    def __post_init__(self) -> None:
+        self.strikes = Strikes(self.settings.strikes, 60 * self.settings.strike_minutes)
 
     @property
     def places(self) -> dict[int, str]:
@@ -161,6 +167,11 @@ class Facts:
         """The live nodes that have a role."""
         names = set(self.places.values())
         return [node for name, node in self.nodes.items() if name in names]
+
+    def avoided(self, now: float) -> set[str]:
+        """Live nodes that are not used while there are others."""
+        places = self.strikes.avoided(now)
+        return {name for name in self.nodes if place(name) in places}
 
     def alive(self, role: int, node: str) -> bool:
         """Whether `role` has a live worker on `node`."""

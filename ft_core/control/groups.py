@@ -125,7 +125,9 @@ class Groups:
         others = [role for role in placed if self._of[role] != keep]
         return others if len(others) >= len(lacking[keep]) else []
 
-    def returning(self, placed: Places, idle: Mapping[str, int], capacity: int) -> Places:
+    def returning(
+        self, placed: Places, idle: Mapping[str, int], capacity: int, avoided: Collection[str] = ()
+    ) -> Places:
         """The places of the groups that can come back: those for which there are idle workers enough."""
         found = dict(placed)
         if not self.known:
@@ -135,7 +137,7 @@ class Groups:
             roles = [role for role in self.roles([group]) if role in away]
             taken = Counter(node for role, node in found.items() if role not in placed)
             free = {node: count - taken[node] for node, count in idle.items()}
-            assignment = decision.assign(found, free, roles, capacity)
+            assignment = decision.assign(found, free, roles, capacity, avoided=avoided)
             if not assignment.unplaced:
                 found = assignment.roles
         return found

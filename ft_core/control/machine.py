@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, assert_never
 
-from ft_core.control import ctl, plans, takeover
+from ft_core.control import ctl, takeover
 from ft_core.control.epochs import Epochs
 from ft_core.control.events import (
     Admitted,
@@ -119,6 +119,8 @@ class Controller:
             return
         if self._epochs.was_given_up(node):
             return
+        if facts.strikes.lives(node.name, hello.pid):
+            self._epochs.strikes_changed = True
         known = facts.nodes.get(node.name)
         if known is not None:
             self._epochs.do(Close(known.peer))
@@ -139,6 +141,8 @@ class Controller:
         self._hear(node)
         if facts.parts:
             self._epochs.do(Send(peer, m.Release(parts=facts.parts)))
+        if kept := facts.strikes.value(self._epochs.now):
+            self._epochs.do(Send(peer, m.KeepStrikes(kept)))
         self._epochs.remind(node, node.holdings.epoch, set(node.holdings.roles))
         if isinstance(self.phase, Running):
             self._epochs.tell_of_nodes()
@@ -162,6 +166,11 @@ class Controller:
             self._epochs.do(Send(peer, answer))
         elif isinstance(message, m.Inject):
             self._epochs.do(*ctl.inject(self.facts, peer, message))
+        elif isinstance(message, m.AskNodes):
+            self._epochs.do(Send(peer, ctl.nodes(self.facts, self._epochs.now)))
+        elif isinstance(message, m.Forgive):
+            self._epochs.do(*ctl.forgive(self.facts, peer, message.node, self._epochs.now))
+            self._epochs.strikes_changed = True
         elif isinstance(message, m.DescribeRole | m.DescribeFlight):
             self._epochs.do(*self._questions.ask(self.facts, peer, message, self._epochs.now))
         elif (node := self.facts.peers.get(peer)) is None:
@@ -178,7 +187,7 @@ class Controller:
         """What is understood without a plan; the rest once that is known."""
         facts = self.facts
         if isinstance(message, m.KeptState):
-            self._epochs.take(plans.kept(message))
+            self._epochs.take(message)
         elif isinstance(message, m.Heartbeat):
             node.beat(message)
             node.sight.rhythm.beat(self._epochs.now)
@@ -200,6 +209,7 @@ class Controller:
         elif not self._epochs.planned:
             node.unheard.append(message)
         else:
+            self._hear(node)  # in the order in which it was said
             self._on_news(node, message)
 
     def _on_news(self, node: Node, message: m.Message) -> None:
@@ -351,7 +361,7 @@ class Controller:
         if (node := self.facts.nodes.get(name)) is None:
             return  # its connection has broken since, and that was enough
         if not self._epochs.leaving:
-            self._epochs.node_lost(node, "it was told to end (SIGTERM)", for_good=True)
+            self._epochs.node_lost(node, "it was told to end (SIGTERM)", m.Fault.TERMINATED)
             return
         # The job ends, or at least this machine, and what is left is the business of the next controller.
         self.facts.drop(node)
@@ -373,6 +383,7 @@ class Controller:
         if reason := self._termination.overdue(now):
             self._epochs.end(ENDED, reason)
         self._epochs.look_for_nodes()
+        self._epochs.tell_of_strikes()
         self._epochs.do(*self._questions.tick(now))
         self._settle()
         if isinstance(self.phase, Forming):

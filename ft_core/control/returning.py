@@ -90,13 +90,13 @@ class Returning:
     """Attempts in a row."""
     returned: Returned = field(default_factory=lambda: Returned(set(), 0.0))
 
-    def tick(self, facts: Facts) -> list[Effect]:
+    def tick(self, facts: Facts, now: float) -> list[Effect]:
         """All roles have finished a step in this epoch: if there are workers for all roles of a group that is
         away, begin."""
         if self.attempt is not None or self.failed >= ATTEMPTS:
             return []
         here, idle = facts.places, {node.name: node.idle for node in facts.nodes.values()}
-        found = facts.groups.returning(here, idle, facts.settings.nproc_per_node)
+        found = facts.groups.returning(here, idle, facts.settings.nproc_per_node, facts.avoided(now))
         places = {role: node for role, node in found.items() if role not in here}
         if not places:
             return []

@@ -8,7 +8,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from ft_core.protocol.messages import Counts, Redundancy, ReplicaGroup, Stage, Version
+from ft_core.protocol.messages import (
+    Counts,
+    Fault,
+    Redundancy,
+    ReplicaGroup,
+    ScriptFailed,
+    Stage,
+    Version,
+    WorkerLost,
+)
 
 NONE = -1
 """The version of a state that is not there."""
@@ -57,7 +66,10 @@ class Worker:
     """Its commit word."""
     completed: tuple[int, int] = (0, 0)
     """The epoch in which it has last come to the end of a part of its script, and how many that makes."""
-    traceback: str = ""
+    failed: ScriptFailed | None = None
+    """What it has said of its end."""
+    ordered: bool = False
+    """Whether the controller wants its end."""
 
     @property
     def plays(self) -> bool:
@@ -117,6 +129,37 @@ class Crew:
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
+
+
+_TOLD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+def lost(worker: Worker, code: int, version: Version, out_of_memory: bool) -> WorkerLost:
+    """How a worker with a role has ended, for the controller. `version`: that of its control words.
+    `out_of_memory`: whether the kernel has ended it for that."""
+    said, how = worker.failed, in_words(code)
+    if said is not None:
+        fault, how = said.fault, f"{how}: {said.what}"
+    elif code >= 0:
+        fault = Fault.EXITED if code else Fault.LEFT
+    elif worker.ordered or -code in _TOLD:
+        fault = Fault.TERMINATED
+    elif -code == signal.SIGKILL:
+        fault = Fault.OUT_OF_MEMORY if out_of_memory else Fault.KILLED
+        how += ", by the kernel: the memory of this machine, or of its cgroup, is used up" * out_of_memory
+    else:
+        fault = Fault.CRASHED
+    return WorkerLost(
+        role=worker.role,
+        pid=worker.pid,
+        exit=how,
+        code=code,
+        fault=fault,
+        step=version if worker.stage == "training" else NONE,
+        device=worker.device,
+        signature=said.signature if said is not None else "",
+        traceback=said.traceback if said is not None else "",
+    )
 
 
 def in_words(code: int) -> str:

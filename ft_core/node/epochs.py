@@ -64,6 +64,8 @@ class Epochs:
         """Of the event that is being handled."""
         self._view = view
         self._copies = Copies(about.node)
+        self._strikes: tuple[float, list[m.Strike]] = 0.0, []
+        """For a successor of the controller: failures, and when it has told of them."""
         self._stuck_at = math.inf
         """When workers are killed that have not left their step for this epoch."""
 
@@ -150,7 +152,13 @@ class Epochs:
         """Give a controller the job's state, which goes with each plan."""
         if self.plan is not None:  # who asks has seen in the greeting that there is one
             state = msgspec.json.decode(self.plan.state, type=m.JobState)
-            self.post(m.KeptState(state, self.plan.nodes))
+            at, kept = self._strikes
+            strikes = [msgspec.structs.replace(s, age=s.age + self.now - at) for s in kept]
+            self.post(m.KeptState(state, self.plan.nodes, strikes))
+
+    def keep_strikes(self, strikes: list[m.Strike]) -> None:
+        """What the controller knows of failures."""
+        self._strikes = self.now, strikes
 
     # -- from epoch to epoch -----------------------------------------------------------------------
 

@@ -74,10 +74,13 @@ class FromWorker:
 
 @dataclass(frozen=True)
 class WorkerEnded:
-    """`code` as of `subprocess`."""
+    """`code` as of `subprocess`; `version` as of its control words. `out_of_memory`: whether the kernel has
+    ended it for want of memory."""
 
     worker: Number
     code: int
+    version: Version = -1
+    out_of_memory: bool = False
 
 
 @dataclass(frozen=True)

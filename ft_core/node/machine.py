@@ -16,7 +16,7 @@ from typing import assert_never
 
 from ft_core.node import holdings
 from ft_core.node.about import About
-from ft_core.node.crew import Crew, Doing, Worker, in_words
+from ft_core.node.crew import Crew, Doing, Worker, lost
 from ft_core.node.epochs import Epochs
 from ft_core.node.events import (
     AnswerPeer,
@@ -213,6 +213,7 @@ class Agent:
                 if role is None:
                     self.epochs.do(KillNode())
                 elif worker := self.crew.of_role(role):
+                    worker.ordered = True
                     self.epochs.do(Kill(worker.number))
             case m.DescribeRole(role):
                 self.epochs.post(holdings.role_state(role, self.crew, self._view))
@@ -249,6 +250,8 @@ class Agent:
             case m.ConfigureAnswer(number, asked, error):
                 self._asking.pop(number, None)
                 self.epochs.do(ToWorker(number, m.Refused(asked, error) if error else m.SettingsTaken(asked)))
+            case m.KeepStrikes(strikes):
+                self.epochs.keep_strikes(strikes)
             case m.Shutdown(code):
                 self._end(code)
             case _:
@@ -313,8 +316,9 @@ class Agent:
             case m.BringSettings(number, settings):
                 self._asking[worker.number] = m.Configure(worker.number, number, settings)
                 self.epochs.post(self._asking[worker.number])
-            case m.ScriptFailed(traceback):
-                worker.traceback = traceback
+            case m.ScriptFailed():
+                worker.failed = message
+                self.epochs.do(ToWorker(worker.number, m.FailureNoted()))
             case m.WorkerFinished():
                 worker.doing = Doing.FINISHED
                 self.epochs.say(m.Finished(role))
@@ -364,8 +368,7 @@ class Agent:
                 self._leave()
             return
         if worker.doing is Doing.PLAYING:
-            how = in_words(code), code < 0, code, worker.traceback
-            self.epochs.say(m.WorkerLost(worker.role, worker.pid, *how))
+            self.epochs.say(lost(worker, code, event.version, event.out_of_memory))
             self._start(-1)
         elif worker.doing is not Doing.FINISHED:
             self._start(worker.device)

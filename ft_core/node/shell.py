@@ -35,6 +35,7 @@ from ft_core.node.fetch import bring
 from ft_core.node.inquiries import Inquiries, relay
 from ft_core.node.machine import Agent
 from ft_core.node.memory_view import MemoryView
+from ft_core.node.oom import OomKiller
 from ft_core.node.reach import probe
 from ft_core.node.replicator import Replicator
 from ft_core.node.workers import WorkerPool
@@ -82,6 +83,7 @@ class NodeShell:
         self._log_dir = job_dir / "logs" / f"{node}-{os.getpid()}"
         self.store = NodeStore()
         self._inquiries = Inquiries(node, self.store)
+        self._memory = OomKiller()
         host = _own_host(settings.controller)
         self.transport = TcpTransport(self.store, self.secret, host=host, answer=self._inquiries.answer)
         injector = Injector(job_dir, settings.inject)
@@ -261,8 +263,9 @@ class NodeShell:
         finally:
             writer.close()
 
-    def _worker_ended(self, number: int, code: int) -> None:
-        self._handle(e.WorkerEnded(number, code))
+    def _worker_ended(self, number: int, pid: int, code: int, version: int) -> None:
+        out_of_memory = code == -signal.SIGKILL and self._memory.ended(pid)
+        self._handle(e.WorkerEnded(number, code, version, out_of_memory))
         self._tasks.spawn(self._end_orphans())
 
     async def _end_orphans(self) -> None:

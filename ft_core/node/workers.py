@@ -55,9 +55,10 @@ class WorkerPool:
         log_dir: Path,
         command: Command,
         redirects: int,
-        ended: Callable[[int, int], None],
+        ended: Callable[[int, int, int, int], None],
     ) -> None:
-        """`ended` is told a worker's number and its exit code, negative for a signal."""
+        """`ended` is told a worker's number, its pid, its exit code, negative for a signal, and the version
+        that its control words have."""
         self._link = (socket, secret, str(job_dir))
         self._command = command
         self._log_dir, self._redirects = log_dir, redirects
@@ -112,7 +113,7 @@ class WorkerPool:
         self._tee.unfollow(worker.log_dir)
         if worker.channel is not None:
             worker.channel.close()
-        self._ended(worker.number, worker.process.exitcode or 0)
+        self._ended(worker.number, worker.pid, worker.process.exitcode or 0, worker.control[Word.VERSION])
 
     def connect(self, number: int, channel: AsyncChannel[m.FromWorker]) -> bool:
         """A worker has come, by this connection, and is greeted. False: it has died since."""

@@ -1,15 +1,18 @@
-"""Failures on purpose: SIGKILL at a named point of a named step, once per job.
+"""Failures on purpose: SIGKILL or an error at a named point of a named step, once per job.
 
-`FT_INJECT` (flag `--ft-inject`) is a comma-separated list of `ROLE@POINT:STEP[:worker]`, for instance
+`FT_INJECT` (flag `--ft-inject`) is a comma-separated list of `ROLE@POINT:STEP[:HOW]`, for instance
 `2@backward:5`: when role 2 gets to the backward pass with 5 steps done, its whole node (agent and
-workers) is killed; with `:worker`, that worker only. For tests, demos and drills.
+workers) is killed; with `:worker`, that worker only. The other ways are in `ERRORS`. For tests, demos and
+drills.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +33,22 @@ POINTS = (
     "save",
     "between",
 )
+THREADS = ("d2h", "h2h")
+"""Points that the script's main thread does not come by: nothing can be raised in it there."""
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+ERRORS: dict[str, Callable[[], object]] = {
+    "error": lambda: _raise(RuntimeError("injected by --ft-inject")),
+    "errors": lambda: _raise(RuntimeError("injected by --ft-inject, whenever this step is done")),
+    "memory": lambda: _raise(MemoryError("injected by --ft-inject")),
+    "exit": lambda: sys.exit(3),
+    "_exit": lambda: os._exit(5),
+}
+"""What else may happen to a worker, in its script: `errors` each time that it comes by, the others once."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +58,8 @@ class Injection:
     role: int
     point: str
     step: int
-    worker_only: bool
+    how: str
+    """Empty: the whole node is killed."""
 
     @property
     def marker(self) -> str:
@@ -53,14 +73,18 @@ def parse(text: str) -> list[Injection]:
     for part in filter(None, text.split(",")):
         try:
             role, rest = part.split("@")
-            point, step, *scope = rest.split(":")
-            if point not in POINTS or scope not in ([], ["worker"]):
+            point, step, *more = rest.split(":")
+            how = more[0] if more else ""
+            if point not in POINTS or len(more) > 1 or how not in ("", "worker", *ERRORS):
                 raise ValueError
-            found.append(Injection(int(role), point, int(step), bool(scope)))
+            if point in THREADS and how in ERRORS:
+                raise ValueError
+            found.append(Injection(int(role), point, int(step), how))
         except ValueError:
             raise ConfigError(
-                f"--ft-inject: cannot read {part!r}; expected ROLE@POINT:STEP[:worker] "
-                f"with POINT one of {', '.join(POINTS)}"
+                f"--ft-inject: cannot read {part!r}; expected ROLE@POINT:STEP[:HOW] with POINT one of "
+                f"{', '.join(POINTS)}, and HOW worker or, but for {' and '.join(THREADS)}, "
+                f"{', '.join(ERRORS)}"
             ) from None
     return found
 
@@ -78,7 +102,7 @@ class Injector:
         return bool(self._pending)
 
     def point(self, role: int, name: str, step: int) -> None:
-        """Die here if a failure is due. Does not return then."""
+        """Die here, or raise, if a failure is due."""
         for injection in self._pending:
             if (injection.role, injection.point, injection.step) == (role, name, step):
                 self._fire(injection)
@@ -89,7 +113,10 @@ class Injector:
             with marker.open("x") as file:  # the step is done again after the recovery: fire once only
                 file.write(repr(time.monotonic()))
         except FileExistsError:
-            return
-        if injection.worker_only:
+            if injection.how != "errors":
+                return
+        if injection.how in ERRORS:
+            ERRORS[injection.how]()
+        if injection.how == "worker":
             os.kill(os.getpid(), signal.SIGKILL)
         os.killpg(os.getpgrp(), signal.SIGKILL)  # an agent leads its process group: the whole node

@@ -123,6 +123,61 @@ class Redundancy(StrEnum):
     """Each role has something alone that nobody can adopt: no group can go on without another."""
 
 
+class Fault(StrEnum):
+    """What a worker, or a node, has failed of. `control.strikes` says what each leads to."""
+
+    EXCEPTION = "exception"
+    """The script's own, as far as can be seen."""
+    EXITED = "exited"
+    """The script has ended itself, with an exit code that is not 0."""
+    LEFT = "left"
+    """The same, with 0."""
+    INTERRUPTED = "interrupted"
+    """KeyboardInterrupt."""
+    REFUSED = "refused"
+    """An error of this engine's that nothing but another configuration, or another script, mends."""
+    MEMORY = "memory"
+    """The host's memory is used up, and the process was told so."""
+    DEVICE_MEMORY = "device_memory"
+    """The device's memory is used up."""
+    DEVICE = "device"
+    """The device has failed, or what ran on it."""
+    TRANSPORT = "transport"
+    """A communicator, though no peer was lost."""
+    STORAGE = "storage"
+    """Files cannot be read or written: no space, an error of the device, a handle that went stale."""
+    LOADER = "loader"
+    """A process that loads data for the worker has died."""
+    KILLED = "killed"
+    """SIGKILL, nobody knows of whom."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """SIGKILL of the kernel, since the host's memory, or the cgroup's, is used up."""
+    CRASHED = "crashed"
+    """Another signal, by which a process ends that goes wrong (SIGSEGV, SIGBUS, SIGABRT)."""
+    TERMINATED = "terminated"
+    """It was told to end: by SIGTERM, SIGINT or SIGHUP, or by this job's controller."""
+    NODE = "node"
+    """The whole node was lost."""
+
+
+class Strike(Value, frozen=True):
+    """A failure, as it is kept of the node where it was. `place`: the node, whichever process is its agent.
+    `age`: seconds."""
+
+    place: str
+    device: Number
+    """-1: none of them alone."""
+    role: Annotated[int, Meta(ge=-1, lt=1 << 31)]
+    """-1: of a whole node."""
+    pid: Number
+    step: Version
+    """The version that the role had; -1 in start-up."""
+    fault: Fault
+    signature: str
+    """By which an exception is known again."""
+    age: float
+
+
 class ReplicaGroup(Value, frozen=True):
     """The replica group that a role belongs to."""
 
@@ -320,14 +375,18 @@ class Idle(Message, frozen=True):
 
 
 class WorkerLost(Message, frozen=True):
-    """A worker with a role has ended. `exit` in words; `code` as of `subprocess`; `crashed`: by a signal."""
+    """A worker with a role has ended. `exit` in words; `code` as of `subprocess`. `device`: its index, -1 for
+    none. `step`, `signature`: as of `Strike`."""
 
     role: Role
     pid: Number
     exit: str
-    crashed: bool
     code: Number
-    traceback: str
+    fault: Fault
+    step: Version = -1
+    device: Number = -1
+    signature: str = ""
+    traceback: str = ""
 
 
 class NoIdleWorker(Message, frozen=True):
@@ -539,6 +598,7 @@ class KeptState(Message, frozen=True):
 
     state: JobState
     nodes: dict[NodeName, NodeAddress]
+    strikes: list[Strike] = field(default_factory=list)
 
 
 class AgentHello(Message, frozen=True):
@@ -685,6 +745,12 @@ class ConfigureAnswer(Message, frozen=True):
     error: str = ""
 
 
+class KeepStrikes(Message, frozen=True):
+    """All failures that count, for a successor of the controller."""
+
+    strikes: list[Strike]
+
+
 class Shutdown(Message, frozen=True):
     """The job is over, with this exit code."""
 
@@ -694,7 +760,7 @@ class Shutdown(Message, frozen=True):
 ToAgent = (
     NodePlan | Abort | NodesChanged | KillWorker | DescribeRole | ListDurable | ProbeNodes | SendHeartbeat
     | SendState | Release | SendCounts | SendIssued | SendFlight | DescribeFlight | Hold | Prepare | Withdraw
-    | GivenUp | UseSettings | ConfigureAnswer | Shutdown
+    | GivenUp | UseSettings | ConfigureAnswer | KeepStrikes | Shutdown
 )  # fmt: skip
 
 
@@ -714,6 +780,16 @@ class Inject(Message, frozen=True):
 
     role: Role | None = None
     node: NodeName | None = None
+
+
+class AskNodes(Message, frozen=True):
+    """All nodes, with their records."""
+
+
+class Forgive(Message, frozen=True):
+    """Forget what was counted against a node."""
+
+    node: NodeName
 
 
 class RoleStatus(Value, frozen=True):
@@ -752,6 +828,34 @@ class JobStatus(Message, frozen=True):
     spares: list[SpareStatus]
 
 
+class NodeStatus(Value, frozen=True):
+    """Of a node that is there, or of one that is not and has a record. `strikes`: what counts against it;
+    `avoided`: that is as many as the limit, so it is not used while there is another."""
+
+    node: NodeName
+    domain: str
+    alive: bool
+    roles: list[Role]
+    idle: Number
+    strikes: list[Strike]
+    avoided: bool
+
+
+class NodesStatus(Message, frozen=True):
+    """Answers `AskNodes`. `limit`: strikes within `seconds`."""
+
+    limit: Number
+    seconds: float
+    nodes: list[NodeStatus]
+
+
+class Forgiven(Message, frozen=True):
+    """Answers `Forgive`: how many strikes are forgotten."""
+
+    node: NodeName
+    strikes: Number
+
+
 class Injected(Message, frozen=True):
     """Answers `Inject`: the role or node that is told to die."""
 
@@ -774,8 +878,8 @@ class Denied(Message, frozen=True):
     error: str
 
 
-FromCtl = CtlHello | AskStatus | Inject | DescribeRole | DescribeFlight
-ToCtl = JobStatus | Injected | RoleDescribed | RoleFlight | Denied
+FromCtl = CtlHello | AskStatus | Inject | DescribeRole | DescribeFlight | AskNodes | Forgive
+ToCtl = JobStatus | Injected | RoleDescribed | RoleFlight | NodesStatus | Forgiven | Denied
 
 
 # -- a worker to its agent -----------------------------------------------------------------------------
@@ -956,8 +1060,12 @@ class Progress(Message, frozen=True):
 
 
 class ScriptFailed(Message, frozen=True):
-    """The script raised an error of its own: this worker ends."""
+    """The script has raised, or ends itself: this worker ends. `what`: in a line. `signature`: by which the
+    same error is known again."""
 
+    fault: Fault
+    what: str
+    signature: str
     traceback: str
 
 
@@ -1073,6 +1181,10 @@ class SendProgress(Message, frozen=True):
     id: Number
 
 
+class FailureNoted(Message, frozen=True):
+    """Answers `ScriptFailed`: the worker may end."""
+
+
 class Exit(Message, frozen=True):
     """The job is over: a worker whose script is done may end."""
 
@@ -1080,7 +1192,7 @@ class Exit(Message, frozen=True):
 ToWorker = (
     Welcome | Abort | PlanBegins | Assign | Restore | Release | SendCounts | SendIssued | Hold
     | Allocated | Refused | SettingsTaken | EntriesBrought | ProgressBrought | SendStartupEntries
-    | SendProgress | Exit
+    | SendProgress | FailureNoted | Exit
 )  # fmt: skip
 
 

@@ -15,15 +15,17 @@ from ft_core.comm import backend
 from ft_core.errors import ConfigError
 from ft_core.process.outlet import log_beside_script
 from ft_core.protocol.channel import Channel
-from ft_core.protocol.messages import TO_WORKER
+from ft_core.protocol.messages import TO_WORKER, Fault, ScriptFailed
 from ft_core.settings import Command
 from ft_core.state.snapshot import has_gpu
-from ft_core.worker import cuda_fork, device_memory, import_output, ordinary, unprotected
+from ft_core.worker import cuda_fork, device_memory, faults, import_output, ordinary, unprotected
 from ft_core.worker.logs import redirect, take_over
 from ft_core.worker.session import Session, begin, exit_code
 from ft_core.worker.shell import WorkerShell
 
 _CONNECT_TIMEOUT = 30.0
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after KeyboardInterrupt, as shells have it."""
 _OURS = (__file__, runpy.run_path.__code__.co_filename)
 """Files whose frames a traceback of the script's does not begin with elsewhere."""
 
@@ -68,12 +70,12 @@ def main(
     backend.install(session.comms)
     unprotected.install(session)
     process = os.getpid()
-    code, reason = _outcome(command)
+    code, failure = _outcome(command)
     if os.getpid() != process:  # a child that the script has forked; the role is its parent's
         ordinary.end(code)
         os._exit(code)
-    if code:
-        shell.failed(reason)
+    if failure is not None:
+        shell.failed(failure)
     else:
         session.leave()
     ordinary.end(code)
@@ -82,7 +84,7 @@ def main(
     os._exit(code)  # the communicators of a finished job are not taken down one by one
 
 
-def _outcome(command: Command) -> tuple[int, str]:
+def _outcome(command: Command) -> tuple[int, ScriptFailed | None]:
     """Run the script to its end, and print what it ends of. Its exit code, and why it is not 0."""
     try:
         cuda_fork.check()
@@ -93,16 +95,20 @@ def _outcome(command: Command) -> tuple[int, str]:
         code = exit_code(stop)
         if code and not isinstance(stop.code, int):
             print(stop.code, file=sys.stderr)
-        return code, f"the script ended itself: sys.exit({stop.code!r})"
+        what = f"sys.exit({stop.code!r})"
+        failure = ScriptFailed(Fault.EXITED, what, "", f"the script ended itself: {what}")
+        return code, failure if code else None
     except ConfigError as error:  # ours: ftrun says it once, in place of a traceback from each role
-        return 1, str(error)
+        return 1, ScriptFailed(Fault.REFUSED, "it cannot go on like this", "", str(error))
     except BaseException as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-        return 1, "".join(traceback.format_exception(error))
-    return 0, ""
+        fault, text = faults.classify(error), "".join(traceback.format_exception(error))
+        failure = ScriptFailed(fault, faults.what(error), faults.signature(error), text)
+        return INTERRUPTED if fault is Fault.INTERRUPTED else 1, failure
+    return 0, None
 
 
 def run(command: Command) -> None:

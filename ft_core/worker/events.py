@@ -126,8 +126,6 @@ class Reopened:
 class Hung:
     """An operation on the device has not ended in its time, and perhaps nobody can interrupt who waits."""
 
-    reason: str
-
 
 @dataclass(frozen=True)
 class Tick:

@@ -174,8 +174,7 @@ class WorkerMachine:
                 self._say(m.WorkerSuspects(self.epoch, reason))
             case Reopened(epoch):
                 self._say(m.WorkerReopened(epoch))
-            case Hung(reason):
-                self._say(m.ScriptFailed(reason))
+            case Hung():
                 self._do(EndProcess(1))
             case Tick():
                 if isinstance(self.state, Holding) and self._now >= self.state.until:

@@ -32,6 +32,8 @@ from ft_core.worker.machine import WorkerMachine
 from ft_core.worker.states import Finished, NoRole, State
 
 log = logging.getLogger(__name__)
+_NOTED = 5.0
+"""Seconds that an agent has to take note of a failure."""
 Reply = m.Allocated | m.Refused | m.SettingsTaken | m.EntriesBrought | m.ProgressBrought
 R = TypeVar("R", m.Allocated, m.SettingsTaken, m.EntriesBrought, m.ProgressBrought)
 
@@ -53,6 +55,8 @@ class WorkerShell:
         self._condition = threading.Condition()
         self._replies: dict[int, Reply] = {}
         self._numbers = itertools.count()
+        self._noted = threading.Event()
+        """The agent knows why this process ends."""
         channel.send(m.WorkerHello(worker, os.getpid()))
         welcome = channel.recv()
         if not isinstance(welcome, m.Welcome):
@@ -97,16 +101,18 @@ class WorkerShell:
         if self.injector.armed:
             self.injector.point(self.machine.role, name, self.version)
 
+    def failed(self, failure: m.ScriptFailed) -> None:
+        """Tell the agent why this process is about to end: else it might only see that it has."""
+        self.send(failure)
+        self._noted.wait(_NOTED)
+
     def replace(self, reason: str) -> NoReturn:
         """End this process, so that another takes its role over."""
         log.warning("role %d: %s; its worker is replaced", self.machine.role, reason)
+        self.failed(m.ScriptFailed(m.Fault.TERMINATED, reason, "", ""))
         logging.shutdown()
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("unreachable")
-
-    def failed(self, traceback: str) -> None:
-        """The script raised an error of its own: the agent is told why before this process ends."""
-        self.send(m.ScriptFailed(traceback))
 
     def finish(self) -> None:
         """Nothing of the script is left to be done in this process. Returns when the whole job is over."""
@@ -167,6 +173,8 @@ class WorkerShell:
                 with self._condition:
                     self._replies[message.id] = message
                     self._condition.notify_all()
+            case m.FailureNoted():
+                self._noted.set()
             case m.Welcome():
                 raise ProtocolError("the agent greets once more")
             case _:
@@ -225,8 +233,9 @@ class WorkerShell:
     def _hung(self, reason: str) -> None:
         """The main thread may wait for the device, which nobody can interrupt."""
         log.error("role %d: %s", self.machine.role, reason)
+        self.failed(m.ScriptFailed(m.Fault.TRANSPORT, reason, "", reason))
         logging.shutdown()
-        self.handle(e.Hung(reason))
+        self.handle(e.Hung())
 
     def _traffic(self, in_flight: int) -> None:
         self.control[Word.TRAFFIC] = in_flight

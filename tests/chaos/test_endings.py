@@ -15,7 +15,7 @@ FEW = ("--num-workers=0",)
     ("leave", "code", "said"),
     [
         ("1:3:exit", 1, "role 1 came to the end of its script after step 3"),
-        ("1:3:fail", 1, "of role 1 on node1: exit code 3"),
+        ("1:3:fail", 3, "of role 1 on node1: exit code 3"),
         ("1:3:_exit", 1, "of role 1 on node1: exit code 0, in the middle of training"),
         ("all:3:exit", 0, ""),
     ],

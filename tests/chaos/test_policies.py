@@ -43,6 +43,7 @@ def check_kept(result: Result) -> None:
 def test_a_crashed_worker_is_restarted_where_it_was(tmp_path):
     with Job(tmp_path / "job", LAYOUT, STEPS, script=PACED) as job:
         job.wait_for("resumed")
+        job.wait_for("joined", 3)
         before = job.status()
         for times in range(1, 4):
             assert job.ctl("kill", "--role", "1") == "killed 1\n"
@@ -182,7 +183,8 @@ def test_an_exception_of_the_script_ends_the_job_with_its_traceback(tmp_path):
     assert result.code == 1
     assert "ftrun: the job stops: worker" in result.output and "of role 1 on node1" in result.output
     assert "ZeroDivisionError: a bug of the user's" in result.output
-    assert result.recoveries == 0
+    assert "the same again in the step after version 3" in result.output
+    assert result.recoveries == 1
     check_clean(result)
 
 

@@ -141,7 +141,7 @@ class Node:
         """The worker that plays `role` dies by a signal; a standby is started in its place."""
         worker = self.workers.pop(role)
         self.idle += 1
-        about = {"exit": "killed by SIGKILL", "crashed": True, "code": -9, "traceback": ""}
+        about = {"exit": "killed by SIGKILL", "code": -9, "fault": m.Fault.KILLED}
         self.say(m.WorkerLost(role=role, pid=worker.pid, **about))
         self._report_if_quiet()
 

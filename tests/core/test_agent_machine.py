@@ -583,10 +583,9 @@ def test_memory_for_a_snapshot_is_announced_before_the_worker_has_it(training: N
 
 @pytest.mark.parametrize("code", [-9, 1])
 def test_a_worker_that_ends_is_told_of_and_replaced(code: int, training: Node):
-    training.worker(m.ScriptFailed("Traceback"))
-    training.handle(e.WorkerEnded(training.number(), code))
-    how = ("killed by SIGKILL", True) if code < 0 else ("exit code 1", False)
-    assert training.said(m.WorkerLost) == [m.WorkerLost(0, 1000, *how, code, "Traceback")]
+    training.handle(e.WorkerEnded(training.number(), code, 4))
+    how = ("killed by SIGKILL", code, m.Fault.KILLED) if code < 0 else ("exit code 1", code, m.Fault.EXITED)
+    assert training.said(m.WorkerLost) == [m.WorkerLost(0, 1000, *how, 4, 0)]
     assert training.effects(e.Start) == [e.Start(2, -1)]
 
 

@@ -38,6 +38,7 @@ from ft_core.protocol.messages import (
     Denied,
     DescribeFlight,
     DescribeRole,
+    Fault,
     Finished,
     GivenUp,
     Heartbeat,
@@ -180,7 +181,7 @@ class Agent:
 
     def crash(self, role: int) -> WorkerLost:
         pid = self.workers.pop(role)
-        about = {"exit": "killed by SIGKILL", "crashed": True, "code": -9, "traceback": ""}
+        about = {"exit": "killed by SIGKILL", "code": -9, "fault": Fault.KILLED}
         return WorkerLost(role=role, pid=pid, **about)
 
     def step(self, role: int, version: int) -> None:
@@ -678,7 +679,7 @@ def test_the_users_error_ends_the_job_with_the_end_of_its_traceback() -> None:
     job = ControlPlane(nodes=2)
     job.all_step(1)
     traceback = 'Traceback (most recent call last):\n  File "train.py", line 1\n    f()\nValueError: no\n'
-    lost = WorkerLost(role=1, pid=7, exit="exit code 1", crashed=False, code=1, traceback=traceback)
+    lost = WorkerLost(role=1, pid=7, exit="exit code 1", code=1, fault=Fault.REFUSED, traceback=traceback)
     job["node1"].say(lost)
     assert job.done == End(1)
     assert "ValueError: no\nIts traceback is in /job/logs/role-1/stderr.log" in job.said[0]
@@ -688,7 +689,7 @@ def test_the_users_error_ends_the_job_with_the_end_of_its_traceback() -> None:
 def test_a_worker_that_ends_well_before_training_has_ended() -> None:
     job = ControlPlane(nodes=2)
     job.all_step(1)
-    about = {"exit": "exit code 0", "crashed": False, "code": 0, "traceback": ""}
+    about = {"exit": "exit code 0", "code": 0, "fault": Fault.LEFT}
     job["node1"].say(WorkerLost(role=1, pid=7, **about))
     assert job.done == End(1) and "in the middle of training" in job.said[0]
 

@@ -167,5 +167,5 @@ def test_nothing_outlives_a_job_that_fails(tmp_path: Path):
     """Nor what a worker had started: it is in its node's process group."""
     with Job(tmp_path / "job", script(tmp_path, LEAVES_A_CHILD), 0) as job:
         result = job.finish(60)
-    assert result.code == 1
+    assert result.code == 3
     check_clean(result)

@@ -9,7 +9,7 @@ from core.fleet import Fleet
 
 from ft_core.control.completion import apart
 from ft_core.node.crew import in_words
-from ft_core.protocol.messages import Issued, WorkerLost
+from ft_core.protocol.messages import Fault, Issued, WorkerLost
 
 
 def test_apart() -> None:
@@ -56,7 +56,7 @@ def test_a_worker_that_ends_without_a_word(tmp_path: Path) -> None:
         async with Fleet(tmp_path, nodes=2) as fleet:
             await fleet.event("resumed")
             worker = fleet["node1"].workers.pop(1)
-            lost = {"exit": "exit code 0", "crashed": False, "code": 0, "traceback": ""}
+            lost = {"exit": "exit code 0", "code": 0, "fault": Fault.LEFT}
             fleet["node1"].post(WorkerLost(role=1, pid=worker.pid, **lost))
             assert await fleet.ended() == 1
             assert "of role 1 on node1: exit code 0, in the middle" in fleet.events("stopped")[0]["reason"]

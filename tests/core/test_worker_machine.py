@@ -418,7 +418,7 @@ def test_what_the_process_groups_notice_is_told() -> None:
 
 def test_the_process_ends() -> None:
     assert Worker().do(e.AgentGone()) == [e.EndProcess(1)]
-    assert Worker().train().do(e.Hung("late")) == [e.Send(m.ScriptFailed("late")), e.EndProcess(1)]
+    assert Worker().train().do(e.Hung()) == [e.EndProcess(1)]
 
 
 # -- whatever happens ------------------------------------------------------------------------------

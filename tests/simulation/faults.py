@@ -23,7 +23,7 @@ def kill_worker(job: SimJob, rng: Random) -> None:
         workers = [w for node in job.live() for w in node.workers.values() if w.alive]
         if workers:
             worker = rng.choice(workers)
-            worker.node.end_worker(worker, -9)
+            worker.node.end_worker(worker, -11)
 
 
 def hang_worker(job: SimJob, rng: Random) -> None:
@@ -181,6 +181,47 @@ def poison(job: SimJob, rng: Random) -> None:
         job.world.trace(f"(role, version) {job.poison} is deadly")
 
 
+def raise_once(job: SimJob, rng: Random) -> None:
+    """An exception in one role, or in all, that does not come again."""
+    version = job.training.newest + rng.choice((1, 2))
+    job.errors.add(_some_roles(job, rng), version, always=False)
+
+
+def raise_always(job: SimJob, rng: Random) -> None:
+    """A bug of the user's, in one role or in all."""
+    version = job.training.newest + rng.choice((1, 2))
+    job.errors.add(_some_roles(job, rng), version, always=True)
+
+
+def _some_roles(job: SimJob, rng: Random) -> list[int]:
+    roles = list(range(job.training.roles))
+    return rng.choice((roles, [rng.choice(roles)], [rng.choice(roles)]))
+
+
+def bad_node(job: SimJob, rng: Random) -> None:
+    """The workers of one machine crash again and again, for a while; and once more long after."""
+    if not (node := some(job, rng)):
+        return
+    name = node.machine_name
+    job.world.trace(f"{name} is bad")
+
+    def crash() -> None:
+        here = [w for n in job.live() if n.machine_name == name for w in n.workers.values()]
+        playing = [w for w in here if w.alive and w.trains]
+        if playing and not job.over:
+            worker = rng.choice(playing)
+            worker.node.end_worker(worker, -11)
+
+    at = 0.0
+    for _ in range(rng.choice((2, 3, 4))):
+        at += rng.choice((0.7, 2.0, 4.0))
+        job.world.at(at, crash)
+    if rng.random() < 0.5:
+        at += 60.0
+        job.world.at(at, crash)
+        job.not_before = job.world.now + at + 1.0
+
+
 def join(job: SimJob, rng: Random) -> None:
     """A node more."""
     if len(job.live()) < job.shape.nodes + job.shape.spares + 2:
@@ -202,6 +243,9 @@ FAULTS: dict[Fault, int] = {
     stop_controller: 2,
     terminate_node: 1,
     join: 1,
+    raise_once: 2,
+    raise_always: 1,
+    bad_node: 2,
     poison: 1,
 }
 """With how often each is chosen."""

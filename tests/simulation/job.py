@@ -15,6 +15,7 @@ from ft_core.protocol import messages as m
 from ft_core.settings import Command, Settings
 
 from .control import SimController
+from .errors import Errors, moved
 from .node import SimNode
 from .training import Training
 from .world import Link, Network, Violation, World
@@ -80,6 +81,8 @@ class SimJob:
             policy=shape.policy,
             heartbeat=0.5,
             heartbeats_missed=12,
+            strikes=2,
+            strike_minutes=1 / 3,
             quiesce_timeout=6.0,
         )
         self.training = Training(world, shape.nodes * shape.per_node, 1 if shape.adopts else shape.groups)
@@ -96,6 +99,11 @@ class SimJob:
         self.recorded: dict[str, int] = {}
         self.poison: tuple[int, int] | None = None
         """A role, and the version at whose beginning its worker dies, whoever plays it."""
+        self.errors = Errors(self)
+        self.not_before = 0.0
+        """When the last fault is over, should one take longer."""
+        self._places: dict[int, str] = {}
+        """Where the newest plan has all roles."""
         self.outcome = Outcome()
         self.over = False
         self.hooks: list[tuple[str, int, Callable[[], None]]] = []
@@ -183,6 +191,7 @@ class SimJob:
     def memory_lost(self, node: SimNode) -> None:
         """With all that it held."""
         self._exposed.add(node.machine_name)
+        self.errors.node_gone(node)
 
     def record(self, controller: SimController, event: ev.Record) -> None:
         """A line of events.jsonl."""
@@ -203,6 +212,8 @@ class SimJob:
             raise Violation(f"6: {back.name} is well, and is given up")
         if event.event == "decided":
             self._decided(event)
+            self.errors.decided(controller, moved(event), self._places)
+            self._places = dict(controller.machine.facts.places)
         elif event.event in ("stopped", "finished"):
             self.outcome.reason = event.reason
 
@@ -286,7 +297,7 @@ class SimJob:
                 raise Violation(
                     f"5: the job has ended well, and only roles {done} have done step {self.steps}"
                 )
-        elif not self.poison and len(lost := self._lost()) <= self.shape.replicas:
+        elif not self.poison and not self.errors.fatal and len(lost := self._lost()) <= self.shape.replicas:
             raise Violation(
                 f"5: the job has ended, though only {sorted(lost)} was lost: {self.outcome.reason}"
             )
@@ -323,6 +334,7 @@ class SimJob:
         """To the end, the last fault being at that time; everything that can be undone is undone then."""
         world = self.world
         world.run(last_fault, lambda: self.over)
+        world.run(self.not_before, lambda: self.over)
         if self.over:
             return self.outcome
         self._heal()

@@ -15,6 +15,7 @@ from ft_core.control.facts import Facts, Node
 from ft_core.control.machine import Controller
 from ft_core.control.phases import Rebuilding
 from ft_core.control.returning import Returning
+from ft_core.control.strikes import Strikes
 from ft_core.control.suspicion import Sight
 from ft_core.control.watch import Watch
 from ft_core.node import epochs as node
@@ -220,6 +221,22 @@ def an_older_epochs_plan_is_obeyed() -> None:
     WorkerMachine._abort = mutated  # type: ignore[method-assign]
 
 
+def the_same_error_is_tried_for_ever() -> None:
+    """That an exception comes again in the same step does not end the job."""
+    Strikes.again = lambda self, lost: False  # type: ignore[method-assign]
+
+
+def strikes_never_decay() -> None:
+    """What was long ago counts against a node as well."""
+    Strikes._current = lambda self, now: self._all  # type: ignore[method-assign]
+
+
+def strikes_are_forgotten_by_a_new_controller() -> None:
+    """It begins with a clean record of all nodes."""
+    take = Strikes.take
+    Strikes.take = lambda self, strikes, now: take(self, (), now)  # type: ignore[method-assign]
+
+
 MUTATIONS: dict[str, Callable[[], None]] = {
     mutation.__name__: mutation
     for mutation in (
@@ -245,5 +262,8 @@ MUTATIONS: dict[str, Callable[[], None]] = {
         goes_on_without_unwinding,
         quiesced_before_it_has_unwound,
         an_older_epochs_plan_is_obeyed,
+        the_same_error_is_tried_for_ever,
+        strikes_never_decay,
+        strikes_are_forgotten_by_a_new_controller,
     )
 }

@@ -17,6 +17,7 @@ FAILED_ONCE = {
     1718: "a newcomer waited in start-up for roles that had just come back (newcomers_have_no_records)",
     1070: "a successor took over without the spares, and their copies (spares_are_not_waited_for)",
     7014: "what a role had said of its state was lost with its node (what_was_lost_on_the_way_is_unknown)",
+    671: "what had failed where was unknown to a successor (strikes_are_forgotten_by_a_new_controller)",
     3902: "all nodes with a role and the controller were lost, and training began anew in silence",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""

@@ -123,7 +123,14 @@ class SimWorker(Process):
         match message:
             case m.Allocated():
                 self._allocated[message.id] = message.address
-            case m.Welcome() | m.Refused() | m.SettingsTaken() | m.EntriesBrought() | m.ProgressBrought():
+            case (
+                m.FailureNoted()
+                | m.Welcome()
+                | m.Refused()
+                | m.SettingsTaken()
+                | m.EntriesBrought()
+                | m.ProgressBrought()
+            ):
                 pass
             case _:
                 self.tell(ev.FromAgent(message))
@@ -304,6 +311,8 @@ class SimWorker(Process):
             step = self.version + 1
             self.deal.take(step, self.membership)
             yield from self._sleep(self._some(job.step))
+            if job.errors.due(self):
+                yield from self._raise()
             if not self.barrier_first:
                 yield Until(lambda: self.words.committed >= self.version)
             exchange = self.training.join(self, "step", self.version, self.members)
@@ -333,6 +342,13 @@ class SimWorker(Process):
         yield from self._while(AtEnd)
         if isinstance(self.state, Leaving):
             raise EpochChanged
+
+    def _raise(self) -> Thread:
+        """An error of the script's."""
+        self._say(m.ScriptFailed(m.Fault.EXCEPTION, "ValueError", "ValueError @ train.py", "Traceback"))
+        yield from self._sleep(0.002, False)
+        self.node.end_worker(self, 1)
+        yield Until(lambda: False, False)
 
     def _hold(self) -> Thread:
         """A replica group comes back: wait for that."""

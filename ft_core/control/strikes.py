@@ -1,0 +1,193 @@
+"""What has failed where, and of what: what is tried once more, what counts against a node, what ends the job.
+
+Pure. A failure is a *strike*. It is kept for a while, and by the controller's successors, since the agents
+keep it too (`KeepStrikes`). Whatever is decided by counting failures is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from msgspec.structs import replace
+
+from ft_core.errors import FAILED
+from ft_core.protocol.messages import Fault, Strike, WorkerLost
+
+TRIES = 8
+"""Recoveries in a row without a step that nobody had done before, after which the job ends."""
+_KEPT = 256
+"""Strikes that are kept at most, the newest."""
+
+
+class Retry(Enum):
+    """Whether a role is tried again whose worker has failed."""
+
+    NEVER = auto()
+    """The job ends."""
+    ONCE = auto()
+    """The job ends if the same comes again in the same step."""
+    YES = auto()
+    """Until `TRIES`."""
+
+
+class Counts(Enum):
+    """Whether it counts against the node that it was on."""
+
+    NO = auto()
+    AGAIN = auto()
+    """From the second time there on."""
+    YES = auto()
+
+
+RULES: dict[Fault, tuple[Retry, Counts]] = {
+    Fault.EXCEPTION: (Retry.ONCE, Counts.NO),
+    Fault.EXITED: (Retry.NEVER, Counts.NO),
+    Fault.LEFT: (Retry.NEVER, Counts.NO),
+    Fault.INTERRUPTED: (Retry.NEVER, Counts.NO),
+    Fault.REFUSED: (Retry.NEVER, Counts.NO),
+    Fault.MEMORY: (Retry.ONCE, Counts.AGAIN),
+    Fault.DEVICE_MEMORY: (Retry.ONCE, Counts.AGAIN),
+    Fault.DEVICE: (Retry.YES, Counts.YES),
+    Fault.TRANSPORT: (Retry.YES, Counts.NO),
+    Fault.STORAGE: (Retry.YES, Counts.YES),
+    Fault.LOADER: (Retry.YES, Counts.AGAIN),
+    Fault.KILLED: (Retry.YES, Counts.YES),
+    Fault.OUT_OF_MEMORY: (Retry.YES, Counts.YES),
+    Fault.CRASHED: (Retry.YES, Counts.YES),
+    Fault.TERMINATED: (Retry.YES, Counts.NO),
+    Fault.NODE: (Retry.YES, Counts.YES),
+}
+"""What each leads to, while the job trains. Before it does, an exception of the script's ends it."""
+
+_NOT_AGAIN = {
+    Fault.EXITED: "the script wants it to end",
+    Fault.LEFT: "the others would wait for it",
+    Fault.INTERRUPTED: "somebody wants it to end",
+    Fault.REFUSED: "to try again would not help",
+}
+
+
+def place(node: str) -> str:
+    """The node that an agent's process, whose name is its own, is on."""
+    return node.partition("+")[0]
+
+
+@dataclass
+class Strikes:
+    """Of one job. Times are the controller's."""
+
+    limit: int
+    """As many strikes within `seconds` as make a node one to be avoided; 0: none is."""
+    seconds: float
+    _all: list[tuple[float, Strike]] = field(default_factory=list)
+    """Oldest first, with when they were."""
+
+    def add(self, strike: Strike, now: float) -> bool:
+        """Whether it is news: a controller that was restarted is told again."""
+        if any(_same(strike, known) for _, known in self._all):
+            return False
+        self._all = sorted([*self._current(now), (now - strike.age, strike)], key=lambda kept: kept[0])[
+            -_KEPT:
+        ]
+        return True
+
+    def take(self, strikes: Iterable[Strike], now: float) -> None:
+        """What another controller knew."""
+        for strike in strikes:
+            self.add(strike, now)
+
+    def value(self, now: float) -> list[Strike]:
+        """For a successor."""
+        return [replace(strike, age=max(0.0, now - at)) for at, strike in self._current(now)]
+
+    def against(self, where: str, now: float) -> list[Strike]:
+        """What counts against a place. What has followed its role to another one, in the same step, does not.
+
+        A strike of its device counts against the node: its roles go elsewhere, and the device is named.
+        """
+        here = [strike for strike in self.value(now) if strike.place == where and not self._follows(strike)]
+        return [
+            strike
+            for at, strike in enumerate(here)
+            if (counts := RULES[strike.fault][1]) is Counts.YES
+            or (counts is Counts.AGAIN and any(other.fault is strike.fault for other in here[:at]))
+            or (counts is Counts.NO and strike.fault is Fault.EXCEPTION and strike.step < 0)
+        ]
+
+    def avoided(self, now: float) -> set[str]:
+        """Places that are not used while there are others."""
+        places = {strike.place for _, strike in self._all}
+        return {w for w in places if self.limit and len(self.against(w, now)) >= self.limit}
+
+    def lives(self, node: str, agent: int) -> bool:
+        """A node that was taken for lost goes on where it was: that was no failure. Whether it was one."""
+        before = len(self._all)
+        lost = (place(node), -1, agent)
+        self._all = [(at, s) for at, s in self._all if (s.place, s.role, s.pid) != lost]
+        return len(self._all) < before
+
+    def forgive(self, where: str, now: float) -> int:
+        """Forget what is known of a place. How many counted."""
+        counted = len(self.against(where, now))
+        self._all = [(at, strike) for at, strike in self._all if strike.place != where]
+        return counted
+
+    def places(self) -> set[str]:
+        """All of which something is known."""
+        return {strike.place for _, strike in self._all}
+
+    def again(self, lost: WorkerLost) -> bool:
+        """Whether this role has failed of the same in the same step before."""
+        return any(
+            (known.role, known.step, known.signature) == (lost.role, lost.step, lost.signature)
+            and known.pid != lost.pid
+            and known.signature
+            for _, known in self._all
+        )
+
+    def everywhere(self, role: int, step: int) -> list[str]:
+        """The places where a role has failed in this step."""
+        return sorted({s.place for _, s in self._all if s.role == role and s.step == step})
+
+    def _follows(self, strike: Strike) -> bool:
+        if strike.role < 0 or strike.step < 0:
+            return False
+        return len(self.everywhere(strike.role, strike.step)) > 1
+
+    def _current(self, now: float) -> list[tuple[float, Strike]]:
+        return [(at, strike) for at, strike in self._all if now - at <= self.seconds]
+
+
+def of_worker(lost: WorkerLost, node: str) -> Strike:
+    """The end of a worker."""
+    return Strike(
+        place(node), lost.device, lost.role, lost.pid, lost.step, lost.fault, lost.signature, age=0.0
+    )
+
+
+def of_node(node: str, agent: int, fault: Fault) -> Strike:
+    """The loss of a node. `agent`: its pid."""
+    return Strike(place(node), -1, -1, agent, -1, fault, "", age=0.0)
+
+
+def ends(lost: WorkerLost, trained: bool, same_again: bool) -> str:
+    """Why this failure ends the job, if it does. `trained`: all have done a step."""
+    retry = RULES[lost.fault][0]
+    if retry is Retry.NEVER:
+        return _NOT_AGAIN[lost.fault]
+    if lost.fault is Fault.EXCEPTION and not trained:
+        return "no step was done yet, so the script is not tried again"
+    if retry is Retry.ONCE and lost.step >= 0 and same_again:
+        return f"the same again in the step after version {lost.step}, so it is not tried once more"
+    return ""
+
+
+def exit_code(lost: WorkerLost) -> int:
+    """What `ftrun` ends with: the script's own exit code; 1 if it has none, or one that is taken."""
+    return lost.code if lost.code > 0 and lost.code != FAILED else 1
+
+
+def _same(a: Strike, b: Strike) -> bool:
+    return (a.place, a.role, a.pid, a.fault) == (b.place, b.role, b.pid, b.fault)

@@ -1,0 +1,144 @@
+"""Errors of scripts, nodes that fail often, and what must become of both."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ft_core.control import events as ev
+from ft_core.worker.states import NoRole, StartUp
+
+from .world import Violation
+
+if TYPE_CHECKING:
+    from .control import SimController
+    from .job import SimJob
+    from .node import SimNode
+    from .workers import SimWorker
+
+TRIES = 2
+"""Of the same error of a role in the same step."""
+_SLACK = 20.0
+"""Seconds by which processes that were stopped may take a strike for younger than it is."""
+
+
+@dataclass
+class Bug:
+    """An exception of a role in the step after a version; `always`, or once."""
+
+    role: int
+    version: int
+    always: bool
+
+
+@dataclass
+class _Failure:
+    """Of a worker, or of a node (role -1)."""
+
+    machine: str
+    role: int
+    step: int
+    at: float
+    certain: bool
+    """Whether it counts against the machine, and each controller must know that: once it has decided with
+    it, and unless a node is gone since."""
+    decided: bool = False
+
+
+@dataclass
+class Errors:
+    """Of one job."""
+
+    job: SimJob
+    bugs: list[Bug] = field(default_factory=list)
+    _known: set[tuple[int, int]] = field(default_factory=set)
+    _tries: Counter[tuple[int, int]] = field(default_factory=Counter)
+    _failures: list[_Failure] = field(default_factory=list)
+
+    def add(self, roles: list[int], version: int, always: bool) -> None:
+        """A bug, where there was none before: two would be one that comes again."""
+        new = [role for role in roles if (role, version) not in self._known]
+        self._known |= {(role, version) for role in new}
+        self.bugs += [Bug(role, version, always) for role in new]
+
+    @property
+    def fatal(self) -> bool:
+        """Whether the job may end of it."""
+        return any(bug.always for bug in self.bugs)
+
+    def due(self, worker: SimWorker) -> bool:
+        """Whether this worker raises now."""
+        for bug in self.bugs:
+            if (bug.role, bug.version) == (worker.role, worker.version):
+                if not bug.always:
+                    self.bugs.remove(bug)
+                self._tries[bug.role, bug.version] += 1
+                if self._tries[bug.role, bug.version] > TRIES:
+                    raise Violation(
+                        f"7: role {worker.role} raises in the step after version {worker.version}, and was "
+                        f"tried more than {TRIES} times"
+                    )
+                return True
+        return False
+
+    def node_gone(self, node: SimNode) -> None:
+        """It may not have said what had failed there."""
+        self._tries.clear()
+        for failure in self._failures:
+            failure.certain = False
+        self._failures.append(_Failure(node.machine_name, -1, -1, self.job.world.now, False))
+
+    def ended(self, node: SimNode, worker: SimWorker, code: int) -> None:
+        """A worker has."""
+        step = -1 if isinstance(worker.state, NoRole | StartUp) else worker.version
+        if worker.role is not None:
+            now = self.job.world.now
+            self._failures.append(_Failure(node.machine_name, worker.role, step, now, code == -11))
+
+    def decided(self, controller: SimController, moved: dict[int, str], before: dict[int, str]) -> None:
+        """Roles were given to workers; `before`: where all were."""
+        facts = controller.machine.facts
+        for failure in self._failures:
+            failure.decided |= failure.role in moved
+        used = set(facts.begun.roles.values())
+        spare = [n for n in facts.nodes.values() if n.name not in used and n.idle > 0]
+        others = [node.name for node in spare if self._against(_machine(node.name), 2 * _SLACK) == 0]
+        lost = Counter(before[role] for role in moved if role in before)
+        for role, name in moved.items():
+            window = self.job.settings.strike_minutes * 60
+            count = self._against(_machine(name), window, certain=True)
+            # A role that comes back was placed when its replica group began to.
+            if role in before and count >= self.job.settings.strikes and others:
+                raise Violation(
+                    f"8: {name} has failed {count} times, and role {role} is on it, not on {others}"
+                )
+            home = before.get(role, "")
+            if self.job.shape.policy != "wait" or home == name or home not in facts.nodes:
+                continue
+            count = self._against(_machine(home), window + _SLACK)
+            if facts.nodes[home].idle >= lost[home] and count < self.job.settings.strikes:
+                raise Violation(
+                    f"8: role {role} leaves {home}, which has a worker for it and has failed {count} times"
+                )
+
+    def _against(self, machine: str, seconds: float, certain: bool = False) -> int:
+        """Failures there of late. `certain`: those that each controller must know, and count."""
+        since = self.job.world.now - seconds
+        here = [each for each in self._failures if each.machine == machine and each.at >= since]
+        if not certain:
+            return len(here)
+        elsewhere = {(each.role, each.step) for each in self._failures if each.machine != machine}
+        known = (each for each in here if each.certain and each.decided)
+        return len([each for each in known if (each.role, each.step) not in elsewhere])
+
+
+def _machine(node: str) -> str:
+    return node.partition("+")[0]
+
+
+def moved(event: ev.Record) -> dict[int, str]:
+    """Of a decision."""
+    found = event.more["moved"]
+    assert isinstance(found, dict)
+    return found
