@@ -3,7 +3,9 @@
 One job, two nodes of one rank each (data parallel, distributed optimizer: half of the state unique), a
 model that keeps both cores busy. Blocks of steps with protection on and off alternate within the same
 processes, so whatever else the machine does hits both alike; a control compares off with off in the same
-pattern. `benchmarks/overhead_worker.py` has the pattern, `benchmarks/README.md` the choice of the model.
+pattern. With `--recorder`, protection stays on and the flight recorder alone is on and off; beside it, what
+recording one operation takes. `benchmarks/overhead_worker.py` has the pattern, `benchmarks/README.md` the
+choice of the model.
 """
 
 from __future__ import annotations
@@ -14,10 +16,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.common import ROOT, environment, finish, ftrun, parser, spread, table
+from ft_core.comm.flight import FlightRecorder
+from ft_core.protocol.groups import GroupId
 
 WORKER = ROOT / "benchmarks" / "overhead_worker.py"
 RANKS = 2
@@ -36,6 +43,9 @@ def main() -> None:
     p.add_argument(
         "--jobs", type=int, default=0, help="also: pairs of whole jobs, torchrun and ftrun in turn"
     )
+    p.add_argument(
+        "--recorder", action="store_true", help="what the flight recorder costs, in place of all protection"
+    )
     model = p.add_argument_group("model (Megatron's flags)")
     model.add_argument("--num-layers", type=int, default=6)
     model.add_argument("--hidden-size", type=int, default=256)
@@ -50,6 +60,8 @@ def main() -> None:
 
     ranks = job(args, CYCLE * args.cycles + "O", args.block, protected=True)
     result = evaluate(ranks, args.block)
+    if args.recorder:
+        result["recorder_ns"] = recorder_ns()
     if args.jobs:
         result["jobs"] = pairs_of_jobs(args)
     finish("overhead", args, result, report(result))
@@ -69,13 +81,36 @@ def job(args: Any, pattern: str, block: int, *, protected: bool) -> list[dict[st
         else:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             command = [*torchrun, f"--nproc-per-node={RANKS}", *script]
-        env = {**environment(), "FT_BENCH": json.dumps([pattern, block, place])}
+        env = {**environment(), "FT_BENCH": json.dumps([pattern, block, place, args.recorder])}
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             sys.exit(
                 f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}\nthe job ended with code {done.returncode}"
             )
         return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def recorder_ns() -> dict[str, float]:
+    """Nanoseconds that it takes to record the begin and the end of one operation, by kind; the best of some
+    runs."""
+    recorder, count = FlightRecorder(0), 20_000
+    recorder.begins(1)
+    group = recorder.add(GroupId.of((0, 1), 0), (0, 1))
+    tensor = torch.zeros(8)
+    kinds: dict[str, tuple[Any, ...]] = {
+        "allreduce": ([tensor], None),
+        "send": ([tensor], 1, 0),
+        "allgather": ([[tensor] * 8], [tensor]),
+        "barrier": (),
+    }
+
+    def run(kind: str) -> float:
+        began = time.perf_counter_ns()
+        for _ in range(count):
+            recorder.end(recorder.begin(group, 1, kind, kinds[kind]))
+        return (time.perf_counter_ns() - began) / count
+
+    return {kind: min(run(kind) for _ in range(5)) for kind in kinds}
 
 
 def evaluate(ranks: list[dict[str, Any]], block: int) -> dict[str, Any]:
@@ -128,6 +163,7 @@ def evaluate(ranks: list[dict[str, Any]], block: int) -> dict[str, Any]:
         },
         "background_cpu_over_cores_seconds_per_step": background / cores,
         "unexplained_seconds_per_step": statistics.median(extra) - foreground - background / cores,
+        "operations_per_rank_and_step": per_rank("operations"),
         "parameters": ranks[0]["parameters"],
         "state_bytes_per_rank": [r["state_bytes"] for r in ranks],
         "h2h_bytes_per_rank_and_step": [r["h2h_bytes"] / max(1, r["h2h_snapshots"]) for r in ranks],
@@ -157,11 +193,24 @@ def report(r: dict[str, Any]) -> str:
     def row(name: str, found: dict[str, float]) -> list[str]:
         return [name, *(f"{found[k]:.4f}" for k in ("median", "p25", "p75", "min", "max")), str(found["n"])]
 
-    rows = [row("step time, protected / plain", ratio), row("step time, plain / plain (control)", control)]
+    on, off = ("recorded", "not recorded") if "recorder_ns" in r else ("protected", "plain")
+    rows = [row(f"step time, {on} / {off}", ratio), row(f"step time, {off} / {off} (control)", control)]
     rows += [
-        row("CPU s, protected / plain", r["cpu_ratio"]),
-        row("CPU s, plain / plain (control)", r["cpu_control"]),
+        row(f"CPU s, {on} / {off}", r["cpu_ratio"]),
+        row(f"CPU s, {off} / {off} (control)", r["cpu_control"]),
     ]
+    if "recorder_ns" in r:
+        each = ", ".join(f"{kind} {ns:.0f} ns" for kind, ns in r["recorder_ns"].items())
+        return "\n".join(
+            [
+                f"{r['parameters'] / 1e6:.1f} M parameters, {RANKS} ranks; step {ms(step['off'])} {off}, "
+                f"{ms(step['on'])} {on}; {r['operations_per_rank_and_step']:.0f} operations of each",
+                "",
+                table(["ratios", "median", "p25", "p75", "min", "max", "pairs"], rows),
+                "",
+                f"recording an operation: {each}",
+            ]
+        )
     if "jobs" in r:
         rows.append(row("step time, ftrun job / torchrun job", r["jobs"]["ratio"]))
     state, sent = max(r["state_bytes_per_rank"]), max(r["h2h_bytes_per_rank_and_step"])

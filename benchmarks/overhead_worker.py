@@ -1,9 +1,11 @@
-"""The training script of `benchmarks.overhead`: the recipe's trainer, with protection switched on and off.
+"""The training script of `benchmarks.overhead`: the recipe's trainer, with protection switched on and off, or
+with the flight recorder alone.
 
 Blocks of steps alternate within one process: a protected block (X) is framed by plain ones (O), and so is
 a plain block that is only called protected (A), the control. In plain blocks the optimizer has its own
 methods back and nothing is staged. The first step of each block is not counted: it still carries the work
-of the block before it, or does not carry its own yet. Under plain torchrun every block is plain.
+of the block before it, or does not carry its own yet. Under plain torchrun every block is plain. With the
+recorder alone (`Recorder`) all blocks are protected, and those that are called plain leave no flight record.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ import torch
 from benchmarks.common import cpu_seconds
 from benchmarks.overhead import WARM_UP
 from ft_core.cli.ask import status
+from ft_core.comm.flight import FlightRecorder
+from ft_core.comm.process_group import Communicators
 from ft_core.state.memory import Word
 from ft_core.state.snapshot import Snapshotter
 from ft_core.worker import session
@@ -65,6 +69,7 @@ class Meter:
     def read(self) -> dict[str, float]:
         """All counters as they stand."""
         return {
+            "operations": sum(self.live._shell.comms.counts.values()),
             "waited": self.live._shell.control[Word.WAITED_NS] / 1e9,
             "foreground": self.foreground,
             "copy_wall": self.copy_wall,
@@ -74,7 +79,7 @@ class Meter:
         }
 
 
-class Switch:
+class Protection:
     """Takes the hooks of `ft_megatron.training.ProtectedTraining` off the optimizer, and puts them back."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -90,10 +95,39 @@ class Switch:
         self._optimizer.__dict__.update(self._hooks)
 
 
-def blocks(trainer: Trainer, pattern: str, block: int) -> list[dict[str, Any]]:
-    """Train blocks of 1 + `block` steps; returns what each took, the first step left out."""
+class Silent(FlightRecorder):
+    """Records nothing."""
+
+    def begin(self, *_: Any) -> int:
+        return 0
+
+    def end(self, *_: Any) -> None:
+        pass
+
+
+class Recorder:
+    """Takes the flight recorder off the process groups, and puts it back."""
+
+    def __init__(self, comms: Communicators) -> None:
+        self._comms, self._silent = comms, Silent(comms.role)
+
+    @contextmanager
+    def off(self) -> Any:
+        """Within, nothing is recorded."""
+        recorder, self._comms.flight = self._comms.flight, self._silent
+        yield
+        self._comms.flight = recorder
+
+
+def blocks(trainer: Trainer, pattern: str, block: int, recorder: bool) -> list[dict[str, Any]]:
+    """Train blocks of 1 + `block` steps; returns what each took, the first step left out. What is on and off
+    is the recorder alone, or protection."""
     live = session.current()
-    meter, switch = (Meter(live), Switch(trainer.optimizer)) if live else (None, None)
+    meter: Meter | None = None
+    switch: Protection | Recorder | None = None
+    if live is not None:
+        meter = Meter(live)
+        switch = Recorder(live._shell.comms) if recorder else Protection(trainer.optimizer)
     steps = 0
 
     def run(protected: bool) -> None:
@@ -107,11 +141,12 @@ def blocks(trainer: Trainer, pattern: str, block: int) -> list[dict[str, Any]]:
         if live is not None:
             # Or the pause would count as a step, and widen the gate.
             live._protected.step_began = time.monotonic_ns()
-        run(kind == "X")
+        protected = kind == "X" or (recorder and live is not None)
+        run(protected)
         before = meter.read() if meter else {}
         began, cpu = time.perf_counter(), time.process_time()
         for _ in range(block):
-            run(kind == "X")
+            run(protected)
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         after = meter.read() if meter else {}
         return {"kind": kind, "seconds": seconds, "cpu": cpu} | {k: after[k] - before[k] for k in after}
@@ -149,8 +184,9 @@ def state_bytes() -> int:
 
 
 def main() -> None:
-    """Train as the recipe's flags say; FT_BENCH: pattern of blocks, steps of a block, where to report."""
-    pattern, block, out = json.loads(os.environ["FT_BENCH"])
+    """Train as the recipe's flags say; FT_BENCH: pattern of blocks, steps of a block, where to report,
+    `recorder` of `blocks`."""
+    pattern, block, out, recorder = json.loads(os.environ["FT_BENCH"])
     args = parse_args(sys.argv[1:])
     initialize(args)
     trainer = Trainer(args)
@@ -162,7 +198,7 @@ def main() -> None:
                 "something failed in a benchmark of failure-free training: its figures are void"
             )
         entered.append(1)
-        return blocks(trainer, pattern, block)
+        return blocks(trainer, pattern, block, recorder)
 
     found = trainer.training.run(train)
     rank = torch.distributed.get_rank()

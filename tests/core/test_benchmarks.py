@@ -45,6 +45,14 @@ def test_the_overhead_of_a_small_model() -> None:
 
 
 @pytest.mark.exhaustive
+def test_the_overhead_of_the_flight_record() -> None:
+    small = ["--num-layers=2", "--hidden-size=32", "--seq-length=32", "--global-batch-size=8"]
+    result = run("overhead", "--quick", "--recorder", *small)
+    assert result["ratio"]["n"] == result["control"]["n"] == 2
+    assert result["operations_per_rank_and_step"] > 3 and min(result["recorder_ns"].values()) > 0
+
+
+@pytest.mark.exhaustive
 def test_recoveries_beside_torchrun() -> None:
     seconds = run("recovery", "--quick", "--kinds=worker", "--torchrun=worker")["seconds_after_sigkill"]
     assert seconds["worker"]["resumed"]["n"] == seconds["torchrun worker"]["resumed"]["n"] == 1

@@ -8,13 +8,17 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
+from torch import distributed as dist
 from waiting import wait_for_value
 
 from ft_core.comm.inner import Inner
 from ft_core.comm.process_group import Communicators
 from ft_core.comm.works import FtWork
 from ft_core.errors import EpochChanged
+from ft_core.node.flight import Recorded, read
 from ft_core.protocol.groups import GroupId
+from ft_core.state.memory import ControlBlock
 
 
 class Work:
@@ -43,15 +47,35 @@ class Nccl(Inner):
     def allreduce(self, *_: Any) -> Work | None:
         return self.work if self.returns_work else None
 
+    def send(self, *_: Any) -> None:
+        """Between begin and end of coalescing."""
+
+    def _start_coalescing(self, _: torch.device) -> None:
+        pass
+
+    def _end_coalescing(self, _: torch.device) -> Work:
+        return self.work
+
     def marker(self) -> Callable[[], bool]:
         return self.work.is_completed
 
 
 @pytest.fixture
-def comms() -> Communicators:
-    found = Communicators(0, 2, lambda reason: None, b"s", failure_grace=0.1)
+def control() -> ControlBlock:
+    return ControlBlock.create()
+
+
+@pytest.fixture
+def comms(control: ControlBlock) -> Communicators:
+    found = Communicators(0, 2, lambda reason: None, b"s", failure_grace=0.1, flight=control.flight)
     found.epoch = 1
+    found.flight.begins(1)
     return found
+
+
+def under_way(control: ControlBlock) -> list[str]:
+    """By the flight record."""
+    return [record.kind for record in read(Recorded(None, control), False).records if record.under_way]
 
 
 @pytest.mark.parametrize("how", ["waited for", "dropped", "ordered by the backend"])
@@ -71,6 +95,48 @@ def test_traffic_lasts_as_long_as_the_device_is_at_it(comms: Communicators, how:
     assert words == [1]
     second.work.done.set()
     wait_for_value(lambda: words, [1, 0])
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("how", ["waited for", "dropped", "ordered by the backend"])
+def test_the_flight_record_of_an_operation_ends_with_it(
+    comms: Communicators, control: ControlBlock, how: str, asynchronous: bool
+) -> None:
+    """On the device, and without one: a collective goes on that nobody waits for."""
+    group, inner = comms.create((0, 1), "nccl", timedelta(seconds=9), dist.HashStore(), None), Nccl()
+    group.inner, inner.asynchronous = inner, asynchronous
+    comms.startup.recording = False
+    inner.returns_work = how != "ordered by the backend"
+    work = group.allreduce([torch.zeros(1)], None)
+    if how == "waited for":
+        work.wait()
+    del work
+    goes_on = asynchronous or how == "dropped"
+    assert under_way(control) == ["all_reduce"] * goes_on
+    inner.work.done.set()
+    wait_for_value(lambda: under_way(control), [])
+    assert len(read(Recorded(None, control), False).records) == 1
+
+
+def test_what_is_coalesced_ends_with_the_coalescing(comms: Communicators, control: ControlBlock) -> None:
+    group, inner = comms.create((0, 1), "nccl", timedelta(seconds=9), dist.HashStore(), None), Nccl()
+    group.inner = inner
+    device = torch.device("cuda")
+    comms.startup.recording = False
+    group._start_coalescing(device)
+    for _ in range(2):
+        group.send([torch.zeros(1)], 1, 0)
+    work = group._end_coalescing(device)
+    assert under_way(control) == ["send", "send"]
+    inner.work.done.set()
+    work.wait()
+    wait_for_value(lambda: under_way(control), [])
+    group._start_coalescing(device)
+    group.send([torch.zeros(1)], 1, 0)
+    comms.abort(2)
+    assert under_way(control) == ["send"]
+    comms.reset()
+    assert under_way(control) == [] and not group.coalesced
 
 
 def test_what_is_under_way_at_an_abort_counts_no_longer(comms: Communicators) -> None:
