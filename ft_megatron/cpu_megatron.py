@@ -8,7 +8,6 @@ checkpoints of torch's Adam.
 from __future__ import annotations
 
 import copy
-import functools
 import importlib.util
 from types import ModuleType
 from typing import Any
@@ -16,11 +15,12 @@ from typing import Any
 import torch
 
 from ft_core.import_hook import after_import
+from ft_megatron import patched
 
 
 def install() -> None:
     """Complete Megatron's modules, now or as soon as they are imported."""
-    keep_compiled_helpers()
+    after_import("megatron.core.datasets.utils", _keep_compiled_helpers)
     after_import("megatron.core.transformer.moe.moe_utils", _complete_experts)
     after_import("megatron.core.transformer.torch_norm", _complete_norms)
     after_import("megatron.core.transformer.dot_product_attention", _complete_attention)
@@ -29,28 +29,23 @@ def install() -> None:
     after_import("megatron.core.dist_checkpointing.strategies.async_utils", _fork_the_writer)
 
 
-def keep_compiled_helpers() -> None:
+def _keep_compiled_helpers(_: ModuleType) -> None:
     """Have Megatron use the datasets' C++ helper as it was installed, where there is one.
 
     `megatron.training` runs ``make`` at each start. A wheel holds the helper compiled but no Makefile, so
-    rank 0 would exit. Not a matter of CUDA: a job with GPUs may call this too.
+    rank 0 would exit.
     """
-    after_import("megatron.core.datasets.utils", _keep_compiled_helpers)
-
-
-def _keep_compiled_helpers(module: ModuleType) -> None:
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
-        module.compile_helpers = lambda: None  # type: ignore[attr-defined]
+        patched.HELPERS.replace(lambda: None)
 
 
-def _fork_the_collector(module: ModuleType) -> None:
+def _fork_the_collector(_: ModuleType) -> None:
     """Fork the process that gathers what a checkpoint's writers say.
 
     Megatron spawns it, since a process that uses CUDA cannot be forked. A spawned one imports the script, for
     seconds, in the first checkpoint of each rank.
     """
-    original = module.get_write_results_queue
-    module.get_write_results_queue = lambda mp_mode="fork": original(mp_mode)  # type: ignore[attr-defined]
+    patched.RESULTS_QUEUE.wrap(lambda original: lambda mp_mode="fork": original(mp_mode))
 
 
 def _fork_the_writer(module: ModuleType) -> None:
@@ -67,72 +62,81 @@ def _fork_the_writer(module: ModuleType) -> None:
         torch.set_num_threads(1)  # threads of the parent's are not there
         write(*args, **kwargs)
 
-    caller._get_process, caller.async_loop = classmethod(get_process), staticmethod(async_loop)
+    process, loop = patched.WRITER
+    process.replace(classmethod(get_process))
+    loop.replace(staticmethod(async_loop))
 
 
 # -- expert parallelism ----------------------------------------------------------------------------
 
 
-def _complete_experts(module: ModuleType) -> None:
+def _complete_experts(_: ModuleType) -> None:
     """Give the all-to-all its split sizes as numbers: Megatron makes them so on their way from the GPU."""
-    original = module.maybe_move_tensor_to_cpu
 
-    @functools.wraps(original)
-    def move(tensor: Any, as_numpy: bool = False, **kwargs: Any) -> Any:
-        moved = original(tensor, as_numpy=as_numpy, **kwargs)
-        return moved.numpy() if as_numpy and isinstance(moved, torch.Tensor) else moved
+    def moves(original: Any) -> Any:
+        def move(tensor: Any, as_numpy: bool = False, **kwargs: Any) -> Any:
+            moved = original(tensor, as_numpy=as_numpy, **kwargs)
+            return moved.numpy() if as_numpy and isinstance(moved, torch.Tensor) else moved
 
-    module.maybe_move_tensor_to_cpu = move  # type: ignore[attr-defined]
+        return move
+
+    patched.SPLIT_SIZES.wrap(moves)
 
 
 # -- sequence parallelism --------------------------------------------------------------------------
 
 
-def _complete_norms(module: ModuleType) -> None:
+def _complete_norms(_: ModuleType) -> None:
     """Have torch's norms mark their parameters, whose gradients are then summed over the tensor ranks.
 
     Each rank normalises its own part of the sequence: nothing else is special about them.
     """
-    original = module.WrappedTorchNorm.__new__
 
-    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-        norm = original(cls, _with(config, sequence_parallel=False), *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
+    def makes(original: Any) -> Any:
+        def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+            norm = original(cls, _with(config, sequence_parallel=False), *args, **kwargs)
+            for parameter in norm.parameters():
+                parameter.sequence_parallel = config.sequence_parallel
+            return norm
 
-    module.WrappedTorchNorm.__new__ = new
+        return new
+
+    patched.NORM.wrap(makes)
 
 
 # -- context parallelism ---------------------------------------------------------------------------
 
 
-def _complete_attention(module: ModuleType) -> None:
+def _complete_attention(_: ModuleType) -> None:
     """Give the local attention the keys and values of the whole sequence; each rank has its own queries.
 
     The mask must come from the data loader, as it does by default: it has this rank's rows, and a column for
     each position of the sequence.
     """
-    attention = module.DotProductAttention
-    original_init, original_forward = attention.__init__, attention.forward
 
-    @functools.wraps(original_init)
-    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        original_init(self, _with(config, context_parallel_size=1), *args, **kwargs)
-        self.config = config
+    def inits(original: Any) -> Any:
+        def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, _with(config, context_parallel_size=1), *args, **kwargs)
+            self.config = config
 
-    @functools.wraps(original_forward)
-    def forward(self: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
-        if self.config.context_parallel_size > 1:
-            if attention_mask is None:
-                raise RuntimeError(
-                    "context parallelism without transformer-engine takes the attention mask from the data "
-                    "loader: leave out --no-create-attention-mask-in-dataloader"
-                )
-            key, value = _whole_sequence(key), _whole_sequence(value)
-        return original_forward(self, query, key, value, attention_mask, **kwargs)
+        return init
 
-    attention.__init__, attention.forward = init, forward
+    def attends(original: Any) -> Any:
+        def forward(self: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+            if self.config.context_parallel_size > 1:
+                if attention_mask is None:
+                    raise RuntimeError(
+                        "context parallelism without transformer-engine takes the attention mask from the "
+                        "data loader: leave out --no-create-attention-mask-in-dataloader"
+                    )
+                key, value = _whole_sequence(key), _whole_sequence(value)
+            return original(self, query, key, value, attention_mask, **kwargs)
+
+        return forward
+
+    made, called = patched.ATTENTION
+    made.wrap(inits)
+    called.wrap(attends)
 
 
 def _whole_sequence(mine: torch.Tensor) -> torch.Tensor:
@@ -161,36 +165,38 @@ def _complete_optimizer(module: ModuleType) -> None:
     each of them increments; and it writes the step that the optimizer had before over the one that it has
     loaded. The losses then differ from the second step on.
     """
-    optimizer = module.DistributedOptimizer
-    sharded = getattr(optimizer, "sharded_param_state_dp_reshardable", None)
-    if sharded is not None:
 
-        @functools.wraps(sharded)
+    def saves(original: Any) -> Any:
         def without_garbage(self: Any, *args: Any, **kwargs: Any) -> Any:
-            state = sharded(self, *args, **kwargs)
+            state = original(self, *args, **kwargs)
             _clear_padding(state)
             return state
 
-        optimizer.sharded_param_state_dp_reshardable = without_garbage
-    if module.HAVE_APEX_OR_TE:
-        return
-    state_dict, load_state_dict = optimizer.state_dict, optimizer.load_state_dict
+        return without_garbage
 
-    @functools.wraps(state_dict)
-    def with_state(self: Any) -> Any:
-        if isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not self.optimizer.state:
-            _start(self.optimizer)
-        return state_dict(self)
+    def states(original: Any) -> Any:
+        def with_state(self: Any) -> Any:
+            if isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not self.optimizer.state:
+                _start(self.optimizer)
+            return original(self)
 
-    @functools.wraps(load_state_dict)
-    @torch.no_grad()  # in fp32 its shards are views of the parameters, which autograd guards
-    def with_own_steps(self: Any, loaded: Any) -> None:
-        load_state_dict(self, loaded)
-        step = loaded["optimizer"]["param_groups"][0]["step"]
-        for state in self.optimizer.state.values():
-            state["step"] = torch.tensor(float(step), dtype=torch.float32)
+        return with_state
 
-    optimizer.state_dict, optimizer.load_state_dict = with_state, with_own_steps
+    def loads(original: Any) -> Any:
+        @torch.no_grad()  # in fp32 its shards are views of the parameters, which autograd guards
+        def with_own_steps(self: Any, loaded: Any) -> None:
+            original(self, loaded)
+            step = loaded["optimizer"]["param_groups"][0]["step"]
+            for state in self.optimizer.state.values():
+                state["step"] = torch.tensor(float(step), dtype=torch.float32)
+
+        return with_own_steps
+
+    patched.RESHARDABLE.wrap(saves)
+    if not module.HAVE_APEX_OR_TE:
+        state, load = patched.STATE_DICT
+        state.wrap(states)
+        load.wrap(loads)
 
 
 def _with(config: Any, **changed: Any) -> Any:

@@ -4,6 +4,8 @@ Megatron assumes CUDA in its first lines: it asks for the current device, seeds 
 streams and allocates with ``device="cuda"``. None of that needs a GPU to be meaningful. After `install` such
 calls act on the CPU, so the real training code (model, DDP, optimizers, pipeline schedules) runs over gloo.
 This is for tests, demonstrations and large-scale emulation; with a real CUDA device `install` does nothing.
+What it puts in the place of torch's functions is listed here (`_TORCH_CUDA`), not in `patched`: no job with
+a GPU meets it. What it adds to Megatron itself (`cpu_megatron`) is listed there.
 
 Order matters: Megatron takes ``_lazy_call``, ``_lazy_init`` and the tensor types out of ``torch.cuda`` when
 it is imported, so call `install` first (or put ``import ft_megatron.cpu_shadow_auto`` on top of a script).

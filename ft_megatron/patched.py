@@ -1,4 +1,4 @@
-"""What of Megatron is replaced in a job that asks for `--ft`, and why."""
+"""What of Megatron is replaced in a job that asks for `--ft`, and why; and what on a host without a GPU."""
 
 from __future__ import annotations
 
@@ -65,3 +65,43 @@ LISTED_FOR_ALL = declare_each(
     "norm, overflow and clipping see adopted shards",
 )
 INNER_STEP = declare("torch.optim:Optimizer.step", "adopted shards are stepped beside this rank's own")
+
+# -- a host without a GPU (cpu_megatron; what stands for all of torch.cuda is in cpu_shadow) ---------------
+
+_ATTENTION = "megatron.core.transformer.dot_product_attention:DotProductAttention"
+_WRITER = "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller"
+
+HELPERS = declare(
+    "megatron.core.datasets.utils:compile_helpers",
+    "without a GPU: the wheel's compiled helper is used, for which there is no Makefile",
+)
+RESULTS_QUEUE = declare(
+    "megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue",
+    "without a GPU: the process that gathers what writers say is forked",
+    optional=True,
+)
+WRITER = declare_each(
+    _WRITER,
+    "_get_process async_loop",
+    "without a GPU: the process that writes asynchronous checkpoints is forked",
+    optional=True,
+)
+SPLIT_SIZES = declare(
+    "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
+    "without a GPU: split sizes become numbers, as on their way from one",
+)
+NORM = declare(
+    "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+    "without a GPU: torch's norms serve sequence parallelism",
+)
+ATTENTION = declare_each(
+    _ATTENTION, "__init__ forward", "without a GPU: local attention serves context parallelism"
+)
+RESHARDABLE = declare(
+    f"{_DISTRIBUTED}.sharded_param_state_dp_reshardable",
+    "without a GPU: padding in checkpoints is zero, so that equal runs save equal bits",
+    optional=True,
+)
+STATE_DICT = declare_each(
+    _DISTRIBUTED, "state_dict load_state_dict", "without a GPU: checkpoints of torch's Adam can be loaded"
+)

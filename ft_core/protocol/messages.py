@@ -186,6 +186,7 @@ class ReplicaGroup(Value, frozen=True):
     groups: Number
     """How many there are when all are there."""
     redundancy: Redundancy
+    """What the others have of its state."""
 
     @property
     def may_leave(self) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from harness import ROOT
@@ -77,6 +79,14 @@ def public(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, str]]:
                 yield from public(node.body, f"{prefix}.{name}")
 
 
+def fields(module: ModuleType, anchors: set[str]) -> Iterator[str]:
+    """Of the classes that a page describes, those that the module has from elsewhere too."""
+    for name, found in vars(module).items():
+        if isinstance(found, type) and f"{module.__name__}.{name}" in anchors:
+            own = [field for field in vars(found).get("__annotations__", ()) if not field.startswith("_")]
+            yield from (f"{module.__name__}.{name}.{field}" for field in own)
+
+
 def test_nothing_comes_from_elsewhere(site: Path) -> None:
     """A page that is read where there is no network looks the same: no fonts, scripts or images of others."""
     pages = list(site.rglob("*.html"))
@@ -100,6 +110,9 @@ def test_the_api_has_all_that_it_names(site: Path, page: Path) -> None:
             continue
         for found, _ in public(ast.parse(path.read_text()).body, name):
             assert found in anchors, f"{page.name}: nothing about {found}"
+        if any(re.fullmatch(rf"{re.escape(name)}\.[A-Z]\w*", anchor) for anchor in anchors):
+            for found in fields(importlib.import_module(name), anchors):
+                assert found in anchors, f"{page.name}: nothing about {found}"
 
 
 def test_files_that_a_page_names_are_there() -> None:
