@@ -69,6 +69,8 @@ class Controller:
         self._questions = ctl.Questions()
         self._termination = Termination()
         self._pid = pid
+        self._pulses: dict[Peer, m.NodeName] = {}
+        """Connections of the processes beside agents."""
         self._arriving = 0
         """Connections that have not said yet who they are."""
         self._not_written = (0, -1)
@@ -157,6 +159,7 @@ class Controller:
 
     def _disconnected(self, peer: Peer) -> None:
         self._questions.disconnected(peer)
+        self._pulses.pop(peer, None)
         if (node := self.facts.peers.get(peer)) is not None:
             node.sight.gone_since = self._epochs.now
 
@@ -173,6 +176,11 @@ class Controller:
             self._epochs.strikes_changed = True
         elif isinstance(message, m.DescribeRole | m.DescribeFlight):
             self._epochs.do(*self._questions.ask(self.facts, peer, message, self._epochs.now))
+        elif isinstance(message, m.PulseHello):
+            self._pulses[peer] = message.node
+        elif isinstance(message, m.Pulse):
+            if (beside := self.facts.nodes.get(self._pulses[peer])) is not None:
+                beside.sight.pulse(self._epochs.now, message.stalled)
         elif (node := self.facts.peers.get(peer)) is None:
             self._epochs.do(
                 Close(peer)
@@ -190,7 +198,7 @@ class Controller:
             self._epochs.take(message)
         elif isinstance(message, m.Heartbeat):
             node.beat(message)
-            node.sight.rhythm.beat(self._epochs.now)
+            node.sight.beat(self._epochs.now)
             self._epochs.watch.beat(message, self._epochs.now)
             self._epochs.remind(node, message.epoch, set(message.roles))
             self._epochs.do(*self._epochs.returning.beat(facts, node.name))

@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 from pathlib import Path
+from typing import get_args
 
 from ft_core.control.events import (
     Admitted,
@@ -47,7 +48,15 @@ from ft_core.process.refusals import Refusals
 from ft_core.process.tasks import Tasks
 from ft_core.protocol import door
 from ft_core.protocol.async_channel import AsyncChannel
-from ft_core.protocol.messages import FROM_CLIENT, AgentHello, CtlHello, FromAgent, FromCtl
+from ft_core.protocol.messages import (
+    FROM_CLIENT,
+    AgentHello,
+    CtlHello,
+    FromAgent,
+    FromCtl,
+    FromPulse,
+    PulseHello,
+)
 from ft_core.protocol.sockets import listen
 from ft_core.settings import Settings, read_secret
 
@@ -58,7 +67,13 @@ PORT_RETRY = 0.2
 LAST_LINES = 3.0
 """Seconds that files, the console and the nodes have, each, to take what is still to be told at the end."""
 
-Client = AsyncChannel[FromAgent | FromCtl]
+Client = AsyncChannel[FromAgent | FromPulse | FromCtl]
+_MAY_SAY: dict[type, tuple[type, ...]] = {
+    AgentHello: get_args(FromAgent),
+    PulseHello: get_args(FromPulse),
+    CtlHello: get_args(FromCtl),
+}
+"""By the greeting, what comes after it."""
 
 
 class Shell:
@@ -199,18 +214,18 @@ class Shell:
             hello = await channel.recv()
         finally:
             self._arrive(-1)
-        if not isinstance(hello, AgentHello | CtlHello):
+        if (says := _MAY_SAY.get(type(hello))) is None:
             raise ProtocolError(f"{channel.peer} does not greet, but sends {type(hello).__name__}")
         peer = next(self._numbers)
         self._channels[peer] = channel
         try:
             if isinstance(hello, AgentHello):
                 self._handle(Greeted(peer, hello))
+            elif isinstance(hello, PulseHello):
+                self._handle(Received(peer, hello))
             while True:
                 message = await channel.recv()
-                if isinstance(message, FromCtl) != isinstance(hello, CtlHello) or isinstance(
-                    message, AgentHello | CtlHello
-                ):
+                if type(message) not in says or type(message) in _MAY_SAY:
                     raise ProtocolError(f"{channel.peer} may not send {type(message).__name__}")
                 self._handle(Received(peer, message))
         finally:

@@ -4,6 +4,10 @@ A node is lost when its connection ended and it does not come back, or when it i
 for it. What speaks for it: another node that reaches it, and steps that finish on all roles, since none can
 without its workers. All times are of the controller's clock, which counts only the time that it was awake:
 its own stalls are nobody else's silence.
+
+Beside each agent is a process that does nothing but say that the machine lives, and how long ago the agent
+did anything (`node.pulse`). Its silence is that of the machine, and regular enough to be judged by it;
+an agent that is held up while that goes on has the whole limit.
 """
 
 from __future__ import annotations
@@ -65,6 +69,9 @@ class Sight:
     gone_since: float | None = None
     """When its connection broke."""
     rhythm: Rhythm = field(default_factory=Rhythm)
+    """Of the process beside its agent, or of the agent where there is none."""
+    pulsed: float = -math.inf
+    """When the process beside its agent said last that the machine lives."""
     answers: dict[NodeName, Reach] = field(default_factory=dict)
     """By witness, whether it reaches the node, since that was heard last."""
     asked: float = -math.inf
@@ -75,6 +82,18 @@ class Sight:
         self.heard = now
         if self.answers:
             self.answers = {}
+
+    def beat(self, now: float) -> None:
+        """Its agent's heartbeat is here."""
+        if self.pulsed == -math.inf:
+            self.rhythm.beat(now)
+
+    def pulse(self, now: float, stalled: float) -> None:
+        """Its machine lives, and its agent did something `stalled` seconds ago."""
+        self.rhythm.beat(now)
+        self.pulsed = now
+        if now - stalled > self.heard:
+            self.hear(now - stalled)
 
     def lively(self, now: float, bound: float) -> bool:
         """Whether nothing is to be suspected: it is there, and was heard of late. `bound`: the limit of
@@ -98,10 +117,12 @@ class Sight:
             return "its agent's connection broke" if over else ""
         answers = {name: reach for name, reach in self.answers.items() if name in witnesses}
         reached = [name for name, reach in answers.items() if reach == "reached"]
-        limit = PATIENCE * bound if reached else self.rhythm.limit(bound) if answers else bound
+        regular = self.rhythm.limit(bound)
+        busy = now - self.pulsed < regular / 2
+        limit = PATIENCE * bound if reached else bound if busy or not answers else regular
         if now - max(self.heard, lived) <= limit:
             return ""
-        said = f"no heartbeat for {limit:.1f} s"
+        said = f"{'its agent has done nothing' if busy else 'no heartbeat'} for {limit:.1f} s"
         if reached:
             return f"{said}, though {', '.join(sorted(reached))} can reach it"
         return said + (f", and {', '.join(sorted(answers))} cannot reach it either" if answers else "")

@@ -15,12 +15,12 @@ import sys
 import traceback
 from pathlib import Path
 
-from ft_core.node import orphans
+from ft_core.node import orphans, pulse
 from ft_core.node.shell import LAST_WORD, NodeShell, kill_node
 from ft_core.process import collector, parent
 from ft_core.process.descriptors import check_limit
 from ft_core.process.outlet import console, log_to_console
-from ft_core.settings import Settings
+from ft_core.settings import Settings, read_secret
 
 log = logging.getLogger("ft_core.node")
 
@@ -38,23 +38,25 @@ def main() -> int:
     parent.expect(args.parent)
     if args.temporary:  # multiprocessing would make one, and leave it behind when this process is killed
         multiprocessing.current_process()._config["tempdir"] = args.temporary  # type: ignore[attr-defined]
-    log_to_console()
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # a node's processes are one group: killed together, as a node would be
     orphans.adopt()
     # For the fork server, and for workers until they have a role: Slurm sends it to every process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    collector.exempt()
+    settings, loop = Settings.read(args.job_dir), pulse.Loop()
+    about = settings.controller, read_secret(args.job_dir), args.node, settings.heartbeat
+    orphans.own(pulse.start(loop, *about))  # before there is any thread
+    log_to_console()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Or asking whether there is a GPU, as DeepSpeed's import does, leaves the fork server's children none.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # Connections break at every failure; c10d would write a C++ stack trace for each.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    collector.exempt()
     if parent.gone():
         kill_node()
-    settings = Settings.read(args.job_dir)
     check_limit(f"node {args.node}", *settings.size)
-    shell = NodeShell(settings, args.job_dir, args.node, args.domain, args.node_rank)
+    shell = NodeShell(settings, args.job_dir, args.node, args.domain, args.node_rank, loop)
     return asyncio.run(_serve(shell))
 
 

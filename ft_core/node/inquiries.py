@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -25,16 +24,12 @@ _Answer = m.StartupEntries | m.Progress | str
 class Inquiries:
     """The side of the one that is asked, for one agent."""
 
-    def __init__(self, node: str, store: NodeStore) -> None:
+    def __init__(self, node: str, store: NodeStore, stalled: Callable[[], float]) -> None:
         self._node, self._store = node, store
         self._numbers = itertools.count()
         self._waiting: dict[int, Future[_Answer]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._turned = time.monotonic()
-
-    def turned(self) -> None:
-        """The agent's event loop has gone round once more."""
-        self._turned = time.monotonic()
+        self._stalled = stalled
 
     def open(self, handle: Callable[[PeerAsks], None]) -> None:
         """What a worker must be asked goes to `handle`, in the event loop that is running now."""
@@ -64,7 +59,7 @@ class Inquiries:
                 assert isinstance(said, m.Progress)
                 return t.ProgressFound(said.version, said.counts, self._store.envelope(holder).decode())
             case t.AskAlive():
-                return t.Alive(time.monotonic() - self._turned)
+                return t.Alive(self._stalled())
 
     def _from_worker(
         self, role: int, question: m.SendStartupEntries | m.SendProgress

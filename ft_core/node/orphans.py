@@ -23,6 +23,14 @@ def adopt() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+_own: set[int] = set()
+
+
+def own(pid: int) -> None:
+    """A child that is no orphan."""
+    _own.add(pid)
+
+
 def end() -> bool:
     """SIGKILL the orphans that have come, and what they had started; they are reaped by the next call.
 
@@ -31,7 +39,7 @@ def end() -> bool:
     """
     own = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
     left = False
-    for pid in _children() - own:
+    for pid in _children() - own - _own:
         with contextlib.suppress(OSError):
             if os.waitpid(pid, os.WNOHANG) == (0, 0):
                 left = True

@@ -36,6 +36,7 @@ from ft_core.node.inquiries import Inquiries, relay
 from ft_core.node.machine import Agent
 from ft_core.node.memory_view import MemoryView
 from ft_core.node.oom import OomKiller
+from ft_core.node.pulse import Loop
 from ft_core.node.reach import probe
 from ft_core.node.replicator import Replicator
 from ft_core.node.workers import WorkerPool
@@ -77,13 +78,16 @@ _END = 15.0
 class NodeShell:
     """The process of one node's agent."""
 
-    def __init__(self, settings: Settings, job_dir: Path, node: str, domain: str, node_rank: int) -> None:
+    def __init__(
+        self, settings: Settings, job_dir: Path, node: str, domain: str, node_rank: int, loop: Loop
+    ) -> None:
+        """`loop` is told when this agent's event loop goes round."""
         self.settings, self.job_dir, self.node, self.domain = settings, job_dir, node, domain or node
         self.secret = read_secret(job_dir)
         self._log_dir = job_dir / "logs" / f"{node}-{os.getpid()}"
         self.store = NodeStore()
-        self._inquiries = Inquiries(node, self.store)
         self._memory = OomKiller()
+        self._loop, self._inquiries = loop, Inquiries(node, self.store, loop.stalled)
         host = _own_host(settings.controller)
         self.transport = TcpTransport(self.store, self.secret, host=host, answer=self._inquiries.answer)
         injector = Injector(job_dir, settings.inject)
@@ -196,7 +200,7 @@ class NodeShell:
         try:
             while True:
                 stalls.beat()
-                self._inquiries.turned()
+                self._loop.turned()
                 self._handle(e.Tick())
                 if parent.gone():
                     self._handle(e.LauncherGone())
@@ -222,7 +226,9 @@ class NodeShell:
                 began = time.monotonic()
                 try:
                     while True:
-                        self._handle(e.FromController(await channel.recv()))
+                        message = await channel.recv()
+                        self._loop.met()
+                        self._handle(e.FromController(message))
                 except ConnectionError as error:
                     log.debug("node %s: a connection ended (%s)", self.node, error)
                 except (AuthenticationError, ProtocolError) as error:

@@ -627,6 +627,24 @@ FromAgent = (
 )  # fmt: skip
 
 
+# -- the process beside an agent to the controller ------------------------------------------------------
+
+
+class PulseHello(Message, frozen=True):
+    """It greets, for this node; its pulses follow, and nothing is answered."""
+
+    node: NodeName
+
+
+class Pulse(Message, frozen=True):
+    """The node lives. `stalled`: seconds since the event loop of its agent went round."""
+
+    stalled: Annotated[float, Meta(ge=0)]
+
+
+FromPulse = PulseHello | Pulse
+
+
 # -- the controller to an agent ------------------------------------------------------------------------
 
 
@@ -1200,8 +1218,8 @@ ToWorker = (
 # -- what each end of a connection decodes -------------------------------------------------------------
 
 FROM_CONTROLLER = Decoder[ToAgent](ToAgent)
-FROM_CLIENT = Decoder[FromAgent | FromCtl](FromAgent | FromCtl)
-"""Of the controller: an agent, or `ftctl`."""
+FROM_CLIENT = Decoder[FromAgent | FromPulse | FromCtl](FromAgent | FromPulse | FromCtl)
+"""Of the controller: an agent, the process beside it, or `ftctl`."""
 TO_CTL = Decoder[ToCtl](ToCtl)
 FROM_WORKER = Decoder[FromWorker](FromWorker)
 TO_WORKER = Decoder[ToWorker](ToWorker)

@@ -31,8 +31,8 @@ FOR_LONG = ("--lr-decay-style=constant", "--save-interval=400")
 """What a job has that another than its last iteration ends."""
 LOADERS = 6
 """Processes of Megatron's loaders, by default: two for each of three data sets."""
-OWN = 2
-"""An agent's processes beside those of orphans: a fork server, and what tracks its resources."""
+OWN = 3
+"""An agent's processes beside those of orphans: a fork server, what tracks its resources, and its pulse."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import xxhash
 
 from ft_core.node import events as e
+from ft_core.node.pulse import Loop
 from ft_core.node.shell import NodeShell
 from ft_core.node.workers import Process, WorkerPool
 from ft_core.protocol import messages as m
@@ -58,7 +59,7 @@ class RealAgent(NodeShell):
     pool: Pool
 
     def __init__(self, settings: Settings, job_dir: Path, node: str, node_rank: int) -> None:
-        super().__init__(settings, job_dir, node, "", node_rank)
+        super().__init__(settings, job_dir, node, "", node_rank, Loop())
         self._tee = Nothing()  # type: ignore[assignment]
 
     def _make_pool(self) -> Pool:

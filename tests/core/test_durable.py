@@ -20,6 +20,7 @@ from full_disk import file_limit
 from ft_core.adapter import StateTensor
 from ft_core.errors import CorruptSnapshot, TransportError
 from ft_core.node import events as e
+from ft_core.node.pulse import Loop
 from ft_core.node.shell import NodeShell
 from ft_core.protocol import messages as m
 from ft_core.protocol.messages import DurableFailed, DurableWritten, ListDurable, NodePlan
@@ -255,7 +256,7 @@ def agent(tmp_path: Path, store: NodeStore) -> Iterator[NodeShell]:
         1, 1, Command("t.py"), controller="127.0.0.1:9", durable_dir=str(tmp_path / "durable")
     )
     write_secret(tmp_path)
-    agent = NodeShell(replace(settings, durable_interval=1), tmp_path, "node0", "", 0)
+    agent = NodeShell(replace(settings, durable_interval=1), tmp_path, "node0", "", 0, Loop())
     agent.store = store
     yield agent
     agent.transport.close()

@@ -10,6 +10,7 @@ import pytest
 from ft_core.net.transport import TcpTransport
 from ft_core.node import reach
 from ft_core.node.inquiries import Inquiries
+from ft_core.node.pulse import Loop
 from ft_core.protocol.sockets import reserve
 from ft_core.state.store import NodeStore
 
@@ -19,7 +20,8 @@ SECRET = b"a job's secret"
 def test_nodes_are_reached_refused_or_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reach, "PROBE", 1.0)
     store = NodeStore()
-    inquiries = Inquiries("there", store)
+    loop = Loop()
+    inquiries = Inquiries("there", store, loop.stalled)
     there = TcpTransport(store, SECRET, answer=inquiries.answer)
     stranger = TcpTransport(store, b"another secret", answer=inquiries.answer)
     gone = reserve("127.0.0.1")  # bound, and nobody listens
@@ -39,7 +41,7 @@ def test_nodes_are_reached_refused_or_silent(monkeypatch: pytest.MonkeyPatch) ->
             assert asyncio.run(reach.probe(alone, SECRET, stalled=1e-9)) == {"there": "silent"}, (
                 "a thread of it answers, and says that its event loop does not turn"
             )
-            inquiries.turned()
+            loop.turned()
             assert asyncio.run(reach.probe(alone, SECRET, stalled=60)) == {"there": "reached"}
         finally:
             there.close()

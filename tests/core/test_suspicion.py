@@ -108,3 +108,29 @@ def test_not_all_ask_the_same() -> None:
     assert chosen("n1", nodes) == ["n2", "n3", "n4"]
     assert chosen("n4", nodes) == ["n5", "n0", "n1"]
     assert chosen("n0", ["n0", "n1"]) == ["n1"]
+
+
+def beside(sight: Sight, until: float, stalled_since: float) -> None:
+    """The process beside its agent beats on, and says since when that has done nothing."""
+    now = sight.heard
+    while now < until:
+        now += 0.5
+        sight.pulse(now, max(0.0, now - stalled_since))
+
+
+def test_an_agent_that_is_held_up_on_a_machine_that_lives_has_the_whole_limit() -> None:
+    sight = regular()
+    beside(sight, 30.0, stalled_since=20.0)
+    assert sight.heard == 20.0
+    sight.answers = {"b": "silent"}
+    assert not lost(sight, 30.0)
+    beside(sight, 30.5, stalled_since=20.0)
+    assert lost(sight, 30.5) == "its agent has done nothing for 10.0 s, and b cannot reach it either"
+
+
+def test_a_machine_that_is_silent_is_judged_by_the_rhythm_of_what_is_beside_its_agent() -> None:
+    sight = regular()
+    beside(sight, 30.0, stalled_since=40.0)
+    sight.answers = {"b": "silent"}
+    assert not lost(sight, 35.0)
+    assert lost(sight, 35.1) == "no heartbeat for 5.0 s, and b cannot reach it either"

@@ -62,6 +62,7 @@ class SimController(Process):
             self.handle(ev.Arriving(len(self._arriving)))
         else:
             assert isinstance(message, m.Message)
+            self._arriving.discard(peer)
             self.handle(ev.Received(peer, message))
 
     def _ended(self, peer: int) -> None:

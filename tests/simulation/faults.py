@@ -71,7 +71,7 @@ def kill_node(job: SimJob, rng: Random) -> None:
 def stop_node(job: SimJob, rng: Random) -> None:
     """A virtual machine stalls."""
     if node := some(job, rng):
-        seconds = rng.choice((0.3, 1.0, 1.9, 3.0, 5.0, 12.0))
+        seconds = rng.choice((0.3, 1.0, 1.9, 3.0, 4.0, 5.0, 12.0))
         alone = rng.random() < 0.3
         job.world.trace(f"{'the agent of ' if alone else ''}{node.name} stalls for {seconds} s")
         node.stall(seconds, alone)

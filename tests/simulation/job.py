@@ -18,7 +18,7 @@ from .control import SimController
 from .errors import Errors, moved
 from .node import SimNode
 from .training import Training
-from .world import Link, Network, Violation, World
+from .world import Link, Network, Process, Violation, World
 
 _CALM = 12.0
 """Seconds after the last fault in which every node that is well must have come back."""
@@ -135,14 +135,14 @@ class SimJob:
     def pid(self) -> int:
         return next(self._pids)
 
-    def connect(self, node: SimNode) -> Link | None:
-        """A node tries to reach the controller."""
+    def connect(self, node: SimNode, process: Process | None = None) -> Link | None:
+        """A node, or that process of it, tries to reach the controller."""
         controller = self.controller
         if not controller.alive or controller.code is not None:
             return None
         if not self.network.joins(node.machine_name, ""):
             return None
-        link = Link(self.world, (node, controller), (node.machine_name, ""), self.network)
+        link = Link(self.world, (process or node, controller), (node.machine_name, ""), self.network)
         controller.connected.append(link)
         controller.do(lambda: controller.accept(node, link))
         return link
@@ -231,7 +231,8 @@ class SimJob:
                 raise Violation(f"6: {node.name} is well, and is taken for lost: {reason}")
             if "though" not in reason and not self._ails(node) and self._spoken_for(node, controller):
                 raise Violation(f"6: others reach {node.name}, and it is taken for lost: {reason}")
-            if node.trouble < SHORT and self.network.joins(node.machine_name, ""):
+            limit = 0.7 * self.settings.silence_limit if node.agent_alone else SHORT
+            if node.trouble <= limit and self.network.joins(node.machine_name, ""):
                 self.outcome.short += 1
                 raise Violation(f"6: {node.name} was stopped for {node.trouble} s, and is lost: {reason}")
         self._out.setdefault(node.name, self.world.now)

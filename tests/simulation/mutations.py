@@ -52,6 +52,17 @@ def silence_alone_is_a_verdict() -> None:
     Sight.lost = mutated  # type: ignore[method-assign]
 
 
+def a_busy_agent_is_a_silent_machine() -> None:
+    """That something on the machine goes on says nothing for its agent."""
+    pulse = Sight.pulse
+
+    def mutated(self: Sight, now: float, stalled: float) -> None:
+        pulse(self, now, stalled)
+        self.pulsed = 0.0
+
+    Sight.pulse = mutated  # type: ignore[method-assign]
+
+
 def out_of_sight_is_dead() -> None:
     """What nodes hold whose connections broke does not count, before the job is given up."""
     Epochs._waits_for_sight = lambda self, outcome: False  # type: ignore[method-assign]
@@ -243,6 +254,7 @@ MUTATIONS: dict[str, Callable[[], None]] = {
         commit_after_the_barrier,
         a_pause_of_the_controller_counts,
         silence_alone_is_a_verdict,
+        a_busy_agent_is_a_silent_machine,
         out_of_sight_is_dead,
         broken_links_are_not_looked_for,
         both_ends_of_a_link_are_replaced,

@@ -58,6 +58,11 @@ class SimNode(Process):
         """When it was last stopped, cut off, or its connection broken."""
         self.trouble = 0.0
         """For how many seconds in all, of late."""
+        self.agent_alone = True
+        """Whether that was its agent being stopped, and nothing else."""
+        self.beside = Process(self.world, f"{self.name}/pulse")
+        """What says that the machine lives."""
+        self._turned = 0.0
         self.later(0.05 + self.world.rng.random() * 0.5, self._begin)
 
     def __str__(self) -> str:
@@ -72,8 +77,19 @@ class SimNode(Process):
         self.handle(ev.Begin())
         self._connect()
         self._tick()
+        self._pulse()
+
+    def _pulse(self, link: Link | None = None) -> None:
+        """As `ft_core.node.pulse`."""
+        again = link is None or not link.open
+        if again and (link := self.job.connect(self, self.beside)) is not None:
+            link.send(0, m.PulseHello(self.name))
+        if link is not None:
+            link.send(0, m.Pulse(self.world.now - self._turned))
+        self.beside.later(self.job.settings.heartbeat, lambda: self._pulse(link))
 
     def _tick(self) -> None:
+        self._turned = self.world.now
         self.handle(ev.Tick())
         self.later(self.job.settings.heartbeat, self._tick)
 
@@ -152,18 +168,24 @@ class SimNode(Process):
         if self.link is not None:
             self.link.break_(self.world.rng.random())
 
-    def troubled(self, seconds: float) -> None:
+    def troubled(self, seconds: float, agent_alone: bool = False) -> None:
         """It is stopped, or cut off, or its connection broken, for so long."""
         if self.world.now - self.trouble_at > 2 * self.job.settings.silence_limit:
-            self.trouble = 0.0
+            self.trouble, self.agent_alone = 0.0, True
         self.trouble += seconds
+        self.agent_alone &= agent_alone
         self.trouble_at = self.world.now
+
+    def die(self) -> None:
+        """With what is beside it."""
+        super().die()
+        self.beside.die()
 
     def stall(self, seconds: float, agent_alone: bool = False) -> None:
         """Everything on it stops for a while; or its agent."""
-        self.troubled(seconds)
+        self.troubled(seconds, agent_alone)
         self.job.outcome.pauses += 1
-        stopped = [self, *([] if agent_alone else self.workers.values())]
+        stopped: list[Process] = [self, *([] if agent_alone else [self.beside, *self.workers.values()])]
         for process in stopped:
             process.stop()
 
@@ -177,7 +199,7 @@ class SimNode(Process):
     def healed(self) -> None:
         """Whatever is stopped goes on."""
         self.trouble_at = self.world.now
-        for process in [self, *self.workers.values()]:
+        for process in [self, self.beside, *self.workers.values()]:
             while process.alive and process.stopped:
                 process.go_on()
 
