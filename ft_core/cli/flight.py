@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from ft_core.cli.ask import ask, ask_all, status
 from ft_core.errors import FtError
@@ -238,5 +237,7 @@ def _entry(
 
 def _item(dtype: str) -> int:
     """Bytes of one number."""
+    import torch  # which other commands have no use for, and would wait for
+
     found = getattr(torch, dtype, None)
     return found.itemsize if isinstance(found, torch.dtype) else 1

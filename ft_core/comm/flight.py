@@ -1,13 +1,7 @@
-"""The flight record of a worker's process groups, in memory that its agent reads without its help.
+"""Writes the flight record of a worker's process groups, into `flight_memory`.
 
-    header     the role, the newest epoch, and how often the table was written
-    2 tables   groups and their names, as JSON: one is valid while the other is written
-    ring       one slot of 64 bytes for each operation, the newest some thousands
-
-An operation costs one `pack_into` when it begins and one word when it ends: no lock, nothing that is kept. A
-slot begins and ends with the same number, which is written first and last, so who reads it in the opposite
-order sees whether it was written meanwhile (on machines that reorder stores: nearly always). The slot of an
-operation that is under way is not used again, however many come after it.
+An operation costs one `pack_into` when it begins and one word when it ends: no lock, nothing that is kept.
+The slot of an operation that is under way is not used again, however many come after it.
 """
 
 from __future__ import annotations
@@ -15,32 +9,27 @@ from __future__ import annotations
 import itertools
 import logging
 import mmap
-import struct
 import time
 from typing import Any
 
 import msgspec
 import torch
 
+from ft_core.comm.flight_memory import (
+    EPOCH,
+    HEADER,
+    RING,
+    ROLE,
+    SIZE,
+    SLOT,
+    SLOTS,
+    TABLE,
+    TABLE_BYTES,
+)
 from ft_core.protocol.flight import KINDS, UNDER_WAY, FlightGroup
 from ft_core.protocol.groups import GroupId
 
 log = logging.getLogger(__name__)
-
-HEADER = 4096
-ROLE, EPOCH, TABLE = 0, 1, 2
-"""Words of the header. The valid table is number `TABLE` modulo 2."""
-TABLE_BYTES = 256 << 10
-"""Of each table: a word that says how long its JSON is, and that. A group takes some 60 bytes, more if its
-roles follow no rule."""
-RING = HEADER + 2 * TABLE_BYTES
-SLOTS = 4096
-SLOT = struct.Struct("=IIqqqqqiBB6xI")
-"""Number in the ring, group; epoch, number in it, bytes, start, end; peer; kind, type; number in the ring."""
-SIZE = RING + SLOTS * SLOT.size
-"""Bytes of all of it."""
-NOBODY = -1
-"""Of a header whose worker has no role yet."""
 
 DTYPES = ("", *sorted({str(each)[6:] for each in vars(torch).values() if isinstance(each, torch.dtype)}))
 """Names by the number that stands for them; "": none, or one that is not among them."""
@@ -69,11 +58,6 @@ _ENDED = 5
 """Word of a slot."""
 _TRIES = 64
 """Slots in a row that are kept, for operations under way, before one is used again."""
-
-
-def clear(memory: memoryview) -> None:
-    """Nobody has written here yet."""
-    memory[:8].cast("q")[ROLE] = NOBODY
 
 
 class Group:

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from ft_core.comm import flight
+from ft_core.comm import flight_memory as flight
+from ft_core.comm.flight import DTYPES
 from ft_core.protocol import messages as m
 from ft_core.protocol.flight import KINDS, FlightGroup, FlightLog, FlightRecord
 from ft_core.state.memory import ControlBlock, Word
@@ -97,9 +98,9 @@ def _records(memory: memoryview, epoch: int) -> Iterator[FlightRecord]:
     """In the order in which they began. What is no record is left out."""
     for _, slot in sorted(_slots(memory).items()):
         _, group, of, number, nbytes, started, ended, peer, kind, dtype, _ = flight.SLOT.unpack(slot)
-        if of != epoch or kind >= len(KINDS) or dtype >= len(flight.DTYPES):
+        if of != epoch or kind >= len(KINDS) or dtype >= len(DTYPES):
             continue
-        values = group, number, KINDS[kind], nbytes, flight.DTYPES[dtype], peer, started, ended
+        values = group, number, KINDS[kind], nbytes, DTYPES[dtype], peer, started, ended
         try:
             yield msgspec.convert(values, FlightRecord)
         except msgspec.ValidationError:

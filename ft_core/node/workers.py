@@ -16,7 +16,7 @@ from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from ft_core.comm import flight
+from ft_core.comm import flight_memory
 from ft_core.errors import FtError
 from ft_core.node import preload
 from ft_core.node.flight import Recorded
@@ -108,7 +108,7 @@ class WorkerPool:
         worker.process.join()
         del self._processes[worker.number]
         last = Recorded(None, worker.control)
-        if last.role != flight.NOBODY:
+        if last.role != flight_memory.NOBODY:
             self._ended_with_role.append(last)
         self._tee.unfollow(worker.log_dir)
         if worker.channel is not None:

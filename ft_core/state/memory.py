@@ -15,7 +15,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from ft_core.comm import flight
+from ft_core.comm import flight_memory
 from ft_core.state.manifest import Segment
 
 _PAGE = 4096
@@ -112,14 +112,14 @@ class ControlBlock:
         self.memory = memory
         self._words = memory.view[:_PAGE].cast("q")
         self.flight = memory.view[_PAGE:]
-        """Worker: its flight record, see `comm.flight`."""
+        """Worker: its flight record, see `comm.flight_memory`."""
 
     @classmethod
     def create(cls) -> ControlBlock:
         """A block with no version staged or committed."""
-        block = cls(SharedMemory.create("ft-control", _PAGE + flight.SIZE))
+        block = cls(SharedMemory.create("ft-control", _PAGE + flight_memory.SIZE))
         block[Word.STAGED] = block[Word.COMMITTED] = TORN
-        flight.clear(block.flight)
+        flight_memory.clear(block.flight)
         return block
 
     def __getitem__(self, word: Word) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,16 @@ import pytest
 import torch
 from core import pg_scripts
 from core.pg_harness import CONTEXT, GroupJob
+from harness import ROOT
 from torch.distributed.flight_recorder.components.builder import build_db
 from torch.distributed.flight_recorder.components.config_manager import JobConfig
 from torch.distributed.flight_recorder.components.loader import read_dir
 from waiting import wait_for_value
 
 from ft_core.cli.flight import dump, table, to_json, write
-from ft_core.comm import flight
-from ft_core.comm.flight import SLOTS, FlightRecorder
+from ft_core.comm import flight_memory as flight
+from ft_core.comm.flight import DTYPES, FlightRecorder
+from ft_core.comm.flight_memory import SLOTS
 from ft_core.node.flight import Recorded, answer, read
 from ft_core.protocol import messages as m
 from ft_core.protocol.flight import KINDS, FlightGroup, FlightLog, FlightRecord
@@ -169,7 +173,7 @@ def test_bytes_that_mean_nothing_are_left_out() -> None:
     job.recorder.end(job.begin())
     ring = job.control.flight[flight.RING :]
     good = list(flight.SLOT.unpack(ring[64:128]))
-    bad = {1: 77, 2: 5, 3: -1, 4: -8, 5: -1, 6: -2, 7: -2, 8: len(KINDS), 9: len(flight.DTYPES)}
+    bad = {1: 77, 2: 5, 3: -1, 4: -8, 5: -1, 6: -2, 7: -2, 8: len(KINDS), 9: len(DTYPES)}
     for place, value in bad.items():
         values = [*good[:place], value, *good[place + 1 :]]
         flight.SLOT.pack_into(ring, 64, *values)
@@ -449,3 +453,9 @@ def test_people_see_one_line_for_each_operation() -> None:
     assert found["groups"][0]["members"] == (0, 1)
     record = found["records"][1]
     assert (record["kind"], record["peer"], record["number"]) == ("send", 1, 0)
+
+
+def test_ftctl_does_not_wait_for_torch() -> None:
+    """It takes seconds to import, and what `ftctl` asks of a job is answered at once."""
+    program = "import sys, ft_core.cli.ctl; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
