@@ -190,22 +190,29 @@ def write_role(directory: str, name: str, role: int, part: Part) -> None:
 
 
 def prune(directory: str, name: str, world_size: int, *, failed: bool = False) -> None:
-    """Make room for the checkpoint `name`, which is about to be written here.
+    """Make room for the checkpoint `name`, which is about to be written here: see `superfluous`.
 
-    Deletes complete ones, but for those of the newest `KEEP` steps. Of those that are incomplete: what is
-    older than the newest complete one, and all but the newest `KEEP` others, which somebody may still be
-    writing; if `name` has `failed`, all that are not from the future of its job. Nodes that died left them.
-    What jobs of other sizes have left is not touched. Several may do this at once: whoever comes later finds
-    less. Raises OSError.
+    Several may do this at once: whoever comes later finds less. Raises OSError.
     """
     names, whole = _names(directory, world_size), complete(directory, world_size)
+    for each in superfluous(names, whole, name, failed=failed):
+        _remove(Path(directory, each))
+
+
+def superfluous(names: Sequence[str], whole: Sequence[str], name: str, *, failed: bool) -> list[str]:
+    """Which of the checkpoints `names` (oldest first, of one size; `whole` are complete) are of no use to
+    anybody, once `name` is about to be written, or has `failed`.
+
+    Complete ones, but for those of the newest `KEEP` steps. Of those that are incomplete: what is older than
+    the newest complete one, and all but the newest `KEEP` others, which somebody may still be writing; if
+    `name` has failed, all that are not from the future of its job. Nodes that died left them.
+    """
     newest = {version_of(n): n for n in whole}  # one that was written again counts as its newest
     kept = [newest[version] for version in sorted(newest)[-KEEP:]]
     torn = [n for n in names if n not in whole and n != name and not _after(n, name)]
     if not failed:
         torn = [n for n in torn if n not in torn[-KEEP:] or (kept and n < kept[-1])]
-    for each in [n for n in whole if n not in kept] + torn:
-        _remove(Path(directory, each))
+    return [n for n in whole if n not in kept] + torn
 
 
 def _after(name: str, other: str) -> bool:
