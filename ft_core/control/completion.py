@@ -40,14 +40,17 @@ class Completion:
         """Whether all scripts are done."""
         return bool(roles) and set(roles) <= self.finished
 
-    def passed(self, roles: Collection[int], epoch: int, parts: int) -> int:
-        """How many parts all of `roles` have behind them, if that is news; else 0."""
+    def passed(self, roles: Collection[int], epoch: int, parts: list[int]) -> list[int]:
+        """The parts that all of `roles` have behind them (with which version), if that is news; else none.
+        `parts`: those that are known."""
         left = set(roles) - self.finished
-        done = [self.completed[role] for role in left & self.at_end(epoch, parts)]
+        done = [self.completed[role] for role in left & self.at_end(epoch, len(parts))]
         if not done or len(done) < len(left):
-            return 0
+            return []
         self.released = all(end.last for end in done)
-        return max(parts, min(end.part for end in done))
+        # Of several at once, what the earlier ones ended with is not known: no more than the last.
+        version = max(end.version for end in done)
+        return [*parts, *[version] * (min(end.part for end in done) - len(parts))]
 
     def taken_over(self) -> None:
         """By another controller: that scripts are done shows that they were let go."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ft_core.control import decision
-from ft_core.control.facts import Facts, copies, report
+from ft_core.control.facts import ALL_IS_LOST, Facts, copies, report
 from ft_core.control.groups import Places
 from ft_core.errors import Unrecoverable
 from ft_core.protocol.messages import Origin, Redundancy
@@ -132,6 +132,11 @@ def decide(
     return Start(roles, chosen.version, chosen.origin, chosen.sources, newcomers, name)
 
 
+def older_than_promised(facts: Facts, version: int | None) -> bool:
+    """Whether more than one finished step would be done again."""
+    return facts.initial is not None and (version or 0) < facts.reached - 1
+
+
 @dataclass(frozen=True)
 class _Choice:
     version: int | None
@@ -159,7 +164,9 @@ def _choose(facts: Facts, roles: Places, places: Places, durable: Durable) -> _C
     choice = None
     with contextlib.suppress(Unrecoverable):
         choice = choose(durable=())
-    if choice is None or choice.origin != "memory":  # storage is asked only where memory does not suffice
+    # Storage is asked only where memory does not suffice, or has less than was promised: of copies that are
+    # left over from former places.
+    if choice is None or choice.origin != "memory" or older_than_promised(facts, choice.version):
         if (found := _durable(facts, nodes, durable)) is None:
             return AskStorage(nodes)
         choice = choose(durable=found)
@@ -170,8 +177,14 @@ def _choose(facts: Facts, roles: Places, places: Places, durable: Durable) -> _C
 
 
 def _as_begun(facts: Facts, nodes: frozenset[str], durable: Durable) -> _Choice | AskStorage:
-    """Nobody has ever reached training: start-up goes on towards what it was begun with."""
+    """Nobody who is left has ever reached training: start-up goes on towards what it was begun with."""
     version, origin = facts.start
+    if facts.forgotten:
+        if (found := _durable(facts, nodes, durable)) is None:
+            return AskStorage(nodes)
+        if not found:
+            raise Unrecoverable(ALL_IS_LOST)
+        return _Choice(max(found), "durable", {})
     if origin == "durable":
         # Unless the newest has turned out to be damaged, the same again.
         if (found := _durable(facts, nodes, durable)) is None:

@@ -108,7 +108,7 @@ def choose_version(
         lost = holdings.missing(version, roles)
         computed = {x.role for x in lost if version == initial and x.role in holdings.starting}
         lost = tuple(x for x in lost if x.role not in computed)
-        if not lost:
+        if not lost and version >= max(durable, default=version):
             sources = holdings.sources(version, [r for r in roles if r not in computed], placements or {})
             return Choice(version, "initial" if computed else "memory", {r: {} for r in computed} | sources)
         if version in holdings.versions and (best is None or len(lost) < len(best[1])):

@@ -54,6 +54,7 @@ class Checkpoints:
         if answer.id != self.number or self.asked.get(node.name) != node.peer:
             return False
         self.names[node.name] = answer.names
+        self.errors.pop(node.name, None)
         if answer.error:
             self.errors[node.name] = f"{node.name}: {answer.error}"
         return True

@@ -19,10 +19,11 @@ from ft_core.control.deciding import (
     Start,
     StartOver,
     decide,
+    older_than_promised,
 )
 from ft_core.control.durable_names import Checkpoints
 from ft_core.control.events import Close, Effect, End, Record, Say, Send
-from ft_core.control.facts import Facts, Node, Operations, completed, epoch_of, records
+from ft_core.control.facts import ALL_IS_LOST, Facts, Node, Operations, completed, epoch_of, records
 from ft_core.control.forming import first_places
 from ft_core.control.phases import Done, Forming, Phase, Quiescing, Rebuilding, Running, Waiting
 from ft_core.control.progress import Progress
@@ -64,6 +65,7 @@ class Epochs:
         self.effects: list[Effect] = []
         """Of the event that is being handled."""
         self._ids, self._recorded = ids, dict(recorded)
+        facts.resumed, facts.resumes = recorded.get("resumed", 0), "resumes" in recorded
         self._encoded = msgspec.Raw()
         """The plan's state."""
         self._lost: dict[int, tuple[str, int]] = {}
@@ -85,6 +87,7 @@ class Epochs:
         if self._recorded.get(name, 0) < self.facts.epoch:
             self._recorded[name] = self.facts.epoch
             self.record(name, reason, **more)
+        self.facts.resumed = self._recorded.get("resumed", 0)
 
     # -- controllers and nodes that come back ------------------------------------------------------
 
@@ -140,6 +143,7 @@ class Epochs:
         self.record("controller_restarted", f"plan of epoch {plan.epoch} taken over")
         if self.end_if_finished():
             return
+        self.hear_of_parts()
         self.release_if_complete()
         self.completion.taken_over()
         self.watch.miss(set(plan.nodes) - set(facts.nodes), self.now)
@@ -165,6 +169,8 @@ class Epochs:
         facts.groups.changed(start.version, start.roles)
         if before is None or (facts.initial is None and start.origin == "durable"):
             facts.start = start.version, start.origin
+        if start.version is not None:  # a durable checkpoint may be of before a part's end
+            facts.parts = [end for end in facts.parts if end <= start.version]
         job = before.job if before is not None else self._ids()
         state = plans.state(facts, start, done, name=f"{facts.epoch}-{self._ids()}", job=job)
         self._begin(state)
@@ -245,6 +251,18 @@ class Epochs:
             return False
         self.end(0, "every role has finished")
         return True
+
+    def hear_of_parts(self) -> None:
+        """A former controller may have let all workers leave a part of their scripts. Of those who have asked
+        it for that, some may be lost since: it is known to the agents of the others."""
+        facts = self.facts
+        if isinstance(self.phase, Forming) or facts.plan is None:
+            return
+        known = [n.holdings.parts for n in facts.nodes.values() if n.holdings.begun == facts.plan.id]
+        found = max(known, key=len, default=[])
+        if len(found) > len(facts.parts):
+            facts.parts = found
+            self.do(*facts.to_all(m.Release(parts=found)))
 
     def release_if_complete(self) -> None:
         """Let the workers leave a part of their scripts, once all have come to the end of it."""
@@ -416,7 +434,7 @@ class Epochs:
 
     def watch_endings(self) -> None:
         facts = self.facts
-        question = self.completion.question(facts.places, facts.plan_epoch, facts.parts, self.now)
+        question = self.completion.question(facts.places, facts.plan_epoch, len(facts.parts), self.now)
         if question is not None:
             self.do(*facts.to_all(question))
 
@@ -446,6 +464,14 @@ class Epochs:
         self.do(*self.checkpoints.ask(self.facts.nodes, nodes))
         return self.checkpoints.common(nodes)
 
+    def unread(self) -> bool:
+        """Whether the job has ended, since somebody cannot read what it depends on: to begin anew, or with
+        less, where there may be something newer to go on from, would be wrong."""
+        if errors := self.checkpoints.errors:
+            where = f"durable checkpoints in {self.facts.settings.durable_dir} cannot be read"
+            self.end(1, f"{where}: {'; '.join(errors.values())}")
+        return bool(errors)
+
     def form_if_ready(self) -> None:
         """Begin the first epoch, once there are workers for all roles."""
         if not isinstance(self.phase, Forming):
@@ -458,19 +484,15 @@ class Epochs:
             log.warning("%s", what)
         if roles is None or (durable := self.durable(set(roles.values()))) is None:
             return
-        if self.checkpoints.errors:
-            # To begin anew, where there may be something to go on from, would be wrong.
-            where = f"durable checkpoints in {facts.settings.durable_dir} cannot be read"
-            self.end(1, f"{where}: {'; '.join(self.checkpoints.errors.values())}")
+        if self.unread():
             return
-        trained = "resumed" in self._recorded
-        if trained and not durable and "resumes" not in self._recorded:
-            self.end(1, explain.ALL_IS_LOST)
+        if facts.forgotten and not durable and not facts.resumes:
+            self.end(1, ALL_IS_LOST)
             return
         facts.epoch = max([facts.epoch, *self._recorded.values()]) + 1
-        if trained:
-            self.record("starting_over", explain.ALL_IS_LOST)
-            log.warning("%s", explain.ALL_IS_LOST)
+        if facts.forgotten:
+            self.record("starting_over", ALL_IS_LOST)
+            log.warning("%s", ALL_IS_LOST)
         if durable:
             self._start(Start(roles, max(durable), "durable", {}, [], durable[max(durable)]), {})
         else:
@@ -503,9 +525,12 @@ class Epochs:
         elif isinstance(outcome, Shortage):
             self._wait(phase, outcome)
         elif isinstance(outcome, Start):
+            if outcome.origin != "durable" and older_than_promised(facts, outcome.version) and self.unread():
+                return
             self._start(outcome, completed([*records(nodes, outcome.roles), *self.returning.records()]))
         elif isinstance(outcome, StartOver):
-            self._start_over(outcome)
+            if not self.unread():
+                self._start_over(outcome)
         elif isinstance(outcome, GiveUp):
             self.end(1, explain.the_end(facts, outcome, self.checkpoints.errors.values()))
         else:
@@ -533,8 +558,13 @@ class Epochs:
 
     def _start_over(self, outcome: StartOver) -> None:
         """Memory does not suffice: end all workers; once they are replaced, let the scripts begin anew."""
-        if left := outcome.left:
+        left = outcome.left
+        if self._recorded.get("starting_over", 0) < self.facts.epoch:
             log.warning("%s\nThe script is started again from its own newest checkpoint.", outcome.reason)
+            self._recorded["starting_over"] = self.facts.epoch + bool(left)
+            if not left:
+                self.record("starting_over", outcome.reason)
+        if left:
             self._kill(left)
             self.end_epoch("starting_over", outcome.reason, sorted(left))
             return

@@ -14,11 +14,6 @@ from ft_core.settings import Settings
 _FRAMES = re.compile(r'^  File ".*\n(?:    .*\n)*', re.M)
 """Of a traceback."""
 
-ALL_IS_LOST = (
-    "the controller and all nodes with a role were lost together, and with them the state of the job; what "
-    "is left is its newest checkpoint, if it has one"
-)
-
 
 def script_error(lost: WorkerLost, job_dir: str) -> str:
     """What a worker has raised. The traceback is in its log, and shown from there."""

@@ -28,6 +28,11 @@ from ft_core.protocol.messages import (
 )
 from ft_core.settings import Settings
 
+ALL_IS_LOST = (
+    "the controller and all nodes with a role were lost together, and with them the state of the job; what "
+    "is left is its newest checkpoint, if it has one"
+)
+
 Operations = dict[str, tuple[int, int]]
 """By group, how many start-up operations are done, and a role that has their record."""
 
@@ -117,14 +122,16 @@ class Facts:
     """The newest version that any role is known to have had."""
     resumes: bool = False
     """Whether the script, started again, goes on from a checkpoint of its own."""
+    resumed: int = 0
+    """The newest epoch in which all roles have finished a step, as far as it is written down."""
     started_over: int = 0
     """The newest epoch in which all scripts were started again."""
     start: tuple[int | None, Origin] = (None, "initial")
     """Version and origin that the job began with."""
-    parts: int = 0
-    """Parts of the script that every role has come to the end of."""
     strikes: Strikes = field(init=False)
     """What has failed where."""
+    parts: list[int] = field(default_factory=list)
+    """Of the script, that every role has come to the end of: with which version."""
     futile: int = 0
     """Failures since any step was done that is newer than the goal; and that, the newest before them."""
     goal: int = 0
@@ -186,8 +193,9 @@ class Facts:
         """A plan of another controller, from an agent that has begun it."""
         self.catalogue = {**state.catalogue, **self.catalogue}
         self.initial, self.reached = state.initial, max(self.reached, state.reached)
-        self.parts = max(self.parts, state.parts)
-        self.resumes, self.started_over, self.start = state.resumes, state.started_over, state.start
+        self.parts = state.parts
+        self.resumes |= state.resumes
+        self.started_over, self.start = state.started_over, state.start
         self.futile, self.goal = state.futile, state.goal
         self.groups.restore(state.groups)
         self.plan, self.epoch = state, max(self.epoch, state.epoch)
@@ -213,6 +221,12 @@ class Facts:
         """Whether a step was done: every role has had snapshots then, and copies of them are elsewhere."""
         return self.initial is not None and self.reached > self.initial
 
+    @property
+    def forgotten(self) -> bool:
+        """Whether steps were done, and all who did them are lost, with a controller that knew what they held:
+        nobody is left who knows of more than the first plan."""
+        return self.initial is None and self.resumed >= max(1, self.started_over)
+
     def fill_catalogue(self, roles: Collection[int]) -> None:
         """What these said of their segments was lost with their nodes, or with a controller: what others hold
         for them names the segments."""
@@ -231,7 +245,7 @@ class Facts:
 
     def forget(self) -> None:
         """The job starts over."""
-        self.initial, self.reached, self.catalogue, self.parts = None, 0, {}, 0
+        self.initial, self.reached, self.catalogue, self.parts = None, 0, {}, []
         self.started_over, self.start = self.epoch, (None, "initial")
         self.groups.forget()
 

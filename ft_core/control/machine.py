@@ -141,6 +141,7 @@ class Controller:
             self._epochs.record("joined", node=node.name, agent_pid=hello.pid, domain=hello.domain)
             self._epochs.returning.node_joined()
         self._hear(node)
+        self._epochs.hear_of_parts()
         if facts.parts:
             self._epochs.do(Send(peer, m.Release(parts=facts.parts)))
         if kept := facts.strikes.value(self._epochs.now):
@@ -251,9 +252,9 @@ class Controller:
             case m.Issued():
                 if (found := self._epochs.completion.answered(message, facts.plan_epoch)) is not None:
                     self._epochs.end(1, found)
-            case m.Prepared(role=role):
+            case m.Prepared(role, counts):
                 running = isinstance(self.phase, Running)
-                self._epochs.do(*self._epochs.returning.prepared(facts, role, running, now))
+                self._epochs.do(*self._epochs.returning.prepared(facts, role, counts, running, now))
             case m.Held(epoch=facts.epoch, role=role):
                 self._epochs.do(*self._epochs.returning.held(facts, role, now))
                 self._epochs.return_if_due()
@@ -354,9 +355,11 @@ class Controller:
         if not isinstance(self.phase, Running) or not self._script.used_by_all(facts):
             return
         # The directory may be known only now; no role has begun to train without what is in it.
-        if (durable := self._epochs.durable(set(facts.places.values()))) is None:
+        durable = self._epochs.durable(set(facts.places.values()))
+        begins = facts.initial is None and facts.start[1] != "durable" and not facts.started_over
+        if durable is None or (begins and self._epochs.unread()):
             return
-        if durable and facts.initial is None and facts.start[1] != "durable":
+        if durable and begins:
             version = max(durable)
             facts.start = version, "durable"
             reason = f"training starts from the durable checkpoint of step {version}"

@@ -49,7 +49,8 @@ class Attempt:
     """The others' records."""
     orders: dict[str, Prepare] = field(default_factory=dict)
     """What the nodes were told that bring roles back."""
-    ready: set[int] = field(default_factory=set)
+    ready: dict[int, Counts] = field(default_factory=dict)
+    """Roles that wait for their state, with what they have on record."""
     unheard: set[str] = field(default_factory=set)
     """Nodes that have yet to say how far those who train have come."""
     held: set[int] = field(default_factory=set)
@@ -59,7 +60,7 @@ class Attempt:
     @property
     def complete(self) -> bool:
         """Whether all roles are ready."""
-        return self.ready == set(self.places)
+        return set(self.ready) == set(self.places)
 
     def on(self, node: str) -> set[int]:
         """The roles that are to come back on this node."""
@@ -134,13 +135,10 @@ class Returning:
         return []
 
     def records(self) -> list[tuple[int, Counts]]:
-        """What the roles have on record that are ready: they have replayed all that was done by the others,
-        whose workers may be lost since."""
+        """What the roles have on record that are ready: what they have replayed was done by others, whose
+        workers may be lost since."""
         attempt = self.attempt
-        if attempt is None or not attempt.complete:
-            return []
-        counts = {group: count for group, (count, _) in completed(attempt.counts.items()).items()}
-        return [(role, counts) for role in sorted(attempt.ready)]
+        return [] if attempt is None or not attempt.complete else sorted(attempt.ready.items())
 
     def remind(self, node: Node, shown: Collection[int]) -> list[Effect]:
         """A node that knows the plan has no worker for a role that is to start there: it had not begun the
@@ -148,12 +146,12 @@ class Returning:
         order = None if self.attempt is None else self.attempt.orders.get(node.name)
         return [Send(node.peer, order)] if order is not None and set(order.roles) - set(shown) else []
 
-    def prepared(self, facts: Facts, role: int, running: bool, now: float) -> list[Effect]:
+    def prepared(self, facts: Facts, role: int, counts: Counts, running: bool, now: float) -> list[Effect]:
         """A role's worker has started, and waits for its state."""
         attempt = self.attempt
-        if attempt is None or role not in set(attempt.places) - attempt.ready:
+        if attempt is None or role not in set(attempt.places) - set(attempt.ready):
             return []
-        attempt.ready.add(role)
+        attempt.ready[role] = counts
         if not attempt.complete or not running:
             return []
         # A step that is cut off is done again: the others are asked to stop where one of theirs ends,

@@ -18,11 +18,19 @@ class Samples:
         self._epoch = 0
         """The newest that is entered."""
         self._waiting: list[Trained] = []
+        self._unknown: dict[int, int | None] = {}
+        """The versions of epochs that began before all roles had told of their groups."""
 
     def begin(self, facts: Facts) -> list[Effect]:
         """Enter that an epoch has begun; later for the first, in which roles tell of their groups."""
         state = facts.begun
-        if self._epoch != state.epoch and facts.groups.known:
+        if not facts.groups.known:
+            self._unknown[state.epoch] = state.version
+        elif self._epoch != state.epoch:
+            start = facts.settings.start.membership(facts.groups.membership.groups)
+            for epoch in sorted(set(self._unknown) - {state.epoch}):
+                self._ledger.epoch(epoch, self._unknown[epoch], _json(start))
+            self._unknown.clear()
             self._epoch = state.epoch
             self._ledger.epoch(state.epoch, state.version, _json(facts.groups.membership))
         return self._entered()
@@ -30,9 +38,9 @@ class Samples:
     def trained(self, facts: Facts, message: Trained) -> list[Effect]:
         """A role has trained a step's samples."""
         self._waiting.append(message)
-        if not facts.groups.known:
-            return []  # word of another role's group is on its way
         effects = self.begin(facts)
+        if not facts.groups.known:
+            return effects  # word of another role's group is on its way
         for each in self._waiting:
             dealt = each.dealt
             record = {"samples": {str(group): ranges for group, ranges in dealt.samples.items()}}

@@ -147,7 +147,7 @@ class Watch:
         self._asked = now
         known, witnesses = self._facts.begun.nodes, self._witnesses(now)
         asked: dict[NodeName, dict[NodeName, str]] = {}
-        for name in names:
+        for name in sorted(set(names) & set(known)):  # a spare is forgotten with its address
             for witness in chosen(name, witnesses):
                 asked.setdefault(witness, {})[name] = known[name].data
         return self.ask(asked)

@@ -55,8 +55,8 @@ class Epochs:
         self.reported = 0
         """The newest epoch before which no worker here is inside a step any more."""
         self.plan: m.NodePlan | None = None
-        self.released = 0
-        """Parts of the script that all roles have come to the end of."""
+        self.parts: list[m.Version] = []
+        """Of the script, that all roles have come to the end of, as far as is known here."""
         self.crew = crew
         self.said = Said()
         self.now = 0.0
@@ -121,7 +121,7 @@ class Epochs:
 
         def waits(worker: Worker) -> bool:
             epoch, part = worker.completed
-            return worker.doing is Doing.FINISHED or (epoch == self.epoch and part > self.released)
+            return worker.doing is Doing.FINISHED or (epoch == self.epoch and part > len(self.parts))
 
         return frozenset(worker.role for worker in self.crew.playing() if waits(worker))
 
@@ -139,6 +139,7 @@ class Epochs:
             epoch=self.epoch,
             begun=self.plan.id if self.plan else "",
             reported=self.reported,
+            parts=self.parts,
             roles=holdings.roles_held(here, self.crew, self._view),
             replicas=replicas,
             segments=holders,
@@ -198,10 +199,12 @@ class Epochs:
         if plan.epoch < self.epoch or plan.epoch == self.begun:
             return
         before, adopted_before = self.roles_here(), self._adopted_here()
-        self.plan, self.epoch, self.released = plan, plan.epoch, plan.worker.parts
+        self.plan, self.epoch, self.parts = plan, plan.epoch, plan.worker.parts
         self._copies.epoch_ends()
         self.do(UsePlan(plan))
-        if plan.worker.version is not None:
+        if plan.worker.origin == "durable":
+            self.do(DropAfter(NONE))  # what is held of the same version may be of another past
+        elif plan.worker.version is not None:
             self.do(DropAfter(plan.worker.version))
         elif plan.worker.started_over == self.epoch:
             self.do(DropAfter(NONE))

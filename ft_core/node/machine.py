@@ -226,7 +226,7 @@ class Agent:
             case m.SendHeartbeat():
                 self.epochs.post(self.epochs.heartbeat())
             case m.Release(parts):
-                self.epochs.released = parts
+                self.epochs.parts = parts
                 self._tell_players(message)
             case m.SendCounts() | m.SendIssued() | m.Hold():
                 self._tell_players(message)
@@ -274,11 +274,11 @@ class Agent:
                 self.epochs.staged(worker, of, version)
             case m.Allocate():
                 self._allocate(worker, message)
-            case m.Registered(version, ring, resumes, group):
+            case m.Registered(version, ring, resumes, group, counts):
                 worker.stage, worker.initial, worker.ring = "training", version, ring
-                worker.resumes, worker.group = resumes, group
+                worker.resumes, worker.group, worker.counts = resumes, group, counts
                 if role not in self.epochs.roles_here():
-                    self.epochs.say(m.Prepared(role))
+                    self.epochs.say(m.Prepared(role, counts))
             case m.Quiesced(epoch, stage, counts):
                 worker.quiesced, worker.stage, worker.counts = epoch, stage, counts
                 self.epochs.report_if_quiet()
@@ -294,9 +294,9 @@ class Agent:
                 self.epochs.say(m.Unprotected(role))
             case m.WorkerHeld(epoch):
                 self.epochs.say(m.Held(epoch, role))
-            case m.WorkerCompleted(epoch, part, last):
+            case m.WorkerCompleted(epoch, part, version, last):
                 worker.completed = epoch, part
-                self.epochs.say(m.Completed(epoch, role, part, last))
+                self.epochs.say(m.Completed(epoch, role, part, version, last))
             case m.WorkerSuspects(epoch, reason):
                 self.epochs.say(m.Suspect(epoch, role, reason))
             case m.WorkerCounts(counts):

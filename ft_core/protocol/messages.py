@@ -267,7 +267,8 @@ class WorkerPlan(Value, frozen=True):
     origin: Origin
     completed: dict[str, tuple[Number, Role]]
     """By group, how many start-up operations somebody who takes part has on record, and who."""
-    parts: Number
+    parts: list[Version]
+    """Of the script, that all roles have come to the end of: with which version."""
     started_over: Epoch
     absent: dict[Role, Role]
     """Roles that are away, with their counterparts."""
@@ -321,7 +322,7 @@ class JobState(Value, frozen=True):
     durable: str
     sources: dict[Role, dict[SegmentId, list[NodeName]]]
     completed: dict[str, tuple[Number, Role]]
-    parts: Number
+    parts: list[Version]
     resumes: bool
     started_over: Epoch
     absent: dict[Role, Role]
@@ -345,11 +346,13 @@ class JobState(Value, frozen=True):
 
 class Holdings(Message, frozen=True):
     """What a node could contribute to a recovery. `reported`: the newest epoch before which no worker of
-    its is inside a step any more."""
+    its is inside a step any more. `parts`: of the script, as the plan that it has begun has them, and what it
+    was told since."""
 
     epoch: Epoch
     begun: PlanId
     reported: Epoch
+    parts: list[Version]
     roles: dict[Role, RoleHeld]
     replicas: dict[SegmentId, list[Version]]
     segments: dict[SegmentId, Holders]
@@ -476,9 +479,10 @@ class Issued(Message, frozen=True):
 
 
 class Prepared(Message, frozen=True):
-    """A role that comes back waits for its state."""
+    """A role that comes back waits for its state. `counts`: the start-up operations that it has on record."""
 
     role: Role
+    counts: Counts
 
 
 class Held(Message, frozen=True):
@@ -508,6 +512,7 @@ class Completed(Message, frozen=True):
     epoch: Epoch
     role: Role
     part: Number
+    version: Version
     last: bool
 
 
@@ -695,9 +700,9 @@ class SendState(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """All roles have come to the end of so many parts of their script."""
+    """All roles have come to the end of so many parts of their script: with which version."""
 
-    parts: Number
+    parts: list[Version]
 
 
 class SendCounts(Message, frozen=True):
@@ -928,12 +933,13 @@ class Allocate(Message, frozen=True):
 
 
 class Registered(Message, frozen=True):
-    """Training is protected from this version on."""
+    """Training is protected from this version on. `counts`: start-up operations on record."""
 
     version: Version
     ring: list[Role]
     resumes: bool
     group: ReplicaGroup
+    counts: Counts
 
 
 class Quiesced(Message, frozen=True):
@@ -986,10 +992,11 @@ class WorkerSuspects(Message, frozen=True):
 
 
 class WorkerCompleted(Message, frozen=True):
-    """The worker has come to the end of a part of its script."""
+    """The worker has come to the end of a part of its script, as of `version`."""
 
     epoch: Epoch
     part: Number
+    version: Version
     last: bool
 
 

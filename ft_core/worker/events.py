@@ -88,6 +88,7 @@ class PartDone:
     """It has come to the end of a part of its script. `last`: only local work follows."""
 
     part: int
+    version: Version
     last: bool
 
 

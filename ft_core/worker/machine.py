@@ -155,11 +155,11 @@ class WorkerMachine:
                 if version >= self.hold_at and isinstance(self.state, Training):
                     self.state = Holding(self._now + HOLD_LIMIT)
                     self._say(m.WorkerHeld(self.epoch))
-            case PartDone(part, last):
+            case PartDone(part, version, last):
                 if isinstance(self.state, Training):
                     self.state = AtEnd(part, last)
                     if part > self.parts:
-                        self._say(m.WorkerCompleted(self.epoch, part, last))
+                        self._say(m.WorkerCompleted(self.epoch, part, version, last))
                     self._leave_part()
             case ScriptDone():
                 self.state = Over() if self._exits else Finished()
@@ -202,7 +202,7 @@ class WorkerMachine:
                     if isinstance(self.state, Restoring):
                         self.state = Loading(message)
             case m.Release(parts):
-                self.parts = parts
+                self.parts = len(parts)
                 self._leave_part()
             case m.Hold(epoch):
                 if not epoch:  # they do not come after all
@@ -260,7 +260,8 @@ class WorkerMachine:
 
     def _begin(self, plan: m.WorkerPlan) -> None:
         """The epoch of `plan`, which was announced."""
-        self.plan, self.epoch, self.parts, self._next = plan, plan.epoch, plan.parts, None
+        self.plan, self.epoch, self._next = plan, plan.epoch, None
+        self.parts = len(plan.parts)
         self._set_hold()
         self._do(UsePlan(plan))
         match self.state:

@@ -41,6 +41,8 @@ class Recovery:
         )
         self.pause = Pause()
         """From the end of an epoch to the end of the next one's first step."""
+        self.left = 0
+        """Parts of its script that this worker has left, and cannot go back to."""
         self.step_began = 0
         """In nanoseconds; 0 before there was one."""
 
@@ -84,6 +86,8 @@ class Recovery:
         self._adapter.reset()
         self._shell.handle(e.Unwound())
         self._shell.wait_while(Quiet)
+        if self._shell.machine.parts < self.left:
+            self._shell.replace(f"it has left part {self.left} of its script, and all go back to before that")
         self._shell.comms.reset()
 
     def complete(self, part: int, last: bool) -> None:
@@ -93,7 +97,7 @@ class Recovery:
         """
         self.snapshots.wait()
         self.pause.end()  # no step may follow
-        self._shell.handle(e.PartDone(part, last))
+        self._shell.handle(e.PartDone(part, self._shell.version, last))
         if isinstance(self._shell.wait_while(AtEnd), Trained):
             self._shell.comms.startup.training_ends()
         else:

@@ -155,6 +155,7 @@ class Session:
             recovery.complete(self._part, ends)
 
         recovery.persist(made, recovery.recover)
+        recovery.left = self._part
         assert result is not None
         return result()
 
@@ -182,7 +183,7 @@ class Session:
         self._shell.version = version
         self._control[Word.VERSION] = self._control[Word.TAG] = version
         self._recovery = recovery = Recovery(self._shell, self.groups, adapter, redo)
-        about = version, list(adapter.ring), resumes, adapter.replica_group
+        about = version, list(adapter.ring), resumes, adapter.replica_group, self._shell.recorded()
         self._shell.handle(e.Registers(m.Registered(*about)))
         recovery.persist(recovery.catch_up, recovery.quiesce)
 

@@ -195,14 +195,14 @@ class WorkerShell:
             case e.KeepRecords(wanted):
                 self.comms.keep_records(wanted)
             case e.SayQuiesced(epoch, stage):
-                self.send(m.Quiesced(epoch, stage, self._recorded()))
+                self.send(m.Quiesced(epoch, stage, self.recorded()))
             case e.SayCounts():
-                self.send(m.WorkerCounts(self._recorded()))
+                self.send(m.WorkerCounts(self.recorded()))
             case e.SayIssued(number, epoch, at_end):
                 issued = _texts(self.comms.issued())
                 self.send(m.WorkerIssued(number, epoch, self.version, at_end, issued))
             case e.SayProgress(number):
-                self.send(m.Progress(number, self.version, self._recorded()))
+                self.send(m.Progress(number, self.version, self.recorded()))
             case e.SayEntries(number, group, start):
                 entries = self.comms.startup_entries(Series.parse(group), start)
                 self.send(m.StartupEntries(number, {str(series): rows for series, rows in entries.items()}))
@@ -224,7 +224,8 @@ class WorkerShell:
         about = (completed, self._fetch_startup, plan.absent, bool(plan.adopted), plan.newcomers)
         self.comms.swap(plan.epoch, plan.store, *about)
 
-    def _recorded(self) -> dict[str, int]:
+    def recorded(self) -> dict[str, int]:
+        """Start-up operations, by group."""
         return _texts(self.comms.startup_counts())
 
     def _suspect(self, reason: str) -> None:

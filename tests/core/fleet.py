@@ -161,7 +161,7 @@ class Node:
 
     def complete(self, role: int) -> None:
         """The worker has come to the end of its script's last part; it ends once all have."""
-        self.say(m.Completed(epoch=self.epoch, role=role, part=1, last=True))
+        self.say(m.Completed(epoch=self.epoch, role=role, part=1, version=1, last=True))
 
     def finish(self, role: int) -> None:
         """The worker's script has come to its end."""
@@ -211,6 +211,7 @@ class Node:
             epoch=self.epoch,
             begun=self.begun,
             reported=self._reported,
+            parts=[],
             roles=roles,
             replicas=replicas,
             segments={segment(role): self.fleet.holders(role) for role in all_roles if segment(role) in held},
@@ -318,7 +319,7 @@ class Node:
                 for role in roles:
                     if role not in self.workers:
                         self._assign(role)
-                    self.say(m.Prepared(role=role))
+                    self.say(m.Prepared(role=role, counts={}))
             case m.Withdraw(roles=roles):
                 self._withdraw(roles)
             case m.Hold():

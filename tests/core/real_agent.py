@@ -117,7 +117,7 @@ class RealAgent(NodeShell):
                 self.say(number, m.Quiesced(epoch, worker.stage, worker.counts))
             case m.Assign():
                 group = m.ReplicaGroup(0, 1, m.Redundancy.SHARDED)
-                self.say(number, m.Registered(0, [], resumes=False, group=group))
+                self.say(number, m.Registered(0, [], resumes=False, group=group, counts={}))
             case m.Restore(epoch, wanted, parts):
                 version = wanted or 0
                 if not parts:

@@ -118,7 +118,7 @@ class Node:
 
     def train(self, role: int = 0) -> None:
         """As a worker that has got its role, up to its first step."""
-        self.worker(m.Registered(0, [0, 1], False, GROUP), role)
+        self.worker(m.Registered(0, [0, 1], False, GROUP, {}), role)
         self.worker(m.WorkerRestored(self.agent.epochs.epoch, 0, loaded=False), role)
 
     def greeting(self) -> m.AgentHello:
@@ -265,17 +265,17 @@ def test_with_a_flight_record_goes_whether_its_role_waits_at_the_end_of_its_scri
         [asked] = training.effects(e.ReadFlight)
         return asked.at_end
 
-    training.worker(m.WorkerCompleted(1, 1, last=False))
+    training.worker(m.WorkerCompleted(1, 1, 4, last=False))
     assert at_end() == {0}
-    training.hear(m.Release(1))
+    training.hear(m.Release([4]))
     assert at_end() == frozenset(), "all have come to the end of this part"
-    training.worker(m.WorkerCompleted(1, 2, last=True))
+    training.worker(m.WorkerCompleted(1, 2, 6, last=True))
     assert at_end() == {0}
     training.hear(m.Abort(2))
     training.hear(plan(2))
     assert at_end() == frozenset(), "it is done again"
-    training.worker(m.WorkerCompleted(2, 2, last=True))
-    training.hear(m.Release(2))
+    training.worker(m.WorkerCompleted(2, 2, 6, last=True))
+    training.hear(m.Release([4, 6]))
     training.worker(m.WorkerFinished())
     assert at_end() == {0}
 
@@ -435,7 +435,7 @@ def test_what_a_role_adopts_is_brought_unless_every_group_has_all(training: Node
     assert [bring.held for bring in training.effects(e.Bring)] == [(0, 1)]
     assert training.effects(e.KeepOnly) == [e.KeepOnly(frozenset([0]), frozenset([1]))]
     whole = m.ReplicaGroup(0, 1, m.Redundancy.REPLICATED)
-    training.worker(m.Registered(0, [0], False, whole))
+    training.worker(m.Registered(0, [0], False, whole, {}))
     training.hear(plan(3, **elastic))
     assert [bring.held for bring in training.effects(e.Bring)] == [(0,)]
 
@@ -450,10 +450,10 @@ def test_roles_that_come_back_prepare_ahead_of_their_epoch(node: Node):
     node.hear(m.Prepare(1, [0], worker))
     [assign] = node.told(m.Assign)
     assert assign.plan.ahead == {0: 1} and assign.plan.origin == "memory" and assign.plan.epoch == 1
-    node.worker(m.Registered(0, [], False, GROUP))
-    assert node.said(m.Prepared) == [m.Prepared(0)]
+    node.worker(m.Registered(0, [], False, GROUP, {"0-1:1#0": 2}))
+    assert node.said(m.Prepared) == [m.Prepared(0, {"0-1:1#0": 2})]
     node.hear(m.Prepare(1, [0], worker))
-    assert node.done == [e.ToController(m.Prepared(0))], "said again to whoever asks again"
+    assert node.done == [e.ToController(m.Prepared(0, {"0-1:1#0": 2}))], "said again to whoever asks again"
     node.hear(m.Withdraw([0]))
     assert len(node.effects(e.Kill)) == 1 and not node.greeting().said
 
@@ -554,6 +554,12 @@ def test_one_at_a_time_is_written_and_what_is_not_is_said(durable: Node, caplog:
     assert len(durable.effects(e.WriteDurable)) == 1
 
 
+def test_from_a_durable_checkpoint_on_nothing_that_was_in_memory_counts(durable: Node):
+    """Found by reading: a copy of the same version, of a past that was done again, was used in its place."""
+    durable.hear(plan(2, version=2, origin="durable", durable="step-2"))
+    assert durable.effects(e.DropAfter) == [e.DropAfter(-1)]
+
+
 def test_what_was_read_is_not_written_again(durable: Node):
     durable.hear(plan(2, version=2, origin="durable", durable="step-2"))
     durable.worker(m.WorkerRestored(2, 2, loaded=True))
@@ -603,7 +609,7 @@ def test_what_a_worker_says_that_has_no_role_any_more_is_not_heard(training: Nod
 
 def test_words_for_all_workers_are_passed_on(training: Node):
     number = training.number()
-    words: list[m.ToAgent] = [m.Release(1), m.SendCounts(), m.SendIssued(3), m.Hold(1, 4)]
+    words: list[m.ToAgent] = [m.Release([3]), m.SendCounts(), m.SendIssued(3), m.Hold(1, 4)]
     for word in words:
         assert training.hear(word) == [e.ToWorker(number, word)]  # type: ignore[arg-type]
 

@@ -38,6 +38,7 @@ from ft_core.protocol.messages import (
     Denied,
     DescribeFlight,
     DescribeRole,
+    DurableNames,
     Fault,
     Finished,
     GivenUp,
@@ -54,6 +55,7 @@ from ft_core.protocol.messages import (
     KeptState,
     KillWorker,
     Left,
+    ListDurable,
     Message,
     NodePlan,
     NodesChanged,
@@ -107,6 +109,9 @@ class Agent:
         """How often others were asked about it."""
         self.step_now = 1
         """Of its roles, as its beats say."""
+        self.layouts: dict[int, RoleLayout] = {}
+        """What its roles have said of their state: repeated with each greeting."""
+        self.parts: list[int] = []
 
     @property
     def begun(self) -> str:
@@ -133,6 +138,7 @@ class Agent:
             epoch=self.epoch,
             begun=self.begun,
             reported=self.reported,
+            parts=self.parts,
             roles=roles,
             replicas=replicas,
             segments=segments,
@@ -155,7 +161,7 @@ class Agent:
             domain=self.name,
             data="data",
             holdings=self.holdings(),
-            said=list(said),
+            said=[*(self.layouts[role] for role in self.workers if role in self.layouts), *said],
         )
 
     def say(self, message: Message) -> list[Effect]:
@@ -189,7 +195,8 @@ class Agent:
         about = {"epoch": self.epoch, "role": role}
         segment = self.job.segment(role)
         layout = {"segments": {segment: self.job.holders(role)}, "initial": 0, "resumes": self.job.resumes}
-        self.say(RoleLayout(**about, **layout, adopted=False, group=self.job.group(role)))
+        self.layouts[role] = RoleLayout(**about, **layout, adopted=False, group=self.job.group(role))
+        self.say(self.layouts[role])
         self.say(Restored(**about, pid=self.workers[role], version=version - 1, loaded=True))
         self.say(Stepped(**about, version=version))
         self.versions[role] = [version - 1, version]
@@ -865,7 +872,7 @@ def test_newcomers_that_are_ready_have_the_record_of_start_up() -> None:
     job.wait(0.1)
     job["node0"].say(OperationCounts(role=0, counts={"0-1:1#0": 7}))
     first.workers[1] = next(job.pids)
-    first.say(Prepared(role=1))
+    first.say(Prepared(role=1, counts={"0-1:1#0": 7}))
     second.versions = {0: [1, 2]}
     lose(job, "node0")
     job.all_report()
@@ -901,6 +908,118 @@ def test_a_successor_that_finds_nobody_starts_over_where_the_script_resumes() ->
     assert job.records_of("starting_over") and job.records_of("resumes")
 
 
+def lose_all_with_a_role(**settings: Any) -> ControlPlane:
+    """And the controller. A spare is left, which knows the first plan and no more."""
+    job = ControlPlane(nodes=2, spares=1, replicas=0, **settings)
+    job.all_step(1)
+    del job.agents["node0"], job.agents["node1"]
+    job["node2"].replicas = {}
+    job.start_controller()
+    job["node2"].greet()
+    job.join("new0")
+    job.wait(0.1)
+    tell(job)
+    job.wait(takeover.GRACE + 0.2)
+    job.all_report()
+    job.wait(job.settings.silence_limit)
+    return job
+
+
+def test_a_successor_that_finds_a_spare_alone_does_not_begin_anew_in_silence() -> None:
+    """Found by the simulator: the spare's plan was made before anybody had trained."""
+    job = lose_all_with_a_role()
+    assert job.done == End(1) and "lost together" in job.said[-1]
+    assert len(job.records_of("decided")) == 1
+
+
+def names(job: ControlPlane, found: list[str], error: str = "") -> None:
+    """All nodes that were asked have looked for durable checkpoints."""
+    for agent in job.agents.values():
+        for asked in [message for message in agent.heard if isinstance(message, ListDurable)][-1:]:
+            agent.say(DurableNames(id=asked.id, names=found, error=error))
+
+
+def test_a_successor_that_finds_a_spare_alone_goes_on_from_a_durable_checkpoint() -> None:
+    job = ControlPlane(nodes=2, spares=1, replicas=0, durable_dir="/d", durable_interval=1)
+    names(job, [])
+    job.all_step(1)
+    del job.agents["node0"], job.agents["node1"]
+    job.start_controller()
+    job["node2"].greet()
+    job.join("new0")
+    job.wait(0.1)
+    tell(job)
+    job.wait(takeover.GRACE + 0.2)
+    job.all_report()
+    job.wait(job.settings.silence_limit)
+    names(job, ["step-00000001-00001-x-2"])
+    job.wait(0.1)
+    decided = job.records_of("decided")[-1].more
+    assert (decided["version"], decided["origin"]) == (1, "durable")
+
+
+def test_a_job_does_not_start_over_where_storage_cannot_be_read() -> None:
+    job = ControlPlane(durable_dir="/d", durable_interval=1)
+    job.resumes = True
+    names(job, [])
+    job.all_step(1)
+    for agent in job.agents.values():
+        agent.versions, agent.replicas = {}, {}
+    job["node0"].say(job["node0"].crash(0))
+    job.all_report()
+    names(job, [], "Stale file handle")
+    assert job.done == End(1) and "cannot be read: node0: Stale file handle" in job.said[-1]
+    assert not job.records_of("starting_over")
+
+
+def test_settings_that_a_script_brings_begin_nothing_anew_where_storage_cannot_be_read() -> None:
+    job = ControlPlane()
+    values = {"durable_dir": "/d", "durable_interval": 1}
+    for role in (0, 1):
+        job[f"node{role}"].say(Configure(worker=0, id=0, settings=values))
+        job[f"node{role}"].say(Configured(configured=values))
+    names(job, [], "Stale file handle")
+    assert job.done == End(1) and "cannot be read: node0: Stale file handle" in job.said[-1]
+
+
+def end_part(job: ControlPlane, version: int) -> None:
+    for role in job.roles:
+        job[f"node{role}"].say(Completed(epoch=1, role=role, part=1, version=version, last=False))
+
+
+def test_a_successor_learns_from_any_agent_which_parts_of_the_script_are_over() -> None:
+    """Found by the simulator: of those who had come to the part's end one was lost with the controller, and
+    its newcomer waited there for those who had left."""
+    job = ControlPlane(nodes=2, spares=1)
+    job.all_step(1)
+    end_part(job, 1)
+    assert job["node0"].heard[-1] == Release(parts=[1])
+    job["node0"].parts = [1]
+    del job.agents["node1"]
+    restart(job, "node0", "node2")
+    job.wait(0.1)
+    tell(job)
+    job.wait(takeover.GRACE + 0.2)
+    job.all_report()
+    plan = job["node2"].plan
+    assert plan is not None and plan.roles[1] == "node2" and plan.worker.parts == [1]
+
+
+def test_a_part_of_the_script_is_made_again_where_a_checkpoint_is_of_before_its_end() -> None:
+    """Found by the simulator: newcomers passed it, and the rest of its steps were never done."""
+    job = ControlPlane(durable_dir="/d", durable_interval=1)
+    names(job, [])
+    job.all_step(4)
+    end_part(job, 4)
+    for agent in job.agents.values():
+        agent.versions, agent.replicas = {}, {}
+    job["node0"].say(job["node0"].crash(0))
+    job.all_report()
+    names(job, ["step-00000003-00001-x-2"])
+    plan = job["node1"].plan
+    assert plan is not None and plan.worker.version == 3 and plan.worker.parts == []
+
+
 def test_a_replica_group_comes_back_between_two_steps() -> None:
     job = ControlPlane(nodes=2, groups=2, policy="shrink")
     job.all_step(1)
@@ -913,7 +1032,7 @@ def test_a_replica_group_comes_back_between_two_steps() -> None:
     prepare = sent(job["node0"].say(OperationCounts(role=0, counts={"0-1:1#0": 3})), Prepare)[spare.peer]
     assert prepare.roles == [1] and prepare.worker.ahead == {1: 0} and prepare.worker.absent == {}
     assert prepare.worker.completed == {"0-1:1#0": (3, 0)}
-    effects = spare.say(Prepared(role=1))
+    effects = spare.say(Prepared(role=1, counts={}))
     assert sent(effects, SendHeartbeat).keys() == {job["node0"].peer}
     [hold] = sent(job["node0"].beat(), Hold).values()
     assert (hold.epoch, hold.step) == (2, 1 + 2), "two steps after the newest"
@@ -936,7 +1055,7 @@ def test_a_job_starts_over_while_a_group_is_ready_to_come_back() -> None:
     job.wait(0.1)
     job["node0"].say(OperationCounts(role=0, counts={}))
     spare.workers[1] = next(job.pids)
-    spare.say(Prepared(role=1))
+    spare.say(Prepared(role=1, counts={}))
     for agent in job.agents.values():
         agent.versions, agent.replicas = {}, {}
     lost = job["node0"].crash(0)
@@ -1042,7 +1161,7 @@ def test_fewer_spares_than_the_script_wants(caplog: pytest.LogCaptureFixture) ->
 def test_who_has_left_while_another_waits_is_found() -> None:
     job = ControlPlane(nodes=2)
     job.all_step(1)
-    job["node0"].say(Completed(epoch=1, role=0, part=1, last=True))
+    job["node0"].say(Completed(epoch=1, role=0, part=1, version=1, last=True))
     effects = job.wait(INTERVAL + 0.2)
     [round] = {question.round for question in sent(effects, SendIssued).values()}
     about = {"round": round, "epoch": 1, "step": 4}
@@ -1056,8 +1175,8 @@ def test_all_come_to_the_end() -> None:
     job = ControlPlane(nodes=2)
     job.all_step(1)
     for role in range(2):
-        effects = job[f"node{role}"].say(Completed(epoch=1, role=role, part=1, last=True))
-    assert {release.parts for release in sent(effects, Release).values()} == {1}
+        effects = job[f"node{role}"].say(Completed(epoch=1, role=role, part=1, version=1, last=True))
+    assert [release.parts for release in sent(effects, Release).values()] == [[1], [1]]
     job["node0"].say(Finished(role=0))
     job["node1"].say(job["node1"].crash(1))
     assert job.done == End(0) and "only local work left" in job.records_of("detected")[0].reason

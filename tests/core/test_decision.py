@@ -41,6 +41,14 @@ def test_the_newest_version_that_all_can_have() -> None:
     assert choice.version == 4
 
 
+def test_storage_may_have_a_newer_one() -> None:
+    """What is left in memory has been left over from former places of the roles."""
+    reports = [node("x", role(0, "x", (4, 5)), replicas={"b": (3, 4)})]
+    assert (choose(*reports, durable=[2]).version, choose(*reports, durable=[4]).origin) == (4, "memory")
+    choice = choose(*reports, durable=[2, 6])
+    assert (choice.version, choice.origin) == (6, "durable")
+
+
 def test_a_dead_workers_memory_counts_and_its_own_node_comes_first() -> None:
     reports = [
         node("x", role(0, "x", (4, 5), alive=False), replicas={"b": (4, 5)}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 from core.plans import worker_plan
@@ -31,12 +32,12 @@ from ft_core.worker.states import (
     Unprotected,
 )
 
-REGISTERED = m.Registered(0, [0, 1], False, m.ReplicaGroup(0, 1, m.Redundancy.SHARDED))
+REGISTERED = m.Registered(0, [0, 1], False, m.ReplicaGroup(0, 1, m.Redundancy.SHARDED), {})
 COPY = m.CopyHere(0, 1, [7], [m.Layout((0,), ())])
 
 
-def plan(epoch: int, parts: int = 0, version: int | None = None) -> m.WorkerPlan:
-    return worker_plan(epoch, store=f"127.0.0.1:{epoch}", parts=parts, version=version)
+def plan(epoch: int, parts: Sequence[int] = (), version: int | None = None) -> m.WorkerPlan:
+    return worker_plan(epoch, store=f"127.0.0.1:{epoch}", parts=list(parts), version=version)
 
 
 def restore(epoch: int, version: int | None = None, parts: tuple[m.CopyHere, ...] = ()) -> m.Restore:
@@ -61,12 +62,12 @@ class Worker:
         self.now += after
         return self.machine.handle(event, self.now)
 
-    def start(self, epoch: int = 1, parts: int = 0) -> Worker:
+    def start(self, epoch: int = 1, parts: Sequence[int] = ()) -> Worker:
         """In the script's start-up."""
         self.hear(m.Assign(0, 2, {}, plan(epoch, parts)))
         return self
 
-    def train(self, epoch: int = 1, parts: int = 0) -> Worker:
+    def train(self, epoch: int = 1, parts: Sequence[int] = ()) -> Worker:
         """In its first step."""
         self.start(epoch, parts)
         self.do(e.Begins())
@@ -88,7 +89,7 @@ def test_it_imports_no_torch() -> None:
 def test_a_role_comes_with_the_first_epoch() -> None:
     worker = Worker()
     assert worker.state == NoRole()
-    message = m.Assign(3, 4, {}, plan(2, parts=1))
+    message = m.Assign(3, 4, {}, plan(2, parts=[7]))
     assert worker.hear(message) == [e.TakeRole(message), e.UsePlan(message.plan)]
     machine = worker.machine
     assert (machine.role, machine.world_size, machine.epoch, machine.announced) == (3, 4, 2, 2)
@@ -106,12 +107,12 @@ def test_from_the_first_line_to_the_end() -> None:
     assert worker.state == Training() and worker.machine.reports_step
     assert worker.do(e.StepDone(5)) == [e.Send(m.WorkerStepped(1, 5))]
     assert not worker.machine.reports_step and worker.do(e.StepDone(6)) == []
-    assert worker.do(e.PartDone(1, last=False)) == [e.Send(m.WorkerCompleted(1, 1, False))]
+    assert worker.do(e.PartDone(1, 7, last=False)) == [e.Send(m.WorkerCompleted(1, 1, 7, False))]
     assert worker.state == AtEnd(1, False)
-    assert worker.hear(m.Release(0)) == [] and worker.state == AtEnd(1, False)
-    assert worker.hear(m.Release(1)) == [] and worker.state == Training()
-    worker.do(e.PartDone(2, last=True))
-    worker.hear(m.Release(2))
+    assert worker.hear(m.Release([])) == [] and worker.state == AtEnd(1, False)
+    assert worker.hear(m.Release([7])) == [] and worker.state == Training()
+    worker.do(e.PartDone(2, 9, last=True))
+    worker.hear(m.Release([7, 9]))
     assert worker.state == Trained()
     assert worker.do(e.ScriptDone()) == [e.Send(m.WorkerFinished())]
     assert worker.state == Finished()
@@ -147,8 +148,8 @@ def test_an_exit_that_comes_before_the_script_is_done() -> None:
 
 def test_a_part_that_all_have_behind_them_is_left_in_silence() -> None:
     """A newcomer whose plan says so; whoever was released when a failure came."""
-    worker = Worker().train(parts=2)
-    assert worker.do(e.PartDone(2, last=True)) == [] and worker.state == Trained()
+    worker = Worker().train(parts=[7, 9])
+    assert worker.do(e.PartDone(2, 9, last=True)) == [] and worker.state == Trained()
 
 
 def test_settings_that_the_script_brings_change_the_plan() -> None:
@@ -297,28 +298,28 @@ def test_a_corrupt_copy_is_told_of_and_waits_for_another_epoch() -> None:
 
 def test_an_abort_at_the_end_of_a_part() -> None:
     worker = Worker().train()
-    worker.do(e.PartDone(1, last=True))
+    worker.do(e.PartDone(1, 7, last=True))
     assert worker.hear(m.Abort(2)) == [e.AbortBefore(2)] and worker.state == Leaving()
-    worker.hear(m.Release(1))
+    worker.hear(m.Release([7]))
     assert worker.state == Leaving(), "its agent waits for its word that it has left"
     assert worker.do(e.Unwound()) == [e.SayQuiesced(2, "training")]
-    worker.hear(m.PlanBegins(plan(2, parts=1)))
+    worker.hear(m.PlanBegins(plan(2, parts=[7])))
     worker.hear(restore(2))
     worker.do(e.Loaded(0, loaded=False))
-    assert worker.do(e.PartDone(1, last=True)) == [] and worker.state == Trained()
+    assert worker.do(e.PartDone(1, 7, last=True)) == [] and worker.state == Trained()
 
 
 @pytest.mark.parametrize("done", [(), (e.ScriptDone(),)], ids=["trained", "finished"])
 def test_an_abort_after_the_end(done: tuple[e.Event, ...]) -> None:
     """Nobody unwinds there: it is answered at once."""
     worker = Worker().train()
-    worker.do(e.PartDone(1, last=True))
-    worker.hear(m.Release(1))
+    worker.do(e.PartDone(1, 7, last=True))
+    worker.hear(m.Release([7]))
     for event in done:
         worker.do(event)
     state = worker.state
     assert worker.hear(m.Abort(2)) == [e.AbortBefore(2), e.SayQuiesced(2, "training")]
-    assert worker.hear(m.PlanBegins(found := plan(2, parts=1))) == [e.UsePlan(found)]
+    assert worker.hear(m.PlanBegins(found := plan(2, parts=[7]))) == [e.UsePlan(found)]
     assert worker.state == state and worker.machine.epoch == 2
 
 
@@ -402,9 +403,9 @@ def test_questions_are_answered_in_every_state() -> None:
     assert worker.hear(m.SendIssued(4)) == [e.SayIssued(4, 1, at_end=False)]
     assert worker.hear(m.SendProgress(5)) == [e.SayProgress(5)]
     assert worker.hear(m.SendStartupEntries(6, "0-1:1#0", 2)) == [e.SayEntries(6, "0-1:1#0", 2)]
-    worker.do(e.PartDone(1, last=True))
+    worker.do(e.PartDone(1, 7, last=True))
     assert worker.hear(m.SendIssued(5)) == [e.SayIssued(5, 1, at_end=True)]
-    worker.hear(m.Release(1))
+    worker.hear(m.Release([7]))
     assert worker.hear(m.SendIssued(6)) == [e.SayIssued(6, 1, at_end=False)], "local work"
     worker.do(e.ScriptDone())
     assert worker.hear(m.SendIssued(7)) == [e.SayIssued(7, 1, at_end=True)]
@@ -437,12 +438,14 @@ def of_the_main_thread(worker: Worker, dice: random.Random) -> e.Event | None:
             )
         case Training():
             part = worker.machine.parts + 1
-            return dice.choice([e.StepDone(4), e.StepSafe(4), e.StepSafe(9), e.PartDone(part, part > 2)])
+            return dice.choice([e.StepDone(4), e.StepSafe(4), e.StepSafe(9), e.PartDone(part, 4, part > 2)])
         case Holding():
             return e.Tick()
         case Leaving():
             # It may not have noticed yet.
-            return dice.choice([e.Unwound(), e.Loaded(3, loaded=True), e.StepDone(4), e.PartDone(1, False)])
+            return dice.choice(
+                [e.Unwound(), e.Loaded(3, loaded=True), e.StepDone(4), e.PartDone(1, 4, False)]
+            )
         case Trained():
             return e.ScriptDone()
     return None
@@ -454,9 +457,9 @@ def of_the_agent(worker: Worker, dice: random.Random) -> e.Order:
     return dice.choice(
         [
             m.Abort(epoch),
-            m.PlanBegins(plan(epoch, worker.machine.parts)),
+            m.PlanBegins(plan(epoch, [4] * worker.machine.parts)),
             restore(epoch, 3, (COPY,)),
-            m.Release(worker.machine.parts + dice.choice([0, 1])),
+            m.Release([4] * (worker.machine.parts + dice.choice([0, 1]))),
             m.Hold(dice.choice([0, epoch]), 5),
             m.SendIssued(1),
             m.SendCounts(),

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import json
 from typing import TYPE_CHECKING
 
 from ft_core.control import events as ev
 from ft_core.control.machine import Controller
 from ft_core.protocol import messages as m
 
-from .world import Link, Process
+from .world import Call, Link, Process
 
 if TYPE_CHECKING:
     from .job import SimJob
     from .node import SimNode
 
+_RETRY = 0.5
 TICK = 0.25
 """Seconds. The shell's is shorter; nothing may depend on it."""
 
@@ -34,6 +34,8 @@ class SimController(Process):
         self.nodes: dict[int, SimNode] = {}
         self._peers = itertools.count(1)
         self._arriving: set[int] = set()
+        self._unwritten: list[Call] = []
+        """Lines of files, as their disk is full."""
         self.code: int | None = None
         self.later(0.0, self._tick)
 
@@ -97,8 +99,9 @@ class SimController(Process):
                     f"{self.name} records {effect.event}: {effect.reason} {list(effect.roles)} {effect.more}"
                 )
                 self.job.record(self, effect)
+                self._write(lambda: self._recorded(effect.event, effect.epoch))
             case ev.Enter(line):
-                self.job.ledger.append(json.loads(line))
+                self._write(lambda: self.job.ledger.append(line))
             case ev.Say(text):
                 self.world.trace(f"{self.name} says {text}")
             case ev.End(code):
@@ -107,6 +110,29 @@ class SimController(Process):
                 for link in self.links.values():
                     link.send(1, m.Shutdown(code))
                 self.job.ended(code)
+
+    def _recorded(self, event: str, epoch: int) -> None:
+        known = self.job.recorded
+        known[event] = max(known.get(event, 0), epoch)
+
+    def _write(self, line: Call) -> None:
+        """As `FileOutlet`: what cannot be written waits, and is lost with this process."""
+        self._unwritten.append(line)
+        self._flush()
+
+    def _flush(self) -> None:
+        if not self.job.disk_full:
+            for line in self._unwritten:
+                line()
+            self._unwritten.clear()
+        elif len(self._unwritten) == 1:
+            self.later(_RETRY, self._try_again)
+
+    def _try_again(self) -> None:
+        if self.job.disk_full:
+            self.later(_RETRY, self._try_again)
+        else:
+            self._flush()
 
     def healed(self) -> None:
         """Goes on if it is stopped."""

@@ -228,6 +228,84 @@ def join(job: SimJob, rng: Random) -> None:
         job.join()
 
 
+def disaster(job: SimJob, rng: Random) -> None:
+    """More is lost at once than there are copies for; and others come."""
+    lost = rng.sample(job.live(), min(len(job.live()), job.shape.replicas + rng.choice((1, 1, 2))))
+    for node in lost:
+        node.kill()
+        job.world.at(rng.random() * 4, job.join)
+    if rng.random() < 0.3:
+        kill_controller(job, rng)
+
+
+def storage_slow(job: SimJob, rng: Random) -> None:
+    """Everything takes long."""
+    job.world.trace("storage is slow")
+    job.storage.slow = rng.choice((10.0, 100.0))
+    _until(job, rng, job.storage.healed)
+
+
+def storage_hangs(job: SimJob, rng: Random) -> None:
+    """Calls do not come back, on some nodes."""
+    job.world.trace("storage hangs")
+    job.storage.hangs |= _machines(job, rng)
+    _until(job, rng, job.storage.healed)
+
+
+def storage_unreachable(job: SimJob, rng: Random) -> None:
+    """Calls fail, on some nodes."""
+    job.world.trace("storage cannot be reached")
+    job.storage.unreachable |= _machines(job, rng)
+    _until(job, rng, job.storage.healed)
+
+
+def storage_full(job: SimJob, rng: Random) -> None:
+    """Nothing can be written."""
+    job.world.trace("storage is full")
+    job.storage.full = True
+    _until(job, rng, job.storage.healed)
+
+
+def storage_rots(job: SimJob, rng: Random) -> None:
+    """A file of the newest checkpoint, complete or not, is not what was written."""
+    if job.storage.parts:
+        name = max(job.storage.parts)
+        if parts := list(job.storage.parts[name]):
+            job.world.trace(f"{name} is damaged")
+            job.storage.damaged.add((name, rng.choice(parts)))
+
+
+def fill_disk(job: SimJob, rng: Random) -> None:
+    """Of the controller's files."""
+
+    def heal() -> None:
+        job.disk_full = False
+
+    job.world.trace("the controller's disk is full")
+    job.disk_full = True
+    _until(job, rng, heal)
+
+
+def _machines(job: SimJob, rng: Random) -> set[str]:
+    """One of them, or all."""
+    names = [node.machine_name for node in job.live()]
+    return set(names) if rng.random() < 0.5 else set(names[:1])
+
+
+def _until(job: SimJob, rng: Random, heal: Callable[[], None]) -> None:
+    job.world.at(rng.choice((0.5, 3.0, 10.0)), heal)
+
+
+STORAGE: dict[Fault, int] = {
+    disaster: 6,
+    storage_slow: 2,
+    storage_hangs: 2,
+    storage_unreachable: 2,
+    storage_full: 2,
+    storage_rots: 2,
+}
+"""For a job that has some."""
+
 FAULTS: dict[Fault, int] = {
     kill_worker: 6,
     hang_worker: 1,
@@ -247,6 +325,7 @@ FAULTS: dict[Fault, int] = {
     raise_always: 1,
     bad_node: 2,
     poison: 1,
+    fill_disk: 1,
 }
 """With how often each is chosen."""
 
@@ -261,8 +340,9 @@ def schedule(job: SimJob, rng: Random) -> float:
     count = rng.choice((1, 1, 2, 2, 3, 4, 6))
     span = rng.choice((2.0, 4.0, 8.0))
     at = rng.random() * 3.0
+    faults = FAULTS | (STORAGE if job.shape.durable or job.shape.saves else {})
     for _ in range(count):
-        fault = rng.choices(list(FAULTS), list(FAULTS.values()))[0]
+        fault = rng.choices(list(faults), list(faults.values()))[0]
 
         def strike(fault: Fault = fault) -> None:
             if not job.over:

@@ -10,14 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ft_core.cli import ledger_check
 from ft_core.control import events as ev
+from ft_core.elastic.rules import Deal
 from ft_core.protocol import messages as m
 from ft_core.settings import Command, Settings
+from ft_core.state import durable
 
 from .control import SimController
 from .errors import Errors, moved
 from .node import SimNode
-from .training import Training
+from .storage import Storage, preloaded
+from .training import Content, Training
 from .world import Link, Network, Process, Violation, World
 
 _CALM = 12.0
@@ -42,6 +46,19 @@ class Shape:
     groups: int = 1
     adopts: bool = False
     """Each role has something alone that others can adopt, instead of nothing."""
+    durable: int = 0
+    """Steps between durable checkpoints; 0: there are none."""
+    former: int = 0
+    """The version of one that a former job has left."""
+    saves: int = 0
+    """Steps between checkpoints of the script's own."""
+    loads: str = ""
+    """Who goes on from those: the scripts of all roles, once they are started again together (`all`, as with
+    Megatron-LM), or each newcomer's (`each`, as with DeepSpeed)."""
+    brings: str = ""
+    """The script brings its settings: the `same` everywhere, `different` ones, `impossible` ones."""
+    part: int = 0
+    """The version with which a first part of the script ends."""
 
     @property
     def redundancy(self) -> m.Redundancy:
@@ -71,19 +88,25 @@ class SimJob:
 
     def __init__(self, world: World, shape: Shape) -> None:
         self.world, self.shape = world, shape
+        self.wanted: dict[str, Any] = {
+            "replicas": shape.replicas,
+            "policy": shape.policy,
+            "lr_intervention": "linear",
+            "durable_interval": shape.durable,
+            "durable_dir": "/durable" if shape.durable else "",
+        }
         self.settings = Settings(
             shape.nodes,
             shape.per_node,
             Command("train.py"),
             controller="10.0.0.1:1",
             spares=shape.spares,
-            replicas=shape.replicas,
-            policy=shape.policy,
             heartbeat=0.5,
             heartbeats_missed=12,
             strikes=2,
             strike_minutes=1 / 3,
             quiesce_timeout=6.0,
+            **({} if shape.brings else self.wanted),
         )
         self.training = Training(world, shape.nodes * shape.per_node, 1 if shape.adopts else shape.groups)
         self.owners: dict[str, list[int]] = {}
@@ -95,8 +118,18 @@ class SimJob:
         self.step = 0.6
         """Seconds of a step's forward and backward."""
         self.network = Network()
-        self.ledger: list[dict[str, Any]] = []
+        self.storage = Storage(self)
+        self.saved: tuple[int, Content] | None = None
+        """The script's own newest checkpoint."""
+        self._epoch, self._promised = 0, ""
+        """The newest epoch in the events, and the newest durable checkpoint that was complete before it."""
+        if shape.former:
+            self._go_on_from_former()
+        self.ledger: list[str] = []
         self.recorded: dict[str, int] = {}
+        """What can be read in events.jsonl."""
+        self.disk_full = False
+        """That which the controller's files are on."""
         self.poison: tuple[int, int] | None = None
         """A role, and the version at whose beginning its worker dies, whoever plays it."""
         self.errors = Errors(self)
@@ -108,6 +141,8 @@ class SimJob:
         self.over = False
         self.hooks: list[tuple[str, int, Callable[[], None]]] = []
         """(kind of message, how many more of them, what happens then)."""
+        self.beyond = False
+        """Whether more was ever lost at once than there are copies for: word of steps, too."""
         self._exposed: set[str] = set()
         """Nodes whose memory is lost since everything was in enough of them."""
         self._out: dict[str, float] = {}
@@ -174,7 +209,38 @@ class SimJob:
         workers = (w for node in self.live() for w in node.workers.values() if w.alive and w.role == role)
         return any(worker.begun > number for worker in workers)
 
+    def brought(self, role: int) -> dict[str, Any]:
+        """The settings that the script of a role brings, if it does."""
+        if self.shape.brings == "impossible":
+            return {**self.wanted, "durable_interval": -1}
+        if self.shape.brings == "different" and role == self.training.roles - 1:
+            return {**self.wanted, "lr_intervention": "none"}
+        return self.wanted if self.shape.brings else {}
+
+    def end_of(self, parts: int) -> int:
+        """The version with which so many parts of the script end."""
+        return self.shape.part if parts else 0
+
+    def leads(self, role: int | None) -> bool:
+        """Whether it is the first of its replica group, which tells of the samples."""
+        return role is not None and role % (self.training.roles // self.shape.groups) == 0
+
+    def own_checkpoint(self, plan: m.WorkerPlan) -> tuple[int, Content]:
+        """What a script loads that begins now: version 0 if nothing."""
+        joining = plan.origin in ("memory", "durable")
+        if self.saved is None or (joining and self.shape.loads == "all"):
+            return 0, 1
+        return self.saved
+
     # -- what happens --------------------------------------------------------------------------
+
+    def _go_on_from_former(self) -> None:
+        """A former job has left a durable checkpoint."""
+        version = self.shape.former
+        content = hash(("former", version))
+        self.training.deals[content] = Deal(1).to_json()
+        self.training.least = version
+        preloaded(self, version, content)
 
     def sent(self, message: object) -> None:
         """A message is on its way: that may be a moment for a fault."""
@@ -192,11 +258,11 @@ class SimJob:
         """With all that it held."""
         self._exposed.add(node.machine_name)
         self.errors.node_gone(node)
+        self.beyond |= len(self._exposed) > self.shape.replicas
 
     def record(self, controller: SimController, event: ev.Record) -> None:
         """A line of events.jsonl."""
         self.outcome.events[event.event] += 1
-        self.recorded[event.event] = max(self.recorded.get(event.event, 0), event.epoch)
         if (found := _LOST.match(event.reason)) is not None:  # to the job it is, though it may live
             for node in self.nodes:
                 if node.name == found[1]:
@@ -211,11 +277,13 @@ class SimJob:
         if back is not None and not self._in_trouble(back):
             raise Violation(f"6: {back.name} is well, and is given up")
         if event.event == "decided":
-            self._decided(event)
+            self._decided(controller, event)
             self.errors.decided(controller, moved(event), self._places)
             self._places = dict(controller.machine.facts.places)
         elif event.event in ("stopped", "finished"):
             self.outcome.reason = event.reason
+        if event.epoch > self._epoch:
+            self._epoch, self._promised = event.epoch, self.storage.newest()
 
     def _is_lost(self, node: SimNode, reason: str, controller: SimController) -> None:
         """The controller takes a node for lost; it may live."""
@@ -226,6 +294,7 @@ class SimJob:
             if self._linked == controller.machine.facts.epoch:
                 raise Violation(f"6: a second node is taken for lost for one broken link: {reason}")
             self._linked = controller.machine.facts.epoch
+            self.memory_lost(node)  # for good, also if it has what nobody else has any more
         if "no heartbeat" in reason:
             if not self._in_trouble(node):
                 raise Violation(f"6: {node.name} is well, and is taken for lost: {reason}")
@@ -272,11 +341,16 @@ class SimJob:
             if other is not node and other.name in seen
         )
 
-    def _decided(self, event: ev.Record) -> None:
-        version, lost = event.more["version"], self._lost()
-        training = self.training
-        if version is None:
-            version = 0
+    def _decided(self, controller: SimController, event: ev.Record) -> None:
+        version, training, lost = event.more["version"], self.training, self._lost()
+        content: Content | None = None
+        if event.more["origin"] == "durable":
+            plan = controller.machine.facts.begun
+            if plan.durable not in self.storage.complete():
+                raise Violation(f"7: epoch {event.epoch} goes on from {plan.durable}, which is not complete")
+            content = self.storage.content(plan.durable)
+        elif version is None:
+            version, content = self.saved or (0, 1)
         if training.newest - version > 1 and len(lost) <= self.shape.replicas:
             raise Violation(
                 f"3: epoch {event.epoch} goes on from version {version}, and version {training.newest} was "
@@ -286,7 +360,18 @@ class SimJob:
             if node.name in self._out:  # it will be told, once it is back
                 self._given_up.add(node.name)
                 self.memory_lost(node)
-        training.go_on_from(event.epoch, version)
+        # Or else where checkpoints are has yet to be said to this controller.
+        settled = bool(controller.machine.facts.settings.durable_dir) and (
+            training.newest > 0 or not self.shape.brings
+        )
+        if self._promised in self.storage.complete() and settled:
+            promised = durable.version_of(self._promised)
+            if version < (promised if content is not None else min(promised, training.newest - 1)):
+                raise Violation(
+                    f"7: epoch {event.epoch} goes on from version {version}, version {training.newest} was "
+                    f"there, and {self._promised} is complete"
+                )
+        training.go_on_from(event.epoch, version, content)
 
     def ended(self, code: int) -> None:
         """The controller has ended the job."""
@@ -298,10 +383,21 @@ class SimJob:
                 raise Violation(
                     f"5: the job has ended well, and only roles {done} have done step {self.steps}"
                 )
-        elif not self.poison and not self.errors.fatal and len(lost := self._lost()) <= self.shape.replicas:
+            if not self.beyond and (problems := ledger_check.verify(self.ledger).problems):
+                raise Violation(f"4: the ledger: {problems}")
+        elif not self._excused() and len(lost := self._lost()) <= self.shape.replicas:
             raise Violation(
                 f"5: the job has ended, though only {sorted(lost)} was lost: {self.outcome.reason}"
             )
+
+    def _excused(self) -> bool:
+        """Whether the job may end with a reason, though no more was lost than there are copies for."""
+        if self.poison or self.errors.fatal or self.shape.brings in ("different", "impossible"):
+            return True
+        reason, storage = self.outcome.reason, self.storage
+        if "cannot be read" in reason:
+            return storage.was_in_trouble
+        return "Every durable checkpoint" in reason and bool(storage.damaged)
 
     def terminate(self, node: SimNode) -> None:
         """SIGTERM to a node."""
@@ -345,6 +441,11 @@ class SimJob:
         world.run(limit, lambda: self.over or self.training.newest > reached + _STEPS)
         if not self.over and self.training.newest <= reached + _STEPS:
             raise Violation(f"5: {_LIMIT:g} s after the last fault no step was done; {self._where()}")
+        if self.shape.brings in ("different", "impossible"):
+            if self.training.newest:
+                raise Violation(f"8: the scripts bring {self.shape.brings} settings, and a step was done")
+            if not self.over:
+                raise Violation(f"8: the scripts bring {self.shape.brings} settings; {self._where()}")
         if self.over:
             return self.outcome
         known = self.controller.machine.facts.nodes
@@ -379,6 +480,8 @@ class SimJob:
         self.world.trace("all is well from here on")
         self.hooks.clear()
         self.network.heal()
+        self.storage.healed()
+        self.disk_full = False
         self.controller.healed()
         for node in self.live():
             node.healed()

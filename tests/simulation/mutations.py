@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import replace
+
 from ft_core.control import decision, takeover
 from ft_core.control.epochs import Epochs
 from ft_core.control.events import Record
@@ -21,6 +23,7 @@ from ft_core.control.watch import Watch
 from ft_core.node import epochs as node
 from ft_core.node import said
 from ft_core.node.events import Commit, DropAfter
+from ft_core.node.machine import Agent
 from ft_core.protocol import messages as m
 from ft_core.worker.events import AbortBefore, SayQuiesced
 from ft_core.worker.machine import WorkerMachine
@@ -248,6 +251,47 @@ def strikes_are_forgotten_by_a_new_controller() -> None:
     Strikes.take = lambda self, strikes, now: take(self, (), now)  # type: ignore[method-assign]
 
 
+def an_older_epochs_report_counts() -> None:
+    """The controller takes a node's report for one of the epoch under way."""
+    decide = Epochs.decide_if_ready
+
+    def mutated(self: Epochs) -> None:
+        for each in self.facts.nodes.values():
+            if each.holdings.reported:
+                each.holdings = replace(each.holdings, reported=self.facts.epoch)
+        decide(self)
+
+    Epochs.decide_if_ready = mutated  # type: ignore[method-assign]
+
+
+def an_older_epochs_abort_is_obeyed() -> None:
+    """An agent goes back to an epoch that is over, as a controller wants it that does not know better."""
+    hear = Agent._on_controller
+
+    def mutated(self: Agent, message: Any) -> None:
+        if isinstance(message, m.Abort) and message.epoch <= self.epochs.epoch:
+            self.epochs.epoch = message.epoch - 1
+        hear(self, message)
+
+    Agent._on_controller = mutated  # type: ignore[method-assign]
+
+
+def a_part_stays_over() -> None:
+    """Also where the job goes back to a durable checkpoint of before its end."""
+    start = Epochs._start
+
+    def mutated(self: Epochs, decided: Any, done: Any) -> None:
+        self.facts.parts = [-1] * len(self.facts.parts)
+        start(self, decided, done)
+
+    Epochs._start = mutated  # type: ignore[method-assign]
+
+
+def the_first_plan_is_all_there_is() -> None:
+    """Where nobody is left who knows of training, there was none."""
+    Facts.forgotten = property(lambda self: False)  # type: ignore[assignment,method-assign]
+
+
 MUTATIONS: dict[str, Callable[[], None]] = {
     mutation.__name__: mutation
     for mutation in (
@@ -277,5 +321,9 @@ MUTATIONS: dict[str, Callable[[], None]] = {
         the_same_error_is_tried_for_ever,
         strikes_never_decay,
         strikes_are_forgotten_by_a_new_controller,
+        an_older_epochs_report_counts,
+        an_older_epochs_abort_is_obeyed,
+        a_part_stays_over,
+        the_first_plan_is_all_there_is,
     )
 }

@@ -263,7 +263,9 @@ class SimNode(Process):
             case ev.Bring():
                 self._bring(effect)
             case ev.LookForDurable(number):
-                self.later(0.01, lambda: self.handle(ev.DurableListed(number, ())))
+                self.job.storage.list(self, number)
+            case ev.WriteDurable():
+                self.job.storage.save(self, effect)
             case ev.Probe():
                 self._probe(effect)
             case ev.KillNode():
@@ -318,7 +320,7 @@ class SimNode(Process):
         """As `ft_core.node.replicator`: which segments go to which nodes."""
         roles = plan.roles if adopter is None else {**plan.roles, wanted.role: plan.roles[adopter]}
         domains = {name: about.domain for name, about in plan.nodes.items()}
-        spares, k = spares_of(plan.nodes, roles), self.job.settings.replicas
+        spares, k = spares_of(plan.nodes, roles), self.machine.epochs.settings.replicas
         return [
             (segment, name)
             for segment in self.job.training.segments(wanted.role, adopter is not None)
@@ -376,28 +378,43 @@ class SimNode(Process):
         self.later(0.3, watch)
 
     def _bring(self, wanted: ev.Bring) -> None:
-        """Have a version here, from another's memory if it is not."""
+        """Have a version here, from another's memory or from storage if it is not."""
+        self._bring_next(wanted, list(wanted.held) if wanted.plan.worker.version is not None else [], ())
+
+    def _bring_next(self, wanted: ev.Bring, held: list[int], copies: tuple[m.CopyHere, ...]) -> None:
+        """The rest of what is `held`, one after the other."""
         plan = wanted.plan
-        version = plan.worker.version
-        about = (wanted.worker, wanted.role, plan.epoch)
-        copies = []
-        for role in wanted.held if version is not None else ():
-            memory = self.store.memory(role, role != wanted.role)
-            slot = memory.find(version)
-            sources = plan.sources.get(role)
-            if slot is None and plan.worker.origin == "initial" and not sources:
-                continue
-            if slot is None:
-                contents = {self._ask(name, version, nodes) for name, nodes in (sources or {}).items()}
-                if len(contents) != 1 or None in contents:
-                    why = f"role {role}, version {version}: {sources}"
-                    self.later(0.1, lambda why=why: self.handle(ev.Brought(*about, (), why)))
-                    return
-                slot = memory.free()
-                memory.held[slot] = (version, contents.pop() or 0)
+        version, about = plan.worker.version, (wanted.worker, wanted.role, plan.epoch)
+        if not held:
+            self.later(0.03 * self.world.rng.random(), lambda: self.handle(ev.Brought(*about, copies)))
+            return
+        assert version is not None
+        role, rest = held[0], held[1:]
+        memory = self.store.memory(role, role != wanted.role)
+
+        def there(slot: int) -> None:
             layouts = [to_layout(s) for s in self.job.training.segments(role, role != wanted.role)]
-            copies.append(m.CopyHere(role, slot, [0], layouts))
-        self.later(0.03 * self.world.rng.random(), lambda: self.handle(ev.Brought(*about, tuple(copies))))
+            self._bring_next(wanted, rest, (*copies, m.CopyHere(role, slot, [0], layouts)))
+
+        def found(content: int | None, problem: str) -> None:
+            if content is None:
+                self.later(0.1, lambda: self.handle(ev.Brought(*about, (), problem)))
+                return
+            slot = memory.free()
+            memory.held[slot] = (version, content)
+            there(slot)
+
+        sources = plan.sources.get(role)
+        if (slot := memory.find(version)) is not None:
+            there(slot)
+        elif plan.worker.origin == "durable":
+            self.job.storage.read(self, plan.durable, role, found)
+        elif plan.worker.origin == "initial" and not sources:
+            self._bring_next(wanted, rest, copies)
+        else:
+            contents = {self._ask(name, version, nodes) for name, nodes in (sources or {}).items()}
+            content = contents.pop() if len(contents) == 1 else None
+            found(content, f"role {role}, version {version}: {sources}")
 
     def _ask(self, segment: str, version: int, nodes: Sequence[str]) -> int | None:
         for name in nodes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from random import Random
 
 from .faults import schedule
@@ -22,10 +23,24 @@ SHAPES = (
 )
 
 
+def shape(rng: Random) -> Shape:
+    """Of a job: its nodes, and what its script does."""
+    found = rng.choice(SHAPES)
+    if rng.random() < 0.4:
+        found = replace(found, durable=rng.choice((1, 2, 3)), former=rng.choice((0, 0, 4)))
+    if rng.random() < 0.3:
+        found = replace(found, saves=rng.choice((2, 3)), loads=rng.choice(("all", "each")))
+    if rng.random() < 0.3:
+        found = replace(found, brings=rng.choice(("same",) * 8 + ("different", "impossible")))
+    if rng.random() < 0.2:
+        found = replace(found, part=found.former + rng.choice((1, 3, 6)))
+    return found
+
+
 def simulate(seed: int, world: World | None = None) -> Outcome:
     """Run one schedule. Raises Violation."""
     rng = Random(seed)
-    job = SimJob(world or World(seed), rng.choice(SHAPES))
+    job = SimJob(world or World(seed), shape(rng))
     return job.run(schedule(job, rng))
 
 

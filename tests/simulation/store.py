@@ -57,6 +57,15 @@ class SimStore:
         copy = self.memory(role, adopted).held[slot]
         return None if copy is None or copy[0] == TORN else copy
 
+    def find(self, role: int, version: int, adopted: bool = False) -> int | None:
+        """What is held of a role at that version."""
+        memory = self.memory(role, adopted)
+        if (slot := memory.find(version)) is None:
+            return None
+        copy = memory.held[slot]
+        assert copy is not None
+        return copy[1]
+
     def content(self, segment: str, version: int, owners: dict[str, list[int]]) -> int | None:
         """Of a segment at that version, from a snapshot or a replica here. `owners`: roles by segment."""
         for role in owners.get(segment, ()):

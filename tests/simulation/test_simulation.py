@@ -19,6 +19,12 @@ FAILED_ONCE = {
     7014: "what a role had said of its state was lost with its node (what_was_lost_on_the_way_is_unknown)",
     671: "what had failed where was unknown to a successor (strikes_are_forgotten_by_a_new_controller)",
     3902: "all nodes with a role and the controller were lost, and training began anew in silence",
+    180: "a durable checkpoint was of before a part's end, and newcomers passed the part (a_part_stays_over)",
+    191: "that a part was over was lost with the controller",
+    391: "the ledger entered steps of an epoch that it had not entered",
+    1311: "a spare was left, which knew the first plan alone, and training began anew in silence "
+    "(the_first_plan_is_all_there_is)",
+    2341: "a role that came back was asked for records that it did not have",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
 

@@ -24,9 +24,11 @@ BREAKS = 2.0
 """Seconds after which a connection that lets nothing through breaks."""
 
 
-def after(content: Content, step: int, trained: dict[int, list[Range]]) -> Content:
-    """The state that a step makes of another, with what each replica group has trained in it."""
-    return hash((content, step, tuple((group, tuple(ranges)) for group, ranges in sorted(trained.items()))))
+def after(content: Content, epoch: int, step: int, trained: dict[int, list[Range]]) -> Content:
+    """The state that a step makes of another, with what each replica group has trained in it. Done again, it
+    comes out otherwise."""
+    dealt = tuple((group, tuple(ranges)) for group, ranges in sorted(trained.items()))
+    return hash((content, epoch, step, dealt))
 
 
 @cache
@@ -61,8 +63,12 @@ class Training:
         """By version, what the step before it has trained."""
         self.deals: dict[Content, dict[str, Any]] = {1: Deal(1).to_json()}
         """By content, how far the samples were dealt then: a part of the state."""
+        self.pasts: dict[Content, tuple[int, Content, list[int]]] = {}
+        """By content: its version, the content before it, and what the step between has trained."""
         self.finished: dict[int, set[int]] = {}
         """By version, the roles that have ever had it."""
+        self.least = 0
+        """A version that was there before the job."""
         self.newest = 0
         """The newest version that any role has had."""
         self.epoch = 0
@@ -124,6 +130,10 @@ class Training:
         return [w for w in workers if not all(network.joins(w.node.machine_name, name) for name in machines)]
 
     def _check(self, epoch: int, version: int, exchange: Exchange) -> None:
+        if version < self.least:
+            raise Violation(f"7: step {version + 1} is done, and version {self.least} was there")
+        if len({(w.plan.policy, w.plan.lr_intervention) for w in exchange.joined.values() if w.plan}) > 1:
+            raise Violation(f"8: the roles have different settings in step {version + 1}")
         for role, worker in exchange.joined.items():
             if worker.version != version:
                 raise Violation(
@@ -150,6 +160,7 @@ class Training:
                     f"4: step {version} trains samples again: {sorted(before & set(found)) or found}"
                 )
             self.samples[version] = found
+            self.pasts[worker.content] = version, self.truth[version - 1], found
         self.finished.setdefault(version, set()).add(worker.role if worker.role is not None else -1)
         self.newest = max(self.newest, version)
 
@@ -162,15 +173,25 @@ class Training:
         found = segments_of(role, self.roles, self.groups)
         return found[1:] if adopted else found
 
-    def go_on_from(self, epoch: int, version: int) -> None:
-        """All do, in that epoch: what was newer has never been."""
+    def go_on_from(self, epoch: int, version: int, content: Content | None = None) -> None:
+        """All do, in that epoch: what was newer has never been. `content`: of another past."""
         if epoch < self.epoch:
             raise Violation(f"1: epoch {epoch} is begun after epoch {self.epoch}")
         self.epoch = epoch
+        if content is not None and content != self.truth.get(version):
+            self._remember(version, content)
         for known in (self.truth, self.finished, self.samples):
             for newer in [v for v in known if v > version]:
                 del known[newer]  # type: ignore[attr-defined]
         self.newest = min(self.newest, version)
+
+    def _remember(self, version: int, content: Content) -> None:
+        """What became that content is what has been."""
+        self.truth, self.samples, self.newest = {version: content}, {}, version
+        while content in self.pasts:
+            version, before, found = self.pasts[content]
+            self.samples[version], self.truth[version - 1] = found, before
+            content = before
 
     def check_samples(self, worker: SimWorker) -> None:
         """None is left out, but those that wait to be dealt again, or are dealt."""

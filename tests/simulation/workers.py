@@ -91,6 +91,12 @@ class SimWorker(Process):
         self._allocated: dict[int, list[int]] = {}
         self._ids = 0
         self._copying = 0
+        self._settings: str | None = None
+        """What was said to the settings that it brings: empty if they are used."""
+        self._left = 0
+        """Parts of its script that it has left."""
+        self._began = self._covered = 0
+        """The version that its script began with, and that from which on it can make its steps again."""
         self._wait: Until | None = None
         self._thread: Thread = self._main()
         self.later(0.05 + 0.1 * self.world.rng.random(), lambda: node.worker_ready(self))
@@ -123,14 +129,11 @@ class SimWorker(Process):
         match message:
             case m.Allocated():
                 self._allocated[message.id] = message.address
-            case (
-                m.FailureNoted()
-                | m.Welcome()
-                | m.Refused()
-                | m.SettingsTaken()
-                | m.EntriesBrought()
-                | m.ProgressBrought()
-            ):
+            case m.SettingsTaken():
+                self._settings = ""
+            case m.Refused():
+                self._settings = message.error
+            case m.FailureNoted() | m.Welcome() | m.EntriesBrought() | m.ProgressBrought():
                 pass
             case _:
                 self.tell(ev.FromAgent(message))
@@ -200,17 +203,43 @@ class SimWorker(Process):
 
     def _main(self) -> Thread:
         yield from self._while(NoRole)
+        yield from self._bring_settings()
         while self.begun < _STARTUP:
             yield from self._start_up()
         yield from self._begin()
-        while True:
-            try:
-                yield from self._train()
-                break
-            except EpochChanged:
-                yield from self._recover()
+        if self.node.job.shape.part:
+            yield from self._persist(lambda: self._part(1, self.node.job.shape.part))
+            self._left = 1
+            yield from self._persist(self._between)
+        yield from self._persist(lambda: self._part(self.last_part, None))
         self.tell(ev.ScriptDone())
         yield from self._while(Finished)
+
+    @property
+    def last_part(self) -> int:
+        """The number of the last part of the script."""
+        return 2 if self.node.job.shape.part else 1
+
+    def _persist(self, action: Callable[[], Thread]) -> Thread:
+        while True:
+            try:
+                yield from action()
+                return
+            except EpochChanged:
+                yield from self._recover()
+
+    def _bring_settings(self) -> Thread:
+        assert self.role is not None
+        settings = self.node.job.brought(self.role)
+        if not settings:
+            return
+        self._say(m.BringSettings(0, settings))
+        yield Until(lambda: self._settings is not None, False)
+        if self._settings:
+            self._say(m.ScriptFailed(m.Fault.EXCEPTION, "FtError", "FtError @ train.py", self._settings))
+            self.node.end_worker(self, 1)
+            yield Until(lambda: False, False)
+        self.tell(ev.SettingsBrought(settings))
 
     def _start_up(self) -> Thread:
         """One collective, or the record of it where somebody has completed it (`ft_core.comm.startup`)."""
@@ -233,6 +262,19 @@ class SimWorker(Process):
                 return
             yield Until(lambda e=epoch: self.pending > e, False)  # type: ignore[misc]
 
+    def _between(self) -> Thread:
+        """A collective of the script between two parts, which is recorded as well."""
+        if (number := self.begun) > _STARTUP:
+            return
+        count, holder = self.plan.completed.get(_GROUP, (0, 0))
+        if number < count:
+            yield from self._sleep(self._some(0.02))
+            yield Until(lambda: self.node.job.has_record(holder, number))
+        else:
+            exchange = self.training.join(self, "start", -1 - number, self.members)
+            yield Until(lambda: exchange.complete)
+        self.begun += 1
+
     @property
     def trains(self) -> bool:
         """Whether it has the state of its epoch, which is not over."""
@@ -246,10 +288,13 @@ class SimWorker(Process):
     def _begin(self) -> Thread:
         self.tell(ev.Begins())
         yield from self._while(StartUp)
-        self.words.version = self.words.tag = self.version
         job = self.node.job
+        self.version, self.content = job.own_checkpoint(self.plan)
+        self._began = self._covered = self.version
+        self.words.version = self.words.tag = self.version
         ring = list(range(self.training.roles))
-        registered = m.Registered(self.version, ring, False, job.group_of(self.role))
+        group = job.group_of(self.role)
+        registered = m.Registered(self.version, ring, job.shape.loads == "all", group, self._counts())
         self.tell(ev.Registers(registered))
         yield from self._take_up()
 
@@ -270,12 +315,15 @@ class SimWorker(Process):
         yield from self._sleep(self._some(0.01), False)
         self.tell(ev.Unwound())
         yield from self._while(Quiet)
+        if self.machine.parts < self._left:
+            self.node.end_worker(self, -9)  # `Session.restart`
+            yield Until(lambda: False, False)
 
     def _catch_up(self) -> Thread:
         yield from self._while(Restoring)
         if not isinstance(self.state, Loading):
             raise EpochChanged
-        restore, loaded = self.state.restore, False
+        restore, loaded, job = self.state.restore, False, self.node.job
         changes = self.plan.membership
         if changes.groups:  # else the plan was made before the roles had told of their groups
             self.membership = Membership(changes.groups, changes.changes)
@@ -299,46 +347,29 @@ class SimWorker(Process):
                 raise Violation(
                     f"2: what role {copy.role} had alone is of another past at version {found[0]}"
                 )
+        if job.shape.loads == "each" and self.version < self._covered:
+            self.node.end_worker(self, -9)  # `Session.restart`
+            yield Until(lambda: False, False)
+        self._covered = max(self._covered, self.version - 1)
+        if self.version < job.end_of(self.machine.parts):
+            raise Violation(f"9: a part is done, and role {self.role} is at version {self.version}")
         self.deal = Deal.from_json(self.training.deals[self.content])
         if not loaded:
             yield from self._stage()
         self.words.version = self.words.tag = self.version
         self.tell(ev.Loaded(self.version, loaded))
 
-    def _train(self) -> Thread:
+    def _part(self, number: int, end: int | None) -> Thread:
+        """To the version `end`, or that of the job; all leave it together."""
+        if self.machine.parts >= number and end is not None:
+            return
         job = self.node.job
-        while self.version < job.steps:
-            step = self.version + 1
-            self.deal.take(step, self.membership)
-            yield from self._sleep(self._some(job.step))
-            if job.errors.due(self):
-                yield from self._raise()
-            if not self.barrier_first:
-                yield Until(lambda: self.words.committed >= self.version)
-            exchange = self.training.join(self, "step", self.version, self.members)
-            yield Until(lambda x=exchange: x.complete)  # type: ignore[misc]
-            if self.pending > self.epoch:
-                raise EpochChanged
-            if self.barrier_first:
-                yield Until(lambda: self.words.committed >= self.version)
-            self.words.tag = -1
-            yield from self._sleep(self._some(0.02), False)
-            trained = self.deal.step_done(step, self.membership)
-            self.content = after(self.content, step, trained)
-            self.training.deals[self.content] = self.deal.to_json()
-            self.version = step
-            self.words.version = self.words.tag = self.version
-            self.training.stepped(self, trained)
-            poisoned = job.poison == (self.role, self.version)
-            if self.machine.reports_step:
-                self.tell(ev.StepDone(self.version))
-            if poisoned:
-                self.node.end_worker(self, -11)
-                yield Until(lambda: False, False)
-            yield from self._stage()
-            yield from self._hold()
+        while self.machine.parts < number and self.version < (job.steps if end is None else end):
+            yield from self._step()
+        if end is not None:
+            yield Until(lambda: self.words.committed >= self.version)
         yield Until(lambda: self._copying == 0)
-        self.tell(ev.PartDone(1, last=True))
+        self.tell(ev.PartDone(number, self.version, last=end is None))
         yield from self._while(AtEnd)
         if isinstance(self.state, Leaving):
             raise EpochChanged
@@ -349,6 +380,52 @@ class SimWorker(Process):
         yield from self._sleep(0.002, False)
         self.node.end_worker(self, 1)
         yield Until(lambda: False, False)
+
+    def _step(self) -> Thread:
+        job = self.node.job
+        step = self.version + 1
+        self.deal.take(step, self.membership)
+        yield from self._sleep(self._some(job.step))
+        if job.errors.due(self):
+            yield from self._raise()
+        if not self.barrier_first:
+            yield Until(lambda: self.words.committed >= self.version)
+        exchange = self.training.join(self, "step", self.version, self.members)
+        yield Until(lambda: exchange.complete)
+        if self.pending > self.epoch:
+            raise EpochChanged
+        if self.barrier_first:
+            yield Until(lambda: self.words.committed >= self.version)
+        self.words.tag = -1
+        yield from self._sleep(self._some(0.02), False)
+        trained = self.deal.step_done(step, self.membership)
+        self.content = after(self.content, self.epoch, step, trained)
+        self.training.deals[self.content] = self.deal.to_json()
+        self.version = step
+        self._covered = max(self._covered, step - 1)
+        self.words.version = self.words.tag = self.version
+        self.training.stepped(self, trained)
+        poisoned = job.poison == (self.role, self.version)
+        if self.machine.reports_step:
+            self.tell(ev.StepDone(self.version))
+        if poisoned:
+            self.node.end_worker(self, -11)
+            yield Until(lambda: False, False)
+        yield from self._stage()
+        if job.shape.policy == "shrink" and job.leads(self.role):
+            dealt = {group: list(ranges) for group, ranges in trained.items()}
+            waiting = [(first, start, end) for first, start, end in self.deal.waiting]
+            self._say(m.WorkerTrained(self.epoch, step, m.Dealt(dealt, waiting, self.deal.next)))
+        yield from self._hold()
+        if job.shape.saves and step % job.shape.saves == 0:
+            yield from self._save()
+
+    def _save(self) -> Thread:
+        """A checkpoint of the script's own: nobody begins beyond what all go back to (`Resumption`)."""
+        yield Until(lambda: self.words.committed >= self.version)
+        exchange = self.training.join(self, "save", self.version, self.members)
+        yield Until(lambda: exchange.complete)
+        self.node.job.saved = self.version, self.content
 
     def _hold(self) -> Thread:
         """A replica group comes back: wait for that."""
