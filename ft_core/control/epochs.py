@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, assert_never
 
 import msgspec
@@ -143,7 +143,7 @@ class Epochs:
         self.record("controller_restarted", f"plan of epoch {plan.epoch} taken over")
         if self.end_if_finished():
             return
-        self.hear_of_parts()
+        self.hear_of_parts(facts.nodes.values())
         self.release_if_complete()
         self.completion.taken_over()
         self.watch.miss(set(plan.nodes) - set(facts.nodes), self.now)
@@ -252,13 +252,13 @@ class Epochs:
         self.end(0, "every role has finished")
         return True
 
-    def hear_of_parts(self) -> None:
+    def hear_of_parts(self, nodes: Iterable[Node]) -> None:
         """A former controller may have let all workers leave a part of their scripts. Of those who have asked
         it for that, some may be lost since: it is known to the agents of the others."""
         facts = self.facts
         if isinstance(self.phase, Forming) or facts.plan is None:
             return
-        known = [n.holdings.parts for n in facts.nodes.values() if n.holdings.begun == facts.plan.id]
+        known = [n.holdings.parts for n in nodes if n.holdings.begun == facts.plan.id]
         found = max(known, key=len, default=[])
         if len(found) > len(facts.parts):
             facts.parts = found

@@ -141,7 +141,7 @@ class Controller:
             self._epochs.record("joined", node=node.name, agent_pid=hello.pid, domain=hello.domain)
             self._epochs.returning.node_joined()
         self._hear(node)
-        self._epochs.hear_of_parts()
+        self._epochs.hear_of_parts([node])
         if facts.parts:
             self._epochs.do(Send(peer, m.Release(parts=facts.parts)))
         if kept := facts.strikes.value(self._epochs.now):
