@@ -274,9 +274,10 @@ def test_settings_that_are_none(text: str, tmp_path: Path):
 
 def test_injections():
     assert inject.parse("") == []
-    assert inject.parse("3@forward:5,0@h2h:7:worker") == [
-        inject.Injection(3, "forward", 5, False),
-        inject.Injection(0, "h2h", 7, True),
+    assert inject.parse("3@forward:5,0@h2h:7:worker,1@forward:2:memory") == [
+        inject.Injection(3, "forward", 5, ""),
+        inject.Injection(0, "h2h", 7, "worker"),
+        inject.Injection(1, "forward", 2, "memory"),
     ]
 
 
@@ -290,6 +291,7 @@ def test_injections():
         "1@sleep:1",
         "1@forward:1:node",
         "1@forward:1:worker:2",
+        "1@h2h:1:error",
         "1@2@3:4",
     ],
 )
