@@ -52,6 +52,11 @@ def keep(**objects: Any) -> None:
     _named.update(objects)
 
 
+def names() -> list[str]:
+    """Of all that is named now."""
+    return sorted(_named)
+
+
 class Kept:
     """What all named objects were at one moment of the script, or are to be."""
 

@@ -68,7 +68,7 @@ def main(
     session = Session(shell, predecessors)
     begin(session)
     backend.install(session.comms)
-    unprotected.install(session)
+    watch = unprotected.install(session)
     process = os.getpid()
     code, failure = _outcome(command)
     if os.getpid() != process:  # a child that the script has forked; the role is its parent's
@@ -77,6 +77,7 @@ def main(
     if failure is not None:
         shell.failed(failure)
     else:
+        watch.script_ends()
         session.leave()
     ordinary.end(code)
     if code == 0:

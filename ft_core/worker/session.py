@@ -258,6 +258,11 @@ class Session:
         """Whether training is protected, or has begun to be."""
         return self._recovery is not None
 
+    @property
+    def is_unprotected(self) -> bool:
+        """Whether the script wants no fault tolerance, or cannot have it."""
+        return self._unprotected is not None
+
     def recover(self) -> None:
         """The epoch is over: take up the next one, in place. Main thread, outside the framework's calls."""
         self._protected.recover()
@@ -309,6 +314,7 @@ class Session:
         """
         if self._recovery is None:  # a rehearsal
             return
+        self._recovery.calls.waited = True
         started = time.monotonic_ns()
         pause = 20e-6
         shell, snapshots = self._shell, self._recovery.snapshots
@@ -329,6 +335,7 @@ class Session:
         """
         if self._recovery is None:  # a rehearsal
             return
+        self._recovery.calls.began = True
         if self._control[Word.TAG] != IN_OPTIMIZER:  # some optimizers begin several times in a step
             settle()
             self._shell.check_epoch()
@@ -342,9 +349,12 @@ class Session:
         Copying goes on behind the next forward pass. `dealt`: for the ledger, the samples of the step (see
         `ft_core.elastic.rules.Deal.ledger_entry`), with policy `shrink` only. One role of each replica group
         gives them: all groups know the same, and the ledger must not lose a step with one.
+
+        Raises ConfigError in the second step where `commit_wait` or `optimizer_begins` was never called.
         """
         recovery, shell, machine = self._recovery, self._shell, self._machine
         assert recovery is not None
+        recovery.calls.step_done()
         recovery.pause.end()
         now = time.monotonic_ns()
         if recovery.step_began:

@@ -1,23 +1,65 @@
-"""Torch's own data parallelism under `ftrun`: it runs as under torchrun, and any failure ends the job.
+"""Scripts that train under `ftrun` and are not protected: they are told so, once, and why.
 
-Torch's reducer exchanges gradients by itself, in steps that no adapter sees. So a script that wraps its
-model in it has no step that could be done again, and is told so once.
+Torch's own data parallelism exchanges gradients by itself, in steps that no adapter sees: such a script has
+no step that could be done again. Others just never say that they train: all that they do counts as start-up.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
 
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
 from ft_core import patched
 from ft_core.import_hook import after_import
 from ft_core.worker.session import Session
 
+log = logging.getLogger(__name__)
 
-def install(session: Session) -> None:
-    """Have the session know when a model is wrapped. Once per process."""
+_STEPS = 100
+"""Steps of optimizers in start-up after which a script is taken to train."""
+_WHY = (
+    "its script has never called Session.protect, nor asked its framework to (Megatron: --ft; DeepSpeed: a "
+    "fault_tolerance section)"
+)
+
+
+class Watch:
+    """Of one worker's script."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._steps = 0
+        self._said = False
+        self._hook = register_optimizer_step_post_hook(self._stepped)
+
+    def _stepped(self, *_: object) -> None:
+        if self._session.protecting or self._session.is_unprotected:
+            self._hook.remove()
+            return
+        self._steps += 1
+        if self._steps >= _STEPS:
+            self._say("a failure makes it begin anew, and all its collectives since then are kept in memory")
+            self._hook.remove()
+
+    def script_ends(self) -> None:
+        """By itself. That it has trained unprotected should not go unnoticed, short as it may have been."""
+        if self._steps and not self._session.protecting and not self._session.is_unprotected:
+            self._say("a failure would have made it begin anew")
+
+    def _say(self, what: str) -> None:
+        if not self._said and self._session.role == 0:
+            log.warning("%d optimizer steps, and this job is not protected: %s; %s", self._steps, _WHY, what)
+        self._said = True
+
+
+def install(session: Session) -> Watch:
+    """Have the session know when a model is wrapped, and the user when nothing is protected. Once per
+    process."""
 
     def noticing(name: str, wrap: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -33,3 +75,4 @@ def install(session: Session) -> None:
 
     patched.DDP.wrap(partial(noticing, "DistributedDataParallel"))
     after_import("torch.distributed.fsdp", patch)
+    return Watch(session)

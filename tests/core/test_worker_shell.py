@@ -27,6 +27,7 @@ from ft_core.protocol.messages import (
     WorkerRestored,
     WorkerStepped,
 )
+from ft_core.state.memory import Word
 from ft_core.worker import machine
 from ft_core.worker.states import Training
 
@@ -70,6 +71,14 @@ def test_records_are_kept_for_a_group_that_is_on_its_way(tmp_path: Path) -> None
     assert agent.shell.machine.hold_at == machine.NEVER
 
 
+def step(agent: Answering) -> None:
+    """As a loop does one."""
+    agent.shell.control[Word.COMMITTED] = agent.session.version
+    agent.session.commit_wait()
+    agent.session.optimizer_begins()
+    agent.session.step_done()
+
+
 def test_a_recovery_over_two_epochs(tmp_path: Path) -> None:
     """The second is announced while the worker waits for the plan of the first."""
     agent = Answering(tmp_path)
@@ -84,7 +93,7 @@ def test_a_recovery_over_two_epochs(tmp_path: Path) -> None:
         return []
 
     agent.answer = answer
-    agent.session.step_done()
+    step(agent)
     agent.channel.send(Abort(2))
     wait_for_value(lambda: agent.shell.machine.announced, 2)
     with pytest.raises(EpochChanged, match="epoch 2 was announced; role 0 leaves its step"):
@@ -96,7 +105,7 @@ def test_a_recovery_over_two_epochs(tmp_path: Path) -> None:
     assert agent.shell.comms.epoch == 3 and agent.shell.comms.alive
     assert not agent.session.interrupted(RuntimeError("the script's own"))
     wait_for_value(lambda: agent.of(WorkerRestored)[1:], [WorkerRestored(3, 1, False)])
-    agent.session.step_done()
+    step(agent)
     wait_for_value(lambda: agent.of(WorkerStepped), [WorkerStepped(1, 1), WorkerStepped(3, 2)])
     assert agent.of(Quiesced) == [Quiesced(2, "training", {}), Quiesced(3, "training", {})]
 
@@ -107,9 +116,9 @@ def test_a_step_ends_though_nobody_comes_back(tmp_path: Path, monkeypatch: pytes
     agent.train()
     agent.channel.send(Hold(1, 2))
     wait_for_value(lambda: agent.shell.machine.hold_at, 2)
-    agent.session.step_done()
+    step(agent)
     assert agent.shell.machine.hold_at == 2
-    agent.session.step_done()
+    step(agent)
     assert agent.shell.machine.state == Training() and agent.shell.machine.hold_at == machine.NEVER
     wait_for_value(lambda: agent.of(WorkerHeld), [WorkerHeld(1)])
 

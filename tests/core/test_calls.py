@@ -1,0 +1,112 @@
+"""What a loop forgets is named in its second step; what trains unprotected says so."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from ft_core import kept
+from ft_core.adapter import StateTensor
+from ft_core.errors import ConfigError
+from ft_core.worker import unprotected
+from ft_core.worker.calls import Calls
+from ft_core.worker.session import Session
+
+
+class Adapter:
+    """Of one weight, and of what is kept if so."""
+
+    def __init__(self, keeps: bool = False) -> None:
+        self.weight, self.keeps = torch.zeros(3), keeps
+
+    def tensors(self) -> Iterator[StateTensor]:
+        yield StateTensor("weight", self.weight, (0,))
+        if self.keeps:
+            yield from kept.Kept.capture().tensors((0,))
+
+
+def loop(adapter: Adapter, *, waits: bool = True, begins: bool = True, changes: bool = True) -> None:
+    """Two steps."""
+    calls = Calls(cast(Any, adapter))
+    for _ in range(2):
+        calls.waited |= waits
+        calls.began |= begins
+        if changes:
+            adapter.weight.add_(1.0)
+        calls.step_done()
+
+
+def test_a_loop_that_calls_everything() -> None:
+    loop(Adapter())
+    with torch.inference_mode():
+        loop(Adapter())
+
+
+@pytest.mark.parametrize("call", ["commit_wait", "optimizer_begins"])
+def test_a_call_that_is_forgotten_is_named(call: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{call} was not called in two steps"):
+        loop(Adapter(), waits=call != "commit_wait", begins=call != "optimizer_begins")
+
+
+def test_an_optimizer_may_skip_its_first_steps() -> None:
+    """The gradients of a loss scaler overflow: it does not begin, and nothing changes."""
+    loop(Adapter(), begins=False, changes=False)
+
+
+def test_what_is_called_in_one_step_is_not_forgotten() -> None:
+    adapter = Adapter()
+    calls = Calls(cast(Any, adapter))
+    calls.waited = calls.began = True
+    calls.step_done()
+    adapter.weight.add_(1.0)
+    calls.step_done()
+    calls.step_done()
+
+
+def test_keep_with_an_adapter_that_lists_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "_named", {})
+    kept.keep(average=torch.zeros(2))
+    with pytest.raises(ConfigError, match=r"^keep\(average=...\) does nothing here: Adapter lists no kept"):
+        loop(Adapter())
+    loop(Adapter(keeps=True))
+
+
+def trained(steps: int, caplog: pytest.LogCaptureFixture, **about: Any) -> list[str]:
+    """What is said of a script that does so many steps of an optimizer, and ends."""
+    session = SimpleNamespace(**{"role": 0, "protecting": False, "is_unprotected": False, **about})
+    watch = unprotected.Watch(cast(Session, session))
+    try:
+        weight = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight], 0.1)
+        weight.grad = torch.ones(1)
+        with caplog.at_level(logging.WARNING):
+            for _ in range(steps):
+                optimizer.step()
+            watch.script_ends()
+    finally:
+        watch._hook.remove()
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_script_that_trains_in_start_up_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    [said] = trained(150, caplog)
+    assert said.startswith("100 optimizer steps, and this job is not protected: ")
+    assert "Session.protect" in said and "a failure makes it begin anew" in said
+
+
+def test_so_is_one_that_ends_early(caplog: pytest.LogCaptureFixture) -> None:
+    [said] = trained(3, caplog)
+    assert said.startswith("3 optimizer steps, and this job is not protected: ")
+
+
+@pytest.mark.parametrize(
+    ("steps", "about"),
+    [(0, {}), (150, {"role": 1}), (150, {"protecting": True}), (9, {"is_unprotected": True})],
+)
+def test_others_are_told_nothing(steps: int, about: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    assert not trained(steps, caplog, **about)
