@@ -25,6 +25,7 @@ from forked import Forked
 from processes import in_groups
 
 from ft_core.cli import ask, ctl, flags
+from ft_core.protocol.messages import Inject, Injected
 from ft_core.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -343,6 +344,10 @@ class Job:
         agents = {row["role"]: row["agent_pid"] for row in self.status()["roles"]}
         for agent in {agents[role] for role in roles}:
             os.killpg(agent, signal.SIGKILL)
+
+    def kill_worker(self, role: int) -> None:
+        """What `ftctl kill --role` does, without the seconds that a new interpreter takes."""
+        assert ask.ask(Inject(role), self.job_dir) == Injected(role)
 
     def ctl(self, *arguments: str) -> str:
         command = [sys.executable, "-m", "ft_core.cli.ctl", "--job-dir", str(self.job_dir), *arguments]

@@ -57,7 +57,7 @@ def test_settings_of_the_script_hold_for_the_whole_job(tmp_path: Path):
         assert all(not row["replicas"] and not row["h2h_bytes"] for row in first.status()["roles"])
         written = len(events_of(first, "durable"))
         first.wait_for("durable", written + 4)
-        first.ctl("kill", "--node", "node1")
+        assert first.ctl("kill", "--node", "node1") == "killed node1\n"
         decided = first.wait_for_epoch("decided", 2)
         assert decided["origin"] == "durable" and decided["moved"] == {"1": "node2"}
         first.wait_for_epoch("resumed", 2)

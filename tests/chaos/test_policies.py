@@ -46,7 +46,7 @@ def test_a_crashed_worker_is_restarted_where_it_was(tmp_path):
         job.wait_for("joined", 3)
         before = job.status()
         for times in range(1, 4):
-            assert job.ctl("kill", "--role", "1") == "killed 1\n"
+            job.kill_worker(1)
             job.wait_for("resumed", 1 + times)
         after = job.status()
         # Two snapshots, and a control block for the worker; another for the standby. Each is one mapping with
@@ -197,7 +197,7 @@ def test_a_script_without_ft_trains_as_usual(tmp_path):
 def test_a_script_without_ft_ends_with_its_first_crash(tmp_path):
     with Job(tmp_path / "job", LAYOUT, STEPS, protected=False, script=PACED) as job:
         job.wait_for_step(3)
-        job.ctl("kill", "--role", "1")
+        job.kill_worker(1)
         result = job.finish()
     assert result.code == 1
     assert "killed by SIGKILL; the script runs without fault tolerance (--ft)" in result.output
