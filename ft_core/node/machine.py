@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import assert_never
 
@@ -283,6 +284,8 @@ class Agent:
                 worker.quiesced, worker.stage, worker.counts = epoch, stage, counts
                 self.epochs.report_if_quiet()
             case m.WorkerRestored(epoch, version, loaded):
+                if loaded:  # it needs no memory of its own, if both buffers have been filled from elsewhere
+                    self._lay_out(worker, role, self._view.segments(role))
                 self.epochs.say(m.Restored(epoch, role, worker.pid, version, loaded))
                 for held in [role, *self.epochs.adopted_by(role)] if loaded else []:
                     self.epochs.staged(worker, held, version)
@@ -326,19 +329,22 @@ class Agent:
                 assert_never(message)
 
     def _allocate(self, worker: Worker, request: m.Allocate) -> None:
-        adopted = request.role != worker.role
+        self._lay_out(worker, request.role, [Segment.of(layout) for layout in request.segments])
+        self.epochs.do(Reserve(worker.number, request, request.role != worker.role))
+
+    def _lay_out(self, worker: Worker, role: int, segments: Sequence[Segment]) -> None:
+        """Say what the state of a role is, which `worker` plays or has adopted."""
         self.epochs.say(
             m.RoleLayout(
                 epoch=self.epochs.epoch,
-                role=request.role,
-                adopted=adopted,
-                segments={Segment.of(s).id: list(s.holders) for s in request.segments},
+                role=role,
+                adopted=role != worker.role,
+                segments={segment.id: list(segment.holders) for segment in segments},
                 initial=worker.initial,
                 resumes=worker.resumes,
                 group=worker.group,
             )
         )
-        self.epochs.do(Reserve(worker.number, request, adopted))
 
     def _ask_peer(self, worker: Worker, question: m.AskStartupEntries | m.AskProgress) -> None:
         """A newcomer here asks something of a role elsewhere: its agent is asked."""

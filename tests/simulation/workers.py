@@ -90,6 +90,8 @@ class SimWorker(Process):
         """Start-up operations that this worker has done."""
         self._allocated: dict[int, list[int]] = {}
         self._ids = 0
+        self._mapped: set[tuple[int, int]] = set()
+        """Memory of its agent's that it knows, by role and slot."""
         self._copying = 0
         self._settings: str | None = None
         """What was said to the settings that it brings: empty if they are used."""
@@ -334,6 +336,7 @@ class SimWorker(Process):
         for copy in restore.parts:
             if copy.role not in held:
                 continue
+            self._mapped.add((copy.role, copy.slot))
             found = self.node.store.read(copy.role, copy.slot, copy.role != self.role)
             yield from self._sleep(self._some(0.01))
             if found is None or found[0] != restore.version:
@@ -449,7 +452,8 @@ class SimWorker(Process):
     def _stage_of(self, role: int) -> Thread:
         memory = self.node.store.memory(role, role != self.role)
         slot = memory.free()
-        if memory.held[slot] is None:
+        if (role, slot) not in self._mapped:
+            self._mapped.add((role, slot))
             self._ids += 1
             number = self._ids
             layouts = [to_layout(s) for s in self.training.segments(role, role != self.role)]
