@@ -208,7 +208,9 @@ class Facts:
             self.catalogue[message.role] = {**self.catalogue.get(message.role, {}), **message.segments}
             return
         self.catalogue[message.role] = dict(message.segments)
-        self.initial, self.resumes = message.initial, message.resumes
+        if self.initial is None:  # a newcomer's script may begin with a checkpoint that was not there then
+            self.initial = message.initial
+        self.resumes = message.resumes
         assert message.group is not None, f"role {message.role} tells of its state, and of no replica group"
         self.groups.register(message.role, message.group)
 

@@ -535,7 +535,7 @@ def durable() -> Node:
 
 def test_what_the_state_is_is_told_also_by_who_needs_no_memory_for_it(durable: Node):
     """Found by the simulator: after two restores from storage, the controller never learnt that it trains."""
-    durable.view.held[0] = [2]
+    durable.memory.held[0, False] = [2]
     durable.worker(m.WorkerRestored(1, 2, loaded=True))
     [layout] = durable.said(m.RoleLayout)
     assert layout.role == 0 and layout.segments == {segment(0).id: list(segment(0).holders)}

@@ -982,6 +982,14 @@ def test_settings_that_a_script_brings_begin_nothing_anew_where_storage_cannot_b
     assert job.done == End(1) and "cannot be read: node0: Stale file handle" in job.said[-1]
 
 
+def test_where_a_newcomers_script_begins_is_not_where_the_job_did() -> None:
+    """Found by the simulator: it loads a checkpoint of its own, and the job counted as one without a step."""
+    job = ControlPlane()
+    job.all_step(1)
+    job["node0"].say(replace(job["node0"].layouts[0], initial=6))
+    assert job.controller.facts.initial == 0 and job.controller.facts.trained
+
+
 def end_part(job: ControlPlane, version: int) -> None:
     for role in job.roles:
         job[f"node{role}"].say(Completed(epoch=1, role=role, part=1, version=version, last=False))
