@@ -25,6 +25,7 @@ from ft_core.control.durable_names import Checkpoints
 from ft_core.control.events import Close, Effect, End, Record, Say, Send
 from ft_core.control.facts import ALL_IS_LOST, Facts, Node, Operations, completed, epoch_of, records
 from ft_core.control.forming import first_places
+from ft_core.control.links import Pair
 from ft_core.control.phases import Done, Forming, Phase, Quiescing, Rebuilding, Running, Waiting
 from ft_core.control.progress import Progress
 from ft_core.control.returning import Returning
@@ -418,6 +419,15 @@ class Epochs:
         none = facts.settings.world_size  # a node without a role is replaced rather than one with some
         failed = lambda name: len(facts.strikes.against(strikes.place(name), self.now))  # noqa: E731
         broken = self.watch.links.found(failed, lambda name: first.get(name, none))
+        if broken is not None and self._has_no_other(broken.replaced, broken.ends):
+            # What it holds would be lost, and it would come back to the same link.
+            self.watch.links.again(self.now)
+            one, other = broken.ends
+            what = f"nodes {one} and {other} do not reach each other, and no other node can take over for one"
+            if what != self._shortage:
+                self._shortage = what
+                self._say_it_waits(what, [])
+            return
         self.watch.ends()
         if broken is not None:
             one, other = broken.ends
@@ -431,6 +441,12 @@ class Epochs:
         elif isinstance(self.phase, Running):
             self.fail(f"connections broke, and all nodes reach each other ({why})", [])
         self.decide_if_ready()
+
+    def _has_no_other(self, replaced: m.NodeName, ends: Pair) -> bool:
+        """Whether the job would wait for a node if that one were replaced."""
+        facts = self.facts
+        needed = facts.settings.policy == "wait" and replaced in facts.places.values()
+        return needed and not facts.nodes.keys() - set(facts.places.values()) - set(ends)
 
     def watch_endings(self) -> None:
         facts = self.facts
@@ -506,7 +522,7 @@ class Epochs:
         nodes = facts.nodes.values()
         if any(n.holdings.reported != facts.epoch or n.sight.gone_since is not None for n in nodes):
             return
-        if self.watch.links.suspected:
+        if self.watch.suspects_link:
             return  # what is decided should work
         if facts.reached > facts.goal:  # the failure is the first that comes after it
             facts.futile, facts.goal = min(facts.futile, 1), facts.reached
@@ -590,9 +606,12 @@ class Epochs:
         self.phase = Waiting(phase.since)
         if nodes and what != self._shortage:
             self._shortage = what
-            what, how = f"{what}; {explain.what_is_left(facts)}", explain.how_to_join(facts)
-            self.record("waiting", f"{what}: {how}", shortage.roles)
-            log.warning("%s; waiting for a node: %s", what, how)
+            self._say_it_waits(f"{what}; {explain.what_is_left(facts)}", shortage.roles)
+
+    def _say_it_waits(self, what: str, roles: list[int]) -> None:
+        how = explain.how_to_join(self.facts)
+        self.record("waiting", f"{what}: {how}", roles)
+        log.warning("%s; waiting for a node: %s", what, how)
 
     def end(self, code: int, reason: str, shown: str = "") -> None:
         """End the job with this exit code, unless it is over. `shown`: on the console, if not `reason`."""

@@ -93,6 +93,10 @@ class Links:
         self._asked, self._broken = {name: set(about) for name, about in asked.items()}, set()
         return asked
 
+    def again(self, now: float) -> None:
+        """What was found cannot be mended now: find out anew whether it is still so."""
+        self._due, self._rounds, self._asked = now + ROUND, 0, {}
+
     @property
     def over(self) -> bool:
         """Whether it is known what there is to know."""

@@ -42,6 +42,11 @@ class Watch:
         self.doubting.clear()
         self.links = Links()
 
+    @property
+    def suspects_link(self) -> bool:
+        """Whether it is being found out why connections broke, for somebody who is there."""
+        return self.links.suspected and not self.doubting.isdisjoint(self._facts.nodes)
+
     # -- what is heard -----------------------------------------------------------------------------
 
     def greeted(self, name: NodeName) -> None:
@@ -118,7 +123,7 @@ class Watch:
 
     def question_links(self, now: float) -> list[Effect]:
         """To the nodes of the plan, about each other, where connections broke and no step finishes."""
-        if not self.doubting:
+        if not self.suspects_link:
             return []
         nodes = self._facts.nodes
         concerned = set(self._facts.begun.nodes) & set(nodes)

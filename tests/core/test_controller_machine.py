@@ -601,6 +601,40 @@ def test_a_link_that_is_broken_once_is_not() -> None:
     assert job.records_of("decided")[-1].more["moved"] == {}, "what broke is made anew, by the same workers"
 
 
+def test_nobody_is_replaced_for_a_link_while_there_is_no_other_node() -> None:
+    """Found by the simulator: it came back to the same link, without its copies, until the job ended."""
+    job = broke(nodes=2, spares=0)
+    answer_probes(job, 20, ("node0", "node1"))
+    [waiting] = job.records_of("waiting")
+    assert "nodes node0 and node1 do not reach each other" in waiting.reason and "--join" in waiting.reason
+    assert not job.records_of("link") and not job.records_of("detected") and job.phase == "running"
+    answer_probes(job, 10)
+    [detected] = job.records_of("detected")
+    assert "all nodes reach each other" in detected.reason, "it is mended: what broke is made anew"
+    job.all_report()
+    assert job.records_of("decided")[-1].more["moved"] == {}
+
+
+def test_a_spare_that_joins_takes_over_for_an_end_of_a_broken_link() -> None:
+    job = broke(nodes=2, spares=0)
+    answer_probes(job, 10, ("node0", "node1"))
+    job.join("node9")
+    answer_probes(job, 10, ("node0", "node1"))
+    assert job.records_of("link")[0].more["replaced"] == "node1"
+
+
+def test_a_link_is_of_no_interest_once_all_who_saw_it_break_are_dead() -> None:
+    job = ControlPlane(nodes=3, spares=2)
+    job.all_step(1)
+    lose(job, "node1")
+    job.all_report()
+    taken = job.records_of("decided")[-1].more["moved"][1]
+    job[taken].say(RestoreFailed(epoch=2, role=1, reason="no route to host"))
+    lose(job, taken)
+    job.all_report()
+    assert len(job.records_of("decided")) == 3
+
+
 def test_nobody_is_asked_about_links_while_steps_go_on() -> None:
     job = broke()
     for step in range(2, 30):

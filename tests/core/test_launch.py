@@ -168,6 +168,7 @@ def test_spares_of_the_scripts_own_configuration_are_started(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(Launcher, "wait", lambda _: 0)
     monkeypatch.setattr(Launcher, "stop", lambda _: None)
+    monkeypatch.setattr("ft_core.cli.launch.signal.signal", lambda *_: None)  # of this process, for good
     flags = ["--standalone", "--nnodes=2", f"--job-dir={tmp_path / 'job'}"]
     assert launch.main([*flags, *framework(spares=1)]) == 0
     nodes = [about[1] for module, *about in started if module == "ft_core.node"]

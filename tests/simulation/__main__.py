@@ -6,6 +6,7 @@ import argparse
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -51,6 +52,7 @@ def failures(
 
 
 def _begin(mutation: Callable[[], None] | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # else nothing ends who was forked from a handler
     logging.disable(logging.CRITICAL)
     if mutation is not None:
         mutation()

@@ -86,7 +86,7 @@ def both_ends_of_a_link_are_replaced() -> None:
         for effect in self.effects[count:]:
             if isinstance(effect, Record) and effect.event == "link":
                 for name in set(effect.more["nodes"]) & set(self.facts.nodes):
-                    self.node_lost(self.facts.nodes[name], "its link is broken", for_good=True)
+                    self.node_lost(self.facts.nodes[name], "its link is broken", m.Fault.TRANSPORT)
 
     Epochs._mend = mutated  # type: ignore[method-assign]
 

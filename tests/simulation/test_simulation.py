@@ -24,6 +24,8 @@ FAILED_ONCE = {
     391: "the ledger entered steps of an epoch that it had not entered",
     1311: "a spare was left, which knew the first plan alone, and training began anew in silence "
     "(the_first_plan_is_all_there_is)",
+    5960: "a node was replaced for a broken link again and again, and no other node was there",
+    8665: "everybody who had seen a link break had died, and it was waited for what others would say",
     2341: "a role that came back was asked for records that it did not have",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
