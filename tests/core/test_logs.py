@@ -132,7 +132,7 @@ def test_a_worker_without_a_log_directory_prints_where_its_agent_does(tmp_path: 
 PRINTS = """
 import os, sys
 from pathlib import Path
-for number in range(2000):
+for number in range(25000):
     print("step", number, "x" * 40)
     print("error", number, "x" * 40, file=sys.stderr)
 Path(sys.argv[1], "done-" + os.environ["RANK"]).touch()
@@ -149,7 +149,8 @@ def test_a_job_ends_though_its_disk_is_full_and_nobody_reads_its_console(tmp_pat
     os.set_blocking(writer, True)
     command = [sys.executable, "-m", "ft_core.cli.launch", "--standalone", "--nnodes=2"]
     command += [f"--job-dir={tmp_path / 'job'}", str(tmp_path / "train.py"), str(tmp_path)]
-    limit = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); "
+    # More than the memory that an agent and a worker share, which counts as a file.
+    limit = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000)); "
     with subprocess.Popen(
         [sys.executable, "-c", limit + "os.execvp(sys.argv[1], sys.argv[1:])", *command],
         env=environment() | {"TMPDIR": str(short_path)},
@@ -167,4 +168,4 @@ def test_a_job_ends_though_its_disk_is_full_and_nobody_reads_its_console(tmp_pat
     events = [json.loads(line) for line in (tmp_path / "job" / "events.jsonl").read_text().splitlines()]
     assert [e["event"] for e in events] == ["joined", "joined", "decided", "finished"]
     for log in (tmp_path / "job").glob("logs/role-*/*.log"):
-        assert log.stat().st_size == 20000
+        assert log.stat().st_size == 1_000_000
