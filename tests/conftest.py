@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import time
@@ -22,6 +23,13 @@ def short_path() -> Iterator[Path]:
     """A directory for sockets, the path of which has 107 bytes at most: `tmp_path` may be too long."""
     with tempfile.TemporaryDirectory(prefix="ft-") as path:
         yield Path(path)
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Iterator[None]:
+    """Garbage is collected again after a test that has left a session in the middle of a recovery."""
+    yield
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is applied

@@ -89,7 +89,7 @@ class Links:
             self._always = self._broken & self._always if self._rounds else self._broken
             self._rounds += 1
         few = set(nodes) if len(nodes) <= ALL else set(sorted(set(seers) & set(nodes))[:ALL])
-        asked = {name: (set(nodes) if name in few else few) - {name} for name in nodes}
+        asked = {name: (set(nodes) if name in few else few) - {name} for name in sorted(nodes)}
         self._asked, self._broken = {name: set(about) for name, about in asked.items()}, set()
         return asked
 

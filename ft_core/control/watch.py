@@ -130,7 +130,7 @@ class Watch:
         sound = concerned <= self._witnesses(now)
         asked = self.links.tick(concerned, self.doubting, sound, self._steps.newest, now)
         return self.ask(
-            {name: {other: nodes[other].hello.data for other in about} for name, about in asked.items()}
+            {name: {o: nodes[o].hello.data for o in sorted(about)} for name, about in asked.items()}
         )
 
     # -- nodes out of sight ------------------------------------------------------------------------

@@ -70,8 +70,9 @@ def classify(error: BaseException) -> Fault:
 
 
 def what(error: BaseException) -> str:
-    """In a line: its type and the end of its text."""
-    return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1][:_MESSAGE]
+    """In a line: its type and the first line of its text."""
+    text = str(error).strip()
+    return (f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__)[:_MESSAGE]
 
 
 def signature(error: BaseException) -> str:

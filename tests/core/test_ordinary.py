@@ -65,5 +65,6 @@ def test_a_script_that_fails(tmp_path: Path):
     assert said.count("Traceback") == 1 and "the hook has ValueError" in said
     assert "ft_core" not in said and "runpy" not in said and "leaked" not in said
     _, _, reason = said.partition("ftrun: the job stops: ")
-    assert "of role 1 on node0: exit code 1\nValueError: the script's own,\nof two lines\n" in reason
+    assert "of role 1 on node0: exit code 1: ValueError: the script's own,; no step was done yet" in reason
+    assert "\nValueError: the script's own,\nof two lines\n" in reason
     assert (tmp_path / "job" / "logs" / "role-1" / "stderr.log").read_text().count("Traceback") == 1
