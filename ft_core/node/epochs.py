@@ -198,7 +198,7 @@ class Epochs:
         """Begin the epoch of `plan`: give roles to workers, bring their state here, let them go on."""
         if plan.epoch < self.epoch or plan.epoch == self.begun:
             return
-        before, adopted_before = self.roles_here(), self._adopted_here()
+        before = self.roles_here()
         self.plan, self.epoch, self.parts = plan, plan.epoch, plan.worker.parts
         self._copies.epoch_ends()
         self.do(UsePlan(plan))
@@ -213,8 +213,9 @@ class Epochs:
         self.withdraw({worker.role for worker in self.crew.playing()} - set(here))
         adopted = self._adopted_here()
         self.said.keep_only({*here, *adopted})
-        # A role that has moved away may still be fetched from here: its memory goes one epoch later.
-        self.do(KeepOnly(frozenset([*here, *before]), frozenset([*adopted, *adopted_before])))
+        self.do(
+            KeepOnly(frozenset(here) | self._source_of(False), frozenset(adopted) | self._source_of(True))
+        )
         for role in here:
             if (worker := self.crew.of_role(role)) is not None:
                 self.do(ToWorker(worker.number, m.PlanBegins(self._with_settings(plan.worker))))
@@ -223,6 +224,16 @@ class Epochs:
             # Otherwise it has died since this node reported: the plan relies on it, so there will be another.
             if worker is not None:
                 self._restore(worker, plan)
+
+    def _source_of(self, adopted: bool) -> frozenset[int]:
+        """Roles whose memory here, wherever they are played now, has what this epoch begins with: until those
+        who fetch it have made a step it may be all there is."""
+        assert self.plan is not None
+        worker, view = self.plan.worker, self._view
+        if worker.origin == "durable":
+            return frozenset()
+        held = view.roles(adopted)
+        return frozenset(role for role in held if worker.version in view.versions(role, adopted))
 
     def nodes_changed(self, number: str, nodes: Mapping[m.NodeName, m.NodeAddress | None]) -> None:
         """Nodes without a role that have come, or gone (None), since the plan with this id was made."""

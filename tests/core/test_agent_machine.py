@@ -375,14 +375,18 @@ def test_who_has_left_its_step_waits_for_the_plan_as_long_as_it_takes(training: 
     assert not training.effects(e.Kill)
 
 
-def test_a_role_that_moves_away_loses_its_worker_and_one_epoch_later_its_memory(training: Node):
-    number = training.number()
-    training.hear(plan(2, roles={0: "node1", 1: "node1"}))
+def test_a_role_that_moves_away_loses_its_worker_and_once_others_have_made_a_step_its_memory(training: Node):
+    """An epoch that ends before its roles have fetched their state leaves all there is of it where it was."""
+    training.memory.held[0, False] = [0, 1]
+    number, moved = training.number(), {0: "node1", 1: "node1"}
+    training.hear(plan(2, version=1, origin="memory", roles=moved))
     assert training.effects(e.Kill) == [e.Kill(number)]
     assert training.effects(e.KeepOnly) == [e.KeepOnly(frozenset([0]), frozenset())]
     assert not training.agent.crew.playing()
     assert training.handle(e.WorkerEnded(number, -9)) == [e.Start(2, 0)], "for the same device; no loss"
-    training.hear(plan(3, roles={0: "node1", 1: "node1"}))
+    training.hear(plan(3, version=1, origin="memory", roles=moved))
+    assert training.effects(e.KeepOnly) == [e.KeepOnly(frozenset([0]), frozenset())]
+    training.hear(plan(4, version=2, origin="memory", roles=moved))
     assert training.effects(e.KeepOnly) == [e.KeepOnly(frozenset(), frozenset())]
 
 
