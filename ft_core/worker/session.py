@@ -314,7 +314,6 @@ class Session:
         """
         if self._recovery is None:  # a rehearsal
             return
-        self._recovery.calls.waited = True
         started = time.monotonic_ns()
         pause = 20e-6
         shell, snapshots = self._shell, self._recovery.snapshots
@@ -335,7 +334,6 @@ class Session:
         """
         if self._recovery is None:  # a rehearsal
             return
-        self._recovery.calls.began = True
         if self._control[Word.TAG] != IN_OPTIMIZER:  # some optimizers begin several times in a step
             settle()
             self._shell.check_epoch()
@@ -350,7 +348,7 @@ class Session:
         `ft_core.elastic.rules.Deal.ledger_entry`), with policy `shrink` only. One role of each replica group
         gives them: all groups know the same, and the ledger must not lose a step with one.
 
-        Raises ConfigError in the second step where `commit_wait` or `optimizer_begins` was never called.
+        Raises ConfigError in the second step where `keep` was called and the adapter lists nothing of it.
         """
         recovery, shell, machine = self._recovery, self._shell, self._machine
         assert recovery is not None
