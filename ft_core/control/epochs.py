@@ -74,7 +74,7 @@ class Epochs:
         self._last_failure: tuple[str, int, list[int]] = "", 1, []
         """Why, the exit code should it be the last, and the roles that were lost."""
         self._shortage = ""
-        """What was said of the workers that the job waits for."""
+        """What was said last of what the job waits for."""
 
     def do(self, *effects: Effect) -> None:
         self.effects += effects
@@ -424,8 +424,7 @@ class Epochs:
             self.watch.links.again(self.now)
             one, other = broken.ends
             what = f"nodes {one} and {other} do not reach each other, and no other node can take over for one"
-            if what != self._shortage:
-                self._shortage = what
+            if self._is_news(what):
                 self._say_it_waits(what, [])
             return
         self.watch.ends()
@@ -494,8 +493,7 @@ class Epochs:
             return
         facts = self.facts
         roles, in_vain = first_places(facts, self.now - self.phase.joined_at)
-        if in_vain and (what := explain.missing_at_the_start(in_vain)) != self._shortage:
-            self._shortage = what
+        if in_vain and self._is_news(what := explain.missing_at_the_start(in_vain)):
             self.record("waiting", what)
             log.warning("%s", what)
         if roles is None or (durable := self.durable(set(roles.values()))) is None:
@@ -565,8 +563,7 @@ class Epochs:
         missed = self.watch.missed(self.now) if bad else []
         if missed:
             what = f"nodes {', '.join(missed)} cannot be reached, and without them {explain.loses(outcome)}"
-            if what != self._shortage:
-                self._shortage = what
+            if self._is_news(what):
                 self.record("unreachable", f"{what}: waiting for them for {facts.settings.silence_limit:g} s")
                 log.warning("%s; waiting for them for %g s", what, facts.settings.silence_limit)
             self.do(*self.watch.look_for(missed, self.now))
@@ -604,9 +601,13 @@ class Epochs:
             self.end(1, f"{what}; policy is stop")
             return
         self.phase = Waiting(phase.since)
-        if nodes and what != self._shortage:
-            self._shortage = what
+        if nodes and self._is_news(what):
             self._say_it_waits(f"{what}; {explain.what_is_left(facts)}", shortage.roles)
+
+    def _is_news(self, what: str) -> bool:
+        """Whether it is not what was said last of what the job waits for; from now on it is."""
+        before, self._shortage = self._shortage, what
+        return what != before
 
     def _say_it_waits(self, what: str, roles: list[int]) -> None:
         how = explain.how_to_join(self.facts)

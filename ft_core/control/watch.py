@@ -107,9 +107,9 @@ class Watch:
                 node.sight.asked = now
                 for witness in chosen(node.name, witnesses):
                     asked.setdefault(witness, {})[node.name] = node.hello.data
-        return self.ask(asked)
+        return self._ask(asked)
 
-    def ask(self, asked: dict[NodeName, dict[NodeName, str]]) -> list[Effect]:
+    def _ask(self, asked: dict[NodeName, dict[NodeName, str]]) -> list[Effect]:
         """By witness, the addresses of those that it is to reach."""
         if asked:
             self._round += 1
@@ -129,7 +129,7 @@ class Watch:
         concerned = set(self._facts.begun.nodes) & set(nodes)
         sound = concerned <= self._witnesses(now)
         asked = self.links.tick(concerned, self.doubting, sound, self._steps.newest, now)
-        return self.ask(
+        return self._ask(
             {name: {o: nodes[o].hello.data for o in sorted(about)} for name, about in asked.items()}
         )
 
@@ -155,4 +155,4 @@ class Watch:
         for name in sorted(set(names) & set(known)):  # a spare is forgotten with its address
             for witness in chosen(name, witnesses):
                 asked.setdefault(witness, {})[name] = known[name].data
-        return self.ask(asked)
+        return self._ask(asked)

@@ -942,9 +942,8 @@ def test_a_successor_that_finds_nobody_starts_over_where_the_script_resumes() ->
     assert job.records_of("starting_over") and job.records_of("resumes")
 
 
-def lose_all_with_a_role(**settings: Any) -> ControlPlane:
+def lose_all_with_a_role(job: ControlPlane) -> None:
     """And the controller. A spare is left, which knows the first plan and no more."""
-    job = ControlPlane(nodes=2, spares=1, replicas=0, **settings)
     job.all_step(1)
     del job.agents["node0"], job.agents["node1"]
     job["node2"].replicas = {}
@@ -956,12 +955,12 @@ def lose_all_with_a_role(**settings: Any) -> ControlPlane:
     job.wait(takeover.GRACE + 0.2)
     job.all_report()
     job.wait(job.settings.silence_limit)
-    return job
 
 
 def test_a_successor_that_finds_a_spare_alone_does_not_begin_anew_in_silence() -> None:
     """Found by the simulator: the spare's plan was made before anybody had trained."""
-    job = lose_all_with_a_role()
+    job = ControlPlane(nodes=2, spares=1, replicas=0)
+    lose_all_with_a_role(job)
     assert job.done == End(1) and "lost together" in job.said[-1]
     assert len(job.records_of("decided")) == 1
 
@@ -976,16 +975,7 @@ def names(job: ControlPlane, found: list[str], error: str = "") -> None:
 def test_a_successor_that_finds_a_spare_alone_goes_on_from_a_durable_checkpoint() -> None:
     job = ControlPlane(nodes=2, spares=1, replicas=0, durable_dir="/d", durable_interval=1)
     names(job, [])
-    job.all_step(1)
-    del job.agents["node0"], job.agents["node1"]
-    job.start_controller()
-    job["node2"].greet()
-    job.join("new0")
-    job.wait(0.1)
-    tell(job)
-    job.wait(takeover.GRACE + 0.2)
-    job.all_report()
-    job.wait(job.settings.silence_limit)
+    lose_all_with_a_role(job)
     names(job, ["step-00000001-00001-x-2"])
     job.wait(0.1)
     decided = job.records_of("decided")[-1].more
