@@ -37,18 +37,22 @@ class Watch:
         self._said = False
         self._hook = register_optimizer_step_post_hook(self._stepped)
 
+    @property
+    def _in_start_up(self) -> bool:
+        return not (self._session.protecting or self._session.is_unprotected)
+
     def _stepped(self, *_: object) -> None:
-        if self._session.protecting or self._session.is_unprotected:
-            self._hook.remove()
-            return
-        self._steps += 1
-        if self._steps >= _STEPS:
-            self._say("a failure makes it begin anew, and all its collectives since then are kept in memory")
-            self._hook.remove()
+        # The hook stays: torch goes through all of them now, and fails if one is taken away meanwhile.
+        if self._in_start_up:
+            self._steps += 1
+            if self._steps == _STEPS:
+                self._say(
+                    "a failure makes it begin anew, and all its collectives since then are kept in memory"
+                )
 
     def script_ends(self) -> None:
         """By itself. That it has trained unprotected should not go unnoticed, short as it may have been."""
-        if self._steps and not self._session.protecting and not self._session.is_unprotected:
+        if self._steps and self._in_start_up:
             self._say("a failure would have made it begin anew")
 
     def _say(self, what: str) -> None:

@@ -68,6 +68,25 @@ def test_a_script_that_trains_in_start_up_is_told_once(caplog: pytest.LogCapture
     assert "Session.protect" in said and "a failure makes it begin anew" in said
 
 
+@pytest.mark.parametrize("protecting", [False, True])
+def test_hooks_of_others_go_on(protecting: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Those that were registered later come after it in each step."""
+    seen: list[object] = []
+    watch = unprotected.register_optimizer_step_post_hook
+
+    def followed(hook: Any) -> Any:
+        handle = watch(hook)
+        later.append(watch(lambda *_: seen.append(None)))
+        return handle
+
+    later: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unprotected, "register_optimizer_step_post_hook", followed)
+        trained(150, caplog, protecting=protecting)
+    later[0].remove()
+    assert len(seen) == 150
+
+
 def test_so_is_one_that_ends_early(caplog: pytest.LogCaptureFixture) -> None:
     [said] = trained(3, caplog)
     assert said.startswith("3 optimizer steps, and this job is not protected: ")
