@@ -170,7 +170,9 @@ class Epochs:
         facts.groups.changed(start.version, start.roles)
         if before is None or (facts.initial is None and start.origin == "durable"):
             facts.start = start.version, start.origin
-        if start.version is not None:  # a durable checkpoint may be of before a part's end
+        if start.version is not None:
+            facts.seen_at([start.version])
+            # A durable checkpoint may be of before a part's end.
             facts.parts = [end for end in facts.parts if end <= start.version]
         job = before.job if before is not None else self._ids()
         state = plans.state(facts, start, done, name=f"{facts.epoch}-{self._ids()}", job=job)

@@ -48,7 +48,7 @@ def state(facts: Facts, start: Start, done: Operations, name: str, job: str) -> 
         groups=facts.groups.value(),
         catalogue=dict(facts.catalogue),
         initial=facts.initial,
-        reached=max(facts.reached, start.version or 0),
+        reached=facts.reached,
         futile=facts.futile,
         goal=facts.goal,
         start=facts.start,

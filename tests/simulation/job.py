@@ -269,6 +269,8 @@ class SimJob:
                     self._is_lost(node, event.reason, controller)
         if event.event == "controller_restarted":
             self._look(controller)
+        if event.event == "starting_over" and not self.storage.complete():
+            self.training.least = 0  # what a former job has left is damaged, and it is said
         if event.event == "link":
             machines = [name.partition("+")[0] for name in event.more["nodes"]]
             if self.network.joins(*machines) and not any(map(self._ails, self.live())):

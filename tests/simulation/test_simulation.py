@@ -27,6 +27,9 @@ FAILED_ONCE = {
     5960: "a node was replaced for a broken link again and again, and no other node was there",
     8665: "everybody who had seen a link break had died, and it was waited for what others would say",
     2341: "a role that came back was asked for records that it did not have",
+    101434: "all that had been restored from a durable checkpoint was lost, which was damaged since, and "
+    "training began anew in silence",
+    105020: "the same where the script goes on from a checkpoint of its own, which it has not made yet",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
 
