@@ -352,12 +352,16 @@ class SimNode(Process):
             if other.epoch != wanted.epoch:
                 self.later(0.01, lambda: self._push(wanted, [], 0, f"{name} is in another epoch"))
                 return
-            slot = other.store.push_begins(segment.id, segment.holders, wanted.version)
-            other.later(self.world.rng.random() * _TRANSFER, lambda: ends(slot))
+            slot = other.store.push_begins(segment.id, segment.holders, (wanted.version, content))
+            seconds = self.world.rng.random() * _TRANSFER
+            if slot is None:
+                self.later(0.001, done)
+            else:
+                other.later(seconds, lambda: ends(slot))
 
         def ends(slot: int) -> None:
             if other.epoch == wanted.epoch and self.alive and self.epoch == wanted.epoch:
-                other.store.push_ends(segment.id, slot, wanted.version, content)
+                other.store.push_ends(segment.id, slot, (wanted.version, content))
                 self.later(0.001, done)
 
         over = False

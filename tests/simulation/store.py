@@ -92,14 +92,19 @@ class SimStore:
 
     # -- pushed by others --------------------------------------------------------------------------
 
-    def push_begins(self, segment: str, holders: tuple[int, ...], version: int) -> int:
-        """Returns the slot, which is torn until the push ends."""
+    def push_begins(self, segment: str, holders: tuple[int, ...], copy: Copy) -> int | None:
+        """Returns the slot, which is torn until the push ends; None if an equal copy is here."""
         slots = self.replicas.setdefault(segment, Slots())
         self.holders[segment] = holders
-        at = slots.find(version)
-        at = slots.free() if at is None else at
+        if copy in slots.held:
+            return None
+        at = slots.free()
         slots.held[at] = (TORN, 0)
         return at
 
-    def push_ends(self, segment: str, slot: int, version: int, content: int) -> None:
-        self.replicas[segment].held[slot] = (version, content)
+    def push_ends(self, segment: str, slot: int, copy: Copy) -> None:
+        held = self.replicas[segment].held
+        for at, other in enumerate(held):
+            if other is not None and other[0] == copy[0]:
+                held[at] = (TORN, 0)
+        held[slot] = copy

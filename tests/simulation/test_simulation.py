@@ -30,6 +30,7 @@ FAILED_ONCE = {
     101434: "all that had been restored from a durable checkpoint was lost, which was damaged since, and "
     "training began anew in silence",
     105020: "the same where the script goes on from a checkpoint of its own, which it has not made yet",
+    104564: "a copy was overwritten by an equal one",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
 
