@@ -556,12 +556,15 @@ class Epochs:
         """Whether what it comes to is so bad that nodes which are merely out of sight are waited for: they
         may live, and hold what is missing."""
         facts = self.facts
+        # Of those who train while nobody hears them it is not known how far they have come.
+        unknown = facts.initial is not None and not facts.playing()
         if isinstance(outcome, Start):
-            bad = facts.trained and (outcome.version is None or outcome.version < facts.reached - 1)
+            older = outcome.version is None or outcome.version < facts.reached - 1
+            bad = (facts.trained and older) or (unknown and outcome.origin != "memory")
         elif isinstance(outcome, Shortage):
             bad = False  # of workers: what the policy says
         else:
-            bad = not isinstance(outcome, AskStorage) or facts.trained
+            bad = not isinstance(outcome, AskStorage) or facts.trained or unknown
         missed = self.watch.missed(self.now) if bad else []
         if missed:
             what = f"nodes {', '.join(missed)} cannot be reached, and without them {explain.loses(outcome)}"

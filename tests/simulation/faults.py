@@ -148,6 +148,7 @@ def sever_nodes(job: SimJob, rng: Random) -> None:
 
     def heal() -> None:
         job.network.severed -= set(ways)
+        job.network.mended |= dict.fromkeys(ways, job.world.now)
 
     job.world.at(seconds, heal)
 

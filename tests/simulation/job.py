@@ -29,6 +29,8 @@ _CALM = 12.0
 _LIMIT = 400.0
 """Seconds after the last fault in which the job must have done steps, or ended with the reason."""
 _STEPS = 2
+_ANSWER = 4.0
+"""Seconds within which a node was asked about another, has tried, and its answer is here."""
 SHORT = 2.0
 """Seconds for which a node may be stopped, at any time, without being lost for its silence."""
 _LOST = re.compile(r"node (\S+?)(?: lost)?: ")
@@ -336,9 +338,9 @@ class SimJob:
 
     def _spoken_for(self, node: SimNode, controller: SimController) -> bool:
         """Whether somebody is sure to say that it can be reached."""
-        seen = controller.machine.facts.nodes
+        seen, since = controller.machine.facts.nodes, self.world.now - _ANSWER
         return any(
-            self.network.joins(node.machine_name, other.machine_name) and not self._in_trouble(other)
+            self.network.joined(node.machine_name, other.machine_name, since) and not self._in_trouble(other)
             for other in self.live()
             if other is not node and other.name in seen
         )

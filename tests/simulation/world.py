@@ -109,6 +109,8 @@ class Network:
         """Machines that nothing gets to or from."""
         self.severed: set[tuple[str, str]] = set()
         """From one machine to another."""
+        self.mended: dict[tuple[str, str], float] = {}
+        """When such a way was last open again."""
 
     def passes(self, sender: str, receiver: str) -> bool:
         """Whether a message would."""
@@ -119,6 +121,11 @@ class Network:
     def joins(self, one: str, other: str) -> bool:
         """Whether the two can have a connection."""
         return self.passes(one, other) and self.passes(other, one)
+
+    def joined(self, one: str, other: str, since: float) -> bool:
+        """Whether they can, and could since then."""
+        ways = (one, other), (other, one)
+        return self.joins(one, other) and all(self.mended.get(way, since) <= since for way in ways)
 
     def heal(self) -> None:
         """All of it."""
