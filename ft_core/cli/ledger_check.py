@@ -63,6 +63,7 @@ def verify(lines: Iterable[str]) -> Report:
 class _Done(NamedTuple):
     """A step that counts, in little memory: there may be millions."""
 
+    epoch: int
     pieces: tuple[Range, ...]
     counts: tuple[tuple[int, int], ...]
     """(group, samples)"""
@@ -118,19 +119,27 @@ class _Replay:
         if epoch < self._newest:
             raise ValueError(f"epoch {epoch} after epoch {self._newest}")
         self._epochs[epoch], self._newest = (version, membership), epoch
+        self._go_back(version, epoch)
+
+    def _go_back(self, version: int, epoch: int) -> None:
+        """Steps after that version do not count, of earlier epochs than this one."""
         kept = bisect_right(self._steps, version)
-        for step in self._steps[kept:]:
+        left = [step for step in self._steps[kept:] if self._done[step].epoch >= epoch]
+        for step in set(self._steps[kept:]) - set(left):
             del self._done[step]
-        del self._steps[kept:]
+        self._steps[kept:] = left
 
     def _step(self, record: Record) -> None:
-        if record.epoch not in self._epochs:
+        if record.epoch > self._newest:
             raise ValueError(f"step {record.step} is of epoch {record.epoch}, which has not begun")
+        if record.epoch not in self._epochs:  # its line was lost with a controller whose disk was full
+            self._epochs[record.epoch] = record.since, self._epochs[self._newest][1]
+            self._go_back(record.since, record.epoch)
         if record.epoch < self._newest and any(
             version < record.step for epoch, (version, _) in self._epochs.items() if epoch > record.epoch
         ):
             return  # reported late: void already
-        content = hash(record[2:])
+        content = hash(record[3:])
         if (known := self._done.get(record.step)) is not None:
             if known.content != content:
                 raise ValueError(f"step {record.step} was reported differently before")
@@ -138,6 +147,7 @@ class _Replay:
         counts = tuple((group, sum(end - first for first, end in ranges)) for group, ranges in record.samples)
         insort(self._steps, record.step)
         self._done[record.step] = _Done(
+            record.epoch,
             _joined(ranges for _, ranges in record.samples),
             self._counts.setdefault(counts, counts),
             record.waiting,
@@ -151,7 +161,7 @@ class _Replay:
             )
 
     def _check_steps(self) -> None:
-        began = next(iter(self._epochs.values()))[0]
+        began = self._epochs[min(self._epochs)][0]
         if began and self._steps[0] > began + 1:
             self.problems.append(f"begun from step {began}, and step {self._steps[0]} is the first on record")
         for before, step in zip(self._steps, self._steps[1:], strict=False):

@@ -45,7 +45,8 @@ class Samples:
             dealt = each.dealt
             record = {"samples": {str(group): ranges for group, ranges in dealt.samples.items()}}
             about = {"waiting": dealt.waiting, "next": dealt.next}
-            problem = self._ledger.step({"epoch": each.epoch, "step": each.step, **record, **about})
+            when = {"epoch": each.epoch, "since": each.since or 0, "step": each.step}
+            problem = self._ledger.step({**when, **record, **about})
             if problem is not None:
                 effects.append(Record("ledger", facts.epoch, problem))
         self._waiting.clear()

@@ -23,6 +23,8 @@ class Record(NamedTuple):
     """What a role reports of a step."""
 
     epoch: int
+    since: int
+    """The version that the epoch began from: with it a step can be placed though the epoch's line is lost."""
     step: int
     samples: tuple[tuple[int, tuple[Range, ...]], ...]
     """By group, in the order of the groups."""
@@ -39,6 +41,7 @@ class Record(NamedTuple):
         groups = ((int(group), _ranges(ranges, 2)) for group, ranges in samples.items())
         return cls(
             _number(data, "epoch"),
+            _number(data, "since"),
             _number(data, "step", least=1),
             tuple(sorted((group, ranges) for group, ranges in groups if ranges)),
             _ranges(data.get("waiting"), 3),
@@ -79,7 +82,7 @@ class Ledger:
     def step(self, message: Mapping[str, Any]) -> str | None:
         """A role has finished a step. Returns how its report differs from another role's, if it does.
 
-        `message`: epoch, step (counted from 1), samples ({group: [[first, end], ...]} of those that
+        `message`: epoch, since, step (counted from 1), samples ({group: [[first, end], ...]} of those that
         contributed), waiting and next (of the `Deal` after the step). Raises ValueError for another shape.
         """
         record = Record.from_json(message)

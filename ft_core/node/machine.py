@@ -307,7 +307,9 @@ class Agent:
             case m.WorkerIssued(number, epoch, step, at_end, issued):
                 self.epochs.post(m.Issued(number, epoch, role, step, at_end, issued))
             case m.WorkerTrained(epoch, step, samples):
-                self._trained.append(m.Trained(epoch, step, role, samples))
+                assert self.epochs.plan is not None, "who trains was given a role by a plan"
+                since = self.epochs.plan.worker.version
+                self._trained.append(m.Trained(epoch, since, step, role, samples))
                 self.epochs.post(self._trained[-1])
             case m.CorruptCopy(of, slot, reason):
                 self.epochs.do(Strike(of, slot, adopted=of != role))

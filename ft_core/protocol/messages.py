@@ -446,9 +446,10 @@ class RoleLayout(Message, frozen=True):
 
 
 class Trained(Message, frozen=True):
-    """For the ledger: the samples of a step."""
+    """For the ledger: a step's samples. `since`: the version that its epoch began from, None of start-up."""
 
     epoch: Epoch
+    since: Version | None
     step: Version
     role: Role
     dealt: Dealt

@@ -48,7 +48,7 @@ class LedgerJob:
             self.step, self.deal = version, Deal.from_json(self.states[version])
         else:
             self.states[self.step] = self.deal.to_json()
-        self.epoch += 1
+        self.epoch, self.since = self.epoch + 1, version or 0
         self.ledger.epoch(self.epoch, version, self.membership.to_json())
 
     def train(self, steps: int, write: bool = True) -> dict[str, Any]:
@@ -62,6 +62,7 @@ class LedgerJob:
             report = {
                 "type": "samples",
                 "epoch": self.epoch,
+                "since": self.since,
                 "step": self.step,
                 "samples": {str(group): ranges for group, ranges in samples.items()},
                 "waiting": self.deal.to_json()["waiting"],
@@ -145,6 +146,7 @@ def test_roles_that_disagree(job: LedgerJob, change: dict[str, Any]):
     [
         {"epoch": "1"},
         {"epoch": True},
+        {"since": None},
         {"step": 0},
         {"step": None},
         {"samples": [[0, 2]]},
@@ -249,6 +251,22 @@ def test_a_job_that_goes_on_from_a_checkpoint(tmp_path: Path):
     report = job.verify()
     assert (report.problems, report.waiting) == ((), 0)
     assert report.samples == job.deal.next - 600 + 9
+
+
+def test_an_epoch_whose_line_is_lost_is_known_by_its_steps(job: LedgerJob):
+    """The controller's disk was full, and it died: its successor writes its own epoch, and the agents repeat
+    the newest steps, which void what was done before."""
+    job.train(6)
+    job.begin(4, (0, 1))
+    job.train(4)
+    job.begin(7, (0, 1))
+    job.train(2)
+    first, *before, second = job.lines[:8]
+    repeated, third, rest = job.lines[8:12], job.lines[12], job.lines[13:]
+    assert job.verify().problems == () and '"membership"' in second and '"membership"' in third
+    report = verify([first, *before, third, *before, *repeated, *rest])
+    assert (report.problems, report) == ((), job.verify())
+    assert verify([first, *before, third, *rest]).problems != ()
 
 
 def test_a_version_without_the_steps_after_it(job: LedgerJob):
