@@ -62,7 +62,11 @@ class End_:  # noqa: N801
 
 
 RUNTIME = "raise RuntimeError({!r})".format
-CUDA = "CUDA error: {}\nCUDA kernel errors might be asynchronously reported at some other API call".format
+CUDA = (
+    "CUDA error: {}\nCUDA kernel errors might be asynchronously reported at some other API call, so the "
+    "stacktrace below might be incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+    "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+).format
 LOADER = """
     import os, signal
     from torch.utils.data import DataLoader, Dataset
@@ -159,7 +163,7 @@ def ended(case: Script | End_, path: Path, monkeypatch: pytest.MonkeyPatch) -> W
     monkeypatch.setattr(plugins, "load", lambda group: [])
     monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
     monkeypatch.setattr("sys.argv", ["train.py"])
-    code, failure = entry._outcome(Command(str(script)))
+    code, failure, _ = entry._outcome(Command(str(script)))
     assert isinstance(failure, ScriptFailed)
     worker.failed = failure
     return lost(worker, code, step, False)
