@@ -303,7 +303,7 @@ class Epochs:
         elif why := strikes.ends(lost, facts.trained, same_again):
             self._script_failed(lost, f"{where}; {why}")
         else:
-            self.fail(where, [role], strikes.exit_code(lost))
+            self.fail(where, [role], strikes.exit_code(lost), fault=lost.fault)
 
     def _script_failed(self, lost: m.WorkerLost, where: str) -> None:
         """The job ends of it, with the script's own exit code."""
@@ -348,7 +348,7 @@ class Epochs:
         self._strike(strikes.of_node(node.name, node.hello.pid, fault))
         roles = [role for role, name in self.facts.places.items() if name == node.name]
         if roles:
-            self.fail(f"node {node.name} lost: {why}", roles)
+            self.fail(f"node {node.name} lost: {why}", roles, fault=fault)
         else:
             self.record("spare_lost", f"node {node.name}: {why}", node=node.name)
             self.tell_of_nodes()
@@ -360,35 +360,38 @@ class Epochs:
         if isinstance(self.phase, Quiescing | Waiting):
             self.watch.fetch_failed(node.name, reason, self.now)
 
-    def fail(self, reason: str, roles: list[int], code: int = 1) -> None:
-        """Roles have lost their worker or their state: end the epoch, unless it is ending already."""
-        phase = self.phase
+    def fail(self, reason: str, roles: list[int], code: int = 1, fault: m.Fault | None = None) -> None:
+        """Roles have lost their worker or their state: end the epoch, unless it is ending already.
+
+        `code`: what `ftrun` ends with, should the job end of it. `fault`: of which they have.
+        """
+        phase, more = self.phase, {"fault": fault} if fault is not None else {}
         if isinstance(phase, Rebuilding):
             phase.undone.append((reason, roles))
         elif isinstance(phase, Forming | Done):
-            self.record("detected", reason, roles)
+            self.record("detected", reason, roles, **more)
             self.form_if_ready()
         elif self.completion.released:
             # Training is behind everybody: nothing is left to lose.
-            self.record("detected", f"{reason}; its script had only local work left", roles)
+            self.record("detected", f"{reason}; its script had only local work left", roles, **more)
             self.completion.finished |= set(roles)
             self.end_if_finished()
         elif isinstance(phase, Quiescing | Waiting):
-            self.record("detected", reason, roles)
+            self.record("detected", reason, roles, **more)
             self.decide_if_ready()
         elif self.unprotected:
             self.end(1, f"{reason}; the script runs without fault tolerance (--ft)")
         else:
             self.facts.futile, self._last_failure = self.facts.futile + 1, (reason, code, roles)
-            self.end_epoch("detected", reason, roles)
+            self.end_epoch("detected", reason, roles, **more)
 
-    def end_epoch(self, event: str, reason: str, roles: Collection[int]) -> None:
+    def end_epoch(self, event: str, reason: str, roles: Collection[int], **more: Any) -> None:
         """Have all workers leave what they are in, and decide how to go on."""
         self.facts.epoch += 1
         self.watch.ends()
         self.phase = Quiescing(self.now)
         self.checkpoints = self.checkpoints.forgotten()
-        self.record(event, reason, roles)
+        self.record(event, reason, roles, **more)
         self.do(*self.facts.to_all(m.Abort(epoch=self.facts.epoch)))
         self.decide_if_ready()
 

@@ -30,6 +30,8 @@ _STORAGE = (
 """Of an OSError with a path. The last two are those of a network's file system, and else of a socket."""
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?")
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
+_reserve = [bytearray(32 << 20)]
+"""Address space alone, until there is none: to tell of it, wait for threads, and write files takes some."""
 _RUST = re.compile(r"\(os error \d+\)")
 """How libraries in Rust, whose errors are of any type, tell of the system's."""
 _OURS = str(Path(ft_core.__file__).parent)
@@ -80,13 +82,10 @@ _WORDS = tuple((fault, re.compile(words, re.I)) for fault, words in _TEXTS)
 
 
 def failed(error: BaseException) -> ScriptFailed:
-    """What is told of it. Never raises, whatever the error is."""
-    try:
-        trace = "".join(traceback.format_exception(error))
-        return ScriptFailed(classify(error), what(error), signature(error), printable(trace, _TRACEBACK))
-    except MemoryError:  # there was none for the error, and there is none for its words
-        name = type(error).__name__
-        return ScriptFailed(Fault.MEMORY, name, name, f"{name}\n")
+    """What is told of the error that a script has ended of, whatever it is. Once per process."""
+    _reserve.clear()
+    trace = "".join(traceback.format_exception(error))
+    return ScriptFailed(classify(error), what(error), signature(error), printable(trace, _TRACEBACK))
 
 
 def classify(error: BaseException) -> Fault:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from textwrap import dedent
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -225,14 +227,38 @@ def test_the_end_of_a_long_text_is_told(outcome: Callable[[str], ScriptFailed]) 
     assert "in <module>" in failure.traceback
 
 
-def test_no_memory_for_the_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(error: BaseException) -> list[str]:
-        raise MemoryError
-
-    monkeypatch.setattr(faults.traceback, "format_exception", none)
-    assert faults.failed(MemoryError("1 GiB")) == ScriptFailed(
-        Fault.MEMORY, "MemoryError", "MemoryError", "MemoryError\n"
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_there_is_memory_to_tell_that_there_is_none(size: int, tmp_path: Path) -> None:
+    """Where the script's own is not given back when its frames are, and what is left is used up by the last
+    byte."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        dedent(
+            f"""
+            import resource
+            used = 4096 * int(open("/proc/self/statm").read().split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
+            kept = []
+            while True: kept.append(bytearray({size}))
+            """
+        )
     )
+    ending = f"""
+        import os
+        from ft_core import plugins
+        from ft_core.protocol.codec import encode
+        from ft_core.settings import Command
+        from ft_core.worker import entry, ordinary
+        plugins.load = lambda group: []
+        code, failure, error = entry._outcome(Command({str(script)!r}))
+        os.write(1, encode(failure))
+        os._exit(ordinary.end(code, error) + 10)
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(ending)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 11, done.stderr
+    assert "MemoryError" in done.stderr
+    told = FROM_WORKER.decode(done.stdout.encode(), "a worker")
+    assert told == ScriptFailed(Fault.MEMORY, "MemoryError", ANY, ANY)
 
 
 def test_the_same_error_is_known_again_and_another_is_not(outcome: Callable[[str], ScriptFailed]) -> None:
