@@ -75,6 +75,8 @@ class Epochs:
         """Why, the exit code should it be the last, and the roles that were lost."""
         self._shortage = ""
         """What was said last of what the job waits for."""
+        self._left: dict[int, str] = {}
+        """Roles that have ended without a word in this epoch, before they trained, and how that is said."""
 
     def do(self, *effects: Effect) -> None:
         self.effects += effects
@@ -166,6 +168,7 @@ class Epochs:
         facts, before = self.facts, self.facts.plan
         self.returning.epoch_begins(self.now)
         self.watch.begins()
+        self._left.clear()
         facts.groups.withdrawn = set()
         facts.groups.changed(start.version, start.roles)
         if before is None or (facts.initial is None and start.origin == "durable"):
@@ -295,7 +298,10 @@ class Epochs:
         local = facts.initial is None or self.unprotected or self.completion.released
         if lost.fault is m.Fault.LEFT and local:
             self.completion.finished.add(role)
+            if not self.completion.released:
+                self._left[role] = where
             self.end_if_finished()
+            self._end_if_missed()
         elif lost.fault is m.Fault.LEFT:
             self.end(1, f"{where}, in the middle of training (os._exit?): the others would wait for it")
         elif lost.code > 0 and (self.unprotected or self.completion.released):
@@ -304,6 +310,19 @@ class Epochs:
             self._script_failed(lost, f"{where}; {why}")
         else:
             self.fail(where, [role], strikes.exit_code(lost), fault=lost.fault)
+
+    def suspected(self, node: Node, role: int, reason: str) -> None:
+        """A worker saw connections break in this epoch."""
+        self.watch.suspected(node.name, reason, self.now)
+        self.record("suspected", reason, [role])
+        self._end_if_missed()
+
+    def _end_if_missed(self) -> None:
+        """Roles that have left before any has trained may have done all that was theirs, unless connections
+        break: somebody waits for them."""
+        if self._left and self.watch.broke and not isinstance(self.phase, Done):
+            where = "\n".join(self._left.values())
+            self.end(1, f"{where} (os._exit?), and others wait for it: {self.watch.broke}")
 
     def _script_failed(self, lost: m.WorkerLost, where: str) -> None:
         """The job ends of it, with the script's own exit code."""
