@@ -27,22 +27,37 @@ class Completion:
     """Roles whose scripts are done."""
     released: bool = False
     """Whether all have come to the end of training: only local work is left."""
+    _ended: tuple[int, int, set[int]] = field(default_factory=lambda: (0, 0, set()))
+    """Epoch, parts, and the roles that wait at the end of another part, in it and after them."""
     _next: float = float("inf")
     _round: int = 0
     _answers: dict[int, Issued] = field(default_factory=dict)
 
+    def said(self, end: Completed) -> None:
+        """A role has come to the end of a part."""
+        self.completed[end.role] = end
+        epoch, parts, ended = self._ended
+        if end.epoch == epoch and end.part > parts:
+            ended.add(end.role)
+        else:
+            ended.discard(end.role)
+
     def at_end(self, epoch: int, parts: int) -> set[int]:
         """Roles that wait for the others at the end of a part, or of their script."""
-        new = {role for role, end in self.completed.items() if end.epoch == epoch and end.part > parts}
-        return new | self.finished
+        if self._ended[:2] != (epoch, parts):
+            new = {role for role, end in self.completed.items() if end.epoch == epoch and end.part > parts}
+            self._ended = epoch, parts, new
+        return self._ended[2] | self.finished if self.finished else self._ended[2]
 
     def over(self, roles: Collection[int]) -> bool:
         """Whether all scripts are done."""
-        return bool(roles) and set(roles) <= self.finished
+        return 0 < len(roles) <= len(self.finished) and set(roles) <= self.finished
 
     def passed(self, roles: Collection[int], epoch: int, parts: list[int]) -> list[int]:
         """The parts that all of `roles` have behind them (with which version), if that is news; else none.
         `parts`: those that are known."""
+        if len(self.at_end(epoch, len(parts))) < len(roles):
+            return []
         left = set(roles) - self.finished
         done = [self.completed[role] for role in left & self.at_end(epoch, len(parts))]
         if not done or len(done) < len(left):

@@ -105,7 +105,7 @@ def nodes(facts: Facts, now: float) -> NodesStatus:
     avoided, rows, here = known.avoided(now), [], set()
     for name, node in facts.nodes.items():
         here.add(where := place(name))
-        roles = [role for role, player in facts.places.items() if player == name]
+        roles = facts.hosts.get(name, [])
         about = known.against(where, now), where in avoided
         rows.append(NodeStatus(name, node.hello.domain, True, roles, node.idle, *about))
     for where in sorted(known.places() - here):
@@ -156,11 +156,10 @@ def status(facts: Facts, phase: Phase, finished: set[int], pid: int) -> JobStatu
                 h2h_snapshots=beat.h2h_snapshots if beat else None,
             )
         )
-    busy = set(facts.places.values())
     spares = [
         SpareStatus(node=node.name, agent_pid=node.hello.pid, idle=node.idle)
         for node in facts.nodes.values()
-        if node.name not in busy
+        if node.name not in facts.hosts
     ]
     return JobStatus(
         epoch=facts.epoch,

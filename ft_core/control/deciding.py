@@ -149,11 +149,10 @@ def _choose(facts: Facts, roles: Places, places: Places, durable: Durable) -> _C
     nodes = frozenset(roles.values())
     if facts.initial is None:
         return _as_begun(facts, nodes, durable)
-    holders = {name: held for found in facts.catalogue.values() for name, held in found.items()}
     known, adopted = _segments(facts, roles, places), facts.groups.adopted(roles)
     choose = partial(
         decision.choose_version,
-        [report(node, holders) for node in facts.nodes.values()],
+        [report(node) for node in facts.nodes.values()],
         [*roles, *adopted],
         facts.initial,
         placements={**roles, **{role: roles[adopter] for role, adopter in adopted.items()}},
@@ -204,7 +203,7 @@ def _durable(facts: Facts, nodes: frozenset[str], durable: Durable) -> Mapping[i
 
 def _segments(facts: Facts, roles: Places, places: Places) -> dict[int, Collection[str]]:
     """What each role's state consists of; of those that are away, what they had alone."""
-    known: dict[int, Collection[str]] = {role: set(found) for role, found in facts.catalogue.items()}
+    known: dict[int, Collection[str]] = dict(facts.catalogue)
     for role in set(roles) - set(places):  # of a group that comes back, or takes part for the first time
         counterpart = facts.groups.counterpart(role, places)
         if facts.groups.redundancy is Redundancy.REPLICATED:

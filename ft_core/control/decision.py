@@ -5,12 +5,20 @@ Pure functions on what the agents reported. `docs/recovery_rule.md` says why the
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ft_core.errors import Unrecoverable
+
+SOURCES = 8
+"""Nodes that are named of all that have a segment."""
+_FEW = 64
+"""Of so many, the least asked are chosen; of more, the next ones."""
+_SHOWN = 16
+"""Lost segments that are named."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +71,10 @@ class Loss:
 class Choice:
     """The version to go on from.
 
-    `origin` "memory": `sources[role][segment]` lists nodes that hold it, the one to ask first at the front
-    (the role's own node where it has a copy: restore locally). "initial": start-up computes the version;
-    a role with sources restores, one with an empty mapping runs its script. "durable": everyone loads the
-    durable checkpoint of that version; `lost` says why memory did not suffice.
+    `origin` "memory": `sources[role][segment]` lists nodes that hold it, the one to ask first at the front:
+    the role's own node where it has a copy, and no other where it has a snapshot of the role. "initial":
+    start-up computes the version; a role with sources restores, one with an empty mapping runs its script.
+    "durable": everyone loads the durable checkpoint of that version; `lost` says why memory did not suffice.
     """
 
     version: int
@@ -182,16 +190,15 @@ def _assign(
             roles[role] = home
         else:
             groups.setdefault(home, []).append(role)
-    playing = Counter(roles.values())
-    free = {node: min(count, capacity - playing[node]) for node, count in free.items()}
+    load = Counter(roles.values())
+    free = {n: left for n, count in free.items() if (left := min(count, capacity - load[n])) > 0}
 
     unplaced: list[int] = []
     for group in sorted(groups.values(), key=lambda g: (-len(g), g)):
         pending = group
         while pending:
-            load = Counter(roles.values())
             near = Counter(node for role in pending for node in (copies or {}).get(role, ()))
-            order = sorted((n for n in free if free[n] > 0), key=lambda n: (load[n], -near[n], free[n], n))
+            order = sorted(free, key=lambda n: (load[n], -near[n], free[n], n))
             whole = [n for n in order if free[n] >= len(pending)]
             if not order:
                 break
@@ -199,7 +206,10 @@ def _assign(
             node = whole[0] if whole else min(order, key=lambda n: (load[n], -free[n], -near[n], n))
             count = min(free[node], len(pending))
             roles |= dict.fromkeys(pending[:count], node)
+            load[node] += count
             free[node] -= count
+            if not free[node]:
+                del free[node]
             pending = pending[count:]
         unplaced += pending
     return Assignment(roles, tuple(sorted(unplaced)))
@@ -213,43 +223,56 @@ class _Holdings:
     ) -> None:
         self.versions: set[int] = set()
         self.starting: set[int] = set()
-        self._nodes: dict[tuple[str, int], list[str]] = {}
-        self._held: dict[str, set[int]] = {}
-        self._segments: dict[int, set[str]] = {}
-        reported: dict[int, set[str]] = {}
+        self._nodes: dict[int, dict[str, list[str]]] = {}
+        """Version -> segment -> nodes that hold it, each once."""
+        self._snapshots: dict[tuple[int, str], Collection[int]] = {}
+        """Role and node -> its versions there."""
+        self._segments: dict[int, Collection[str]]
+        known: dict[int, set[str]] = {}
+        reported: dict[int, Collection[str]] = {}
         for report in sorted(reports, key=lambda r: r.node):
-            copies: dict[str, set[int]] = {s: set(v) for s, v in report.replicas.items()}
-            for segment, holders in report.segments.items():
-                for role in holders:
-                    self._segments.setdefault(role, set()).add(segment)
-            for role_report in report.roles.values():
-                if role_report.alive and role_report.stage == "startup" and not role_report.versions:
-                    self.starting.add(role_report.role)
-                if role_report.segments:
-                    reported.setdefault(role_report.role, set()).update(role_report.segments)
-                for segment in role_report.segments:
-                    copies.setdefault(segment, set()).update(role_report.versions)
-            for segment, versions in copies.items():
-                self.versions |= versions
-                self._held.setdefault(segment, set()).update(versions)
+            node = report.node
+            for role, own in report.roles.items():
+                if own.alive and own.stage == "startup" and not own.versions:
+                    self.starting.add(role)
+                if own.segments:
+                    reported[role] = {*reported.get(role, ()), *own.segments}
+                self._snapshots[role, node] = own.versions
+                for version in own.versions:
+                    self._hold(version, own.segments, node)
+            for segment, versions in report.replicas.items():
                 for version in versions:
-                    self._nodes.setdefault((segment, version), []).append(report.node)
+                    self._hold(version, (segment,), node)
+            if catalogue is None:
+                for segment, holders in report.segments.items():
+                    for role in holders:
+                        known.setdefault(role, set()).add(segment)
         # A role's own word on its segments is newer than what others remember of them.
-        if catalogue is not None:
-            self._segments = {role: set(names) for role, names in catalogue.items()}
-        self._segments |= reported
+        self._segments = {**(known if catalogue is None else catalogue), **reported}
+
+    def _hold(self, version: int, segments: Iterable[str], node: str) -> None:
+        if (there := self._nodes.get(version)) is None:
+            there = self._nodes[version] = {}
+            self.versions.add(version)
+        for segment in segments:
+            nodes = there.get(segment)
+            if nodes is None:
+                there[segment] = [node]
+            elif nodes[-1] != node:
+                nodes.append(node)
 
     def missing(self, version: int | None, roles: Iterable[int]) -> tuple[Loss, ...]:
         """What is not held at `version`."""
-        lost = []
+        lost: list[Loss] = []
+        there = {} if version is None else self._nodes.get(version, {})
         for role in roles:
             segments = self._segments.get(role)
             if not segments:
                 lost.append(Loss(role, None, ()))
-                continue
-            for segment in sorted(segments):
-                if version is None or (segment, version) not in self._nodes:
-                    lost.append(Loss(role, segment, tuple(sorted(self._held.get(segment, ())))))
+            elif not all(segment in there for segment in segments):
+                for segment in sorted(set(segments) - there.keys()):
+                    held = sorted(v for v, found in self._nodes.items() if segment in found)
+                    lost.append(Loss(role, segment, tuple(held)))
         return tuple(lost)
 
     def sources(
@@ -258,24 +281,36 @@ class _Holdings:
         """For each role and segment the nodes to ask, fetches spread over them."""
         asked: Counter[str] = Counter()
         sources: dict[int, dict[str, list[str]]] = {}
+        turn = 0
         for role in roles:
-            home = placements.get(role)
+            home = placements.get(role, "")
+            if version in self._snapshots.get((role, home), ()):
+                sources[role] = {segment: [home] for segment in sorted(self._segments[role])}
+                continue
             sources[role] = {}
             for segment in sorted(self._segments[role]):
-                nodes = self._nodes[segment, version]
-                order = sorted(nodes, key=lambda n: (n != home, asked[n], n))
+                nodes = some = self._nodes[version][segment]
+                if len(nodes) > _FEW:
+                    some = [nodes[at % len(nodes)] for at in range(turn, turn + SOURCES)]
+                    at = bisect_left(nodes, home)
+                    if nodes[at : at + 1] == [home] and home not in some:
+                        some.append(home)
+                    turn += SOURCES
+                order = sorted(some, key=lambda n: (n != home, asked[n], n))[:SOURCES]
                 if order[0] != home:
                     asked[order[0]] += 1
                 sources[role][segment] = order
         return sources
 
 
-def _explain(version: int | None, lost: Iterable[Loss], previous: Mapping[int, str]) -> str:
+def _explain(version: int | None, lost: Sequence[Loss], previous: Mapping[int, str]) -> str:
     goal = "no agent holds any version" if version is None else f"version {version} is not complete"
     lines = [
         f"  {loss}" + (f" (the role ran on {previous[loss.role]})" if loss.role in previous else "")
-        for loss in lost
+        for loss in lost[:_SHOWN]
     ]
+    if len(lost) > _SHOWN:
+        lines.append(f"  and {len(lost) - _SHOWN} more segments")
     return (
         f"No state that every role could go on from is left in memory ({goal}), and there is no durable "
         "checkpoint. More failure domains were lost at once than --ft-replicas covers. Lost:\n"

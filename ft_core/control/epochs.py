@@ -53,7 +53,8 @@ class Epochs:
         self.returning = Returning()
         self.completion = Completion()
         self.checkpoints = Checkpoints()
-        self.progress = Progress()
+        self.progress: Progress
+        """Of the epoch under way."""
         self.samples = Samples()
         self.unprotected = facts.settings.command.no_python
         """Whether scripts run without fault tolerance."""
@@ -75,8 +76,6 @@ class Epochs:
         """Why, the exit code should it be the last, and the roles that were lost."""
         self._shortage = ""
         """What was said last of what the job waits for."""
-        self._left: dict[int, str] = {}
-        """Roles that have ended without a word in this epoch, before they trained, and how that is said."""
 
     def do(self, *effects: Effect) -> None:
         self.effects += effects
@@ -161,14 +160,13 @@ class Epochs:
     # -- plans -------------------------------------------------------------------------------------
 
     def _begin(self, state: m.JobState) -> None:
-        self.facts.plan, self._encoded, self.progress = state, plans.encode(state), Progress()
+        self.facts.plan, self._encoded, self.progress = state, plans.encode(state), Progress(state)
 
     def _start(self, start: Start, done: Operations) -> None:
         """Begin an epoch. `done`: the start-up operations of those who take part, by group."""
         facts, before = self.facts, self.facts.plan
         self.returning.epoch_begins(self.now)
         self.watch.begins()
-        self._left.clear()
         facts.groups.withdrawn = set()
         facts.groups.changed(start.version, start.roles)
         if before is None or (facts.initial is None and start.origin == "durable"):
@@ -197,7 +195,9 @@ class Epochs:
 
     def _send_plan(self, node: Node) -> None:
         node.planned = self.now
-        plan = plans.node_plan(self.facts.begun, node.name, self.facts.settings, self._encoded)
+        facts = self.facts
+        here = facts.hosts.get(node.name, ())
+        plan = plans.node_plan(facts.begun, here, facts.settings, self._encoded)
         self.do(Send(node.peer, plan))
 
     def remind(self, node: Node, epoch: int, shown: Collection[int]) -> None:
@@ -223,7 +223,7 @@ class Epochs:
             if self.now - node.planned > REPEAT:
                 self._send_plan(node)
         else:
-            here = {role for role, name in plan.roles.items() if name == node.name}
+            here = set(facts.hosts.get(node.name, ()))
             # Of a group whose start was given up, perhaps by a former controller.
             if others := set(shown) - here - self.returning.on(node.name):
                 self.do(Send(node.peer, m.Withdraw(roles=sorted(others))))
@@ -241,7 +241,7 @@ class Epochs:
         facts = self.facts
         if facts.plan is None or message.epoch != facts.epoch:
             return
-        due = self.progress.heard(facts.plan, message)
+        due = self.progress.heard(message)
         if isinstance(message, m.Stepped):
             facts.seen_at([message.version])
             if due is not None:
@@ -298,10 +298,7 @@ class Epochs:
         local = facts.initial is None or self.unprotected or self.completion.released
         if lost.fault is m.Fault.LEFT and local:
             self.completion.finished.add(role)
-            if not self.completion.released:
-                self._left[role] = where
             self.end_if_finished()
-            self._end_if_missed()
         elif lost.fault is m.Fault.LEFT:
             self.end(1, f"{where}, in the middle of training (os._exit?): the others would wait for it")
         elif lost.code > 0 and (self.unprotected or self.completion.released):
@@ -309,20 +306,7 @@ class Epochs:
         elif why := strikes.ends(lost, facts.trained, same_again):
             self._script_failed(lost, f"{where}; {why}")
         else:
-            self.fail(where, [role], strikes.exit_code(lost), fault=lost.fault)
-
-    def suspected(self, node: Node, role: int, reason: str) -> None:
-        """A worker saw connections break in this epoch."""
-        self.watch.suspected(node.name, reason, self.now)
-        self.record("suspected", reason, [role])
-        self._end_if_missed()
-
-    def _end_if_missed(self) -> None:
-        """Roles that have left before any has trained may have done all that was theirs, unless connections
-        break: somebody waits for them."""
-        if self._left and self.watch.broke and not isinstance(self.phase, Done):
-            where = "\n".join(self._left.values())
-            self.end(1, f"{where} (os._exit?), and others wait for it: {self.watch.broke}")
+            self.fail(where, [role], strikes.exit_code(lost))
 
     def _script_failed(self, lost: m.WorkerLost, where: str) -> None:
         """The job ends of it, with the script's own exit code."""
@@ -365,9 +349,9 @@ class Epochs:
         if self.returning.on(node.name):
             self.do(*self.returning.fail(self.facts, f"node {node.name} is lost"))
         self._strike(strikes.of_node(node.name, node.hello.pid, fault))
-        roles = [role for role, name in self.facts.places.items() if name == node.name]
+        roles = self.facts.hosts.get(node.name, [])
         if roles:
-            self.fail(f"node {node.name} lost: {why}", roles, fault=fault)
+            self.fail(f"node {node.name} lost: {why}", roles)
         else:
             self.record("spare_lost", f"node {node.name}: {why}", node=node.name)
             self.tell_of_nodes()
@@ -379,38 +363,35 @@ class Epochs:
         if isinstance(self.phase, Quiescing | Waiting):
             self.watch.fetch_failed(node.name, reason, self.now)
 
-    def fail(self, reason: str, roles: list[int], code: int = 1, fault: m.Fault | None = None) -> None:
-        """Roles have lost their worker or their state: end the epoch, unless it is ending already.
-
-        `code`: what `ftrun` ends with, should the job end of it. `fault`: of which they have.
-        """
-        phase, more = self.phase, {"fault": fault} if fault is not None else {}
+    def fail(self, reason: str, roles: list[int], code: int = 1) -> None:
+        """Roles have lost their worker or their state: end the epoch, unless it is ending already."""
+        phase = self.phase
         if isinstance(phase, Rebuilding):
             phase.undone.append((reason, roles))
         elif isinstance(phase, Forming | Done):
-            self.record("detected", reason, roles, **more)
+            self.record("detected", reason, roles)
             self.form_if_ready()
         elif self.completion.released:
             # Training is behind everybody: nothing is left to lose.
-            self.record("detected", f"{reason}; its script had only local work left", roles, **more)
+            self.record("detected", f"{reason}; its script had only local work left", roles)
             self.completion.finished |= set(roles)
             self.end_if_finished()
         elif isinstance(phase, Quiescing | Waiting):
-            self.record("detected", reason, roles, **more)
+            self.record("detected", reason, roles)
             self.decide_if_ready()
         elif self.unprotected:
             self.end(1, f"{reason}; the script runs without fault tolerance (--ft)")
         else:
             self.facts.futile, self._last_failure = self.facts.futile + 1, (reason, code, roles)
-            self.end_epoch("detected", reason, roles, **more)
+            self.end_epoch("detected", reason, roles)
 
-    def end_epoch(self, event: str, reason: str, roles: Collection[int], **more: Any) -> None:
+    def end_epoch(self, event: str, reason: str, roles: Collection[int]) -> None:
         """Have all workers leave what they are in, and decide how to go on."""
         self.facts.epoch += 1
         self.watch.ends()
         self.phase = Quiescing(self.now)
         self.checkpoints = self.checkpoints.forgotten()
-        self.record(event, reason, roles, **more)
+        self.record(event, reason, roles)
         self.do(*self.facts.to_all(m.Abort(epoch=self.facts.epoch)))
         self.decide_if_ready()
 
@@ -455,7 +436,7 @@ class Epochs:
         if broken is not None:
             one, other = broken.ends
             node = facts.nodes[broken.replaced]
-            roles = [role for role, name in facts.places.items() if name == node.name]
+            roles = facts.hosts.get(node.name, [])
             what = f"nodes {one} and {other} do not reach each other; {node.name} is replaced"
             self.record("link", what, roles, nodes=[one, other], replaced=node.name)
             self.do(Send(node.peer, m.GivenUp()))
@@ -468,8 +449,8 @@ class Epochs:
     def _has_no_other(self, replaced: m.NodeName, ends: Pair) -> bool:
         """Whether the job would wait for a node if that one were replaced."""
         facts = self.facts
-        needed = facts.settings.policy == "wait" and replaced in facts.places.values()
-        return needed and not facts.nodes.keys() - set(facts.places.values()) - set(ends)
+        needed = facts.settings.policy == "wait" and replaced in facts.hosts
+        return needed and not facts.nodes.keys() - facts.hosts.keys() - set(ends)
 
     def watch_endings(self) -> None:
         facts = self.facts
@@ -479,7 +460,7 @@ class Epochs:
 
     def bring_groups_back(self) -> None:
         facts = self.facts
-        if self.progress.all_stepped(facts.begun):
+        if self.progress.all_stepped:
             self.return_if_due()
             if not self.completion.released:
                 self.do(*self.returning.tick(facts, self.now))
@@ -542,7 +523,7 @@ class Epochs:
         if not isinstance(phase, Quiescing | Waiting):
             return
         nodes = facts.nodes.values()
-        if any(n.holdings.reported != facts.epoch or n.sight.gone_since is not None for n in nodes):
+        if facts.gone or not facts.all_reported():
             return
         if self.watch.suspects_link:
             return  # what is decided should work

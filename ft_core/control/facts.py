@@ -111,9 +111,15 @@ class Facts:
     nodes: dict[str, Node] = field(default_factory=dict)
     peers: dict[Peer, Node] = field(default_factory=dict)
     """The same by their connections."""
+    gone: set[str] = field(default_factory=set)
+    """Those of them whose connections are no more."""
     epoch: int = 0
     plan: JobState | None = None
     """The newest that was begun. It says which nodes there are now; nothing else of it changes."""
+    _hosted: tuple[dict[int, str], dict[str, list[int]]] = field(default_factory=lambda: ({}, {}))
+    """The plan's places, and the same by node."""
+    _late: tuple[int, list[str]] = field(default_factory=lambda: (0, []))
+    """Of an epoch, the nodes that had not reported when it was looked last."""
     catalogue: dict[int, dict[str, list[int]]] = field(default_factory=dict)
     """Role -> its segments and their holders: what is lost without a trace must still be missed."""
     initial: int | None = None
@@ -164,16 +170,41 @@ class Facts:
         """It has come, or has another connection."""
         self.drop(node)
         self.nodes[node.name] = self.peers[node.peer] = node
+        self._late[1].append(node.name)
 
     def drop(self, node: Node) -> None:
         """Forget a node that is lost, or has left."""
         if (known := self.nodes.pop(node.name, None)) is not None:
             del self.peers[known.peer]
+            self.gone.discard(node.name)
+
+    @property
+    def hosts(self) -> dict[str, list[int]]:
+        """The nodes that the plan has roles on, and which, ascending."""
+        places = self.places
+        if self._hosted[0] is not places:
+            by_node: dict[str, list[int]] = {}
+            for role, name in sorted(places.items()):
+                by_node.setdefault(name, []).append(role)
+            self._hosted = places, by_node
+        return self._hosted[1]
 
     def playing(self) -> list[Node]:
         """The live nodes that have a role."""
-        names = set(self.places.values())
-        return [node for name, node in self.nodes.items() if name in names]
+        return [node for name in self.hosts if (node := self.nodes.get(name)) is not None]
+
+    def all_reported(self) -> bool:
+        """Whether all nodes have said what they hold, in this epoch. Each is looked at a few times in it, not
+        at every report of another."""
+        if self._late[0] != self.epoch:
+            self._late = self.epoch, list(self.nodes)
+        late = self._late[1]
+        while late:
+            node = self.nodes.get(late[-1])
+            if node is not None and node.holdings.reported != self.epoch:
+                return False
+            late.pop()
+        return True
 
     def avoided(self, now: float) -> set[str]:
         """Live nodes that are not used while there are others."""
@@ -232,10 +263,15 @@ class Facts:
     def fill_catalogue(self, roles: Collection[int]) -> None:
         """What these said of their segments was lost with their nodes, or with a controller: what others hold
         for them names the segments."""
+        if not roles:
+            return
+        known: dict[str, list[int]] = {}
         for node in self.nodes.values():
-            for segment, holders in node.holdings.segments.items():
-                for role in set(roles) & set(holders):
-                    self.catalogue[role] = {**self.catalogue.get(role, {}), segment: holders}
+            known |= node.holdings.segments
+        wanted = set(roles)
+        for segment, holders in known.items():
+            for role in wanted.intersection(holders):
+                self.catalogue[role] = {**self.catalogue.get(role, {}), segment: holders}
 
     def remember_the_lost(self) -> None:
         """Of roles that never said what their segments are: as many domains as copies cover may be lost, and
@@ -263,8 +299,8 @@ def versions(held: Holdings) -> list[int]:
     return [version for each in found for version in each]
 
 
-def report(node: Node, catalogue: Mapping[str, list[int]]) -> decision.NodeReport:
-    """What a node holds, as the decision reads it. `catalogue`: holders of the segments known so far."""
+def report(node: Node) -> decision.NodeReport:
+    """What a node holds, as the decision reads it."""
 
     def of(role: int, held: RoleHeld) -> decision.RoleReport:
         return decision.RoleReport(
@@ -281,7 +317,6 @@ def report(node: Node, catalogue: Mapping[str, list[int]]) -> decision.NodeRepor
         domain=node.hello.domain,
         roles={role: of(role, held) for role, held in node.holdings.roles.items()},
         replicas={segment: tuple(found) for segment, found in node.holdings.replicas.items()},
-        segments={**catalogue, **node.holdings.segments},
     )
 
 
@@ -289,13 +324,12 @@ def copies(
     nodes: Iterable[Node], catalogue: Mapping[int, Iterable[str]], roles: Collection[int]
 ) -> dict[int, list[str]]:
     """For each of `roles` the nodes that keep copies for others, once for each of the role's segments."""
-    held = {node.name: node.holdings.replicas for node in nodes}
-    return {
-        role: [
-            name for name, found in held.items() for segment in catalogue.get(role, ()) if segment in found
-        ]
-        for role in roles
-    }
+    wanted = {segment for role in roles for segment in catalogue.get(role, ())}
+    held: dict[str, list[str]] = {}
+    for node in nodes:
+        for segment in wanted.intersection(node.holdings.replicas):
+            held.setdefault(segment, []).append(node.name)
+    return {role: [name for s in catalogue.get(role, ()) for name in held.get(s, ())] for role in roles}
 
 
 def completed(counts: Iterable[tuple[int, Counts]]) -> Operations:

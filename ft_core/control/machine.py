@@ -148,7 +148,8 @@ class Controller:
             self._epochs.do(Send(peer, m.KeepStrikes(kept)))
         self._epochs.remind(node, node.holdings.epoch, set(node.holdings.roles))
         if isinstance(self.phase, Running):
-            self._epochs.tell_of_nodes()
+            if facts.begun.nodes.get(node.name) != node.address:
+                self._epochs.tell_of_nodes()
             self._epochs.do(Send(peer, m.NodesChanged(id=facts.begun.id, nodes=dict(facts.begun.nodes))))
         self._epochs.do(*self._epochs.returning.back(node, set(node.holdings.roles)))
         self._epochs.decide_if_ready()
@@ -163,6 +164,7 @@ class Controller:
         self._pulses.pop(peer, None)
         if (node := self.facts.peers.get(peer)) is not None:
             node.sight.gone_since = self._epochs.now
+            self.facts.gone.add(node.name)
 
     def _receive(self, peer: Peer, message: m.Message) -> None:
         if isinstance(message, m.AskStatus):
@@ -262,7 +264,8 @@ class Controller:
                 self._epochs.unprotected = True
             case m.Suspect(epoch=epoch, role=role, reason=reason):
                 if epoch == facts.epoch:
-                    self._epochs.suspected(node, role, reason)
+                    self._epochs.watch.suspected(node.name, reason, now)
+                    self._epochs.record("suspected", reason, [role])
             case m.DurableNames():
                 if self._epochs.checkpoints.answered(node, message):
                     self._reconsider()
@@ -275,14 +278,14 @@ class Controller:
                     reason = f"node {node.name}: {message.reason}"
                     self._epochs.record("durable_failed", reason, [message.role], version=version)
             case m.Completed():
-                self._epochs.completion.completed[message.role] = message
+                self._epochs.completion.said(message)
                 self._epochs.release_if_complete()
             case m.Finished(role=role):
                 self._epochs.completion.finished.add(role)
                 self._epochs.end_if_finished()
             case m.Leaving():
                 self._epochs.record("leaving", f"node {node.name} was told to end (SIGTERM)", node=node.name)
-                if not self._epochs.leaving and node.name not in facts.places.values():
+                if not self._epochs.leaving and node.name not in facts.hosts:
                     self._epochs.do(Send(node.peer, m.Shutdown(code=ENDED)))
             case m.Left():
                 self._termination.node_left(node.name, now)
@@ -354,7 +357,7 @@ class Controller:
         if not isinstance(self.phase, Running) or not self._script.used_by_all(facts):
             return
         # The directory may be known only now; no role has begun to train without what is in it.
-        durable = self._epochs.durable(set(facts.places.values()))
+        durable = self._epochs.durable(facts.hosts)
         begins = facts.initial is None and facts.start[1] != "durable" and not facts.started_over
         if durable is None or (begins and self._epochs.unread()):
             return
@@ -376,7 +379,7 @@ class Controller:
         # The job ends, or at least this machine, and what is left is the business of the next controller.
         self.facts.drop(node)
         self._epochs.do(Close(node.peer))
-        if not set(self.facts.places.values()) & set(self.facts.nodes):
+        if self.facts.nodes.keys().isdisjoint(self.facts.hosts):
             self._epochs.end(ENDED, "it was told to end (SIGTERM)")
         self._termination.end_later(name, self._epochs.now)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 from msgspec.structs import replace
@@ -76,9 +76,10 @@ def worker_plan(state: JobState, settings: Settings) -> WorkerPlan:
     )
 
 
-def node_plan(state: JobState, node: str, settings: Settings, encoded: msgspec.Raw) -> NodePlan:
-    """What the agent of `node` must know. `encoded`: the state, as it was when its epoch began."""
-    here = {role for role, name in state.roles.items() if name == node}
+def node_plan(state: JobState, roles: Iterable[int], settings: Settings, encoded: msgspec.Raw) -> NodePlan:
+    """What the agent of a node with these roles must know. `encoded`: the state, as it was when its epoch
+    began."""
+    here = set(roles)
     here |= {role for role, adopter in state.adopted.items() if adopter in here}
     away = {role for role, other in state.absent.items() if other in here}
     return NodePlan(
@@ -89,7 +90,7 @@ def node_plan(state: JobState, node: str, settings: Settings, encoded: msgspec.R
         nodes=state.nodes,
         master=state.master,
         durable=state.durable,
-        sources={role: held for role, held in state.sources.items() if role in here},
+        sources={role: held for role in sorted(here) if (held := state.sources.get(role)) is not None},
         away={role: list(state.catalogue.get(role, ())) for role in sorted(away)},
         worker=worker_plan(state, settings),
         state=encoded,
@@ -128,12 +129,12 @@ def prepare(
 
 def nodes_changed(facts: Facts) -> tuple[JobState, NodesChanged] | None:
     """Whether nodes without a role have come or gone since the plan: it as it is now, and what to tell."""
-    state = facts.begun
+    state, hosts = facts.begun, facts.hosts
     here = {node.name: node.address for node in facts.nodes.values()}
     changes: dict[str, NodeAddress | None] = {
         name: about for name, about in here.items() if state.nodes.get(name) != about
     }
-    changes |= dict.fromkeys(set(state.nodes) - set(here) - set(state.roles.values()))
+    changes |= dict.fromkeys(set(state.nodes) - set(here) - hosts.keys())
     if not changes:
         return None
     merged = {**state.nodes, **changes}

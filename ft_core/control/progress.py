@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from ft_core.protocol.messages import JobState, Reopened, Restored, Stepped
@@ -11,29 +10,40 @@ Due = tuple[str, dict[str, Any]]
 """An event, with what belongs to it."""
 
 
-@dataclass
 class Progress:
-    """What they have said. An event comes of it once all have."""
+    """What they have said. An event comes of it once all have; what is still awaited is counted down, since
+    each message comes from each role."""
 
-    restored: dict[int, int] = field(default_factory=dict)
-    """Role -> pid of its worker."""
-    stepped: set[int] = field(default_factory=set)
-    reopened: set[int] = field(default_factory=set)
+    def __init__(self, state: JobState) -> None:
+        """`state`: the plan of the epoch."""
+        self.restored: dict[int, int] = {}
+        """Role -> pid of its worker."""
+        self._version = state.version
+        self._unrestored, self._unstepped = set(state.roles), set(state.roles)
+        self._closed = set(state.roles) - set(state.newcomers)
+        """Survivors that have not said that they have their communicators."""
 
-    def heard(self, state: JobState, message: Restored | Stepped | Reopened) -> Due | None:
-        """The event that is due, if one is. `state` is the plan of the message's epoch."""
-        roles = set(state.roles)
+    def heard(self, message: Restored | Stepped | Reopened) -> Due | None:
+        """The event that is due, if one is."""
+        role = message.role
         if isinstance(message, Restored):
-            self.restored[message.role] = message.pid
-            about = {"version": state.version, "pids": dict(self.restored)}
-            return ("state_restored", about) if roles <= set(self.restored) else None
+            self.restored[role] = message.pid
+            if not _last(self._unrestored, role):
+                return None
+            return "state_restored", {"version": self._version, "pids": dict(self.restored)}
         if isinstance(message, Stepped):
-            self.stepped.add(message.role)
-            return ("resumed", {"version": message.version}) if self.all_stepped(state) else None
-        self.reopened.add(message.role)
-        survivors = roles - set(state.newcomers)
-        return ("communicators_ready", {}) if survivors and survivors <= self.reopened else None
+            return ("resumed", {"version": message.version}) if _last(self._unstepped, role) else None
+        return ("communicators_ready", {}) if _last(self._closed, role) else None
 
-    def all_stepped(self, state: JobState) -> bool:
+    @property
+    def all_stepped(self) -> bool:
         """Whether all have finished a step."""
-        return set(state.roles) <= self.stepped
+        return not self._unstepped
+
+
+def _last(awaited: set[int], role: int) -> bool:
+    """Whether it was the last of those that were awaited."""
+    if role not in awaited:
+        return False
+    awaited.remove(role)
+    return not awaited

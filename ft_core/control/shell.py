@@ -48,6 +48,7 @@ from ft_core.process.refusals import Refusals
 from ft_core.process.tasks import Tasks
 from ft_core.protocol import door
 from ft_core.protocol.async_channel import AsyncChannel
+from ft_core.protocol.codec import encode
 from ft_core.protocol.messages import (
     FROM_CLIENT,
     AgentHello,
@@ -157,14 +158,16 @@ class Shell:
             self._fail(error)
 
     def _carry_out(self, effects: list[Effect]) -> None:
+        encoded: dict[int, bytes] = {}  # what goes to all nodes is one object
         for effect in effects:
             match effect:
-                case Send(peer, message) if peer in self._channels:
-                    # A broken connection is noticed by its reader.
-                    with contextlib.suppress(ConnectionError):
-                        self._channels[peer].post(message)
-                case Send():
-                    pass
+                case Send(peer, message):
+                    if (channel := self._channels.get(peer)) is None:
+                        continue
+                    if (body := encoded.get(id(message))) is None:
+                        body = encoded[id(message)] = encode(message)
+                    with contextlib.suppress(ConnectionError):  # it is noticed by its reader
+                        channel.post_encoded(body)
                 case Close(peer):
                     if (channel := self._channels.get(peer)) is not None:
                         channel.close()

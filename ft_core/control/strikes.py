@@ -6,6 +6,7 @@ keep it too (`KeepStrikes`). Whatever is decided by counting failures is decided
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -107,7 +108,11 @@ class Strikes:
 
         A strike of its device counts against the node: its roles go elsewhere, and the device is named.
         """
-        here = [strike for strike in self.value(now) if strike.place == where and not self._follows(strike)]
+        here = [
+            replace(strike, age=max(0.0, now - at))
+            for at, strike in self._current(now)
+            if strike.place == where and not self._follows(strike)
+        ]
         return [
             strike
             for at, strike in enumerate(here)
@@ -118,8 +123,9 @@ class Strikes:
 
     def avoided(self, now: float) -> set[str]:
         """Places that are not used while there are others."""
-        places = {strike.place for _, strike in self._all}
-        return {w for w in places if self.limit and len(self.against(w, now)) >= self.limit}
+        failures = Counter(strike.place for _, strike in self._all)
+        often = (where for where, count in failures.items() if count >= self.limit > 0)
+        return {where for where in often if len(self.against(where, now)) >= self.limit}
 
     def lives(self, node: str, agent: int) -> bool:
         """A node that was taken for lost goes on where it was: that was no failure. Whether it was one."""

@@ -14,6 +14,10 @@ from ft_core.control.links import Links
 from ft_core.control.suspicion import ASK, Steps, chosen
 from ft_core.protocol.messages import Heartbeat, NodeName, NodesProbed, ProbeNodes
 
+LOOK = 0.25
+"""Seconds between two looks at all nodes for those that are silent; whose connection is gone is seen at
+once."""
+
 
 class Watch:
     """One controller's."""
@@ -23,7 +27,7 @@ class Watch:
         self.doubting: set[NodeName] = set()
         """Nodes of which a worker, or the agent, saw a connection to a peer break in this epoch."""
         self.broke = ""
-        """What was seen to break in this epoch, the first time."""
+        """What was seen to break, the first time."""
         self.links = Links()
         self._steps = Steps()
         self._missed: dict[NodeName, float] = {}
@@ -31,6 +35,8 @@ class Watch:
         self._asked = -math.inf
         """When others were asked about those last."""
         self._round = 0
+        self._quiet: tuple[float, list[NodeName]] = -math.inf, []
+        """When all nodes were looked at last, and those that were silent then."""
 
     def begins(self) -> None:
         """A plan was made: who is not in it is not waited for."""
@@ -40,7 +46,6 @@ class Watch:
     def ends(self) -> None:
         """An epoch has ended: what was seen to break belongs to it."""
         self.doubting.clear()
-        self.broke = ""
         self.links = Links()
 
     @property
@@ -84,10 +89,10 @@ class Watch:
     def lost(self, running: bool, now: float) -> list[tuple[Node, str]]:
         """Nodes that are lost, and why."""
         facts, bound = self._facts, self._facts.settings.silence_limit
-        quiet = [node for node in facts.nodes.values() if not node.sight.lively(now, bound)]
+        quiet = [node for node in self._silent(now) if not node.sight.lively(now, bound)]
         if not quiet:
             return []
-        busy = set(facts.places.values()) if running else set()
+        busy = facts.hosts if running else {}
         witnesses = self._witnesses(now)
         found = []
         for node in quiet:
@@ -97,12 +102,20 @@ class Watch:
                 found.append((node, why))
         return found
 
+    def _silent(self, now: float) -> list[Node]:
+        """Those of which some may be silent now, or gone."""
+        nodes, bound = self._facts.nodes, self._facts.settings.silence_limit
+        if now - self._quiet[0] >= min(LOOK, bound / 16):
+            self._quiet = now, [name for name, node in nodes.items() if not node.sight.lively(now, bound)]
+        names = dict.fromkeys([*self._quiet[1], *self._facts.gone])
+        return [node for name in names if (node := nodes.get(name)) is not None]
+
     def questions(self, now: float) -> list[Effect]:
         """To other nodes, about those that are silent."""
         bound = self._facts.settings.silence_limit
         asked: dict[NodeName, dict[NodeName, str]] = {}
         witnesses: Collection[NodeName] | None = None
-        for node in self._facts.nodes.values():
+        for node in self._silent(now):
             if node.sight.doubtful(now, bound):
                 witnesses = self._witnesses(now) if witnesses is None else witnesses
                 node.sight.asked = now

@@ -104,6 +104,10 @@ class AsyncChannel(Generic[T]):
 
     def post(self, message: Struct) -> None:
         """Queue a message without waiting. Raises ConnectionError if closed or the peer takes nothing."""
+        self.post_encoded(encode(message))
+
+    def post_encoded(self, body: bytes) -> None:
+        """The same, of a message that was encoded once for several peers."""
         if self._writer.is_closing():
             raise ConnectionResetError(f"the connection to {self.peer} is closed")
         if self._writer.transport.get_write_buffer_size() > MAX_BYTES:
@@ -111,7 +115,7 @@ class AsyncChannel(Generic[T]):
             raise ConnectionResetError(
                 f"{self.peer} takes nothing, {MAX_BYTES >> 20} MiB wait for it: given up"
             )
-        self._writer.write(self._frames.pack(encode(message)))
+        self._writer.write(self._frames.pack(body))
 
     async def send(self, message: Struct) -> None:
         self.post(message)

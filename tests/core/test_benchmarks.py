@@ -62,3 +62,12 @@ def test_recoveries_beside_torchrun() -> None:
 def test_a_replica_group_that_leaves_and_returns() -> None:
     seconds = run("elastic", "--quick")["seconds"]
     assert seconds["leave"]["n"] == seconds["return"]["n"] == 1
+
+
+def test_the_control_plane_of_many_roles() -> None:
+    result = run("scale", "--roles=128", "--quick")
+    assert (result["roles"], result["lost_after_restart"]) == (128, 0)
+    phases = result["phases"]
+    assert phases.keys() == {"start", "steady", "a node lost", "1 % of nodes lost", "controller restarted"}
+    assert 0 < result["plan_everywhere_s"] <= phases["a node lost"]["seconds"]
+    assert 0 < phases["a node lost"]["plan_bytes"] <= result["largest_message"]

@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from ft_core.control.decision import Assignment, Choice, NodeReport, RoleReport, assign, choose_version
+from ft_core.control.decision import (
+    SOURCES,
+    Assignment,
+    Choice,
+    NodeReport,
+    RoleReport,
+    assign,
+    choose_version,
+)
 from ft_core.errors import Unrecoverable
 
 # Two data-parallel peers, one a node: "p" are the parameters, "a" and "b" their optimizer shards.
@@ -55,7 +63,9 @@ def test_a_dead_workers_memory_counts_and_its_own_node_comes_first() -> None:
         node("y", role(1, "y", (4, 5)), replicas={"a": (4, 5)}),
     ]
     choice = choose(*reports, placements={0: "x", 1: "y"})
-    assert choice.sources == {0: {"p": ["x", "y"], "a": ["x", "y"]}, 1: {"p": ["y", "x"], "b": ["y", "x"]}}
+    assert choice.sources == {0: {"p": ["x"], "a": ["x"]}, 1: {"p": ["y"], "b": ["y"]}}
+    moved = choose(*reports, placements={0: "y", 1: "y"})
+    assert moved.sources[0] == {"p": ["y", "x"], "a": ["y", "x"]}, "it has no snapshot of the role there"
 
 
 def test_a_survivor_that_fell_behind_fetches_what_it_lacks() -> None:
@@ -78,6 +88,21 @@ def test_fetches_are_spread_over_the_holders() -> None:
     choice = choose_version(peers, holders, 0, [], placements={r: f"n{r}" for r in range(8)})
     assert [choice.sources[r]["w"][0] for r in range(4)] == [f"n{r}" for r in range(4)]
     assert Counter(choice.sources[r]["w"][0] for r in range(4, 8)) == {f"n{r}": 1 for r in range(4)}
+
+
+def test_of_many_holders_a_few_are_named_and_others_for_each_role() -> None:
+    names, lost = [f"n{number:03}" for number in range(100)], range(100, 110)
+    peers = [
+        NodeReport(name, name, {r: RoleReport(r, name, True, "training", (7,), ("w",))})
+        for r, name in enumerate(names)
+    ]
+    catalogue = {role: ["w"] for role in range(110)}
+    placements = {**dict(enumerate(names)), **dict.fromkeys(lost, "spare"), 109: "n050"}
+    choice = choose_version(peers, range(110), 0, [], placements, catalogue=catalogue)
+    found = [choice.sources[role]["w"] for role in lost]
+    assert all(len(set(nodes)) == SOURCES for nodes in found)
+    assert len({nodes[0] for nodes in found}) == len(found), "nobody is asked by two"
+    assert found[-1][0] == "n050", "what is on its own node comes first"
 
 
 def test_start_up_is_repeated_while_nothing_was_trained() -> None:

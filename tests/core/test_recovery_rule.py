@@ -236,7 +236,10 @@ def kept(job: SimulatedJob, choice: Choice) -> bool:
             continue
         assert set(choice.sources[role]) == {s.id for s in segments}
         for segment in segments:
-            assert set(choice.sources[role][segment.id]) == job.holders(segment, choice.version) != set()
+            held, home = job.holders(segment, choice.version), job.node[role]
+            if home in job.live and job.ranks[role].slots.get(choice.version):
+                held = {home}  # its snapshot is in memory there: nobody else is asked
+            assert set(choice.sources[role][segment.id]) == held != set()
     return choice.version >= begun - 1
 
 

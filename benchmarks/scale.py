@@ -1,0 +1,267 @@
+"""What the control plane takes at 1,000 to 100,000 roles, 8 a node: a real controller process, and simulated
+agents over real sockets.
+
+    python -m benchmarks.scale --roles 1000 10000 100000
+    python -m benchmarks.scale --roles 10000 --json
+
+A job starts, trains, loses a node with a spare for it, loses one in a hundred nodes at once, and its
+controller is killed and started again. Printed are the time until the last node has its plan, the
+controller's CPU seconds, its memory, what each node is sent, and with what power of the size they grow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import cpu_seconds, environment, finish, parser, table
+from benchmarks.scale_fleet import Layout, Told, serve
+from ft_core.settings import Command, Settings, write_secret
+
+PER_NODE = 8
+LAYOUTS = {"data": (1, 1), "model": (8, 16)}
+"""Tensor and pipeline parallel size."""
+PATIENCE = 300.0
+"""Seconds for each phase."""
+
+
+class Job:
+    """One simulated job."""
+
+    def __init__(self, layout: Layout, job_dir: Path, processes: int) -> None:
+        nodes = layout.roles // PER_NODE
+        self.spares = 2 + nodes // 50
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.settings = Settings(nodes, PER_NODE, Command("train.py"), controller=address, spares=self.spares)
+        self.job_dir, self.layout = job_dir, layout
+        self.settings.write(job_dir)
+        write_secret(job_dir)
+        secret = (job_dir / "secret").read_bytes().strip()
+        names = {f"node-{number:05}+{number:06x}": number for number in range(nodes + self.spares)}
+        self.names = list(names)
+        self.alive = set(names)
+        self._fleets: list[Connection] = []
+        self._processes = []
+        self._of: dict[str, int] = {}
+        context = multiprocessing.get_context("spawn")
+        for number in range(processes):
+            own, other = context.Pipe()
+            part = {name: rank for name, rank in names.items() if rank % processes == number}
+            self._of |= dict.fromkeys(part, number)
+            arguments = (layout, address, secret, self.settings.heartbeat, part, other)
+            self._processes.append(context.Process(target=serve, args=arguments, daemon=True))
+            self._processes[-1].start()
+            self._fleets.append(own)
+        self.controller = self._start_controller()
+
+    def _start_controller(self, *flags: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "ft_core.control", "--job-dir", str(self.job_dir), *flags]
+        if profile := os.environ.get("FT_PROFILE"):
+            command[1:2] = ["-m", "cProfile", "-o", f"{profile}{len(flags)}", "-m"]
+        return subprocess.Popen(command, env=environment())
+
+    def start(self) -> None:
+        """All agents connect."""
+        self._order("start", time.monotonic())
+
+    def kill(self, names: list[str]) -> None:
+        """All of these at once."""
+        self.alive -= set(names)
+        for number, fleet in enumerate(self._fleets):
+            fleet.send(("kill", [name for name in names if self._of[name] == number]))
+
+    def restart(self) -> None:
+        """Another controller takes over from one that is killed."""
+        self.controller.kill()
+        self.controller.wait()
+        self.controller = self._start_controller("--failed-before", "0")
+
+    def _order(self, order: str, argument: object = None) -> None:
+        for fleet in self._fleets:
+            fleet.send((order, argument))
+
+    def told(self) -> Told:
+        """What all agents were told."""
+        self._order("told")
+        total = Told()
+        for fleet in self._fleets:
+            told: Told = fleet.recv()
+            for epoch, count in told.plans.items():
+                total.plans[epoch] = total.plans.get(epoch, 0) + count
+                total.last[epoch] = max(total.last.get(epoch, 0.0), told.last[epoch])
+                size = told.planned_bytes[epoch]
+                total.planned_bytes[epoch] = total.planned_bytes.get(epoch, 0) + size
+            total.largest = max(total.largest, told.largest)
+            total.received += told.received
+            total.given_up += told.given_up
+            total.connected += told.connected
+            total.wrong += told.wrong
+        assert not total.wrong, total.wrong[:3]
+        return total
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """What the controller has recorded."""
+        path = self.job_dir / "events.jsonl"
+        text = path.read_text() if path.exists() else ""
+        found = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        return [event for event in found if event["event"] == name]
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Until it is so. Raises TimeoutError."""
+        end = time.monotonic() + PATIENCE
+        while not condition():
+            if time.monotonic() > end or self.controller.poll() is not None:
+                raise TimeoutError(f"{self.controller.poll()}: {self.told()}"[:2000])
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        """End all of its processes."""
+        self.controller.kill()
+        self.controller.wait()
+        for fleet in self._fleets:
+            with contextlib.suppress(OSError):
+                fleet.send(("end", None))
+        for process in self._processes:
+            process.join(10)
+            process.kill()
+
+    # -- phases ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def measured(self, found: dict[str, float]) -> Iterator[None]:
+        """What a phase takes of the controller, and what the nodes are sent in it."""
+        pid, begun = self.controller.pid, time.monotonic()
+        cpu, received = cpu_seconds(pid), self.told().received
+        yield
+        if self.controller.pid != pid:
+            cpu = 0.0
+        found["seconds"] = time.monotonic() - begun
+        found["controller_cpu_s"] = cpu_seconds(self.controller.pid) - cpu
+        found["bytes_per_node"] = (self.told().received - received) / len(self.names)
+        status = Path(f"/proc/{self.controller.pid}/status").read_text()
+        found["memory_mb"] = int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+    def recovery(self, names: list[str]) -> dict[str, float]:
+        """These nodes are lost at once: until the last node has the plan, until all have done a step."""
+        found: dict[str, float] = {}
+        epoch = max(self.told().plans)
+        resumed = len(self.events("resumed"))
+        begun = time.monotonic()
+        with self.measured(found):
+            self.kill(names)
+            self.until(lambda: self.planned() > epoch)
+            self.until(lambda: len(self.events("resumed")) > resumed)
+        told = self.told()
+        newest = max(told.plans)
+        found["plan_everywhere_s"] = told.last[newest] - begun
+        found["plan_bytes"] = told.planned_bytes[newest] / told.plans[newest]
+        return found
+
+    def planned(self) -> int:
+        """The newest epoch whose plan all nodes have."""
+        return max((e for e, n in self.told().plans.items() if n >= len(self.alive)), default=0)
+
+    def trained(self) -> bool:
+        """Whether all roles have done a step in the newest epoch."""
+        events = self.events("resumed")
+        return bool(events) and events[-1]["epoch"] == max(self.told().plans, default=-1)
+
+
+def measure(roles: int, layout: str, seconds: float, processes: int) -> dict[str, Any]:
+    """One size."""
+    tensor, pipeline = LAYOUTS[layout]
+    unit = math.lcm(tensor * pipeline, PER_NODE)
+    shape = Layout(-(-roles // unit) * unit, PER_NODE, tensor, pipeline)
+    phases: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory(prefix="ft-scale-") as where:
+        job = Job(shape, Path(where), processes)
+        try:
+            with job.measured(start := phases.setdefault("start", {})):
+                job.start()
+                job.until(lambda: job.events("resumed"))
+                job.until(lambda: job.planned() == 1)
+            told = job.told()
+            start["plan_bytes"] = told.planned_bytes[1] / told.plans[1]
+            job.until(lambda: job.told().connected == len(job.names))
+            with job.measured(steady := phases.setdefault("steady", {})):
+                time.sleep(seconds)
+            steady["cores"] = steady["controller_cpu_s"] / steady["seconds"]
+            phases["a node lost"] = job.recovery(job.names[1:2])
+            hundredth = max(1, len(job.names) // 100)
+            phases["1 % of nodes lost"] = job.recovery(job.names[10 : 10 + 2 * hundredth : 2])
+            before, given_up = len(job.events("detected")), job.told().given_up
+            with job.measured(phases.setdefault("controller restarted", {})):
+                job.restart()
+                job.until(lambda: job.events("controller_restarted"))
+                job.until(lambda: job.told().connected == len(job.alive))
+            time.sleep(2)
+            lost = {node for event in job.events("detected")[before:] for node in event["roles"]}
+            lost_after = len(lost) + len(job.events("spare_lost")) + job.told().given_up - given_up
+            largest = job.told().largest
+        finally:
+            job.close()
+    return {
+        "roles": shape.roles,
+        "layout": layout,
+        "plan_everywhere_s": phases["a node lost"]["plan_everywhere_s"],
+        "controller_cpu_s": phases["a node lost"]["controller_cpu_s"],
+        "bytes_per_node": phases["a node lost"]["bytes_per_node"],
+        "lost_after_restart": lost_after,
+        "heartbeat_cores": phases["steady"]["cores"],
+        "largest_message": largest,
+        "phases": phases,
+    }
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    """A table of all sizes, with the power of the size by which each figure grows."""
+    names = ["plan_everywhere_s", "controller_cpu_s", "bytes_per_node", "plan_bytes", "memory_mb", "seconds"]
+    lines = []
+    for phase in rows[0]["phases"]:
+        for name in ["cores", *names]:
+            if name not in rows[0]["phases"][phase]:
+                continue
+            values = [row["phases"][phase][name] for row in rows]
+            power = ""
+            if len(rows) > 1 and min(values[0], values[-1]) > 0:
+                size = math.log(rows[-1]["roles"] / rows[0]["roles"])
+                power = f"N^{math.log(values[-1] / values[0]) / size:.2f}"
+            lines.append([f"{phase}: {name}", *(f"{value:,.2f}" for value in values), power])
+    for name in ("lost_after_restart", "largest_message"):
+        lines.append([name, *(f"{row[name]:,}" for row in rows), ""])
+    return table(["", *(f"{row['roles']:,} roles" for row in rows), "grows with"], lines)
+
+
+def main() -> None:
+    """Measure, print."""
+    p = parser(__doc__)
+    p.add_argument("--roles", type=int, nargs="+", default=[1000, 10_000])
+    p.add_argument("--layout", choices=LAYOUTS, default="model")
+    p.add_argument("--seconds", type=float, default=10.0, help="of training in which nothing happens")
+    p.add_argument("--processes", type=int, default=2, help="that simulate the agents")
+    args = p.parse_args()
+    seconds = min(args.seconds, 3.0) if args.quick else args.seconds
+    rows = []
+    for roles in args.roles:
+        rows.append(measure(roles, args.layout, seconds, args.processes))
+        if not args.json:
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    result = rows[0] if len(rows) == 1 else {"sizes": rows}
+    finish("scale", args, result, text(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,401 @@
+"""Agents of many nodes in one process, which speak the real protocol over real sockets and do nothing else.
+
+They have no workers and no state, only what they tell of them. What they are told is decoded where it
+concerns them, and else only looked at: their own CPU time is not what is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+
+from ft_core.protocol import messages as m
+from ft_core.protocol.codec import encode
+from ft_core.protocol.framing import HEADER, Frames
+from ft_core.protocol.groups import GroupId
+from ft_core.protocol.handshake import Handshake
+from ft_core.protocol.sockets import split_address
+from ft_core.state.manifest import Segment
+
+STEP = 5.0
+"""Seconds."""
+_AGAIN = 0.05
+_EPOCH = re.compile(rb'"epoch":(\d+)')
+_ID = re.compile(rb'"id":"([^"]*)"')
+_VERSION = re.compile(rb'"version":(\d+|null)')
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who has what of a job's state: `tensor` roles in a row share a layer, `pipeline` stages come last, as
+    Megatron counts ranks; the optimizer's state is sharded over all data-parallel peers."""
+
+    roles: int
+    per_node: int
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def data(self) -> int:
+        """How many replicas of the model there are."""
+        return self.roles // (self.tensor * self.pipeline)
+
+    def peers(self, role: int) -> range:
+        """The roles with the same parameters."""
+        stage = self.tensor * self.data
+        first = role // stage * stage + role % self.tensor
+        return range(first, first + stage, self.tensor)
+
+    def segments(self, role: int) -> list[tuple[str, range]]:
+        """Parameters, and a shard of the optimizer's state: by id, their holders."""
+        return [(segment_id(held), held) for held in (self.peers(role), range(role, role + 1))]
+
+    def group(self, role: int) -> m.ReplicaGroup:
+        """Its replica of the model."""
+        index = role % (self.tensor * self.data) // self.tensor
+        return m.ReplicaGroup(index, self.data, m.Redundancy.ADOPTABLE)
+
+    def counts(self, role: int) -> dict[str, int]:
+        """Of operations on record, by group: all, data, tensor, pipeline and model parallel."""
+        stage = self.tensor * self.data
+        tensor = range(role // self.tensor * self.tensor, role // self.tensor * self.tensor + self.tensor)
+        pipeline = range(role % stage, self.roles, stage)
+        model = sorted(t % stage + s * stage for t in tensor for s in range(self.pipeline))
+        groups: list[Any] = [range(self.roles), self.peers(role), tensor, pipeline, model]
+        return {str(GroupId.of(roles, 0)): 20 for roles in groups if len(roles) > 1}
+
+
+@cache
+def segment_id(holders: range) -> str:
+    """As `state.manifest.Segment`."""
+    return Segment(tuple(holders), ()).id
+
+
+@dataclass
+class Told:
+    """What the agents of one process were told."""
+
+    plans: dict[int, int] = field(default_factory=dict)
+    """By epoch, how many nodes have its plan."""
+    last: dict[int, float] = field(default_factory=dict)
+    """When the last of them had it."""
+    planned_bytes: dict[int, int] = field(default_factory=dict)
+    """Of all plans of an epoch."""
+    largest: int = 0
+    """Message, in bytes."""
+    received: int = 0
+    given_up: int = 0
+    connected: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+class Fleet:
+    """The agents of one process."""
+
+    def __init__(self, layout: Layout, controller: str, secret: bytes, heartbeat: float) -> None:
+        self.layout, self.secret, self.heartbeat = layout, secret, heartbeat
+        self.host, self.port = split_address(controller)
+        self.told = Told()
+        self.nodes: dict[str, Agent] = {}
+        self.states: dict[str, m.NodePlan] = {}
+        """A plan by its id, as one of the nodes has it."""
+        self.begun: tuple[int, int] = 2, _steps()
+        """The version that an epoch goes on from, and when."""
+        self.stopped: int | None = None
+        """The version with which the last one has ended, while none is under way."""
+
+    @property
+    def version(self) -> int:
+        """Steps that all have done: as many in each process."""
+        if self.stopped is not None:
+            return self.stopped
+        version, since = self.begun
+        return version + _steps() - since
+
+    def stop(self) -> None:
+        """An epoch ends."""
+        self.stopped = self.version
+
+    def go_on(self, version: int) -> None:
+        """The next one begins."""
+        self.stopped, self.begun = None, (version + 1, _steps())
+
+    async def beat(self) -> None:
+        """For all agents, spread over the time between two beats."""
+        parts = 50
+        while True:
+            for part in range(parts):
+                begun = time.monotonic()
+                for agent in list(self.nodes.values())[part::parts]:
+                    agent.beat()
+                await asyncio.sleep(max(0.0, begun + self.heartbeat / parts - time.monotonic()))
+
+
+class Agent(asyncio.Protocol):
+    """One simulated agent, and its connection."""
+
+    def __init__(self, fleet: Fleet, name: str, rank: int, roles: list[int]) -> None:
+        self.fleet, self.name, self.rank = fleet, name, rank
+        self.first = roles
+        """Roles of its, once it has a plan."""
+        self.roles: list[int] = []
+        self.epoch = self.reported = 0
+        self.begun = ""
+        self.killed = False
+        self._said: list[m.FromRoles] = []
+        self._hands: Handshake | None = None
+        self._frames: Frames | None = None
+        self._transport: asyncio.Transport | None = None
+        self._buffer = bytearray()
+
+    async def connect(self) -> None:
+        """Until there is a connection."""
+        loop = asyncio.get_running_loop()
+        while not self.killed:
+            try:
+                await loop.create_connection(lambda: self, self.fleet.host, self.fleet.port)
+                return
+            except OSError:
+                await asyncio.sleep(_AGAIN)
+
+    def die(self) -> None:
+        """All at once."""
+        self.killed = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- the connection --------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport, self._frames, self._buffer = transport, None, bytearray()
+        self._hands = Handshake(self.fleet.secret, "the controller")
+        transport.write(self._hands.hello)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.fleet.told.connected -= self._frames is not None
+        self._transport = self._frames = None
+        if not self.killed:
+            asyncio.get_running_loop().call_later(_AGAIN, self._again)
+
+    def _again(self) -> None:
+        task = asyncio.ensure_future(self.connect())
+        _tasks.add(task)
+        task.add_done_callback(_tasks.discard)
+
+    def data_received(self, data: bytes) -> None:
+        self.fleet.told.received += len(data)
+        self._buffer += data
+        if self._frames is None and not self._shake():
+            return
+        at, buffer = 0, self._buffer
+        while len(buffer) - at >= HEADER.size:
+            _, length, _, _ = HEADER.unpack_from(buffer, at)
+            if len(buffer) - at < HEADER.size + length:
+                break
+            at += HEADER.size
+            self._on_message(bytes(buffer[at : at + length]))
+            at += length
+        del buffer[:at]
+
+    def _shake(self) -> bool:
+        hands, buffer = self._hands, self._buffer
+        assert hands is not None and self._transport is not None
+        if len(buffer) >= hands.HELLO_BYTES and not hands._nonces:
+            self._transport.write(hands.answer(bytes(buffer[: hands.HELLO_BYTES])))
+            del buffer[: hands.HELLO_BYTES]
+        if not hands._nonces or len(buffer) < hands.PROOF_BYTES:
+            return False
+        hands.confirm(bytes(buffer[: hands.PROOF_BYTES]))
+        del buffer[: hands.PROOF_BYTES]
+        self._frames = hands.frames(client=True)
+        self.fleet.told.connected += 1
+        self.send(self._hello())
+        return True
+
+    def send(self, *messages: m.Message) -> None:
+        """Nothing happens if there is no connection."""
+        if self._frames is not None and self._transport is not None:
+            self._transport.write(b"".join(self._frames.pack(encode(message)) for message in messages))
+
+    # -- what it says ----------------------------------------------------------------------------
+
+    def _hello(self) -> m.AgentHello:
+        where = f"10.{self.rank >> 16 & 255}.{self.rank >> 8 & 255}.{self.rank & 255}:40001"
+        return m.AgentHello(self.name, 1, self.rank, self.name, where, self._holdings(), self._said)
+
+    def _holdings(self) -> m.Holdings:
+        layout, version = self.fleet.layout, self.fleet.version
+        trained = self.begun != ""
+        roles: dict[int, m.RoleHeld] = {}
+        segments: dict[str, range] = {}
+        for role in self.roles:
+            found = dict(layout.segments(role))
+            segments |= found
+            held = [version - 1, version] if trained else []
+            roles[role] = m.RoleHeld(True, "training", held, list(found), layout.counts(role))
+        replicas = {}
+        for role in self._kept() if trained else ():
+            (name, holders) = layout.segments(role)[1]
+            replicas[name], segments[name] = [version - 1, version], holders
+        return m.Holdings(
+            epoch=self.epoch,
+            begun=self.begun,
+            reported=self.reported,
+            parts=[],
+            roles=roles,
+            replicas=replicas,
+            segments={name: list(held) for name, held in segments.items()},
+            idle=1 if self.roles else layout.per_node + 1,
+            store="10.0.0.1:40002",
+            master="10.0.0.1:40003",
+            configured=None,
+        )
+
+    def _kept(self) -> list[int]:
+        """Roles of the node before it, of which it keeps copies."""
+        return [(role - self.fleet.layout.per_node) % self.fleet.layout.roles for role in self.roles]
+
+    def beat(self) -> None:
+        """A heartbeat."""
+        if self._frames is None:
+            return
+        version = self.fleet.version
+        trained = [version - 1, version]
+        beats = {
+            role: m.RoleBeat(role + 1, version, version, trained, version, STEP, 0.0, 0, 0)
+            for role in self.roles
+        }
+        replicas = {self.fleet.layout.segments(role)[1][0]: trained for role in self._kept()}
+        idle = 1 if self.roles else self.fleet.layout.per_node + 1
+        self.send(m.Heartbeat(self.epoch, self.begun, beats, idle, replicas))
+
+    # -- what it is told -------------------------------------------------------------------------
+
+    def _on_message(self, body: bytes) -> None:
+        told = self.fleet.told
+        told.largest = max(told.largest, len(body))
+        match body[9 : body.index(b'"', 9)]:
+            case b"NodePlan":
+                self._plan(body)
+            case b"Abort":
+                if (epoch := _number(_EPOCH, body)) > self.epoch:
+                    self.epoch = self.reported = epoch
+                    self.fleet.stop()
+                    self.send(self._holdings())
+            case b"SendState":
+                plan = self.fleet.states[self.begun]
+                self.send(m.KeptState(msgspec.json.decode(plan.state, type=m.JobState), plan.nodes))
+            case b"ProbeNodes":
+                asked = msgspec.json.decode(body, type=m.ProbeNodes)
+                self.send(m.NodesProbed(asked.round, dict.fromkeys(asked.nodes, "reached")))
+            case b"GivenUp":
+                told.given_up += 1
+                self.die()
+            case b"Shutdown":
+                told.wrong.append(f"{self.name}: {body[:200]!r}")
+                self.die()
+            case b"NodesChanged" | b"KeepStrikes" | b"Release":
+                pass
+            case kind:
+                told.wrong.append(f"{self.name} was sent {kind!r}")
+
+    def _plan(self, body: bytes) -> None:
+        fleet, name = self.fleet, _ID.search(body)
+        assert name is not None
+        epoch, begun = _number(_EPOCH, body), name[1].decode()
+        told = fleet.told
+        if begun == self.begun:
+            return
+        told.plans[epoch] = told.plans.get(epoch, 0) + 1
+        told.last[epoch] = time.monotonic()
+        told.planned_bytes[epoch] = told.planned_bytes.get(epoch, 0) + len(body)
+        before, self.epoch, self.begun = self.begun, epoch, begun
+        if begun not in fleet.states:
+            fleet.states.clear()
+            fleet.states[begun] = msgspec.json.decode(body, type=m.NodePlan)
+            fleet.go_on(max(2, _number(_VERSION, body)))
+        if not before:
+            self.roles = self.first
+        if not self.roles:
+            places = msgspec.json.decode(body, type=m.NodePlan).roles
+            self.roles = [role for role, node in places.items() if node == self.name]
+        self._said = list(self._progress(_number(_VERSION, body)))
+        self.send(*self._said)
+
+    def _progress(self, version: int) -> Iterator[m.FromRoles]:
+        """Its workers have their state, and have done a step."""
+        layout = self.fleet.layout
+        for role in self.roles:
+            segments = {name: list(held) for name, held in layout.segments(role)}
+            yield m.RoleLayout(self.epoch, role, False, segments, 0, False, layout.group(role))
+            yield m.Restored(self.epoch, role, role + 1, version, True)
+            yield m.Reopened(self.epoch, role)
+            yield m.Stepped(self.epoch, role, version + 1)
+
+
+def _steps() -> int:
+    return int(time.monotonic() / STEP)
+
+
+_tasks: set[asyncio.Future[None]] = set()
+
+
+def _number(pattern: re.Pattern[bytes], body: bytes) -> int:
+    found = pattern.search(body)
+    return int(found[1]) if found is not None and found[1] != b"null" else 0
+
+
+def serve(
+    layout: Layout,
+    controller: str,
+    secret: bytes,
+    heartbeat: float,
+    names: dict[str, int],
+    orders: Connection,
+) -> None:
+    """A process of agents, which does what it is told over `orders`: `start`, `kill` nodes, `told`."""
+
+    async def run() -> None:
+        fleet = Fleet(layout, controller, secret, heartbeat)
+        first = layout.roles // layout.per_node
+        for name, rank in names.items():
+            roles = range(rank * layout.per_node, (rank + 1) * layout.per_node) if 0 <= rank < first else ()
+            fleet.nodes[name] = Agent(fleet, name, rank if rank < first else -1, list(roles))
+        beats: asyncio.Future[None] | None = None
+        inbox: asyncio.Queue[Any] = asyncio.Queue()
+
+        def read() -> None:
+            try:
+                inbox.put_nowait(orders.recv())
+            except EOFError:
+                inbox.put_nowait(("end", None))
+
+        asyncio.get_running_loop().add_reader(orders.fileno(), read)
+        while True:
+            order, argument = await inbox.get()
+            if order == "start":
+                beats = asyncio.ensure_future(fleet.beat())
+                for agent in fleet.nodes.values():
+                    agent._again()
+            elif order == "kill":
+                for name in argument:
+                    fleet.nodes.pop(name).die()
+            elif order == "told":
+                orders.send(fleet.told)
+            else:
+                assert beats is not None
+                beats.cancel()
+                return
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(run())
