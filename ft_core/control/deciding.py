@@ -114,14 +114,24 @@ def decide(
         roles = left
     elif facts.settings.policy == "shrink":
         roles = {**roles, **returning}
+
+    def from_the_scripts_checkpoint(reason: str, *, there_is_one: bool) -> StartOver | GiveUp:
+        if there_is_one and not facts.groups.adopted(roles):
+            return StartOver(reason, roles, lost)
+        return GiveUp(reason, unrecoverable=True)
+
     try:
         chosen = _choose(facts, roles, places, durable)
     except Unrecoverable as error:
-        if facts.resumes and not facts.groups.adopted(roles):
-            return StartOver(str(error), roles, lost)
-        return GiveUp(str(error), unrecoverable=True)
+        return from_the_scripts_checkpoint(str(error), there_is_one=facts.resumes)
     if isinstance(chosen, AskStorage):
         return chosen
+    if chosen.version is not None and chosen.version < facts.begins_at:
+        reason = (
+            f"The script, started again, begins with its own checkpoint of step {facts.begins_at}, and the "
+            f"newest state that every role could go on from is of step {chosen.version}."
+        )
+        return from_the_scripts_checkpoint(reason, there_is_one=True)
     if chosen.origin == "initial" and (bare := _never_copied(facts, roles, chosen.sources)):
         if bare <= set(assignment.unplaced):
             return Shortage(sorted(bare), "what they have alone has not been copied yet")

@@ -89,7 +89,7 @@ def the_end(facts: Facts, outcome: GiveUp, unread: Iterable[str]) -> str:
         return outcome.reason
     advice = (
         "it goes on from the newest checkpoint of the script's own."
-        if facts.resumes
+        if facts.resumes or facts.begins_at
         else "with checkpoints of its script's own that it resumes from (Megatron-LM's --save), or else with "
         "--ft-durable-interval, it will have something to fall back to."
     )

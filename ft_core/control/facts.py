@@ -128,6 +128,8 @@ class Facts:
     """The newest version that any role is known to have had."""
     resumes: bool = False
     """Whether the script, started again, goes on from a checkpoint of its own."""
+    begins_at: int = 0
+    """The version that the script, started again, is known to begin with."""
     resumed: int = 0
     """The newest epoch in which all roles have finished a step, as far as it is written down."""
     started_over: int = 0
@@ -242,6 +244,7 @@ class Facts:
         if self.initial is None:  # a newcomer's script may begin with a checkpoint that was not there then
             self.initial = message.initial
         self.resumes = message.resumes
+        self.begins_at = max(self.begins_at, message.initial or 0)
         assert message.group is not None, f"role {message.role} tells of its state, and of no replica group"
         self.groups.register(message.role, message.group)
 
@@ -283,7 +286,7 @@ class Facts:
 
     def forget(self) -> None:
         """The job starts over."""
-        self.initial, self.reached, self.catalogue, self.parts = None, 0, {}, []
+        self.initial, self.reached, self.begins_at, self.catalogue, self.parts = None, 0, 0, {}, []
         self.started_over, self.start = self.epoch, (None, "initial")
         self.groups.forget()
 

@@ -71,6 +71,19 @@ def test_checkpoints_of_the_script(tmp_path):
     assert set(again.losses) == set(range(11, ITERATIONS + 5))
 
 
+def test_a_durable_checkpoint_that_is_older_than_the_scripts_own(tmp_path):
+    """Newcomers' scripts have begun with theirs, and cannot go back: all begin there."""
+    training, iterations = OwnLoop(1, checkpoints=tmp_path / "checkpoints", seeded=True), 40
+    durable = (f"--ft-durable-dir={tmp_path / 'durable'}", "--ft-durable-interval=20")
+    with Job(tmp_path / "job", training, iterations, ftrun=(*durable, "--respawn")) as job:
+        job.wait_for_step(28)
+        job.kill_nodes(0, 1, 2)
+        result = job.finish()
+    assert set(result.losses) == set(range(1, iterations + 1))
+    assert "its own checkpoint of step 25" in result.of("starting_over")[0]["reason"]
+    check_clean(result)
+
+
 def test_more_than_replicas_cover_falls_back_to_the_durable_checkpoint(tmp_path):
     """A survivor whose calls since that step are too many to be known is replaced as well."""
     training, iterations = OwnLoop(1), 150

@@ -1014,6 +1014,25 @@ def test_where_a_newcomers_script_begins_is_not_where_the_job_did() -> None:
     assert job.controller.facts.initial == 0 and job.controller.facts.trained
 
 
+@pytest.mark.parametrize("version", [6, 1])
+def test_a_job_does_not_go_back_to_before_the_scripts_own_checkpoint(version: int) -> None:
+    """Its newcomers cannot: they were replaced until the job ended as futile."""
+    job = ControlPlane()
+    job.all_step(1)
+    job["node0"].say(replace(job["node0"].layouts[0], initial=version))
+    job["node0"].say(job["node0"].crash(0))
+    job.all_report()
+    if version == 1:
+        assert job.records_of("decided")[-1].more["version"] == 1 and not job.records_of("starting_over")
+        return
+    assert "its own checkpoint of step 6" in job.records_of("starting_over")[-1].reason
+    assert KillWorker(role=1) in job["node1"].heard
+    job["node1"].say(job["node1"].crash(1))
+    job.all_report()
+    decided = job.records_of("decided")[-1].more
+    assert (decided["version"], decided["origin"]) == (None, "initial")
+
+
 def end_part(job: ControlPlane, version: int) -> None:
     for role in job.roles:
         job[f"node{role}"].say(Completed(epoch=1, role=role, part=1, version=version, last=False))

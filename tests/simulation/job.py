@@ -389,6 +389,8 @@ class SimJob:
                 )
             if not self.beyond and (problems := ledger_check.verify(self.ledger).problems):
                 raise Violation(f"4: the ledger: {problems}")
+        elif "without a new step" in self.outcome.reason and not (self.poison or self.errors.fatal):
+            raise Violation(f"5: the job has given up recoveries in vain: {self.outcome.reason}")
         elif not self._excused() and len(lost := self._lost()) <= self.shape.replicas:
             raise Violation(
                 f"5: the job has ended, though only {sorted(lost)} was lost: {self.outcome.reason}"

@@ -292,6 +292,17 @@ def the_first_plan_is_all_there_is() -> None:
     Facts.forgotten = property(lambda self: False)  # type: ignore[assignment,method-assign]
 
 
+def where_scripts_begin_is_unknown() -> None:
+    """All go back to what is left, though newcomers' scripts have loaded a newer checkpoint of their own."""
+    lay_out = Facts.lay_out
+
+    def mutated(self: Facts, message: m.RoleLayout) -> None:
+        lay_out(self, message)
+        self.begins_at = 0
+
+    Facts.lay_out = mutated  # type: ignore[method-assign]
+
+
 MUTATIONS: dict[str, Callable[[], None]] = {
     mutation.__name__: mutation
     for mutation in (
@@ -325,5 +336,6 @@ MUTATIONS: dict[str, Callable[[], None]] = {
         an_older_epochs_abort_is_obeyed,
         a_part_stays_over,
         the_first_plan_is_all_there_is,
+        where_scripts_begin_is_unknown,
     )
 }

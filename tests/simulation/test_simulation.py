@@ -32,6 +32,8 @@ FAILED_ONCE = {
     105020: "the same where the script goes on from a checkpoint of its own, which it has not made yet",
     104564: "a copy was overwritten by an equal one",
     106020: "the line of an epoch was lost with a controller whose disk was full",
+    302375: "a durable checkpoint was older than the script's own, and newcomers were replaced for ever "
+    "(where_scripts_begin_is_unknown)",
     106746: "a node that trained alone, unheard, was lost, and the others began anew without waiting for it",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""

@@ -318,8 +318,7 @@ class SimWorker(Process):
         self.tell(ev.Unwound())
         yield from self._while(Quiet)
         if self.machine.parts < self._left:
-            self.node.end_worker(self, -9)  # `Session.restart`
-            yield Until(lambda: False, False)
+            yield from self._replace()
 
     def _catch_up(self) -> Thread:
         yield from self._while(Restoring)
@@ -350,10 +349,6 @@ class SimWorker(Process):
                 raise Violation(
                     f"2: what role {copy.role} had alone is of another past at version {found[0]}"
                 )
-        if job.shape.loads == "each" and self.version < self._covered:
-            self.node.end_worker(self, -9)  # `Session.restart`
-            yield Until(lambda: False, False)
-        self._covered = max(self._covered, self.version - 1)
         if self.version < job.end_of(self.machine.parts):
             raise Violation(f"9: a part is done, and role {self.role} is at version {self.version}")
         self.deal = Deal.from_json(self.training.deals[self.content])
@@ -361,6 +356,16 @@ class SimWorker(Process):
             yield from self._stage()
         self.words.version = self.words.tag = self.version
         self.tell(ev.Loaded(self.version, loaded))
+        if job.shape.loads == "each" and self.version < self._covered:
+            yield from self._replace()
+        self._covered = max(self._covered, self.version - 1)
+
+    def _replace(self) -> Thread:
+        """As `Session.replace_worker`."""
+        self._say(m.ScriptFailed(m.Fault.TERMINATED, "it cannot go back", "", ""))
+        yield from self._sleep(0.002, False)
+        self.node.end_worker(self, -9)
+        yield Until(lambda: False, False)
 
     def _part(self, number: int, end: int | None) -> Thread:
         """To the version `end`, or that of the job; all leave it together."""
