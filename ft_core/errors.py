@@ -5,6 +5,9 @@ from __future__ import annotations
 FAILED = 70
 """Exit code of a controller that has failed of an error of its own; `ftrun` starts another."""
 
+FAILED_NOTE = "failed"
+"""The file that an agent that fails of an error of its own leaves in the directory for its sockets."""
+
 
 class FtError(Exception):
     """Base class: catch this to catch everything the engine raises on purpose."""

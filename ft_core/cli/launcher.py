@@ -14,8 +14,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
-from ft_core.errors import FAILED, ConfigError
+from ft_core.errors import FAILED, FAILED_NOTE, ConfigError
 from ft_core.process.sigterm import ENDED
 from ft_core.protocol.sockets import reserve, split_address
 
@@ -25,9 +26,24 @@ _STOP_GRACE = 15.0
 _AGAIN = 1.0
 """Seconds after which SIGTERM is passed on once more."""
 _LASTING = 60.0
-"""Seconds for which a controller has worked well enough not to count among those that fail in a row."""
+"""Seconds for which a process has worked well enough not to count among those that fail in a row."""
+_TRIES = 3
+"""Agents, each in the place of the one before, that fail as they are starting before no more are started."""
 _LONGEST_PATH = 60
 """Bytes that TMPDIR may have: with the names below it, the path of a Unix socket has 107 at most."""
+_ALL_FAILED = (
+    "ftrun: the job stops: all nodes have failed as they were starting, of the errors above; none is left"
+)
+
+
+class _Started(NamedTuple):
+    """An agent."""
+
+    temporary: str
+    """Directory of its own."""
+    at: float
+    failed_before: int
+    """How many have failed in a row whose place it has."""
 
 
 class Launcher:
@@ -41,8 +57,10 @@ class Launcher:
         self._controllers_failed = 0
         self._agents: list[subprocess.Popen[bytes]] = []
         self._sockets_in = place_for_sockets()
-        self._temporary: dict[subprocess.Popen[bytes], str] = {}
-        """Directories of agents that have not ended, as far as is known."""
+        self._running: dict[subprocess.Popen[bytes], _Started] = {}
+        """Agents that have not ended, as far as is known."""
+        self._given_up = False
+        """Whether the last agent that ended had failed as it was starting, and none took its place."""
         self._reserved: socket.socket | None = None
         self.numbers = itertools.count()
         self.respawn = False
@@ -79,12 +97,12 @@ class Launcher:
         self._controllers_failed = before + (code == FAILED)
         self.controller("--failed-before", str(self._controllers_failed))
 
-    def agent(self, node: str, node_rank: int, domain: str) -> None:
+    def agent(self, node: str, node_rank: int, domain: str, failed_before: int = 0) -> None:
         """Start one, with a directory for its sockets that goes when it ends. `node_rank` -1: a spare."""
         temporary = tempfile.mkdtemp(prefix="ft-agent-", dir=self._sockets_in)
         about = ["--node", node, "--node-rank", str(node_rank), "--domain", domain, "--temporary", temporary]
         agent = self._start("ft_core.node", *about)
-        self._temporary[agent] = temporary
+        self._running[agent] = _Started(temporary, time.monotonic(), failed_before)
         self._agents.append(agent)
 
     def wait(self) -> int:
@@ -99,11 +117,16 @@ class Launcher:
                 if self._sigterms and code == -signal.SIGTERM:
                     return ENDED  # it was just starting
                 self._next_controller(code)
-            for agent in self._ended():
-                if agent.returncode < 0 and self.respawn and not self._sigterms:
+            for agent, failures in self._ended():
+                again = self.respawn and failures < _TRIES
+                self._given_up = failures > 0 and not again
+                if agent.returncode < 0 and again and not self._sigterms:
                     self._agents.remove(agent)
-                    self.agent(f"node{next(self.numbers)}", -1, "")
+                    self.agent(f"node{next(self.numbers)}", -1, "", failures)
             if all(a.poll() is not None for a in self._agents):
+                if self.standalone and self._given_up and not self._sigterms:
+                    print(_ALL_FAILED, file=sys.stderr, flush=True)
+                    return 1
                 if self._controller is None:
                     return max((abs(a.returncode) for a in self._agents), default=1)
                 if self._sigterms and not self.standalone and all(_left(a.returncode) for a in self._agents):
@@ -143,14 +166,19 @@ class Launcher:
                 process.wait()
         self._ended()
 
-    def _ended(self) -> list[subprocess.Popen[bytes]]:
-        """Agents that have ended since the last call; what they leave behind goes as well."""
-        ended = [agent for agent in self._temporary if agent.poll() is not None]
-        for agent in ended:
+    def _ended(self) -> list[tuple[subprocess.Popen[bytes], int]]:
+        """Agents that have ended since the last call; what they leave behind goes as well. With how many have
+        failed in a row by now as they were starting."""
+        found = []
+        for agent in [agent for agent in self._running if agent.poll() is not None]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(agent.pid, signal.SIGKILL)
-            shutil.rmtree(self._temporary.pop(agent), ignore_errors=True)
-        return ended
+            started = self._running.pop(agent)
+            failed = (Path(started.temporary) / FAILED_NOTE).exists()
+            early = failed and time.monotonic() - started.at < _LASTING
+            found.append((agent, started.failed_before + 1 if early else 0))
+            shutil.rmtree(started.temporary, ignore_errors=True)
+        return found
 
     def _reap(self) -> None:
         deadline = time.monotonic() + _STOP_GRACE

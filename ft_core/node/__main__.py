@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from ft_core.errors import FAILED_NOTE
 from ft_core.node import orphans, pulse
 from ft_core.node.shell import LAST_WORD, NodeShell, kill_node
 from ft_core.process import collector, parent
@@ -32,7 +34,7 @@ def main() -> int:
     parser.add_argument("--node", required=True, help="this node's name, unique in the job")
     parser.add_argument("--domain", default="", help="failure domain label (rack, switch); default: the node")
     parser.add_argument("--node-rank", type=int, default=-1, help="position at the start; -1: a spare")
-    parser.add_argument("--temporary", help="directory for sockets, which whoever gives it removes")
+    parser.add_argument("--temporary", help="directory for sockets, which whoever gives it reads and removes")
     parent.add_argument(parser)
     args = parser.parse_args()
     parent.expect(args.parent)
@@ -57,15 +59,18 @@ def main() -> int:
         kill_node()
     check_limit(f"node {args.node}", *settings.size)
     shell = NodeShell(settings, args.job_dir, args.node, args.domain, args.node_rank, loop)
-    return asyncio.run(_serve(shell))
+    return asyncio.run(_serve(shell, args.temporary))
 
 
-async def _serve(shell: NodeShell) -> int:
+async def _serve(shell: NodeShell, temporary: str | None) -> int:
     try:
         return await shell.run()
     except Exception:
         log.critical("node %s fails, and is lost to the job:\n%s", shell.node, traceback.format_exc())
         console().flush(LAST_WORD)
+        if temporary:
+            with contextlib.suppress(OSError):
+                (Path(temporary) / FAILED_NOTE).touch()
         os.killpg(os.getpgrp(), signal.SIGKILL)  # at once: the workers are of no use without their agent
         raise
 

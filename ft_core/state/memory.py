@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
+import resource
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -41,10 +43,21 @@ class SharedMemory:
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> SharedMemory:
-        """Allocate `nbytes` (rounded up to pages), zero-filled."""
+        """Allocate `nbytes` (rounded up to pages), zero-filled. Raises OSError."""
         nbytes = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
-        os.ftruncate(fd, nbytes)
+        try:
+            os.ftruncate(fd, nbytes)
+        except OSError as error:
+            os.close(fd)
+            if error.errno != errno.EFBIG:
+                raise
+            limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+            raise OSError(
+                error.errno,
+                f"{nbytes} bytes of memory to share with a worker cannot be had: it counts as a file, and a "
+                f"file may have {limit} bytes here. Raise the limit: ulimit -f unlimited",
+            ) from error
         return cls(fd, nbytes)
 
     @classmethod

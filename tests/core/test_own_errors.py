@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -25,7 +26,7 @@ from harness import environment
 from processes import children
 
 from ft_core.cli.launcher import Launcher
-from ft_core.errors import AuthenticationError, ProtocolError
+from ft_core.errors import FAILED_NOTE, AuthenticationError, ProtocolError
 from ft_core.process import refusals
 from ft_core.process.tasks import Tasks
 from ft_core.protocol.async_channel import AsyncChannel
@@ -292,6 +293,41 @@ def test_a_controller_that_fails_is_replaced_and_fails_for_good_when_it_meets_th
     assert said.count("AssertionError: role 0 tells of its state") == 3, "a traceback of each"
     assert "ftrun: the job stops: 3 controllers in a row have failed, this one of AssertionError(" in said
     assert codes == [1], "the nodes were not told"
+
+
+def test_an_agent_that_fails_as_it_starts_is_started_again_a_few_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """A file may not be as large as the memory that it shares with workers. Then with stand-ins: one
+    that is killed is none of those that fail."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        job(tmp_path / "job", free.getsockname()[1])
+    launcher, limits = Launcher(tmp_path / "job"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    launcher.standalone = True
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, limits[1]))
+        launcher.agent("node", 0, "")
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert launcher.wait() == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        launcher.stop()
+    said = capfd.readouterr().err
+    assert "a file may have 262144 bytes here. Raise the limit: ulimit -f" in said
+    assert said.endswith("all nodes have failed as they were starting, of the errors above; none is left\n")
+
+    ends = iter(["fail", "kill", "fail", "fail", "fail"])
+    stand_in = "import os, sys; [open(path, 'w') for path in sys.argv[1:]]; os.kill(os.getpid(), 9)"
+
+    def start(module: str, *arguments: str) -> subprocess.Popen[bytes]:
+        note = [f"{arguments[-1]}/{FAILED_NOTE}"] if next(ends) == "fail" else []
+        return subprocess.Popen([sys.executable, "-c", stand_in, *note], start_new_session=True)
+
+    launcher.respawn = True
+    monkeypatch.setattr(launcher, "_start", start)
+    launcher.agent("node", 0, "")
+    assert launcher.wait() == 1 and not list(ends)
+    assert capfd.readouterr().err.count("none is left") == 1
 
 
 def test_a_hello_of_another_version_is_refused_and_costs_no_controller(tmp_path: Path):
