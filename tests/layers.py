@@ -39,9 +39,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "strangers": ("test_integrity.py::test_strangers_are_refused_and_the_job_goes_on",),
     "loaders with processes": ("test_loaders.py::test_loaders_with_processes[kept]",),
     "scripts that end": ("test_endings.py::test_scripts_that_leave",),
-    "an exception in the script": (
-        "test_errors.py::test_an_exception_restarts_its_worker_from_memory[tp1pp1dp2-distopt-fp32-error]",
-    ),
+    "an exception in the script": ("test_errors.py::test_an_exception_restarts_its_worker_from_memory",),
     "settings of the script": ("test_configuration.py::test_settings_that_cannot_be_had",),
     "a loop of one's own": ("test_tutorial.py::test_tutorial",),
     "what is sent": ("test_accounting.py::test_bytes_between_hosts[tp1pp2dp2-distopt-bf16-2]",),

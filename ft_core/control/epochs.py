@@ -76,6 +76,8 @@ class Epochs:
         """Why, the exit code should it be the last, and the roles that were lost."""
         self._shortage = ""
         """What was said last of what the job waits for."""
+        self._left: dict[int, str] = {}
+        """Roles that have ended without a word in this epoch, before they trained, and how that is said."""
 
     def do(self, *effects: Effect) -> None:
         self.effects += effects
@@ -167,6 +169,7 @@ class Epochs:
         facts, before = self.facts, self.facts.plan
         self.returning.epoch_begins(self.now)
         self.watch.begins()
+        self._left.clear()
         facts.groups.withdrawn = set()
         facts.groups.changed(start.version, start.roles)
         if before is None or (facts.initial is None and start.origin == "durable"):
@@ -298,7 +301,10 @@ class Epochs:
         local = facts.initial is None or self.unprotected or self.completion.released
         if lost.fault is m.Fault.LEFT and local:
             self.completion.finished.add(role)
+            if not self.completion.released:
+                self._left[role] = where
             self.end_if_finished()
+            self._end_if_missed()
         elif lost.fault is m.Fault.LEFT:
             self.end(1, f"{where}, in the middle of training (os._exit?): the others would wait for it")
         elif lost.code > 0 and (self.unprotected or self.completion.released):
@@ -306,7 +312,20 @@ class Epochs:
         elif why := strikes.ends(lost, facts.trained, same_again):
             self._script_failed(lost, f"{where}; {why}")
         else:
-            self.fail(where, [role], strikes.exit_code(lost))
+            self.fail(where, [role], strikes.exit_code(lost), fault=lost.fault)
+
+    def suspected(self, node: Node, role: int, reason: str) -> None:
+        """A worker saw connections break in this epoch."""
+        self.watch.suspected(node.name, reason, self.now)
+        self.record("suspected", reason, [role])
+        self._end_if_missed()
+
+    def _end_if_missed(self) -> None:
+        """Roles that have left before any has trained may have done all that was theirs, unless connections
+        break: somebody waits for them."""
+        if self._left and self.watch.broke and not isinstance(self.phase, Done):
+            where = "\n".join(self._left.values())
+            self.end(1, f"{where} (os._exit?), and others wait for it: {self.watch.broke}")
 
     def _script_failed(self, lost: m.WorkerLost, where: str) -> None:
         """The job ends of it, with the script's own exit code."""
@@ -351,7 +370,7 @@ class Epochs:
         self._strike(strikes.of_node(node.name, node.hello.pid, fault))
         roles = self.facts.hosts.get(node.name, [])
         if roles:
-            self.fail(f"node {node.name} lost: {why}", roles)
+            self.fail(f"node {node.name} lost: {why}", roles, fault=fault)
         else:
             self.record("spare_lost", f"node {node.name}: {why}", node=node.name)
             self.tell_of_nodes()
@@ -363,35 +382,38 @@ class Epochs:
         if isinstance(self.phase, Quiescing | Waiting):
             self.watch.fetch_failed(node.name, reason, self.now)
 
-    def fail(self, reason: str, roles: list[int], code: int = 1) -> None:
-        """Roles have lost their worker or their state: end the epoch, unless it is ending already."""
-        phase = self.phase
+    def fail(self, reason: str, roles: list[int], code: int = 1, fault: m.Fault | None = None) -> None:
+        """Roles have lost their worker or their state: end the epoch, unless it is ending already.
+
+        `code`: what `ftrun` ends with, should the job end of it. `fault`: of which they have.
+        """
+        phase, more = self.phase, {"fault": fault} if fault is not None else {}
         if isinstance(phase, Rebuilding):
             phase.undone.append((reason, roles))
         elif isinstance(phase, Forming | Done):
-            self.record("detected", reason, roles)
+            self.record("detected", reason, roles, **more)
             self.form_if_ready()
         elif self.completion.released:
             # Training is behind everybody: nothing is left to lose.
-            self.record("detected", f"{reason}; its script had only local work left", roles)
+            self.record("detected", f"{reason}; its script had only local work left", roles, **more)
             self.completion.finished |= set(roles)
             self.end_if_finished()
         elif isinstance(phase, Quiescing | Waiting):
-            self.record("detected", reason, roles)
+            self.record("detected", reason, roles, **more)
             self.decide_if_ready()
         elif self.unprotected:
             self.end(1, f"{reason}; the script runs without fault tolerance (--ft)")
         else:
             self.facts.futile, self._last_failure = self.facts.futile + 1, (reason, code, roles)
-            self.end_epoch("detected", reason, roles)
+            self.end_epoch("detected", reason, roles, **more)
 
-    def end_epoch(self, event: str, reason: str, roles: Collection[int]) -> None:
+    def end_epoch(self, event: str, reason: str, roles: Collection[int], **more: Any) -> None:
         """Have all workers leave what they are in, and decide how to go on."""
         self.facts.epoch += 1
         self.watch.ends()
         self.phase = Quiescing(self.now)
         self.checkpoints = self.checkpoints.forgotten()
-        self.record(event, reason, roles)
+        self.record(event, reason, roles, **more)
         self.do(*self.facts.to_all(m.Abort(epoch=self.facts.epoch)))
         self.decide_if_ready()
 

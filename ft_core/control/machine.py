@@ -264,8 +264,7 @@ class Controller:
                 self._epochs.unprotected = True
             case m.Suspect(epoch=epoch, role=role, reason=reason):
                 if epoch == facts.epoch:
-                    self._epochs.watch.suspected(node.name, reason, now)
-                    self._epochs.record("suspected", reason, [role])
+                    self._epochs.suspected(node, role, reason)
             case m.DurableNames():
                 if self._epochs.checkpoints.answered(node, message):
                     self._reconsider()

@@ -27,7 +27,7 @@ class Watch:
         self.doubting: set[NodeName] = set()
         """Nodes of which a worker, or the agent, saw a connection to a peer break in this epoch."""
         self.broke = ""
-        """What was seen to break, the first time."""
+        """What was seen to break in this epoch, the first time."""
         self.links = Links()
         self._steps = Steps()
         self._missed: dict[NodeName, float] = {}
@@ -46,6 +46,7 @@ class Watch:
     def ends(self) -> None:
         """An epoch has ended: what was seen to break belongs to it."""
         self.doubting.clear()
+        self.broke = ""
         self.links = Links()
 
     @property

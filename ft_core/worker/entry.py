@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import signal
 import sys
-import traceback
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,7 +20,8 @@ from ft_core.settings import Command
 from ft_core.state.snapshot import has_gpu
 from ft_core.worker import cuda_fork, device_memory, faults, import_output, ordinary, unprotected
 from ft_core.worker.logs import redirect, take_over
-from ft_core.worker.session import Session, begin, exit_code
+from ft_core.worker.ordinary import exit_code
+from ft_core.worker.session import Session, begin
 from ft_core.worker.shell import WorkerShell
 
 _CONNECT_TIMEOUT = 30.0
@@ -70,23 +71,22 @@ def main(
     backend.install(session.comms)
     watch = unprotected.install(session)
     process = os.getpid()
-    code, failure = _outcome(command)
+    code, failure, error = _outcome(command)
     if os.getpid() != process:  # a child that the script has forked; the role is its parent's
-        ordinary.end(code)
-        os._exit(code)
+        os._exit(ordinary.end(code, error))
     if failure is not None:
-        shell.failed(failure)
+        shell.failed(failure)  # before anything of the script's runs again, which may end this process
     else:
         watch.script_ends()
         session.leave()
-    ordinary.end(code)
+    code = ordinary.end(code, error)
     if code == 0:
         shell.finish()
     os._exit(code)  # the communicators of a finished job are not taken down one by one
 
 
-def _outcome(command: Command) -> tuple[int, ScriptFailed | None]:
-    """Run the script to its end, and print what it ends of. Its exit code, and why it is not 0."""
+def _outcome(command: Command) -> tuple[int, ScriptFailed | None, BaseException | None]:
+    """Run the script to its end. Its exit code, why it is not 0, and the error that is to be shown."""
     try:
         cuda_fork.check()
         for install in plugins.load(plugins.HOOKS):
@@ -94,22 +94,21 @@ def _outcome(command: Command) -> tuple[int, ScriptFailed | None]:
         run(command)
     except SystemExit as stop:
         code = exit_code(stop)
-        if code and not isinstance(stop.code, int):
-            print(stop.code, file=sys.stderr)
-        what = f"sys.exit({stop.code!r})"
+        if not isinstance(stop.code, int | None):
+            with contextlib.suppress(Exception):  # the script's own __str__
+                print(stop.code, file=sys.stderr)
+        what = faults.exit_call(stop)
         failure = ScriptFailed(Fault.EXITED, what, "", f"the script ended itself: {what}")
-        return code, failure if code else None
+        return code, failure if code else None, None
     except ConfigError as error:  # ours: ftrun says it once, in place of a traceback from each role
-        return 1, ScriptFailed(Fault.REFUSED, "it cannot go on like this", "", str(error))
+        return 1, ScriptFailed(Fault.REFUSED, "it cannot go on like this", "", str(error)), None
     except BaseException as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
             trace = trace.tb_next
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
-        fault, text = faults.classify(error), "".join(traceback.format_exception(error))
-        failure = ScriptFailed(fault, faults.what(error), faults.signature(error), text)
-        return INTERRUPTED if fault is Fault.INTERRUPTED else 1, failure
-    return 0, None
+        failure = faults.failed(error.with_traceback(trace))
+        return INTERRUPTED if failure.fault is Fault.INTERRUPTED else 1, failure, error
+    return 0, None, None
 
 
 def run(command: Command) -> None:

@@ -15,10 +15,14 @@ from pathlib import Path
 
 import ft_core
 from ft_core.errors import ConfigError, ReplayMismatch
-from ft_core.protocol.messages import Fault
+from ft_core.protocol.messages import Fault, ScriptFailed
 
 _MESSAGE, _SIGNATURE = 300, 600
 """Characters of an error's own text, and of all by which it is known again."""
+_TRACEBACK = 1 << 16
+"""Characters of what is told of an error, its beginning and its end; all of it is in the worker's log."""
+_CHAIN = 64
+"""Errors that are looked at, from one to what it comes of."""
 _STORAGE = (
     errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS, errno.ENXIO, errno.ENODEV,
     errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENOTCONN,
@@ -26,6 +30,10 @@ _STORAGE = (
 """Of an OSError with a path. The last two are those of a network's file system, and else of a socket."""
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?")
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
+_reserve = [bytearray(32 << 20)]
+"""Address space alone, until there is none: to tell of it, wait for threads, and write files takes some."""
+_RUST = re.compile(r"\(os error \d+\)")
+"""How libraries in Rust, whose errors are of any type, tell of the system's."""
 _OURS = str(Path(ft_core.__file__).parent)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
@@ -43,27 +51,46 @@ _TYPES = {
 """By the name of a class, or of one that it comes from."""
 _TEXTS: tuple[tuple[Fault, str], ...] = (
     # What a device reports of the script's own mistakes comes first.
-    (Fault.EXCEPTION, "device-side assert|invalid device ordinal|no kernel image|invalid configuration arg"),
+    (
+        Fault.EXCEPTION,
+        r"device-side assert\b|invalid device ordinal|no kernel image|invalid configuration arg",
+    ),
     (Fault.EXCEPTION, "ncclInvalidArgument|ncclInvalidUsage|invalid (usage|argument).*nccl"),
-    (Fault.DEVICE_MEMORY, "(CUDA|HIP|XPU)( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED"),
-    (Fault.DEVICE, "(CUDA|HIP)( driver)? error|uncorrectable ECC|illegal memory access|misaligned address"),
+    (Fault.DEVICE_MEMORY, "(CUDA|HIP|XPU)( driver)?( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED"),
+    (Fault.DEVICE_MEMORY, r"Cuda failure \d* ?'out of memory'"),
+    (Fault.DEVICE, "(CUDA|HIP)( driver| unknown)? error|uncorrectable ECC|illegal memory access"),
+    (Fault.DEVICE, "misaligned address"),
     (Fault.DEVICE, r"unspecified launch failure|CU(BLAS|DNN|FFT|SPARSE|SOLVER)_STATUS_|unhandled cuda error"),
     (Fault.DEVICE, "ncclUnhandledCudaError"),
     (Fault.LOADER, r"DataLoader worker \(pid.*(exited unexpectedly|is killed by signal)"),
-    (Fault.LOADER, r"bus error encountered in worker|DataLoader timed out"),
+    (Fault.LOADER, r"bus error encountered in worker|DataLoader timed out|Pin memory thread exited"),
     (Fault.STORAGE, "No space left on device|Disk quota exceeded|Input/output error|Stale file handle"),
     (Fault.STORAGE, "Read-only file system|iostream error|inline_container.*unexpected pos"),
     (Fault.MEMORY, "can't allocate memory|Cannot allocate memory"),
     (Fault.TRANSPORT, "Connection (closed|reset) by peer|Broken pipe|Connection refused|Socket Timeout"),
     (Fault.TRANSPORT, r"Timed out waiting \d+ms|ncclRemoteError|ncclSystemError|unhandled system error"),
+    (Fault.TRANSPORT, "pair closure"),
 )
 """By the words in it, of errors whose type says nothing."""
+_RATHER = {
+    (Fault.TRANSPORT, Fault.DEVICE),
+    (Fault.TRANSPORT, Fault.DEVICE_MEMORY),
+    (Fault.DEVICE, Fault.DEVICE_MEMORY),
+}
+"""Type and words of an error for which the words count."""
 _WORDS = tuple((fault, re.compile(words, re.I)) for fault, words in _TEXTS)
 
 
+def failed(error: BaseException) -> ScriptFailed:
+    """What is told of the error that a script has ended of, whatever it is. Once per process."""
+    _reserve.clear()
+    trace = "".join(traceback.format_exception(error))
+    return ScriptFailed(classify(error), what(error), signature(error), printable(trace, _TRACEBACK))
+
+
 def classify(error: BaseException) -> Fault:
-    """Of an error, or of what it was raised from."""
-    for each in _causes(error):
+    """Of an error, or of what it comes of: what it was raised from, or the errors of a group."""
+    for each in _chain(error):
         if (fault := _of(each)) is not Fault.EXCEPTION:
             return fault
     return Fault.EXCEPTION
@@ -71,8 +98,25 @@ def classify(error: BaseException) -> Fault:
 
 def what(error: BaseException) -> str:
     """In a line: its type and the first line of its text."""
-    text = str(error).strip()
-    return (f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__)[:_MESSAGE]
+    text, name = _text(error).strip(), type(error).__name__
+    return printable(f"{name}: {text.splitlines()[0]}" if text else name, _MESSAGE)
+
+
+def exit_call(stop: SystemExit) -> str:
+    """How a script has ended itself."""
+    try:
+        code = repr(stop.code)
+    except Exception:  # the script's own __repr__
+        code = type(stop.code).__name__
+    return printable(f"sys.exit({code})", _MESSAGE)
+
+
+def printable(text: str, limit: int) -> str:
+    """As it can be sent and shown: in UTF-8, and of no more than so many characters, but for a note."""
+    if (more := len(text) - limit) > 0:
+        half = limit // 2
+        text = f"{text[:half]} ... ({more} characters) ... {text[-half:]}"
+    return text.encode(errors="backslashreplace").decode()
 
 
 def signature(error: BaseException) -> str:
@@ -81,30 +125,49 @@ def signature(error: BaseException) -> str:
     Frames of libraries are passed over where there are others.
     """
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
-    text = _NUMBERS.sub("N", str(error)[: 4 * _MESSAGE])[:_MESSAGE]
+    text = _NUMBERS.sub("N", _text(error)[: 4 * _MESSAGE])[:_MESSAGE]
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not _library(frame.filename)] or frames
     where = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
-    return f"{kind}: {text} @ {where}"[:_SIGNATURE]
+    return printable(f"{kind}: {text} @ {where}"[:_SIGNATURE], _SIGNATURE)
 
 
 def _library(path: str) -> bool:
     return path.startswith((*_LIBRARIES, _OURS, "<frozen"))
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    each: BaseException | None = error
-    while each is not None and id(each) not in seen:
-        seen.add(id(each))
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error, and what it comes of, as a traceback shows them."""
+    found = [error]
+    for each in found:  # which grows
         yield each
-        each = each.__cause__
+        if each.__cause__ is not None:
+            found.append(each.__cause__)
+        elif each.__context__ is not None and not each.__suppress_context__:
+            found.append(each.__context__)
+        found += each.exceptions if isinstance(each, BaseExceptionGroup) else _of_other_ranks(each)
+        del found[_CHAIN:]
+
+
+def _of_other_ranks(error: BaseException) -> list[BaseException]:
+    """Those of which torch's distributed checkpoints make one for all ranks, whichever rank had them."""
+    if type(error).__name__ != "CheckpointException":
+        return []
+    return [each for each, _ in error.failures.values()]  # type: ignore[attr-defined]
+
+
+def _text(error: BaseException) -> str:
+    """What it says of itself."""
+    try:
+        return printable(str(error), _TRACEBACK)
+    except Exception as wrong:  # the script's own __str__
+        return f"(its text cannot be had: {type(wrong).__name__})"
 
 
 def _of(error: BaseException) -> Fault:
     if isinstance(error, ConfigError | ReplayMismatch):
         return Fault.REFUSED
-    text = str(error)
+    text = _text(error)
     if isinstance(error, OSError):
         # Of a loader's process it comes without its number.
         found = _ERRNO.search(text)
@@ -119,7 +182,8 @@ def _of(error: BaseException) -> Fault:
     names = (kind.__name__ for kind in type(error).__mro__)
     by_type = next((_TYPES[name] for name in names if name in _TYPES), None)
     if by_type is not None:
-        # A communicator tells of a device, too.
-        return by_word if by_type is Fault.TRANSPORT and by_word is Fault.DEVICE else by_type
+        # A communicator tells of a device, too, and a device of its memory.
+        return by_word if (by_type, by_word) in _RATHER and by_word is not None else by_type
     # Words of the libraries; a script's own error may have any in it.
-    return by_word if by_word is not None and isinstance(error, RuntimeError | OSError) else Fault.EXCEPTION
+    of_library = isinstance(error, RuntimeError | OSError) or _RUST.search(text) is not None
+    return by_word if by_word is not None and of_library else Fault.EXCEPTION

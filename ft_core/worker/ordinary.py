@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from multiprocessing import forkserver, process, resource_tracker
@@ -92,18 +93,41 @@ def _forget(helper: Any, descriptor: str) -> None:
     helper.__init__()
 
 
-def end(code: int) -> None:
-    """What the interpreter does at a script's end: it waits for threads, runs exit handlers, writes files.
+def end(code: int, error: BaseException | None = None) -> int:
+    """What the interpreter does at a script's end: it shows the error, waits for threads, runs exit handlers,
+    writes files.
 
-    `code`: the exit code. One that is not 0 puts an end to waiting.
+    `code`: the exit code. One that is not 0 puts an end to waiting. Returns it, or the one that the script's
+    own hook for errors has chosen.
     """
     if code:
         watchdog = threading.Timer(_PATIENCE, os._exit, [code])
         watchdog.daemon = True
-        watchdog.start()
+        with contextlib.suppress(RuntimeError):  # no memory for a thread: few can be waited for
+            watchdog.start()
+    if error is not None:
+        code = _show(error, code)
+        traceback.clear_frames(error.__traceback__)  # what the script has there ends with it
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()  # prints what goes wrong in one, and goes on with the others
     flush()
+    return code
+
+
+def _show(error: BaseException, code: int) -> int:
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit as stop:
+        return exit_code(stop) or code
+    except Exception as wrong:
+        for each in (wrong, error):
+            sys.__excepthook__(type(each), each, each.__traceback__)
+    return code
+
+
+def exit_code(stop: SystemExit) -> int:
+    """The code that the interpreter would end with."""
+    return 0 if stop.code is None else stop.code & 0xFF if isinstance(stop.code, int) else 1
 
 
 def flush() -> None:

@@ -26,6 +26,7 @@ from ft_core.state.snapshot import settle
 from ft_core.worker import events as e
 from ft_core.worker.groups import Groups
 from ft_core.worker.logs import played, printed
+from ft_core.worker.ordinary import exit_code
 from ft_core.worker.recovery import Recovery
 from ft_core.worker.shell import WorkerShell
 from ft_core.worker.states import StartUp, Trained
@@ -377,11 +378,6 @@ class Session:
     def injecting(self) -> bool:
         """Whether failures are to be injected in this job."""
         return self._shell.injector.armed
-
-
-def exit_code(stop: SystemExit) -> int:
-    """The code that the interpreter would end with."""
-    return 0 if stop.code is None else stop.code & 0xFF if isinstance(stop.code, int) else 1
 
 
 def _raising(stop: SystemExit) -> Callable[[], NoReturn]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 from core.fleet import Fleet
+from core.test_controller_machine import ControlPlane
 
 from ft_core.control.completion import apart
+from ft_core.control.events import End
 from ft_core.node.crew import in_words
-from ft_core.protocol.messages import Fault, Issued, WorkerLost
+from ft_core.protocol.messages import Fault, Issued, Suspect, WorkerLost
 
 
 def test_apart() -> None:
@@ -62,6 +65,30 @@ def test_a_worker_that_ends_without_a_word(tmp_path: Path) -> None:
             assert "of role 1 on node1: exit code 0, in the middle" in fleet.events("stopped")[0]["reason"]
 
     asyncio.run(job())
+
+
+@pytest.mark.parametrize("first", ["its end", "what breaks"])
+def test_a_worker_that_leaves_in_start_up_while_another_waits_for_it(first: str) -> None:
+    """Which of the two is heard of first is chance."""
+    job = ControlPlane(nodes=3)
+    lost = WorkerLost(role=1, pid=job["node1"].workers.pop(1), exit="exit code 0", code=0, fault=Fault.LEFT)
+    broke = Suspect(job.controller.facts.epoch, 0, "Connection closed by peer")
+    said = [("node1", lost), ("node0", broke)]
+    for name, message in said if first == "its end" else reversed(said):
+        assert job.done is None
+        job[name].say(message)
+    assert job.done == End(1)
+    assert "of role 1 on node1: exit code 0 (os._exit?), and others wait for it: Conn" in job.said[0]
+
+
+def test_a_worker_that_leaves_in_start_up_and_is_not_missed() -> None:
+    job = ControlPlane(nodes=2)
+    for role in (1, 0):
+        agent = job[f"node{role}"]
+        about = {"exit": "exit code 0", "code": 0, "fault": Fault.LEFT}
+        assert job.done is None
+        agent.say(WorkerLost(role=role, pid=agent.workers.pop(role), **about))
+    assert job.done == End(0)
 
 
 def test_how_a_worker_has_ended() -> None:

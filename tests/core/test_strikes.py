@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from core.test_controller_machine import ControlPlane, lose, sent
+from failing_jobs import little_memory
 from msgspec.structs import replace
 
 from ft_core.cli.flags import parser, settings_of
@@ -200,6 +205,25 @@ def test_a_user_error_that_is_told_again_to_a_successor_is_no_second_one() -> No
     assert job.done is not None and "the same again in the step after version 1" in job.said[0]
 
 
+def raises(job: ControlPlane, step: int, signature: str) -> None:
+    """An exception of role 0's."""
+    about = {"exit": "exit code 1", "code": 1, "fault": Fault.EXCEPTION, "step": step, "signature": signature}
+    job["node0"].say(WorkerLost(role=0, pid=job["node0"].workers.pop(0), **about))
+    if job.done is None:
+        job.all_report()
+
+
+def test_errors_of_two_steps_in_turn_are_not_the_same_until_one_comes_again() -> None:
+    job = ControlPlane(nodes=2)
+    job.all_step(4)
+    raises(job, 4, "one")
+    job.all_step(5)
+    raises(job, 5, "other")
+    assert job.done is None
+    raises(job, 4, "one")
+    assert job.done is not None and "the same again in the step after version 4" in job.said[0]
+
+
 def test_a_node_that_was_not_lost_after_all_has_no_strike() -> None:
     job = ControlPlane(nodes=2, spares=1)
     job.all_step(1)
@@ -236,6 +260,25 @@ def test_the_flag(text: str, found: tuple[int, float] | None, tmp_path: Path) ->
         return
     settings = settings_of(args)
     assert (settings.strikes, settings.strike_minutes) == found
+
+
+EATER = """
+import os, sys
+open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
+eaten = []
+while True: eaten.append(b"." * (1 << 24))
+"""
+
+
+def test_the_oom_killer_is_known_when_it_comes() -> None:
+    with little_memory() as cgroup:
+        if cgroup is None:
+            pytest.skip("no cgroup can be made here")
+        by_count, by_log = OomKiller(cgroup, "/nowhere"), OomKiller()
+        victim = subprocess.Popen([sys.executable, "-c", EATER, str(cgroup)])
+        assert victim.wait(60) == -signal.SIGKILL
+        assert not os.access("/dev/kmsg", os.R_OK) or by_log.ended(victim.pid)
+        assert by_count.ended(victim.pid) and not by_count.ended(victim.pid)
 
 
 def test_the_oom_killer_is_known_by_the_cgroups_count(tmp_path: Path) -> None:

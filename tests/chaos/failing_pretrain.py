@@ -1,0 +1,10 @@
+"""Megatron's own training loop, in which failures happen: see `failing`."""
+
+from __future__ import annotations
+
+import failing
+import pretrain_gpt
+
+if __name__ == "__main__":
+    failing.begin()
+    pretrain_gpt.main()
