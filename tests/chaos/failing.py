@@ -77,7 +77,8 @@ def wait_for_the_end() -> None:
 
 
 def begin() -> None:
-    """Before the script's first line. Not `--ft-inject`'s: that is read by `ftrun` as well."""
+    """At the script's first line, which is a place as well: "begin"."""
     current = session.current()
     if current is not None:
         current._shell.injector = Failures(current.job_dir, os.environ["FT_TEST_FAILURES"])
+        current.point("begin")
