@@ -469,19 +469,21 @@ class Communicators:
                 if self._in_flight == 0 and self.traffic is not None:
                     self.traffic(0)
 
-    def issued(self) -> dict[Series, int]:
-        """Operations begun in this epoch. Any thread.
+    def issued(self) -> tuple[dict[Series, int], list[GroupId]]:
+        """Operations begun in this epoch, and groups of which others are waited for to connect. Any thread.
 
         Who has come to the end of its script takes part in no more than it has told here.
         """
         with self._condition, self._traffic_lock:
             found: dict[Series, int] = {}
+            unopened = []
             for inner in (group.inner for group in self._groups):
                 if inner is not None and inner.epoch == self.epoch and inner.size > 1:
                     found |= inner.issued
                     if inner.wanted and not inner.ready:
                         found[Series(inner.group)] = 1
-            return found
+                        unopened.append(inner.group)
+            return found, unopened
 
     # -- start-up phase ---------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from ft_core.protocol.groups import Series
+from ft_core.protocol.groups import GroupId, Series
 from ft_core.protocol.messages import Completed, Issued, SendIssued
 
 INTERVAL = 3.0
@@ -25,6 +25,9 @@ class Completion:
     """What each role has said last."""
     finished: set[int] = field(default_factory=set)
     """Roles whose scripts are done."""
+    left: dict[int, str] = field(default_factory=dict)
+    """Those whose processes have ended without a word in this epoch, before they trained; and how that is
+    said. They may have done all that was theirs."""
     released: bool = False
     """Whether all have come to the end of training: only local work is left."""
     _ended: tuple[int, int, set[int]] = field(default_factory=lambda: (0, 0, set()))
@@ -91,7 +94,18 @@ class Completion:
         if answer.round != self._round or answer.epoch != epoch:
             return None
         self._answers[answer.role] = answer
-        return apart(self._answers)
+        return self._lacks(answer) or apart(self._answers)
+
+    def missed(self, why: str) -> str | None:
+        """Roles that have left are waited for, as some role says. Returns that, if there are any."""
+        where = "\n".join(self.left.values())
+        return f"{where} (os._exit?), and others wait for it: {why}" if where else None
+
+    def _lacks(self, answer: Issued) -> str | None:
+        for name in answer.unopened:
+            if any(role in GroupId.parse(name) for role in self.left):
+                return self.missed(f"role {answer.role} to connect group {name}")
+        return None
 
 
 def apart(answers: Mapping[int, Issued]) -> str | None:

@@ -76,8 +76,6 @@ class Epochs:
         """Why, the exit code should it be the last, and the roles that were lost."""
         self._shortage = ""
         """What was said last of what the job waits for."""
-        self._left: dict[int, str] = {}
-        """Roles that have ended without a word in this epoch, before they trained, and how that is said."""
 
     def do(self, *effects: Effect) -> None:
         self.effects += effects
@@ -169,7 +167,7 @@ class Epochs:
         facts, before = self.facts, self.facts.plan
         self.returning.epoch_begins(self.now)
         self.watch.begins()
-        self._left.clear()
+        self.completion.left.clear()
         facts.groups.withdrawn = set()
         facts.groups.changed(start.version, start.roles)
         if before is None or (facts.initial is None and start.origin == "durable"):
@@ -302,7 +300,7 @@ class Epochs:
         if lost.fault is m.Fault.LEFT and local:
             self.completion.finished.add(role)
             if not self.completion.released:
-                self._left[role] = where
+                self.completion.left[role] = where
             self.end_if_finished()
             self._end_if_missed()
         elif lost.fault is m.Fault.LEFT:
@@ -321,11 +319,10 @@ class Epochs:
         self._end_if_missed()
 
     def _end_if_missed(self) -> None:
-        """Roles that have left before any has trained may have done all that was theirs, unless connections
-        break: somebody waits for them."""
-        if self._left and self.watch.broke and not isinstance(self.phase, Done):
-            where = "\n".join(self._left.values())
-            self.end(1, f"{where} (os._exit?), and others wait for it: {self.watch.broke}")
+        """Connections that break show that somebody waits for who has left."""
+        missed = self.completion.missed(self.watch.broke) if self.watch.broke else None
+        if missed is not None and not isinstance(self.phase, Done):
+            self.end(1, missed)
 
     def _script_failed(self, lost: m.WorkerLost, where: str) -> None:
         """The job ends of it, with the script's own exit code."""

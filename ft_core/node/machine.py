@@ -304,8 +304,8 @@ class Agent:
                 self.epochs.say(m.Suspect(epoch, role, reason))
             case m.WorkerCounts(counts):
                 self.epochs.post(m.OperationCounts(role, counts))
-            case m.WorkerIssued(number, epoch, step, at_end, issued):
-                self.epochs.post(m.Issued(number, epoch, role, step, at_end, issued))
+            case m.WorkerIssued(number, epoch, step, at_end, issued, unopened):
+                self.epochs.post(m.Issued(number, epoch, role, step, at_end, issued, unopened))
             case m.WorkerTrained(epoch, step, samples):
                 assert self.epochs.plan is not None, "who trains was given a role by a plan"
                 since = self.epochs.plan.worker.version

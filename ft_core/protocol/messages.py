@@ -18,7 +18,7 @@ from msgspec import Meta, Struct, field
 from ft_core.errors import ProtocolError
 from ft_core.protocol.codec import Decoder
 from ft_core.protocol.flight import NEWEST, FlightLog
-from ft_core.protocol.groups import Series, parse
+from ft_core.protocol.groups import GroupId, Series, parse
 
 _WORD = (1 << 62) - 1
 """What fits into a word of shared memory."""
@@ -466,7 +466,7 @@ class OperationCounts(Message, frozen=True):
 
 
 class Issued(Message, frozen=True):
-    """What a role has begun, by group."""
+    """What a role has begun, by group, and the groups of which it waits for others to connect."""
 
     round: Number
     epoch: Epoch
@@ -474,9 +474,11 @@ class Issued(Message, frozen=True):
     step: Version
     at_end: bool
     issued: Counts
+    unopened: list[str]
 
     def __post_init__(self) -> None:
         check_texts(Series.parse, self.issued)
+        check_texts(GroupId.parse, self.unopened)
 
 
 class Prepared(Message, frozen=True):
@@ -1019,16 +1021,18 @@ class WorkerCounts(Message, frozen=True):
 
 
 class WorkerIssued(Message, frozen=True):
-    """What the worker has begun, by group."""
+    """What the worker has begun, by group, and the groups of which it waits for others to connect."""
 
     round: Number
     epoch: Epoch
     step: Version
     at_end: bool
     issued: Counts
+    unopened: list[str]
 
     def __post_init__(self) -> None:
         check_texts(Series.parse, self.issued)
+        check_texts(GroupId.parse, self.unopened)
 
 
 class CorruptCopy(Message, frozen=True):

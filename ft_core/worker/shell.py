@@ -199,8 +199,9 @@ class WorkerShell:
             case e.SayCounts():
                 self.send(m.WorkerCounts(self.recorded()))
             case e.SayIssued(number, epoch, at_end):
-                issued = _texts(self.comms.issued())
-                self.send(m.WorkerIssued(number, epoch, self.version, at_end, issued))
+                issued, unopened = self.comms.issued()
+                about = _texts(issued), [str(group) for group in unopened]
+                self.send(m.WorkerIssued(number, epoch, self.version, at_end, *about))
             case e.SayProgress(number):
                 self.send(m.Progress(number, self.version, self.recorded()))
             case e.SayEntries(number, group, start):

@@ -85,6 +85,8 @@ def _field(cls: type[msgspec.Struct], field: types.Field) -> Any:
         return value
     if isinstance(value, dict):
         return {"0-3:1#0": next(iter(value.values()))} if "a" in value else value
+    if value == ["a"]:
+        return ["0-3:1#0"]
     return "0-3:1#0" if field.name in ("group", "name") and value == "a" else value
 
 

@@ -1215,7 +1215,7 @@ def test_who_has_left_while_another_waits_is_found() -> None:
     job["node0"].say(Completed(epoch=1, role=0, part=1, version=1, last=True))
     effects = job.wait(INTERVAL + 0.2)
     [round] = {question.round for question in sent(effects, SendIssued).values()}
-    about = {"round": round, "epoch": 1, "step": 4}
+    about = {"round": round, "epoch": 1, "step": 4, "unopened": []}
     job["node0"].say(Issued(**about, role=0, at_end=True, issued={"0-1:1#0": 5}))
     assert job.done is None
     job["node1"].say(Issued(**about, role=1, at_end=False, issued={"0-1:1#0": 6}))

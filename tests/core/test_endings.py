@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from core.fleet import Fleet
-from core.test_controller_machine import ControlPlane
+from core.test_controller_machine import ControlPlane, sent
 
-from ft_core.control.completion import apart
+from ft_core.control.completion import INTERVAL, apart
 from ft_core.control.events import End
 from ft_core.node.crew import in_words
-from ft_core.protocol.messages import Fault, Issued, Suspect, WorkerLost
+from ft_core.protocol.messages import Fault, Issued, SendIssued, Suspect, WorkerLost
 
 
 def test_apart() -> None:
@@ -20,7 +20,7 @@ def test_apart() -> None:
     world, others, pair = "0-2:1#0", "1-2:1#0", "0-2:1#0/1>2"
 
     def said(at_end: bool, issued: dict[str, int]) -> Issued:
-        return Issued(round=1, epoch=1, role=0, step=4, at_end=at_end, issued=issued)
+        return Issued(round=1, epoch=1, role=0, step=4, at_end=at_end, issued=issued, unopened=[])
 
     def going(**more: int) -> Issued:
         return said(False, more)
@@ -79,6 +79,21 @@ def test_a_worker_that_leaves_in_start_up_while_another_waits_for_it(first: str)
         job[name].say(message)
     assert job.done == End(1)
     assert "of role 1 on node1: exit code 0 (os._exit?), and others wait for it: Conn" in job.said[0]
+
+
+def test_a_worker_that_leaves_before_it_has_connected_to_those_who_wait_for_it() -> None:
+    job = ControlPlane(nodes=3)
+    job["node1"].say(
+        WorkerLost(role=1, pid=job["node1"].workers.pop(1), exit="exit code 0", code=0, fault=Fault.LEFT)
+    )
+    job.wait(0.1)
+    [number] = {question.round for question in sent(job.wait(INTERVAL + 0.2), SendIssued).values()}
+    about = {"round": number, "epoch": 1, "step": 0, "at_end": False}
+    job["node2"].say(Issued(role=2, issued={"0-2:2#0": 1}, unopened=["0-2:2#0"], **about))
+    assert job.done is None, "it is in no such group"
+    job["node0"].say(Issued(role=0, issued={"0-2:1#0": 1}, unopened=["0-2:1#0"], **about))
+    assert job.done == End(1)
+    assert "others wait for it: role 0 to connect group 0-2:1#0" in job.said[0]
 
 
 def test_a_worker_that_leaves_in_start_up_and_is_not_missed() -> None:

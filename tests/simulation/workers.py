@@ -152,7 +152,7 @@ class SimWorker(Process):
                 case ev.SayCounts():
                     self._say(m.WorkerCounts(self._counts()))
                 case ev.SayIssued(number, epoch, at_end):
-                    self._say(m.WorkerIssued(number, epoch, self.version, at_end, {}))
+                    self._say(m.WorkerIssued(number, epoch, self.version, at_end, {}, []))
                 case ev.EndProcess(code):
                     self.node.end_worker(self, code)
 
