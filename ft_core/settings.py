@@ -82,6 +82,11 @@ class Settings:
     virtual machines stop for seconds."""
     quiesce_timeout: float = 60.0
     """How long a worker may take to leave its step before it is killed and replaced."""
+    hang_after: float = 0.0
+    """How long roles may wait for another before it is taken for hung (`--ft-hang-after`); 0: learned."""
+    hang_limit: float = 600.0
+    """The same where nothing is known of what they wait in; and how long a hang that nobody can explain lasts
+    before it ends the job (`--ft-hang-limit`)."""
     return_limit: float = 10.0
     """How long replica groups wait for the state of one that comes back (`--ft-return-limit`), before they go
     on without it."""

@@ -146,6 +146,20 @@ def parser() -> argparse.ArgumentParser:
         "after 10 if it was regular and no other node reaches it",
     )
     f.add_argument(
+        "--ft-hang-after",
+        type=float,
+        default=0.0,
+        help="seconds for which roles may wait for another before its worker is taken for hung and replaced "
+        "(0, the default: 5 s, and three times what is usual)",
+    )
+    f.add_argument(
+        "--ft-hang-limit",
+        type=float,
+        default=600.0,
+        help="the same where nothing is known yet of what they wait in; and the seconds after which a hang "
+        "that cannot be explained ends the job (default 600)",
+    )
+    f.add_argument(
         "--ft-quiesce-timeout", type=float, default=60.0, help="seconds a worker may take to leave its step"
     )
     f.add_argument(
@@ -193,6 +207,13 @@ def settings_of(args: argparse.Namespace) -> Settings:
         )
     if min(args.ft_heartbeat, args.ft_quiesce_timeout, args.ft_return_limit) <= 0:
         raise ConfigError("--ft-heartbeat, --ft-quiesce-timeout and --ft-return-limit must be positive")
+    if args.ft_hang_after < 0 or args.ft_hang_limit <= 0:
+        raise ConfigError("--ft-hang-after must not be negative, and --ft-hang-limit must be positive")
+    if args.ft_hang_after > args.ft_hang_limit:
+        raise ConfigError(
+            f"--ft-hang-after {args.ft_hang_after:g} is longer than --ft-hang-limit {args.ft_hang_limit:g}: "
+            "the job would end before anybody is taken for hung"
+        )
     if args.respawn and not args.standalone:
         raise ConfigError("--respawn goes with --standalone; elsewhere the scheduler starts nodes")
     if args.standalone and args.node_rank not in (None, 0):
@@ -217,6 +238,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
         controller=controller,
         heartbeat=args.ft_heartbeat,
         quiesce_timeout=args.ft_quiesce_timeout,
+        hang_after=args.ft_hang_after,
+        hang_limit=args.ft_hang_limit,
         return_limit=args.ft_return_limit,
         strikes=strikes,
         strike_minutes=minutes,

@@ -25,6 +25,8 @@ from ft_core.control.durable_names import Checkpoints
 from ft_core.control.events import Close, Effect, End, Record, Say, Send
 from ft_core.control.facts import ALL_IS_LOST, Facts, Node, Operations, completed, epoch_of, records
 from ft_core.control.forming import first_places
+from ft_core.control.hangs.detector import Blame, Detector, Puzzle
+from ft_core.control.hangs.finding import Finding
 from ft_core.control.links import Pair
 from ft_core.control.phases import Done, Forming, Phase, Quiescing, Rebuilding, Running, Waiting
 from ft_core.control.progress import Progress
@@ -56,6 +58,7 @@ class Epochs:
         self.progress: Progress
         """Of the epoch under way."""
         self.samples = Samples()
+        self.hangs = Detector()
         self.unprotected = facts.settings.command.no_python
         """Whether scripts run without fault tolerance."""
         self.watch = Watch(facts)
@@ -470,6 +473,34 @@ class Epochs:
         facts = self.facts
         needed = facts.settings.policy == "wait" and replaced in facts.hosts
         return needed and not facts.nodes.keys() - facts.hosts.keys() - set(ends)
+
+    def look_for_hangs(self) -> None:
+        """Where nothing moves any more: who holds the others up, and another worker in its place."""
+        if not isinstance(self.phase, Running) or self.unprotected or self.completion.released:
+            self.hangs.rests(self.now)
+            return
+        facts = self.facts
+        verdict = self.hangs.tick(facts, self.progress.all_stepped(facts.begun), self.now)
+        if isinstance(verdict, m.SendFlight):
+            self.do(*facts.to_all(verdict))
+        elif isinstance(verdict, Blame):
+            self._replace(verdict.finding)
+        elif isinstance(verdict, Puzzle):
+            found = verdict.finding
+            log.warning("nothing moves, and it is not clear who is to blame: %s", found.words)
+            self.record("hang", f"not explained: {found.words}", found.roles, explained=False)
+            if verdict.hopeless:
+                limit = facts.settings.hang_limit
+                self.end(1, f"nothing has moved for --ft-hang-limit, {limit:g} s: {found.words}")
+
+    def _replace(self, found: Finding) -> None:
+        """Workers that hang are as good as dead: from here on it is a crash like any other."""
+        log.error("%s: replaced, for it holds the others up", found.words)
+        self.record("hang", found.words, found.culprits, explained=True)
+        for role in [*found.culprits, *([found.witness] if found.witness >= 0 else [])]:
+            node = self.facts.nodes.get(self.facts.places[role])
+            if node is not None and (beat := node.beats.get(role)) is not None:
+                self.do(Send(node.peer, m.Examine(role=role, pid=beat.pid, end=role in found.culprits)))
 
     def watch_endings(self) -> None:
         facts = self.facts

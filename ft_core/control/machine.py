@@ -203,6 +203,7 @@ class Controller:
             node.beat(message)
             node.sight.beat(self._epochs.now)
             self._epochs.watch.beat(message, self._epochs.now)
+            self._epochs.hangs.beat(message.roles, self._epochs.now)
             self._epochs.remind(node, message.epoch, set(message.roles))
             self._epochs.do(*self._epochs.returning.beat(facts, node.name))
             # Kept here, because a node that is lost takes what it said with it.
@@ -291,7 +292,7 @@ class Controller:
             case m.RestoreFailed() | m.NoIdleWorker() | m.Held():
                 pass  # of an epoch that is over
             case m.Flights():
-                pass  # nobody has asked
+                self._epochs.hangs.answered(node.name, message)
             case _:
                 raise TypeError(f"{type(message).__name__} is nothing that an agent says")
 
@@ -406,5 +407,6 @@ class Controller:
             self._epochs.decide_if_ready()
         if isinstance(self.phase, Running):
             self._epochs.watch_endings()
+        self._epochs.look_for_hangs()
         if isinstance(self.phase, Running) and self.facts.settings.policy == "shrink":
             self._epochs.bring_groups_back()

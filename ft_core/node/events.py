@@ -147,6 +147,14 @@ class Probed:
 
 
 @dataclass(frozen=True)
+class Examined:
+    """What `WriteStacks` wanted is written, as far as it could be; `end`: as there."""
+
+    worker: Number
+    end: bool
+
+
+@dataclass(frozen=True)
 class PeerAsks:
     """Another agent wants something of the worker that plays `role` here; its `id` is in `AnswerPeer`."""
 
@@ -171,8 +179,8 @@ class LauncherGone:
 
 Event = (
     Begin | Connected | NotConnected | FromController | Forked | WorkerReady | FromWorker | WorkerEnded
-    | Signalled | Replicated | Brought | DurableDone | DurableListed | FlightRead | Probed | PeerAsks | Tick
-    | Terminate | LauncherGone
+    | Signalled | Replicated | Brought | DurableDone | DurableListed | FlightRead | Probed | Examined
+    | PeerAsks | Tick | Terminate | LauncherGone
 )  # fmt: skip
 
 
@@ -350,6 +358,15 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class WriteStacks:
+    """Where a worker is, into the job directory: `Examined`. `end`: it is to be ended after that."""
+
+    worker: Number
+    role: int
+    end: bool
+
+
+@dataclass(frozen=True)
 class AskPeer:
     """Ask the agent at this address for the worker, which is told the answer."""
 
@@ -386,5 +403,5 @@ class End:
 Effect = (
     ToController | Report | ToWorker | Start | Kill | Signal | ShowRest | Commit | BeginEpoch | UsePlan
     | UseSettings | DropAfter | KeepOnly | Reserve | Strike | Replicate | Bring | WriteDurable
-    | LookForDurable | ReadFlight | Probe | AskPeer | AnswerPeer | KillNode | BecomeSpare | End
+    | LookForDurable | ReadFlight | WriteStacks | Probe | AskPeer | AnswerPeer | KillNode | BecomeSpare | End
 )  # fmt: skip

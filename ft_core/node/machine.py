@@ -31,6 +31,7 @@ from ft_core.node.events import (
     Effect,
     End,
     Event,
+    Examined,
     FlightRead,
     Forked,
     FromController,
@@ -54,6 +55,7 @@ from ft_core.node.events import (
     ToWorker,
     WorkerEnded,
     WorkerReady,
+    WriteStacks,
 )
 from ft_core.node.outage import Outage
 from ft_core.node.termination import Termination
@@ -149,6 +151,9 @@ class Agent:
                 self.epochs.post(answer)
             case Probed(number, reach):
                 self.epochs.post(m.NodesProbed(number, reach))
+            case Examined(number, end):
+                if end and self.crew.get(number) is not None:
+                    self.epochs.do(Kill(number))
             case PeerAsks():
                 self._ask_worker(event)
             case Tick():
@@ -218,6 +223,10 @@ class Agent:
                     self.epochs.do(Kill(worker.number))
             case m.DescribeRole(role):
                 self.epochs.post(holdings.role_state(role, self.crew, self._view))
+            case m.Examine(role, pid, end):
+                worker = self.crew.of_role(role)
+                if worker is not None and worker.pid == pid:
+                    self.epochs.do(WriteStacks(worker.number, role, end))
             case m.SendFlight() | m.DescribeFlight():
                 self.epochs.do(ReadFlight(message, self.epochs.at_end()))
             case m.ListDurable(number):

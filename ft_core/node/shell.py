@@ -40,7 +40,7 @@ from ft_core.node.pulse import Loop
 from ft_core.node.reach import probe
 from ft_core.node.replicator import Replicator
 from ft_core.node.workers import WorkerPool
-from ft_core.process import parent, sigterm
+from ft_core.process import parent, sigterm, stacks
 from ft_core.process.awake import AwakeClock
 from ft_core.process.inject import Injector
 from ft_core.process.outlet import console
@@ -329,6 +329,8 @@ class NodeShell:
                 self._tasks.spawn(self._read_flight(effect))
             case e.Probe():
                 self._tasks.spawn(self._probe(effect))
+            case e.WriteStacks():
+                self._tasks.spawn(self._write_stacks(effect))
             case e.AskPeer():
                 self._tasks.spawn(self._ask_peer(effect))
             case e.AnswerPeer(number, answer):
@@ -424,6 +426,14 @@ class NodeShell:
     async def _probe(self, order: e.Probe) -> None:
         reach = await probe(order.nodes, self.secret, self.settings.silence_limit)
         self._handle(e.Probed(order.round, reach))
+
+    async def _write_stacks(self, order: e.WriteStacks) -> None:
+        pid, log_dir = self.pool.pid(order.worker), self.pool.log_dir(order.worker)
+        if pid is not None and log_dir is not None:
+            target = self.job_dir / "hangs" / f"role-{order.role}-{pid}.txt"
+            said = await asyncio.to_thread(stacks.write, pid, log_dir, target)
+            log.warning("node %s: role %d, worker %d: %s", self.node, order.role, pid, said)
+        self._handle(e.Examined(order.worker, order.end))
 
     async def _ask_peer(self, asked: e.AskPeer) -> None:
         self.pool.post(asked.worker, await asyncio.to_thread(relay, asked, self.transport))

@@ -153,6 +153,11 @@ class WorkerPool:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, what)
 
+    def log_dir(self, number: int) -> Path | None:
+        """Where a worker's output goes; None: it has ended."""
+        worker = self._processes.get(number)
+        return worker.log_dir if worker else None
+
     def pid(self, number: int) -> int | None:
         """Of that worker, or None if it has ended."""
         worker = self._processes.get(number)

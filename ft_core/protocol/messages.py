@@ -675,6 +675,14 @@ class KillWorker(Message, frozen=True):
     role: Role | None = None
 
 
+class Examine(Message, frozen=True):
+    """Write down where the worker of a role is, if it is still this process; then, if `end`, end it."""
+
+    role: Role
+    pid: Number
+    end: bool
+
+
 class DescribeRole(Message, frozen=True):
     """What a role's state consists of, by tensor."""
 
@@ -785,7 +793,8 @@ class Shutdown(Message, frozen=True):
 
 
 ToAgent = (
-    NodePlan | Abort | NodesChanged | KillWorker | DescribeRole | ListDurable | ProbeNodes | SendHeartbeat
+    NodePlan | Abort | NodesChanged | KillWorker | Examine | DescribeRole | ListDurable | ProbeNodes
+    | SendHeartbeat
     | SendState | Release | SendCounts | SendIssued | SendFlight | DescribeFlight | Hold | Prepare | Withdraw
     | GivenUp | UseSettings | ConfigureAnswer | KeepStrikes | Shutdown
 )  # fmt: skip

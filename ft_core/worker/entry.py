@@ -13,6 +13,7 @@ from typing import NoReturn
 from ft_core import plugins
 from ft_core.comm import backend
 from ft_core.errors import ConfigError
+from ft_core.process import stacks
 from ft_core.process.outlet import log_beside_script
 from ft_core.protocol.channel import Channel
 from ft_core.protocol.messages import TO_WORKER, Fault, ScriptFailed
@@ -47,6 +48,7 @@ def main(
     """
     ordinary.begin()
     redirect(logs[0], Path(logs[1]))
+    stacks.register(Path(logs[1]))
     log_beside_script(plugins.packages())
     channel = Channel.connect(socket, secret, TO_WORKER, _CONNECT_TIMEOUT)
     channel.settimeout(None)

@@ -280,6 +280,16 @@ def test_with_a_flight_record_goes_whether_its_role_waits_at_the_end_of_its_scri
     assert at_end() == {0}
 
 
+def test_a_worker_that_hangs_is_looked_at_and_then_ended(training: Node):
+    number, pid = training.number(), training.agent.crew.playing()[0].pid
+    assert not training.hear(m.Examine(0, pid + 1, end=True)), "it is another by now"
+    assert training.hear(m.Examine(0, pid, end=False)) == [e.WriteStacks(number, 0, end=False)]
+    assert not training.handle(e.Examined(number, end=False))
+    assert training.hear(m.Examine(0, pid, end=True)) == [e.WriteStacks(number, 0, end=True)]
+    assert training.handle(e.Examined(number, end=True)) == [e.Kill(number)]
+    assert not training.handle(e.Examined(99, end=True)), "it has ended meanwhile"
+
+
 def test_who_was_given_up_becomes_a_spare_and_does_nothing_more(training: Node):
     training.hear(m.GivenUp())
     assert training.done == [e.BecomeSpare()]

@@ -108,6 +108,7 @@ class SimJob:
             strikes=2,
             strike_minutes=1 / 3,
             quiesce_timeout=6.0,
+            hang_limit=90.0,
             **({} if shape.brings else self.wanted),
         )
         self.training = Training(world, shape.nodes * shape.per_node, 1 if shape.adopts else shape.groups)
@@ -141,6 +142,8 @@ class SimJob:
         """Where the newest plan has all roles."""
         self.outcome = Outcome()
         self.over = False
+        self.hung = 0
+        """Workers that were made to hang for good."""
         self.hooks: list[tuple[str, int, Callable[[], None]]] = []
         """(kind of message, how many more of them, what happens then)."""
         self.beyond = False
@@ -280,6 +283,8 @@ class SimJob:
         back = self.named(event.more["node"]) if event.event == "given_up" else None
         if back is not None and not self._in_trouble(back):
             raise Violation(f"6: {back.name} is well, and is given up")
+        if event.event == "hang" and event.more["explained"]:
+            self._check_blame(controller, event)
         if event.event == "decided":
             self._decided(controller, event)
             self.errors.decided(controller, moved(event), self._places)
@@ -345,6 +350,23 @@ class SimJob:
             if other is not node and other.name in seen
         )
 
+    def _check_blame(self, controller: SimController, event: ev.Record) -> None:
+        """Nobody is replaced who is well."""
+        plan = controller.machine.facts.begun
+        for role in event.roles:
+            node = self.named(plan.roles[role])
+            workers = [w for w in node.workers.values() if w.alive and w.role == role] if node else []
+            just_now = (
+                node is not None and self.world.now - node.trouble_at < 1.0
+            )  # it was stopped until then
+            if any(not w.hung and not w.stopped for w in workers) and not just_now:
+                raise Violation(f"7: role {role} is well, and is taken for hung: {event.reason}")
+
+    def _decided(self, event: ev.Record) -> None:
+        version, lost = event.more["version"], self._lost()
+        training = self.training
+        if version is None:
+            version = 0
     def _decided(self, controller: SimController, event: ev.Record) -> None:
         version, training, lost = event.more["version"], self.training, self._lost()
         content: Content | None = None

@@ -268,6 +268,13 @@ class SimNode(Process):
                 self.job.storage.save(self, effect)
             case ev.Probe():
                 self._probe(effect)
+            case ev.ReadFlight(m.SendFlight(number)):
+                logs = tuple(
+                    self.job.training.flight.log(w) for w in self.workers.values() if w.role is not None
+                )
+                self.later(0.01, lambda: self.handle(ev.FlightRead(m.Flights(number, logs))))
+            case ev.WriteStacks(number, _, end):
+                self.later(0.1, lambda: self.handle(ev.Examined(number, end)))
             case ev.KillNode():
                 self.kill()
             case ev.BecomeSpare():

@@ -14,6 +14,7 @@ from ft_core.elastic.rules import Deal, Range, positions
 from ft_core.protocol.messages import WorkerSuspects
 from ft_core.state.manifest import Segment, layout
 
+from .flight import FlightRecorder
 from .world import Violation, World
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class Training:
         """The newest version that any role has had."""
         self.epoch = 0
         """The newest epoch that was decided on."""
+        self.flight = FlightRecorder(world, roles)
         self._exchanges: dict[tuple[int, str, int], Exchange] = {}
         self._starts: dict[tuple[int, str, int], Exchange] = {}
         self._plans: dict[int, str] = {}
@@ -96,6 +98,8 @@ class Training:
                 )
             return exchange
         exchange.joined[worker.role] = worker
+        if kind == "step":
+            self.flight.begins(worker, number)
         if set(exchange.joined) >= members:
             self._exchange(worker.epoch, kind, number, exchange)
         return exchange
@@ -117,6 +121,8 @@ class Training:
         if kind == "step":
             self._check(epoch, number, exchange)
         exchange.complete = True
+        if kind == "step":
+            self.flight.ends(workers, number)
         for member in workers:
             member.later(self.world.delay(), member.pump)
 

@@ -94,17 +94,17 @@ class Case:
     def _absent(self, leaves: Sequence[int]) -> Finding:
         """Roles that wait for nobody."""
         ranked = self._ranked(leaves)
-        innocent = {
+        excused = {
             "left": [role for role in ranked if role in self.flights and self.flights[role].log.at_end],
             "silent": [role for role in ranked if role not in self.flights],
             "held up": [role for role in ranked if role in self.held_up],
             "blocked": [role for role in ranked if self._state(role) == BLOCKED],
             "traced": [role for role in ranked if self._state(role) == TRACED],
         }
-        for kind, roles in innocent.items():
-            if roles:
-                others = [role for role in ranked if role not in roles]
-                return self._about(kind, [*roles, *others], 0)
+        without = {role for roles in excused.values() for role in roles}
+        if len(without) == len(ranked):
+            return self._about(next(kind for kind, roles in excused.items() if roles), ranked, 0)
+        ranked = [role for role in ranked if role not in without]
         if len(ranked) > 1 and (shared := self._shared(ranked)) is not None:
             return self._transport(shared)
         return self._about("absent", ranked, len(ranked) if len(ranked) <= SUSPECTS else 0)

@@ -1,5 +1,8 @@
-"""Training repeats itself, and roles do alike. So who has left an operation out, done one twice or in another
-order, shows: after the same operations, something else came before, and comes with everybody else."""
+"""Which role has left the common order of operations.
+
+Training repeats itself, and roles do alike. So who has left an operation out, done one twice or in another
+order, shows: after the same operations, something else came before, and comes with everybody else.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,190 @@
+"""Whether the job hangs: from the beats of its nodes and, where those stand still, from flight records.
+
+How long is too long is learned. Steps: three times the 99th percentile of what steps take, and 5 s at least.
+What others wait in, an exchange after evaluation or the barrier of a checkpoint as well: three times what the
+same wait has taken before. Of a wait that was never seen, and of an epoch whose first step is under way,
+little is known: `--ft-hang-limit`. Records that have moved between two readings are progress, whatever they
+are of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ft_core.control.facts import Facts
+from ft_core.control.hangs.finding import Case, Finding
+from ft_core.protocol.flight import NEWEST, FlightLog
+from ft_core.protocol.messages import Flights, RoleBeat, SendFlight
+
+FLOOR = 5.0
+"""Seconds that nothing is taken for a hang, whatever is usual."""
+FACTOR = 3.0
+"""So many times what is usual is not."""
+ANSWER = 5.0
+"""Seconds that nodes have to send their records, before it is judged without them."""
+READING, SELDOM = 1.0, 10.0
+"""Seconds between two readings: at first, and at most where it takes long."""
+TREATMENT = 15.0
+"""Seconds in which a worker is to end that is to blame."""
+_STEPS = 1000
+"""The newest steps, of which is known what they took."""
+_RECORDS = 16384
+"""Operations of all roles that one reading brings, about."""
+
+
+@dataclass(frozen=True)
+class Blame:
+    """These roles hold the job up: their workers are to be replaced."""
+
+    finding: Finding
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """Nothing moves, and who is to blame is not clear. `hopeless`: for so long that the job ends."""
+
+    finding: Finding
+    hopeless: bool
+
+
+Verdict = SendFlight | Blame | Puzzle
+
+
+@dataclass
+class Usual:
+    """What something takes, as far as it was seen of late."""
+
+    seen: deque[float]
+
+    def add(self, seconds: float) -> None:
+        self.seen.append(seconds)
+
+    @property
+    def long(self) -> float:
+        """The 99th percentile; 0 before any."""
+        ordered = sorted(self.seen)
+        return ordered[math.ceil(0.99 * len(ordered)) - 1] if ordered else 0.0
+
+
+class Detector:
+    """Of one job."""
+
+    def __init__(self) -> None:
+        self._steps = Usual(deque(maxlen=_STEPS))
+        self._start = 0.0
+        """The longest time from the beginning of an epoch to the end of its first step on all roles."""
+        self._plan = ""
+        self._began = self._moved = self._next = 0.0
+        self._training = False
+        self._newest = -1
+        self._where: dict[int, tuple[int, int, int]] = {}
+        self._number = 0
+        self._asked: float | None = None
+        self._answers: dict[str, tuple[FlightLog, ...]] = {}
+        self._before: tuple[object, ...] = ()
+        """What the reading before has shown."""
+        self._said: tuple[object, ...] = ()
+
+    def rests(self, now: float) -> None:
+        """Nothing that could hang is under way."""
+        self._plan, self._moved = "", now
+        self._forget()
+
+    def _forget(self) -> None:
+        self._asked, self._before, self._said = None, (), ()
+        self._next = 0.0
+
+    def beat(self, beats: Mapping[int, RoleBeat], now: float) -> None:
+        """How far the roles of a node are."""
+        for role, beat in beats.items():
+            where = beat.pid, beat.step, beat.tag
+            if self._where.get(role) != where:
+                self._where[role], self._moved = where, now
+                self._forget()
+            if beat.step > self._newest:
+                if self._training and self._newest >= 0 and beat.step_s > 0:
+                    self._steps.add(beat.step_s)
+                self._newest = beat.step
+
+    def answered(self, node: str, answer: Flights) -> None:
+        """A node has sent its records."""
+        if answer.number == self._number:
+            self._answers[node] = answer.logs
+
+    def tick(self, facts: Facts, training: bool, now: float) -> Verdict | None:
+        """What is to be done now. `training`: all roles have finished a step in this epoch."""
+        if facts.begun.id != self._plan:
+            self.rests(now)
+            self._plan, self._began, self._training, self._newest = facts.begun.id, now, False, -1
+            self._where = {}
+        if training and not self._training:
+            self._training, self._start = True, max(self._start, now - self._began)
+            self._moved = now
+        if self._asked is not None:
+            missing = {node.name for node in facts.playing()} - set(self._answers)
+            return self._judge(facts, now) if not missing or now > self._asked + ANSWER else None
+        if now - self._moved < self.limit(facts) or now < self._next:
+            return None
+        self._number, self._asked, self._answers = self._number + 1, now, {}
+        return SendFlight(self._number, max(4, min(NEWEST, _RECORDS // max(len(facts.places), 1))))
+
+    def limit(self, facts: Facts) -> float:
+        """Seconds after which a step takes too long."""
+        return facts.settings.hang_after or max(FLOOR, FACTOR * self._steps.long)
+
+    def _judge(self, facts: Facts, now: float) -> Verdict | None:
+        """All have answered, or it is gone on without those who have not."""
+        self._asked = None
+        quiet = now - self._moved
+        self._next = now + max(READING, min(SELDOM, quiet / 20))
+        logs = [log for found in self._answers.values() for log in found if log.epoch == facts.plan_epoch]
+        self._answers = {}
+        finding = Case(logs, facts.places, _held_up(facts)).explain()
+        shown = (_moments(logs), finding and (finding.kind, finding.roles))
+        same, self._before = shown == self._before, shown
+        if finding is not None and finding.culprits:
+            self._next = now + READING
+        if not same or finding is None:
+            return None
+        limit = self._patience(facts, finding)
+        waited = quiet if finding.kind == "stopped" else finding.waited
+        if finding.culprits and waited >= limit:
+            self._forget()
+            self._next = now + TREATMENT
+            return Blame(finding)
+        hopeless = waited >= max(limit, facts.settings.hang_limit)
+        if not finding.culprits and waited >= limit and (hopeless or self._said != shown):
+            self._said = shown
+            return Puzzle(finding, hopeless)
+        return None
+
+    def _patience(self, facts: Facts, finding: Finding) -> float:
+        """Seconds that others have to wait before somebody is to blame for it."""
+        usual, limit = self.limit(facts), facts.settings.hang_limit
+        if finding.kind == "stopped":
+            return usual
+        if not self._training:
+            # Of the very first start nothing is known: there the time-outs of its operations hold.
+            return max(limit, FACTOR * self._start) if facts.trained else math.inf
+        if facts.settings.hang_after:
+            return usual
+        return max(usual, FACTOR * finding.usual) if finding.usual is not None else max(usual, limit)
+
+
+def _held_up(facts: Facts) -> list[int]:
+    """Roles whose newest state is whole on their node, and not yet safe elsewhere."""
+    beats = ((role, beat) for node in facts.nodes.values() for role, beat in node.beats.items())
+    return [role for role, beat in beats if beat.step in beat.held and beat.committed < beat.step]
+
+
+def _moments(logs: Iterable[FlightLog]) -> tuple[object, ...]:
+    """What changes whenever a role begins or ends an operation."""
+
+    def of(log: FlightLog) -> tuple[int, ...]:
+        newest = max((max(record.started, record.ended) for record in log.records), default=0)
+        return log.role, log.epoch, log.version, newest, sum(record.under_way for record in log.records)
+
+    return tuple(sorted(map(of, logs)))

@@ -1,0 +1,202 @@
+"""When a job hangs, and what the controller does about it: the machine, on a clock of the test's."""
+
+from __future__ import annotations
+
+from core.test_controller_machine import ControlPlane, sent
+
+from ft_core.control.events import Record, Tick
+from ft_core.control.hangs import detector
+from ft_core.protocol import messages as m
+from ft_core.protocol.flight import FlightGroup, FlightLog, FlightRecord
+
+S = 10**9
+GROUP = (FlightGroup(0, "0-2:1#0"),)
+
+
+class Hanging(ControlPlane):
+    """Three nodes with a role each, which do steps until they are told not to."""
+
+    def __init__(self, **settings: float) -> None:
+        super().__init__(nodes=3, **settings)
+        self.step, self.step_s = 1, 0.5
+        self.missing: set[int] = {2}
+        """Roles that do not come to the exchange in which the others wait."""
+        self.states = dict.fromkeys(range(3), "S")
+        self.deaf: set[int] = set()
+        self.since = 0.0
+        """When the others have come to it."""
+        self.usual: float | None = 0.2
+        self.moves = self.trained = False
+        self.answered = 0
+
+    def train(self) -> None:
+        self.all_step(1)
+        self.trained = True
+        self.pass_(0.6)
+
+    def log(self, role: int) -> FlightLog:
+        now = int((self.now + 100) * S)
+        before = [] if self.usual is None else [self._exchange(0, 100.0, 100 + self.usual)]
+        waiting = [] if role in self.missing else [self._exchange(7, 100 + self.since, 0)]
+        moves = [self._exchange(8, 100 + self.now, 0, 100)] if self.moves else []
+        records = tuple([*before, *waiting, *moves])
+        return FlightLog(role, 1, 1, now, self.states[role], False, GROUP, records)
+
+    @staticmethod
+    def _exchange(number: int, started: float, ended: float, nbytes: int = 64) -> FlightRecord:
+        return FlightRecord(0, number, "all_reduce", nbytes, "float32", -1, int(started * S), int(ended * S))
+
+    def pass_(self, seconds: float) -> list[Record]:
+        """Time passes, in which nodes answer. Returns the hangs that were found."""
+        end, before = self.now + seconds, len(self.records_of("hang"))
+        while self.now < end and self.done is None:
+            self.now += 0.05
+            for role, agent in enumerate(self.agents.values()):
+                if int(self.now / 0.5) > int((self.now - 0.05) / 0.5):
+                    self._beat(role)
+                for asked in [each for each in agent.heard if isinstance(each, m.SendFlight)]:
+                    agent.heard.remove(asked)
+                    if role not in self.deaf:
+                        self.answered += 1
+                        agent.say(m.Flights(asked.number, (self.log(role),)))
+            self.happens(Tick())
+        return self.records_of("hang")[before:]
+
+    def _beat(self, role: int) -> None:
+        agent = self.agents[f"node{role}"]
+        beat = m.RoleBeat(
+            agent.workers[role], self.step, self.step, [self.step], self.step, self.step_s, 0, 0, 0
+        )
+        agent.say(m.Heartbeat(agent.epoch, agent.begun, {role: beat}, 1, {}))
+
+
+def orders(job: Hanging) -> dict[int, m.Examine]:
+    """By role, what its agent was told."""
+    found = [each for agent in job.agents.values() for each in agent.heard if isinstance(each, m.Examine)]
+    return {order.role: order for order in found}
+
+
+def test_a_role_that_does_not_come_is_replaced() -> None:
+    job = Hanging()
+    job.train()
+    job.since = job.now
+    assert not job.pass_(detector.FLOOR - 1)
+    (hang,) = job.pass_(4)
+    assert hang.roles == (2,) and "role 2 (node node2) has not entered all_reduce #7" in hang.reason
+    assert hang.more == {"explained": True}
+    told = orders(job)
+    assert told[2] == m.Examine(2, job["node2"].workers[2], end=True)
+    (witness,) = set(told) - {2}
+    assert not told[witness].end, "one that waits is only looked at"
+    assert not job.pass_(detector.TREATMENT - 2), "it is about to end"
+    assert len(job.pass_(6)) == 1, "it has not"
+
+
+def test_what_ends_is_no_hang() -> None:
+    job = Hanging()
+    job.train()
+    job.since = job.now
+    assert not job.pass_(detector.FLOOR + 0.6)  # asked once
+    assert job.answered
+    job.step = 2
+    assert not job.pass_(detector.FLOOR - 1)
+
+
+def test_records_that_move_are_progress() -> None:
+    job = Hanging()
+    job.train()
+    job.since, job.moves = job.now, True
+    assert not job.pass_(60)
+    job.moves = False
+    assert job.pass_(12)
+
+
+def test_nobody_waits() -> None:
+    """All compute: a step that is long, an evaluation."""
+    job = Hanging()
+    job.train()
+    job.missing = {0, 1, 2}
+    assert not job.pass_(700) and job.done is None and job.answered < 3 * 120, "and it is asked less and less"
+
+
+def test_steps_that_take_long_are_learned() -> None:
+    job = Hanging()
+    job.train()
+    job.step_s = 10.0
+    for step in range(2, 6):
+        job.step = step
+        job.pass_(1)
+    job.since = job.now
+    assert not job.pass_(28)
+    assert job.pass_(6)
+
+
+def test_what_has_taken_long_before_may_do_so_again() -> None:
+    """As the barrier after a checkpoint that one role writes."""
+    job = Hanging()
+    job.train()
+    job.since, job.usual = job.now, 20.0
+    assert not job.pass_(58)
+    assert job.pass_(10)
+
+
+def test_a_wait_that_was_never_seen() -> None:
+    job = Hanging(hang_limit=100)
+    job.train()
+    job.since, job.usual = job.now, None
+    assert not job.pass_(98)
+    assert job.pass_(15)
+
+
+def test_a_site_that_knows_better() -> None:
+    job = Hanging(hang_after=30)
+    job.train()
+    job.since, job.usual = job.now, 0.1
+    assert not job.pass_(29)
+    assert job.pass_(5)
+
+
+def test_in_start_up_only_who_is_stopped_is_to_blame() -> None:
+    job = Hanging()
+    assert not job.pass_(2000) and job.done is None
+    job.states[2] = "T"
+    (hang,) = job.pass_(15)
+    assert hang.roles == (2,)
+
+
+def test_what_cannot_be_explained_ends_the_job_in_the_end() -> None:
+    job = Hanging(hang_limit=60)
+    job.train()
+    job.since, job.missing = job.now, set()
+    (said,) = job.pass_(50)
+    assert said.more == {"explained": False} and "all have entered" in said.reason and job.done is None
+    job.pass_(20)
+    assert job.done is not None and job.done.code == 1 and not orders(job)
+    assert (
+        "nothing has moved for --ft-hang-limit, 60 s: all have entered" in job.records_of("stopped")[0].reason
+    )
+
+
+def test_a_node_that_does_not_answer() -> None:
+    """The others' records are enough, if it is not its own that is missing."""
+    job = Hanging()
+    job.train()
+    job.since, job.deaf = job.now, {1}
+    (hang,) = job.pass_(detector.FLOOR + 2 * detector.ANSWER + 3)
+    assert hang.roles == (2,)
+    other = Hanging()
+    other.train()
+    other.since, other.deaf = other.now, {2}
+    (said,) = other.pass_(detector.FLOOR + 2 * detector.ANSWER + 3)
+    assert said.more == {"explained": False} and "its node has not answered" in said.reason
+
+
+def test_after_the_recovery_it_is_another_epoch() -> None:
+    job = Hanging()
+    job.train()
+    job.since = job.now
+    assert job.pass_(9)
+    job["node2"].say(job["node2"].crash(2))
+    assert job.phase == "quiescing"
+    effects = job.wait(20)
+    assert not sent(effects, m.SendFlight)

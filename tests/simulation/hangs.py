@@ -1,0 +1,40 @@
+"""Workers that hang for good, which nobody but the detector of hangs finds."""
+
+from __future__ import annotations
+
+from random import Random
+
+from .faults import schedule
+from .job import Outcome, SimJob
+from .schedules import SHAPES
+from .world import World
+
+
+def hang(job: SimJob, rng: Random) -> None:
+    """A worker runs for ever, or is stopped and does not go on, once the job trains."""
+    found = [w for node in job.live() for w in node.workers.values() if w.alive and w.trains]
+    facts = job.controller.machine.facts
+    if job.over:
+        return
+    if not facts.trained or not found:
+        job.world.at(0.5, lambda: hang(job, rng))
+        return
+    worker = rng.choice(found)
+    job.world.trace(f"{worker.name} hangs for good")
+    job.hung += 1
+    if rng.random() < 0.5:
+        worker.hung = True
+    else:
+        worker.stop()
+
+
+def simulate(seed: int, world: World | None = None) -> Outcome:
+    """A schedule of hangs, and in every second one other faults beside. Raises Violation."""
+    rng = Random(seed)
+    job = SimJob(world or World(seed), rng.choice(SHAPES))
+    last = schedule(job, rng) if seed % 2 else 12.0
+    at = 2.0
+    for _ in range(rng.choice((1, 1, 2))):
+        at += 12 * rng.random()
+        job.world.at(at, lambda: hang(job, rng))
+    return job.run(max(last, at + 1.0) + 15 * rng.random())
