@@ -75,6 +75,7 @@ def read(worker: Recorded, at_end: bool, newest: int = flight.SLOTS) -> FlightLo
         at_end=at_end,
         groups=groups,
         records=tuple(reversed(kept)),
+        moved=_moved(worker.pid),
     )
 
 
@@ -123,6 +124,16 @@ def _slots(memory: memoryview) -> dict[int, bytes]:
         if bool(whole.all()):
             break
     return found
+
+
+def _moved(pid: int | None) -> int:
+    """Bytes that a process has read and written."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    except OSError:  # it has ended, or this kernel does not say
+        return 0
+    counts = dict(line.split(": ") for line in lines)
+    return int(counts["rchar"]) + int(counts["wchar"])
 
 
 def _state(pid: int | None) -> str:

@@ -33,7 +33,8 @@ def test_a_worker_that_is_stopped_is_read_and_found(tmp_path: Path, monkeypatch:
     gate = tmp_path / "gate"
     gate.mkdir()
     monkeypatch.setenv("FT_TEST_GATE", str(gate))
-    with Job(tmp_path / "job", LAYOUT, STEPS, nproc=2, script=GATHERED) as job:
+    ftrun = ("--ft-hang-after=300",)  # who is stopped is to stay so
+    with Job(tmp_path / "job", LAYOUT, STEPS, nproc=2, script=GATHERED, ftrun=ftrun) as job:
 
         def flight(role: int) -> FlightLog:
             answer = ask(DescribeFlight(role), job.job_dir)

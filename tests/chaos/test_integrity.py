@@ -23,6 +23,8 @@ from ft_core.protocol.transfers import ANSWER
 PACED = Path(__file__).parent / "paced.py"
 LAYOUT = Layout(1, 1, 2, distributed=True)
 STEPS = 40
+PATIENT = ("--ft-hang-after=300",)
+"""Workers are stopped for a while here, and are to stay who they are."""
 
 
 @contextmanager
@@ -77,7 +79,7 @@ def unique_bytes(job: Job, role: int, version: int) -> tuple[memory_of.Snapshot,
 
 
 def test_a_replica_with_a_flipped_bit_is_refused_and_the_older_version_used(tmp_path):
-    with Job(tmp_path / "job", LAYOUT, STEPS, script=PACED) as job:
+    with Job(tmp_path / "job", LAYOUT, STEPS, script=PACED, ftrun=PATIENT) as job:
         job.wait_for_step(5)
         with paused(job, 2) as version:
             _, _, piece = unique_bytes(job, 0, version)
@@ -96,7 +98,7 @@ def test_a_replica_with_a_flipped_bit_is_refused_and_the_older_version_used(tmp_
 
 def test_another_replica_serves_where_one_is_bad(tmp_path):
     layout = Layout(1, 1, 3, distributed=True, more=("--global-batch-size=6",))
-    with Job(tmp_path / "job", layout, STEPS, script=PACED, ftrun=("--ft-replicas=2",)) as job:
+    with Job(tmp_path / "job", layout, STEPS, script=PACED, ftrun=("--ft-replicas=2", *PATIENT)) as job:
         job.wait_for_step(5)
         with paused(job, 3) as version:
             _, _, piece = unique_bytes(job, 0, version)
@@ -111,7 +113,7 @@ def test_another_replica_serves_where_one_is_bad(tmp_path):
 
 
 def test_a_local_snapshot_with_a_flipped_bit_is_refused_and_the_replica_used(tmp_path):
-    with Job(tmp_path / "job", LAYOUT, STEPS, script=PACED) as job:
+    with Job(tmp_path / "job", LAYOUT, STEPS, script=PACED, ftrun=PATIENT) as job:
         job.wait_for_step(5)
         with paused(job, 2) as version:
             snapshot, offset, _ = unique_bytes(job, 0, version)
@@ -128,7 +130,7 @@ def test_a_local_snapshot_with_a_flipped_bit_is_refused_and_the_replica_used(tmp
 
 def test_strangers_are_refused_and_the_job_goes_on(tmp_path):
     steps = 3 * STEPS
-    with Job(tmp_path / "job", LAYOUT, steps, script=PACED) as job:
+    with Job(tmp_path / "job", LAYOUT, steps, script=PACED, ftrun=PATIENT) as job:
         job.wait_for("resumed")
         agent = job.pids(0)[0]
         controller = (job.job_dir / "controller").read_text().strip()

@@ -4,7 +4,7 @@ How long is too long is learned. Steps: three times the 99th percentile of what 
 What others wait in, an exchange after evaluation or the barrier of a checkpoint as well: three times what the
 same wait has taken before. Of a wait that was never seen, and of an epoch whose first step is under way,
 little is known: `--ft-hang-limit`. Records that have moved between two readings are progress, whatever they
-are of.
+are of; and a role that reads or writes is at work, for as long as that limit.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ READING, SELDOM = 1.0, 10.0
 """Seconds between two readings: at first, and at most where it takes long."""
 TREATMENT = 15.0
 """Seconds in which a worker is to end that is to blame."""
+BUSY = 1 << 16
+"""Bytes that a role reads and writes between two readings, if it is at work: it saves, or loads."""
 _STEPS = 1000
 """The newest steps, of which is known what they took."""
 _RECORDS = 16384
@@ -86,6 +88,8 @@ class Detector:
         self._answers: dict[str, tuple[FlightLog, ...]] = {}
         self._before: tuple[object, ...] = ()
         """What the reading before has shown."""
+        self._bytes: dict[int, int] = {}
+        """Bytes that each role had read and written by then."""
         self._said: tuple[object, ...] = ()
 
     def rests(self, now: float) -> None:
@@ -147,8 +151,13 @@ class Detector:
         same, self._before = shown == self._before, shown
         if finding is not None and finding.culprits:
             self._next = now + READING
+        before, self._bytes = self._bytes, {log.role: log.moved for log in logs}
         if not same or finding is None:
             return None
+        if quiet < facts.settings.hang_limit and any(
+            self._bytes[role] - before.get(role, 0) >= BUSY for role in finding.roles if role in self._bytes
+        ):
+            return None  # it saves, or loads
         limit = self._patience(facts, finding)
         waited = quiet if finding.kind == "stopped" else finding.waited
         if finding.culprits and waited >= limit:
