@@ -363,10 +363,10 @@ class SimJob:
                 raise Violation(f"7: role {role} is well, and is taken for hung: {event.reason}")
 
     def _decided(self, event: ev.Record) -> None:
-        version, lost = event.more["version"], self._lost()
-        training = self.training
+        version, _lost = event.more["version"], self._lost()
         if version is None:
             version = 0
+
     def _decided(self, controller: SimController, event: ev.Record) -> None:
         version, training, lost = event.more["version"], self.training, self._lost()
         content: Content | None = None
