@@ -356,16 +356,10 @@ class SimJob:
         for role in event.roles:
             node = self.named(plan.roles[role])
             workers = [w for w in node.workers.values() if w.alive and w.role == role] if node else []
-            just_now = (
-                node is not None and self.world.now - node.trouble_at < 1.0
-            )  # it was stopped until then
+            # It was stopped until then.
+            just_now = node is not None and self.world.now - node.trouble_at < 1.0
             if any(not w.hung and not w.stopped for w in workers) and not just_now:
                 raise Violation(f"7: role {role} is well, and is taken for hung: {event.reason}")
-
-    def _decided(self, event: ev.Record) -> None:
-        version, _lost = event.more["version"], self._lost()
-        if version is None:
-            version = 0
 
     def _decided(self, controller: SimController, event: ev.Record) -> None:
         version, training, lost = event.more["version"], self.training, self._lost()
