@@ -8,9 +8,11 @@ drills.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,14 +43,36 @@ def _raise(error: Exception) -> None:
     raise error
 
 
+def _spin() -> None:
+    while True:
+        pass
+
+
+def _hold_the_lock() -> None:
+    library = ctypes.PyDLL(None)  # which does not let go of the interpreter's lock
+    while True:
+        library.sleep(3600)
+
+
+def _deadlock() -> None:
+    lock = threading.Lock()
+    with lock:
+        lock.acquire()
+
+
 ERRORS: dict[str, Callable[[], object]] = {
     "error": lambda: _raise(RuntimeError("injected by --ft-inject")),
     "errors": lambda: _raise(RuntimeError("injected by --ft-inject, whenever this step is done")),
     "memory": lambda: _raise(MemoryError("injected by --ft-inject")),
     "exit": lambda: sys.exit(3),
     "_exit": lambda: os._exit(5),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "spin": _spin,
+    "lock": _hold_the_lock,
+    "deadlock": _deadlock,
 }
-"""What else may happen to a worker, in its script: `errors` each time that it comes by, the others once."""
+"""What else may happen to a worker, in its script: `errors` each time that it comes by, the others once. The last
+four are hangs: it is stopped, loops for ever, holds the interpreter's lock in C, waits for a lock of its own."""
 
 
 @dataclass(frozen=True)

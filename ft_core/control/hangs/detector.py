@@ -146,14 +146,20 @@ class Detector:
         self._next = now + max(READING, min(SELDOM, quiet / 20))
         logs = [log for found in self._answers.values() for log in found if log.epoch == facts.plan_epoch]
         self._answers = {}
-        finding = Case(logs, facts.places, _held_up(facts)).explain()
+        case = Case(logs, facts.places, _held_up(facts))
+        finding = case.explain()
         shown = (_moments(logs), finding and (finding.kind, finding.roles))
         same, self._before = shown == self._before, shown
         if finding is not None and finding.culprits:
             self._next = now + READING
         before, self._bytes = self._bytes, {log.role: log.moved for log in logs}
-        if not same or finding is None:
+        if not same:
             return None
+        if finding is None:  # a long evaluation looks the same: it is said, and the job goes on
+            if quiet < facts.settings.hang_limit or self._said == shown or not self._training:
+                return None
+            self._said = shown
+            return Puzzle(case.alone(), hopeless=False)
         if quiet < facts.settings.hang_limit and any(
             self._bytes[role] - before.get(role, 0) >= BUSY for role in finding.roles if role in self._bytes
         ):

@@ -85,6 +85,11 @@ class Case:
             return self._circle(max(circles, key=len))
         return self._transport() if self.waits.stuck else None
 
+    def alone(self) -> Finding:
+        """Nobody waits for anybody: each role is busy with itself, for longer than it should."""
+        ranked = self._ranked(list(self.places))
+        return self._about("alone", ranked, 0, "no role waits for another, and none begins an operation")
+
     # -- kinds -------------------------------------------------------------------------------------
 
     def _stopped(self, roles: Sequence[int]) -> Finding:
