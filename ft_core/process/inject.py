@@ -71,8 +71,8 @@ ERRORS: dict[str, Callable[[], object]] = {
     "lock": _hold_the_lock,
     "deadlock": _deadlock,
 }
-"""What else may happen to a worker, in its script: `errors` each time that it comes by, the others once. The last
-four are hangs: it is stopped, loops for ever, holds the interpreter's lock in C, waits for a lock of its own."""
+"""What else may happen to a worker, in its script: `errors` each time that it comes by, the others once.
+The last four are hangs: it is stopped, loops, holds the interpreter's lock, waits for a lock of its own."""
 
 
 @dataclass(frozen=True)

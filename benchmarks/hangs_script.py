@@ -1,0 +1,123 @@
+"""The Megatron recipe, one role of which hangs once, for `python -m benchmarks.hangs_whole`.
+
+`FT_HANG=ROLE@STEP:KIND` says which, when and how; `FT_HANG_MARK` is a file that is made then, so that whoever
+redoes the step does not hang again. Every step begins with an exchange and a broadcast over all roles, which
+are what a role leaves out, or does twice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.utils.data import DataLoader, Dataset
+
+from recipes.megatron import pretrain_gpt_core as recipe
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def lock() -> None:
+    library = ctypes.PyDLL(None)  # which keeps the interpreter's lock
+    while True:
+        library.sleep(3600)
+
+
+def regex() -> None:
+    re.match(r"(a+)+$", "a" * 64 + "b")
+
+
+def deadlock() -> None:
+    mine = threading.Lock()
+    with mine:
+        mine.acquire()
+
+
+def loader() -> None:
+    samples = iter(DataLoader(Counting(), num_workers=1))
+    next(samples)
+    os.kill(samples._workers[0].pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+    for _ in samples:
+        pass
+
+
+def storage() -> None:
+    path = Path(os.environ["FT_HANG_MARK"] + ".pipe")
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    path.read_bytes()
+
+
+class Counting(Dataset[int]):
+    """A hundred numbers."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+HANGS: dict[str, Callable[[], None]] = {
+    each.__name__: each for each in (stop, spin, lock, regex, deadlock, loader, storage)
+}
+ASTRAY = ("skipped", "doubled", "shape", "order")
+
+
+class Trainer(recipe.Trainer):
+    """Hangs where it is told."""
+
+    def train_step(self, step: int) -> Any:
+        """As the recipe's."""
+        kind = due(step)
+        if kind in HANGS:
+            HANGS[kind]()
+        exchange(kind)
+        return super().train_step(step)
+
+
+def exchange(kind: str) -> None:
+    """Over all roles."""
+    number, other = torch.ones(2 if kind == "shape" else 1), torch.ones(1)
+    if kind == "order":
+        distributed.broadcast(other, 0)
+    if kind != "skipped":
+        distributed.all_reduce(number)
+    if kind == "doubled":
+        distributed.all_reduce(number)
+    if kind != "order":
+        distributed.broadcast(other, 0)
+
+
+def due(step: int) -> str:
+    """What is to happen in this step."""
+    role, at, kind = re.fullmatch(r"(\d+)@(\d+):(\w+)", os.environ.get("FT_HANG", "0@0:none")).groups()  # type: ignore[union-attr]
+    if kind == "none" or int(role) != distributed.get_rank() or int(at) != step:
+        return ""
+    try:
+        with Path(os.environ["FT_HANG_MARK"]).open("x") as mark:
+            mark.write(f"{time.monotonic()!r} {kind}")
+    except FileExistsError:
+        return ""
+    return kind
+
+
+if __name__ == "__main__":
+    recipe.Trainer = Trainer  # type: ignore[misc]
+    recipe.main()
