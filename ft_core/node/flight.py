@@ -127,13 +127,15 @@ def _slots(memory: memoryview) -> dict[int, bytes]:
 
 
 def _moved(pid: int | None) -> int:
-    """Bytes that a process has read and written."""
+    """Bytes that a process has read and written, and those that it has started: loaders, writers."""
     try:
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+        listed = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
     except OSError:  # it has ended, or this kernel does not say
         return 0
     counts = dict(line.split(": ") for line in lines)
-    return int(counts["rchar"]) + int(counts["wchar"])
+    children = (int(child) for each in listed for child in each.split())
+    return int(counts["rchar"]) + int(counts["wchar"]) + sum(map(_moved, children))
 
 
 def _state(pid: int | None) -> str:

@@ -69,6 +69,8 @@ _LAST_OUTPUT = 5.0
 """Seconds that the console has to take what workers have printed last."""
 LAST_WORD = 2.0
 """Seconds that it has to take what this agent itself has to say."""
+_STACKS = 10.0
+"""Seconds to write down where a worker is, before it is ended all the same: storage may hang as well."""
 _LEFT_BEHIND = 10.0
 """Seconds that what workers had started has to end."""
 _END = 15.0
@@ -431,7 +433,10 @@ class NodeShell:
         pid, log_dir = self.pool.pid(order.worker), self.pool.log_dir(order.worker)
         if pid is not None and log_dir is not None:
             target = self.job_dir / "hangs" / f"role-{order.role}-{pid}.txt"
-            said = await asyncio.to_thread(stacks.write, pid, log_dir, target)
+            try:
+                said = await asyncio.wait_for(asyncio.to_thread(stacks.write, pid, log_dir, target), _STACKS)
+            except TimeoutError:
+                said = f"where it is cannot be written to {target} within {_STACKS:g} s"
             log.warning("node %s: role %d, worker %d: %s", self.node, order.role, pid, said)
         self._handle(e.Examined(order.worker, order.end))
 

@@ -82,7 +82,7 @@ class FlightLog(Struct, frozen=True, forbid_unknown_fields=True):
     `version`: steps that its state has seen. `now`: when it was read, as `time.monotonic_ns` there. `state`:
     its main thread's, as /proc has it: R runs, S or D waits, T is stopped, Z or X has ended. `at_end`: it
     waits for others at the end of its script, or of a part of it. `records`: the oldest first. `moved`: bytes
-    that the process has read and written, of files, pipes and some sockets; 0 where that is not to be had.
+    that the process and its children have read and written, of files, pipes and some sockets; 0: unknown.
     """
 
     role: Annotated[int, Meta(ge=0, lt=1 << 31)]

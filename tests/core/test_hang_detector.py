@@ -43,7 +43,8 @@ class Hanging(ControlPlane):
         moves = [self._exchange(8, 100 + self.now, 0, 100)] if self.moves else []
         records = tuple([*before, *waiting, *moves])
         moved = int(self.now * 1e6) if self.saves and role in self.missing else 0
-        return FlightLog(role, 1, 1, now, self.states[role], False, GROUP, records, moved)
+        epoch = self.agents[f"node{role}"].epoch
+        return FlightLog(role, epoch, 1, now, self.states[role], False, GROUP, records, moved)
 
     @staticmethod
     def _exchange(number: int, started: float, ended: float, nbytes: int = 64) -> FlightRecord:
@@ -182,6 +183,29 @@ def test_no_false_alarm_in_ten_thousand_steps() -> None:
             job.happens(Tick())
         job.step_s = took
     assert not job.records_of("hang") and job.phase == "running"
+
+
+def test_what_one_role_does_alone_is_taken_for_a_hang_once() -> None:
+    """An evaluation of rank 0, say, while the others wait in the next step's exchange."""
+    job = Hanging()
+    job.train()
+    job.missing, job.since = {0}, job.now
+    assert job.pass_(9)
+    job["node0"].say(job["node0"].crash(0))
+    job.all_report()
+    job.wait(0.5)
+    assert job.phase == "running" and job["node0"].epoch == 2
+    job.all_step(2)
+    job.since = job.now
+    assert not job.pass_(60), "it comes to the same again"
+    job.step = 2
+    job.pass_(1)
+    job.since = job.now
+    assert not job.pass_(170), "and has taken long before"
+    job.step, job.missing = 3, {1}
+    job.pass_(1)
+    job.since = job.now
+    assert job.pass_(9), "which says nothing of others"
 
 
 def test_a_wait_that_was_never_seen() -> None:

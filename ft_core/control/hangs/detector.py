@@ -4,7 +4,9 @@ How long is too long is learned. Steps: three times the 99th percentile of what 
 What others wait in, an exchange after evaluation or the barrier of a checkpoint as well: three times what the
 same wait has taken before. Of a wait that was never seen, and of an epoch whose first step is under way,
 little is known: `--ft-hang-limit`. Records that have moved between two readings are progress, whatever they
-are of; and a role that reads or writes is at work, for as long as that limit.
+are of; and a role that reads or writes is at work, for as long as that limit. Whose wait ended by itself may
+take three times as long again; and who was replaced and does not come in the same step again has that limit:
+what one role does alone, such as an evaluation, looks like a hang, and is taken for one once.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ BUSY = 1 << 16
 """Bytes that a role reads and writes between two readings, if it is at work: it saves, or loads."""
 _STEPS = 1000
 """The newest steps, of which is known what they took."""
+_EXCUSES = 64
+"""Of so many of those who have held the others up for a while is known for how long."""
 _RECORDS = 16384
 """Operations of all roles that one reading brings, about."""
 
@@ -91,6 +95,14 @@ class Detector:
         self._bytes: dict[int, int] = {}
         """Bytes that each role had read and written by then."""
         self._said: tuple[object, ...] = ()
+        self._suspects: tuple[int, ...] = ()
+        """Those without whom nothing moves just now."""
+        self._excuses: dict[tuple[int, ...], float] = {}
+        """For how long that was so of whom before it ended by itself; the newest last."""
+        self._blamed: dict[int, int] = {}
+        """Roles that were taken for hung in this epoch, and in which step."""
+        self._replaced: dict[int, int] = {}
+        """And in those before, as far as the job has not left that step behind."""
 
     def rests(self, now: float) -> None:
         """Nothing that could hang is under way."""
@@ -98,7 +110,7 @@ class Detector:
         self._forget()
 
     def _forget(self) -> None:
-        self._asked, self._before, self._said = None, (), ()
+        self._asked, self._before, self._said, self._suspects = None, (), (), ()
         self._next = 0.0
 
     def beat(self, beats: Mapping[int, RoleBeat], now: float) -> None:
@@ -106,12 +118,22 @@ class Detector:
         for role, beat in beats.items():
             where = beat.pid, beat.step, beat.tag
             if self._where.get(role) != where:
+                self._excuse(now - self._moved)
                 self._where[role], self._moved = where, now
                 self._forget()
             if beat.step > self._newest:
                 if self._training and self._newest >= 0 and beat.step_s > 0:
                     self._steps.add(beat.step_s)
                 self._newest = beat.step
+                self._replaced = {r: step for r, step in self._replaced.items() if step >= beat.step}
+
+    def _excuse(self, seconds: float) -> None:
+        """They have come by themselves."""
+        if self._suspects:
+            longest = max(seconds, self._excuses.pop(self._suspects, 0.0))
+            self._excuses[self._suspects] = longest
+            if len(self._excuses) > _EXCUSES:
+                del self._excuses[next(iter(self._excuses))]
 
     def answered(self, node: str, answer: Flights) -> None:
         """A node has sent its records."""
@@ -124,6 +146,7 @@ class Detector:
             self.rests(now)
             self._plan, self._began, self._training, self._newest = facts.begun.id, now, False, -1
             self._where = {}
+            self._replaced, self._blamed = self._replaced | self._blamed, {}
         if training and not self._training:
             self._training, self._start = True, max(self._start, now - self._began)
             self._moved = now
@@ -164,11 +187,13 @@ class Detector:
             self._bytes[role] - before.get(role, 0) >= BUSY for role in finding.roles if role in self._bytes
         ):
             return None  # it saves, or loads
+        self._suspects = finding.culprits if finding.kind != "stopped" else ()
         limit = self._patience(facts, finding)
         waited = quiet if finding.kind == "stopped" else finding.waited
         if finding.culprits and waited >= limit:
             self._forget()
             self._next = now + TREATMENT
+            self._blamed |= dict.fromkeys(finding.culprits, self._newest)
             return Blame(finding)
         hopeless = waited >= max(limit, facts.settings.hang_limit)
         if not finding.culprits and waited >= limit and (hopeless or self._said != shown):
@@ -186,7 +211,10 @@ class Detector:
             return max(limit, FACTOR * self._start) if facts.trained else math.inf
         if facts.settings.hang_after:
             return usual
-        return max(usual, FACTOR * finding.usual) if finding.usual is not None else max(usual, limit)
+        if finding.usual is None or self._replaced.keys() & set(finding.culprits):
+            return max(usual, limit)
+        excuse = min(limit, FACTOR * self._excuses.get(finding.culprits, 0.0))
+        return max(usual, FACTOR * finding.usual, excuse)
 
 
 def _held_up(facts: Facts) -> list[int]:
