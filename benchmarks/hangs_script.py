@@ -3,14 +3,18 @@
 `FT_HANG=ROLE@STEP:KIND` says which, when and how; `FT_HANG_MARK` is a file that is made then, so that whoever
 redoes the step does not hang again. Every step begins with an exchange and a broadcast over all roles, which
 are what a role leaves out, or does twice.
+
+`FT_STUTTER=SEED`: nothing hangs, but single roles take seconds now and then, or write for longer.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import random
 import re
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -89,7 +93,21 @@ class Trainer(recipe.Trainer):
         if kind in HANGS:
             HANGS[kind]()
         exchange(kind)
+        if seed := os.environ.get("FT_STUTTER"):
+            stutter(random.Random(f"{seed} {step}"), step)
         return super().train_step(step)
+
+
+def stutter(dice: random.Random, step: int) -> None:
+    """As loaders do, of one role in a hundred steps; and as rank 0 does that saves alone."""
+    late, seconds = dice.randrange(distributed.get_world_size()), dice.uniform(0.2, 4.5)
+    if dice.random() < 0.01 and distributed.get_rank() == late:
+        time.sleep(seconds)
+    if step % 2500 == 1250 and distributed.get_rank() == 0:
+        with tempfile.TemporaryFile() as file:
+            for _ in range(60):
+                file.write(bytes(1 << 20))
+                time.sleep(0.2)
 
 
 def exchange(kind: str) -> None:

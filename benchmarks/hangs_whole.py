@@ -6,12 +6,14 @@ drawn from the seed. Time is from the hang to the event that names the culprit, 
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -72,8 +74,13 @@ def main() -> int:
     p.add_argument("--jobs", type=int, default=30)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--train-iters", type=int, default=24)
+    p.add_argument(
+        "--healthy", type=int, default=0, help="so many steps of a job that stutters, instead: no hang"
+    )
     p.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     args = p.parse_args()
+    if args.healthy:
+        return healthy(args)
     runs = []
     for number in range(len(args.kinds) if args.quick else args.jobs):
         dice = random.Random(args.seed * 1000 + number)
@@ -116,14 +123,36 @@ def job(dice: random.Random, kind: str, iterations: int) -> Run:
     return Run(layout, kind, role, step, hung, equal, sure, named, found, repaired, words)
 
 
-def run(command: list[str], env: dict[str, str]) -> bool:
+def healthy(args: argparse.Namespace) -> int:
+    """One job with evaluations, roles that come late and a rank that writes alone: it is no hang."""
+    evaluated = f"--eval-interval={max(args.healthy // 20, 1)}"
+    command = [*MODEL, evaluated, f"--train-iters={args.healthy}", "--log-interval=100", "--ft"]
+    with tempfile.TemporaryDirectory(prefix="ft-hangs-") as place:
+        job_dir = Path(place) / "job"
+        flags = [f"--nnodes={NODES}", "--nproc-per-node=1", "--spares=1"]
+        env = {**environment(), "FT_STUTTER": str(args.seed), "FT_HANG_MARK": str(Path(place) / "mark")}
+        began = time.monotonic()
+        hung = run([*ftrun(job_dir, *flags), str(SCRIPT), *command], env, None)
+        seconds = time.monotonic() - began
+        events = [json.loads(line) for line in (job_dir / "events.jsonl").read_text().splitlines()]
+    counts = Counter(event["event"] for event in events)
+    wrong = [event["reason"] for event in events if event["event"] in ("hang", "detected", "stopped")]
+    ended = not hung and counts["finished"] > 0
+    text = (
+        f"{args.healthy} steps in {seconds:.0f} s, ended: {ended}, false alarms: {len(wrong)} {wrong or ''}"
+    )
+    finish("hangs_healthy", args, {"seconds": seconds, "ended": ended, "wrong": wrong}, text)
+    return 1 if wrong or not ended else 0
+
+
+def run(command: list[str], env: dict[str, str], limit: float | None = _LIMIT) -> bool:
     """Whether it had to be ended."""
     with (Path(env["FT_HANG_MARK"]).parent / "console").open("w") as console:
         process = subprocess.Popen(
             command, env=env, cwd=ROOT, stdout=console, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            process.wait(_LIMIT)
+            process.wait(limit)
         except subprocess.TimeoutExpired:
             for _ in range(2):  # twice: ftrun ends everything at once
                 process.terminate()
