@@ -81,7 +81,6 @@ class Counting(Dataset[int]):
 HANGS: dict[str, Callable[[], None]] = {
     each.__name__: each for each in (stop, spin, lock, regex, deadlock, loader, storage)
 }
-ASTRAY = ("skipped", "doubled", "shape", "order")
 
 
 class Trainer(recipe.Trainer):

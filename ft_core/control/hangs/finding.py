@@ -241,7 +241,7 @@ class Case:
             return "its node has not answered"
         if flight.log.at_end:
             return "it has come to the end of its script, or of a part of it"
-        if role in self.held_up:
+        if role in self.held_up and flight.log.state != STOPPED:
             return "it waits for other nodes to have copies of its state"
         if waits := self.waits.operations(role):
             operation = max(waits, key=flight.waited)
