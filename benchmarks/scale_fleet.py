@@ -21,16 +21,17 @@ import msgspec
 from ft_core.protocol import messages as m
 from ft_core.protocol.codec import encode
 from ft_core.protocol.framing import HEADER, Frames
-from ft_core.protocol.groups import GroupId
+from ft_core.protocol.groups import GroupId, roles_in, text_of
 from ft_core.protocol.handshake import Handshake
 from ft_core.protocol.sockets import split_address
+from ft_core.protocol.table import Received, hosts_of, pieces
 from ft_core.state.manifest import Segment
 
 STEP = 5.0
 """Seconds."""
 _AGAIN = 0.05
 _EPOCH = re.compile(rb'"epoch":(\d+)')
-_ID = re.compile(rb'"id":"([^"]*)"')
+_ID = re.compile(rb'"state":{"id":"([^"]*)"')
 _VERSION = re.compile(rb'"version":(\d+|null)')
 
 
@@ -106,8 +107,10 @@ class Fleet:
         self.host, self.port = split_address(controller)
         self.told = Told()
         self.nodes: dict[str, Agent] = {}
-        self.states: dict[str, m.NodePlan] = {}
-        """A plan by its id, as one of the nodes has it."""
+        self.plan: m.NodePlan | None = None
+        """The newest, as one of the nodes has it."""
+        self.hosts: dict[str, m.Host] = {}
+        self.plans = Received()
         self.begun: tuple[int, int] = 2, _steps()
         """The version that an epoch goes on from, and when."""
         self.stopped: int | None = None
@@ -151,6 +154,9 @@ class Agent(asyncio.Protocol):
         self.epoch = self.reported = 0
         self.begun = ""
         self.killed = False
+        self._pieces: list[bytes] = []
+        """Messages about who is where, of the plan that comes next."""
+        self._own_bytes = 0
         self._said: list[m.FromRoles] = []
         self._hands: Handshake | None = None
         self._frames: Frames | None = None
@@ -254,7 +260,7 @@ class Agent(asyncio.Protocol):
             parts=[],
             roles=roles,
             replicas=replicas,
-            segments={name: list(held) for name, held in segments.items()},
+            segments={name: text_of([held]) for name, held in segments.items()},
             idle=1 if self.roles else layout.per_node + 1,
             store="10.0.0.1:40002",
             master="10.0.0.1:40003",
@@ -284,8 +290,13 @@ class Agent(asyncio.Protocol):
     def _on_message(self, body: bytes) -> None:
         told = self.fleet.told
         told.largest = max(told.largest, len(body))
+        if body[:1] != b"{":
+            self._pieces.append(body)
+            return
         match body[9 : body.index(b'"', 9)]:
-            case b"NodePlan":
+            case b"OwnPlan":
+                self._own_bytes = len(body)
+            case b"SharedPlan":
                 self._plan(body)
             case b"Abort":
                 if (epoch := _number(_EPOCH, body)) > self.epoch:
@@ -293,8 +304,10 @@ class Agent(asyncio.Protocol):
                     self.fleet.stop()
                     self.send(self._holdings())
             case b"SendState":
-                plan = self.fleet.states[self.begun]
-                self.send(m.KeptState(msgspec.json.decode(plan.state, type=m.JobState), plan.nodes))
+                plan = self.fleet.plan
+                assert plan is not None
+                hosts = hosts_of(plan.roles, plan.nodes).values()
+                self.send(*pieces(plan.id, hosts), m.KeptState(plan.state))
             case b"ProbeNodes":
                 asked = msgspec.json.decode(body, type=m.ProbeNodes)
                 self.send(m.NodesProbed(asked.round, dict.fromkeys(asked.nodes, "reached")))
@@ -318,17 +331,24 @@ class Agent(asyncio.Protocol):
             return
         told.plans[epoch] = told.plans.get(epoch, 0) + 1
         told.last[epoch] = time.monotonic()
-        told.planned_bytes[epoch] = told.planned_bytes.get(epoch, 0) + len(body)
+        size = len(body) + self._own_bytes + sum(map(len, self._pieces))
+        told.planned_bytes[epoch] = told.planned_bytes.get(epoch, 0) + size
         before, self.epoch, self.begun = self.begun, epoch, begun
-        if begun not in fleet.states:
-            fleet.states.clear()
-            fleet.states[begun] = msgspec.json.decode(body, type=m.NodePlan)
+        if fleet.plan is None or fleet.plan.id != begun:
+            for piece in self._pieces:
+                fleet.plans.hear(m.FROM_CONTROLLER.decode(piece, "the controller"))  # type: ignore[arg-type]
+            shared = m.FROM_CONTROLLER.decode(body, "the controller")
+            assert isinstance(shared, m.SharedPlan)
+            plan = fleet.plans.plan(shared, fleet.plan)
+            assert plan is not None
+            fleet.plan = plan
+            fleet.hosts = hosts_of(plan.roles, plan.nodes)
             fleet.go_on(max(2, _number(_VERSION, body)))
+        self._pieces, self._own_bytes = [], 0
         if not before:
             self.roles = self.first
-        if not self.roles:
-            places = msgspec.json.decode(body, type=m.NodePlan).roles
-            self.roles = [role for role, node in places.items() if node == self.name]
+        if not self.roles and (host := fleet.hosts.get(self.name)) is not None and host.roles:
+            self.roles = [role for run in roles_in(host.roles) for role in run]
         self._said = list(self._progress(_number(_VERSION, body)))
         self.send(*self._said)
 
@@ -336,7 +356,7 @@ class Agent(asyncio.Protocol):
         """Its workers have their state, and have done a step."""
         layout = self.fleet.layout
         for role in self.roles:
-            segments = {name: list(held) for name, held in layout.segments(role)}
+            segments = {name: text_of([held]) for name, held in layout.segments(role)}
             yield m.RoleLayout(self.epoch, role, False, segments, 0, False, layout.group(role))
             yield m.Restored(self.epoch, role, role + 1, version, True)
             yield m.Reopened(self.epoch, role)

@@ -26,6 +26,7 @@ from ft_core.protocol.messages import (
     RoleStatus,
     SpareStatus,
 )
+from ft_core.protocol.table import hosts_of
 
 ANSWER = 5.0
 """Seconds that an agent has to answer what `ftctl` asks of it."""
@@ -58,7 +59,8 @@ class Questions:
     def described(self, facts: Facts, state: RoleState) -> list[Effect]:
         """An agent has said what a role's state consists of."""
         about, replicas = facts.begun, facts.settings.replicas
-        answer = RoleDescribed(state=state, roles=about.roles, nodes=about.nodes, replicas=replicas)
+        hosts = list(hosts_of(about.roles, about.nodes).values())
+        answer = RoleDescribed(state=state, hosts=hosts, replicas=replicas)
         return self._answered(DescribeRole(role=state.role), answer)
 
     def flight(self, record: RoleFlight) -> list[Effect]:

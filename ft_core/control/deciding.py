@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ft_core.control import decision
+from ft_core.control.compact import contains
 from ft_core.control.facts import ALL_IS_LOST, Facts, copies, report
 from ft_core.control.groups import Places
 from ft_core.errors import Unrecoverable
@@ -220,7 +221,7 @@ def _segments(facts: Facts, roles: Places, places: Places) -> dict[int, Collecti
             known[role] = known[counterpart]
         else:
             common = facts.catalogue[counterpart].items()
-            known[role] = {*known.get(role, ()), *(name for name, held in common if role in held)}
+            known[role] = {*known.get(role, ()), *(name for name, held in common if contains(held, role))}
     for role in facts.groups.adopted(roles):
         known[role] = facts.groups.held_alone(role, facts.catalogue.get(role, {}), roles)
     return known

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, assert_never
-
-import msgspec
 
 from ft_core.control import explain, plans, strikes, takeover
 from ft_core.control.completion import Completion
@@ -23,7 +21,7 @@ from ft_core.control.deciding import (
 )
 from ft_core.control.durable_names import Checkpoints
 from ft_core.control.events import Close, Effect, End, Record, Say, Send
-from ft_core.control.facts import ALL_IS_LOST, Facts, Node, Operations, completed, epoch_of, records
+from ft_core.control.facts import ALL_IS_LOST, Facts, Node, completed, epoch_of, records
 from ft_core.control.forming import first_places
 from ft_core.control.hangs.detector import Blame, Detector, Puzzle
 from ft_core.control.hangs.finding import Finding
@@ -34,6 +32,7 @@ from ft_core.control.returning import Returning
 from ft_core.control.samples import Samples
 from ft_core.control.watch import Watch
 from ft_core.protocol import messages as m
+from ft_core.protocol.table import changes, hosts_of, pieces
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +70,12 @@ class Epochs:
         """Of the event that is being handled."""
         self._ids, self._recorded = ids, dict(recorded)
         facts.resumed, facts.resumes = recorded.get("resumed", 0), "resumes" in recorded
-        self._encoded = msgspec.Raw()
-        """The plan's state."""
+        self._own: dict[m.NodeName, m.OwnPlan] = {}
+        """What single nodes must know of the plan."""
+        self._whole: list[m.Hosts | m.SharedPlan] = []
+        """The plan for nodes that do not know the one before, once it was asked for."""
+        self._without_roles: tuple[Mapping[m.NodeName, m.NodeAddress], m.NodesChanged] | None = None
+        """The plan's nodes, and those without a role among them, as a message."""
         self._lost: dict[int, tuple[str, int]] = {}
         """Role -> node and pid of the worker that was lost last."""
         self._last_failure: tuple[str, int, list[int]] = "", 1, []
@@ -126,9 +129,10 @@ class Epochs:
         """Whether the newest plan is here. Without it, a restarted controller understands little."""
         return not isinstance(self.phase, Rebuilding) or self.facts.plan_epoch >= self.phase.newest
 
-    def take(self, told: m.KeptState) -> None:
+    def take(self, node: Node, told: m.KeptState) -> None:
         """Of another controller, from an agent that has begun its plan."""
-        state = plans.kept(told)
+        hosts, node.hosts = node.hosts, []
+        state = plans.kept(told.state, hosts)
         if state.epoch <= self.facts.plan_epoch:
             return  # several were asked
         self.facts.take(state)
@@ -139,7 +143,7 @@ class Epochs:
             if self.was_given_up(node):
                 self.facts.drop(node)
 
-    def take_over(self, phase: Rebuilding, plan: m.JobState) -> None:
+    def take_over(self, phase: Rebuilding, plan: m.Plan) -> None:
         """Go on where the former controller was, or begin a recovery where that is not possible."""
         facts = self.facts
         self.phase = Running()
@@ -156,17 +160,19 @@ class Epochs:
         for reason, roles in phase.undone:
             self.record("detected", reason, roles)
         self.tell_of_nodes()
+        self.do(*facts.to_all(self._nodes_without_roles()))
         self.strikes_changed = True
-        if dead or phase.undone or facts.epoch > plan.epoch:
+        if dead or phase.undone or takeover.unbegun(facts, plan) or facts.epoch > plan.epoch:
             self.fail("lost while the controller was away" if dead else "recovery was under way", dead)
 
     # -- plans -------------------------------------------------------------------------------------
 
-    def _begin(self, state: m.JobState) -> None:
-        self.facts.plan, self._encoded, self.progress = state, plans.encode(state), Progress(state)
+    def _begin(self, plan: m.Plan) -> None:
+        self.facts.plan, self.progress = plan, Progress(plan)
+        self._own, self._whole = {}, []
 
-    def _start(self, start: Start, done: Operations) -> None:
-        """Begin an epoch. `done`: the start-up operations of those who take part, by group."""
+    def _start(self, start: Start, counts: Sequence[tuple[int, m.Counts]] = ()) -> None:
+        """Begin an epoch. `counts`: the start-up operations of those who take part."""
         facts, before = self.facts, self.facts.plan
         self.returning.epoch_begins(self.now)
         self.watch.begins()
@@ -180,15 +186,15 @@ class Epochs:
             # A durable checkpoint may be of before a part's end.
             facts.parts = [end for end in facts.parts if end <= start.version]
         job = before.job if before is not None else self._ids()
-        state = plans.state(facts, start, done, name=f"{facts.epoch}-{self._ids()}", job=job)
-        self._begin(state)
+        plan = plans.make(facts, start, completed(counts), name=f"{facts.epoch}-{self._ids()}", job=job)
+        self._begin(plan)
+        self._own = plans.own_plans(facts, plan, counts)
         self.phase, self._shortage = Running(), ""
         moved = {role: node for role, node in start.roles.items() if role in start.lost}
         about = {"version": start.version, "origin": start.origin, "moved": moved}
         self.tell_of_strikes()  # so that whoever has the plan knows of the failures before it
         self.record("decided", f"version {start.version} ({start.origin})", start.lost, **about)
-        for node in facts.nodes.values():
-            self._send_plan(node)
+        self._send_plans(before)
         if facts.settings.policy == "shrink":
             self.do(*self.samples.begin(facts))
             left = set(before.roles if before is not None else ()) - set(start.roles)
@@ -197,12 +203,51 @@ class Epochs:
                 if change:
                     self.record(name, f"replica groups {facts.groups.of(change)}", sorted(change))
 
+    def _send_plans(self, before: m.Plan | None) -> None:
+        """To all nodes; those that have the plan before are told what is different."""
+        facts, plan = self.facts, self.facts.begun
+        shared: m.SharedPlan | None = None
+        for node in facts.nodes.values():
+            if before is None or node.begun != before.id:
+                self._send_plan(node)
+                continue
+            if shared is None:
+                old = hosts_of(before.roles, before.nodes)
+                differs = changes(old, hosts_of(plan.roles, plan.nodes))
+                shared = plans.shared_plan(plan, facts.settings, before.id, *differs)
+            node.planned = self.now
+            if (own := self._own.get(node.name)) is not None:
+                self.do(Send(node.peer, own))
+            self.do(Send(node.peer, shared))
+
     def _send_plan(self, node: Node) -> None:
+        """All of it."""
+        facts, plan = self.facts, self.facts.begun
+        if not self._whole:
+            hosts = hosts_of(plan.roles, plan.nodes).values()
+            shared = plans.shared_plan(plan, facts.settings, plan.id, [], [])
+            self._whole = [*pieces(plan.id, hosts), shared]
         node.planned = self.now
-        facts = self.facts
-        here = facts.hosts.get(node.name, ())
-        plan = plans.node_plan(facts.begun, here, facts.settings, self._encoded)
-        self.do(Send(node.peer, plan))
+        if (own := self._own.get(node.name)) is not None:
+            self.do(Send(node.peer, own))
+        self.do(*(Send(node.peer, part) for part in self._whole))
+
+    def _nodes_without_roles(self) -> m.NodesChanged:
+        """For a node that may have missed changes."""
+        plan = self.facts.begun
+        if self._without_roles is None or self._without_roles[0] is not plan.nodes:
+            hosts = self.facts.hosts
+            idle: dict[m.NodeName, m.NodeAddress | None] = {
+                name: at for name, at in plan.nodes.items() if name not in hosts
+            }
+            self._without_roles = plan.nodes, m.NodesChanged(id=plan.id, nodes=idle, all=True)
+        return self._without_roles[1]
+
+    def tell_of_idle_nodes(self, node: Node) -> None:
+        """It greets, and has the plan, but may have missed who has come and gone since. From now on it knows
+        what all know."""
+        if self.facts.plan is not None and node.begun == self.facts.plan.id:
+            self.do(Send(node.peer, self._nodes_without_roles()))
 
     def remind(self, node: Node, epoch: int, shown: Collection[int]) -> None:
         """Say again what a node has not heard: its connection broke, or a controller died over saying it.
@@ -237,6 +282,7 @@ class Epochs:
         """Nodes without a role have come or gone in the epoch under way: they keep copies for others."""
         if isinstance(self.phase, Running) and (changed := plans.nodes_changed(self.facts)) is not None:
             self.facts.plan, news = changed
+            self._whole = []
             self.do(*self.facts.to_all(news))
 
     # -- how far the roles are ---------------------------------------------------------------------
@@ -563,9 +609,9 @@ class Epochs:
             self.record("starting_over", ALL_IS_LOST)
             log.warning("%s", ALL_IS_LOST)
         if durable:
-            self._start(Start(roles, max(durable), "durable", {}, [], durable[max(durable)]), {})
+            self._start(Start(roles, max(durable), "durable", {}, [], durable[max(durable)]))
         else:
-            self._start(Start(roles, None, "initial", {}, []), {})
+            self._start(Start(roles, None, "initial", {}, []))
 
     def decide_if_ready(self) -> None:
         """An epoch has ended: go on, once all nodes have reported and nothing is missing."""
@@ -596,7 +642,7 @@ class Epochs:
         elif isinstance(outcome, Start):
             if outcome.origin != "durable" and older_than_promised(facts, outcome.version) and self.unread():
                 return
-            self._start(outcome, completed([*records(nodes, outcome.roles), *self.returning.records()]))
+            self._start(outcome, [*records(nodes, outcome.roles), *self.returning.records()])
         elif isinstance(outcome, StartOver):
             if not self.unread():
                 self._start_over(outcome)
@@ -640,7 +686,7 @@ class Epochs:
             self.end_epoch("starting_over", outcome.reason, sorted(left))
             return
         self.facts.forget()
-        self._start(Start(outcome.roles, None, "initial", {}, outcome.lost), {})
+        self._start(Start(outcome.roles, None, "initial", {}, outcome.lost))
 
     def _kill(self, places: Mapping[int, str]) -> None:
         for role, node in places.items():

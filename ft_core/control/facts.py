@@ -8,20 +8,22 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ft_core.control import decision
+from ft_core.control import compact, decision
 from ft_core.control.events import Effect, Peer, Send
 from ft_core.control.groups import Groups
 from ft_core.control.strikes import Strikes, place
 from ft_core.control.suspicion import Sight
 from ft_core.protocol.messages import (
     AgentHello,
+    Catalogue,
     Counts,
     Heartbeat,
     Holdings,
-    JobState,
+    Host,
     Message,
     NodeAddress,
     Origin,
+    Plan,
     RoleBeat,
     RoleHeld,
     RoleLayout,
@@ -59,6 +61,8 @@ class Node:
     replicas: Mapping[str, list[int]] = field(default_factory=dict)
     planned: float = float("-inf")
     """When a plan was sent over this connection last."""
+    hosts: list[Host] = field(default_factory=list)
+    """What it has said of who is where, before it says what it keeps."""
 
     @classmethod
     def of(cls, peer: Peer, hello: AgentHello, now: float) -> Node:
@@ -114,14 +118,16 @@ class Facts:
     gone: set[str] = field(default_factory=set)
     """Those of them whose connections are no more."""
     epoch: int = 0
-    plan: JobState | None = None
+    plan: Plan | None = None
     """The newest that was begun. It says which nodes there are now; nothing else of it changes."""
     _hosted: tuple[dict[int, str], dict[str, list[int]]] = field(default_factory=lambda: ({}, {}))
     """The plan's places, and the same by node."""
     _late: tuple[int, list[str]] = field(default_factory=lambda: (0, []))
     """Of an epoch, the nodes that had not reported when it was looked last."""
-    catalogue: dict[int, dict[str, list[int]]] = field(default_factory=dict)
+    catalogue: dict[int, compact.Segments] = field(default_factory=dict)
     """Role -> its segments and their holders: what is lost without a trace must still be missed."""
+    _compact: Catalogue | None = None
+    """The same for plans, once it was asked for."""
     initial: int | None = None
     """The version that the script makes by itself; known once a role has reached training."""
     reached: int = 0
@@ -163,7 +169,7 @@ class Facts:
         return self.plan.id if self.plan is not None else ""
 
     @property
-    def begun(self) -> JobState:
+    def begun(self) -> Plan:
         """The plan, once there is one."""
         assert self.plan is not None, "no plan was made yet"
         return self.plan
@@ -213,6 +219,24 @@ class Facts:
         places = self.strikes.avoided(now)
         return {name for name in self.nodes if place(name) in places}
 
+    @property
+    def compact_catalogue(self) -> Catalogue:
+        """The catalogue, as plans have it."""
+        if self._compact is None:
+            self._compact = compact.catalogue(self.catalogue)
+        return self._compact
+
+    def _learn(self, role: int, segments: compact.Segments) -> None:
+        """What its state consists of."""
+        if self.catalogue.get(role) != segments:
+            self.catalogue[role] = segments
+            self._compact = None
+
+    def snapshots(self, role: int, node: str) -> Collection[int]:
+        """The versions of which a node has a snapshot of this role."""
+        held = self.nodes[node].holdings.roles.get(role) if node in self.nodes else None
+        return held.versions if held is not None else ()
+
     def alive(self, role: int, node: str) -> bool:
         """Whether `role` has a live worker on `node`."""
         held = self.nodes[node].holdings.roles.get(role) if node in self.nodes else None
@@ -222,9 +246,10 @@ class Facts:
         """Say it to all nodes."""
         return to(self.nodes.values(), message)
 
-    def take(self, state: JobState) -> None:
+    def take(self, state: Plan) -> None:
         """A plan of another controller, from an agent that has begun it."""
-        self.catalogue = {**state.catalogue, **self.catalogue}
+        self.catalogue = {**compact.expanded(state.catalogue), **self.catalogue}
+        self._compact = None
         self.initial, self.reached = state.initial, max(self.reached, state.reached)
         self.parts = state.parts
         self.resumes |= state.resumes
@@ -238,9 +263,9 @@ class Facts:
         if message.epoch < self.started_over:
             return
         if message.adopted:
-            self.catalogue[message.role] = {**self.catalogue.get(message.role, {}), **message.segments}
+            self._learn(message.role, {**self.catalogue.get(message.role, {}), **message.segments})
             return
-        self.catalogue[message.role] = dict(message.segments)
+        self._learn(message.role, message.segments)
         if self.initial is None:  # a newcomer's script may begin with a checkpoint that was not there then
             self.initial = message.initial
         self.resumes = message.resumes
@@ -268,13 +293,14 @@ class Facts:
         for them names the segments."""
         if not roles:
             return
-        known: dict[str, list[int]] = {}
+        known: compact.Segments = {}
         for node in self.nodes.values():
             known |= node.holdings.segments
         wanted = set(roles)
         for segment, holders in known.items():
-            for role in wanted.intersection(holders):
-                self.catalogue[role] = {**self.catalogue.get(role, {}), segment: holders}
+            for role in wanted.intersection(compact.all_in(holders)):
+                if self.catalogue.get(role, {}).get(segment) != holders:
+                    self._learn(role, {**self.catalogue.get(role, {}), segment: holders})
 
     def remember_the_lost(self) -> None:
         """Of roles that never said what their segments are: as many domains as copies cover may be lost, and
@@ -289,6 +315,7 @@ class Facts:
         self.initial, self.reached, self.begins_at, self.catalogue, self.parts = None, 0, 0, {}, []
         self.started_over, self.start = self.epoch, (None, "initial")
         self.groups.forget()
+        self._compact = None
 
 
 def to(nodes: Iterable[Node], message: Message) -> list[Effect]:

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from ft_core.control import decision
+from ft_core.control import compact, decision
 from ft_core.elastic.rules import AHEAD, Membership, Start
-from ft_core.protocol.messages import MembershipChanges, Redundancy, ReplicaGroup, ReplicaGroups
+from ft_core.protocol.messages import (
+    GroupFamily,
+    MembershipChanges,
+    Redundancy,
+    ReplicaGroup,
+    ReplicaGroups,
+)
 
 Places = dict[int, str]
 """Role -> node."""
@@ -22,6 +28,8 @@ class Groups:
     def __init__(self, start: Start) -> None:
         self._start = start
         self._of: dict[int, int] = {}
+        self._compact: list[GroupFamily] | None = None
+        """The same for plans, once it was asked for."""
         self.redundancy = Redundancy.SHARDED
         self.membership = Membership(0)
         self.withdrawn: set[int] = set()
@@ -29,7 +37,9 @@ class Groups:
 
     def register(self, role: int, group: ReplicaGroup) -> None:
         """A role says which group it belongs to."""
-        self._of[role], self.redundancy = group.index, group.redundancy
+        if self._of.get(role) != group.index:
+            self._of[role], self._compact = group.index, None
+        self.redundancy = group.redundancy
         if not self.membership.groups:
             self.membership = self._start.membership(group.groups)
             for missing in set(range(self._start.roles)) - set(self._start.present):
@@ -38,11 +48,14 @@ class Groups:
     def value(self) -> ReplicaGroups:
         """For a successor of the controller."""
         changes = MembershipChanges(groups=self.membership.groups, changes=self.membership.changes)
-        return ReplicaGroups(of=dict(self._of), redundancy=self.redundancy, membership=changes)
+        if self._compact is None:
+            self._compact = compact.groups(self._of)
+        return ReplicaGroups(of=self._compact, redundancy=self.redundancy, membership=changes)
 
     def restore(self, found: ReplicaGroups) -> None:
         """Inverse of `value`."""
-        self._of, self.redundancy = dict(found.of), found.redundancy
+        self._of, self._compact = compact.group_of(found.of), found.of
+        self.redundancy = found.redundancy
         self.membership = Membership(found.membership.groups, found.membership.changes)
 
     def forget(self) -> None:
@@ -105,12 +118,13 @@ class Groups:
         """For the plan: the roles that are away whose counterpart holds what they had alone."""
         return {} if self.redundancy is Redundancy.REPLICATED else self.absent(present)
 
-    def held_alone(
-        self, role: int, segments: Mapping[str, Collection[int]], present: Collection[int]
-    ) -> set[str]:
+    def held_alone(self, role: int, segments: compact.Segments, present: Collection[int]) -> set[str]:
         """Of the segments (with their holders) of a role that is away, those that nobody who is there has."""
         return {
-            s for s, holders in segments.items() if min(holders) == role and not set(holders) & set(present)
+            segment
+            for segment, holders in segments.items()
+            if next(compact.all_in(holders)) == role
+            and not any(held in present for held in compact.all_in(holders))
         }
 
     def to_combine(self, placed: Places, unplaced: Collection[int]) -> list[int]:

@@ -147,10 +147,9 @@ class Controller:
         if kept := facts.strikes.value(self._epochs.now):
             self._epochs.do(Send(peer, m.KeepStrikes(kept)))
         self._epochs.remind(node, node.holdings.epoch, set(node.holdings.roles))
-        if isinstance(self.phase, Running):
-            if facts.begun.nodes.get(node.name) != node.address:
-                self._epochs.tell_of_nodes()
-            self._epochs.do(Send(peer, m.NodesChanged(id=facts.begun.id, nodes=dict(facts.begun.nodes))))
+        if isinstance(self.phase, Running) and facts.begun.nodes.get(node.name) != node.address:
+            self._epochs.tell_of_nodes()
+        self._epochs.tell_of_idle_nodes(node)
         self._epochs.do(*self._epochs.returning.back(node, set(node.holdings.roles)))
         self._epochs.decide_if_ready()
 
@@ -198,7 +197,9 @@ class Controller:
         """What is understood without a plan; the rest once that is known."""
         facts = self.facts
         if isinstance(message, m.KeptState):
-            self._epochs.take(message)
+            self._epochs.take(node, message)
+        elif isinstance(message, m.Hosts):
+            node.hosts += message.hosts
         elif isinstance(message, m.Heartbeat):
             node.beat(message)
             node.sight.beat(self._epochs.now)

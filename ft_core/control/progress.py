@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ft_core.protocol.messages import JobState, Reopened, Restored, Stepped
+from ft_core.protocol.messages import Plan, Reopened, Restored, Stepped
 
 Due = tuple[str, dict[str, Any]]
 """An event, with what belongs to it."""
@@ -14,7 +14,7 @@ class Progress:
     """What they have said. An event comes of it once all have; what is still awaited is counted down, since
     each message comes from each role."""
 
-    def __init__(self, state: JobState) -> None:
+    def __init__(self, state: Plan) -> None:
         """`state`: the plan of the epoch."""
         self.restored: dict[int, int] = {}
         """Role -> pid of its worker."""

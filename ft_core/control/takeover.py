@@ -5,7 +5,7 @@ from __future__ import annotations
 from ft_core.control.events import Effect, Send
 from ft_core.control.facts import Facts, epoch_of
 from ft_core.control.phases import Rebuilding
-from ft_core.protocol.messages import JobState, SendState
+from ft_core.protocol.messages import Plan, SendState
 
 GRACE = 2.0
 """Seconds without news that it waits for the nodes of the plan it was told of."""
@@ -36,7 +36,12 @@ def complete(facts: Facts, phase: Rebuilding, arriving: int, now: float) -> bool
     return late or not set(facts.begun.nodes) - set(facts.nodes)
 
 
-def dead(facts: Facts, plan: JobState) -> list[int]:
+def unbegun(facts: Facts, plan: Plan) -> bool:
+    """Whether a node has yet to begin the plan: what its roles go on from only the former controller knew."""
+    return any(node.begun != plan.id for node in facts.playing())
+
+
+def dead(facts: Facts, plan: Plan) -> list[int]:
     """Roles without a worker. Nodes that have not begun the plan are sent it, and give its newcomers some."""
     behind = {node.name for node in facts.nodes.values() if node.begun != plan.id}
     given = {role for role in plan.newcomers if plan.roles.get(role) in behind}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -39,6 +39,7 @@ from ft_core.node.events import (
 from ft_core.node.said import OfRole, Said
 from ft_core.node.view import View
 from ft_core.protocol import messages as m
+from ft_core.protocol.table import hosts_of, pieces
 from ft_core.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -152,10 +153,11 @@ class Epochs:
     def send_state(self) -> None:
         """Give a controller the job's state, which goes with each plan."""
         if self.plan is not None:  # who asks has seen in the greeting that there is one
-            state = msgspec.json.decode(self.plan.state, type=m.JobState)
-            at, kept = self._strikes
+            plan, (at, kept) = self.plan, self._strikes
+            for piece in pieces(plan.id, hosts_of(plan.roles, plan.nodes).values()):
+                self.post(piece)
             strikes = [msgspec.structs.replace(s, age=s.age + self.now - at) for s in kept]
-            self.post(m.KeptState(state, self.plan.nodes, strikes))
+            self.post(m.KeptState(plan.state, strikes))
 
     def keep_strikes(self, strikes: list[m.Strike]) -> None:
         """What the controller knows of failures."""
@@ -235,11 +237,14 @@ class Epochs:
         held = view.roles(adopted)
         return frozenset(role for role in held if worker.version in view.versions(role, adopted))
 
-    def nodes_changed(self, number: str, nodes: Mapping[m.NodeName, m.NodeAddress | None]) -> None:
-        """Nodes without a role that have come, or gone (None), since the plan with this id was made."""
-        if (plan := self.plan) is None or plan.id != number:
+    def nodes_changed(self, news: m.NodesChanged) -> None:
+        """Nodes without a role have come, or gone, since the plan was made."""
+        if (plan := self.plan) is None or plan.id != news.id:
             return
-        now = {name: where for name, where in {**plan.nodes, **nodes}.items() if where is not None}
+        known = plan.nodes
+        if news.all:
+            known = {name: known[name] for name in dict.fromkeys(plan.roles.values()) if name in known}
+        now = {name: where for name, where in {**known, **news.nodes}.items() if where is not None}
         self.plan = msgspec.structs.replace(plan, nodes=now)
         self.do(UsePlan(self.plan))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from ft_core.node.crew import Crew
 from ft_core.node.view import View
 from ft_core.protocol import messages as m
+from ft_core.protocol.groups import runs_of, text_of
 
 
 def roles_held(here: Iterable[int], crew: Crew, view: View) -> dict[int, m.RoleHeld]:
@@ -26,23 +27,23 @@ def roles_held(here: Iterable[int], crew: Crew, view: View) -> dict[int, m.RoleH
 
 def copies_held(
     here: Iterable[int], view: View
-) -> tuple[dict[m.SegmentId, list[m.Version]], dict[m.SegmentId, list[m.Role]]]:
+) -> tuple[dict[m.SegmentId, list[m.Version]], dict[m.SegmentId, m.Holders]]:
     """By segment, the versions that this node has of what is not its own roles'; and all holders known here.
 
     What it has kept for others, what it holds of roles that were here, and what its roles have adopted.
     """
-    holders = {segment.id: list(segment.holders) for role in here for segment in view.segments(role)}
+    holders = {segment.id: segment.held_by for role in here for segment in view.segments(role)}
     replicas = view.replicas()
     for name in replicas:
         if found := view.holders(name):
-            holders[name] = list(found)
+            holders[name] = text_of(runs_of(found))
     elsewhere = sorted(set(view.roles(adopted=False)) - set(here))
     memories = [(role, False) for role in elsewhere] + [(role, True) for role in view.roles(adopted=True)]
     for role, adopted in memories:
         for segment in view.segments(role, adopted):
             kept = {*replicas.get(segment.id, []), *view.versions(role, adopted)}
             replicas[segment.id] = sorted(kept)
-            holders[segment.id] = list(segment.holders)
+            holders[segment.id] = segment.held_by
     return replicas, holders
 
 

@@ -62,6 +62,7 @@ from ft_core.node.termination import Termination
 from ft_core.node.view import View
 from ft_core.process.sigterm import ENDED, GRACE
 from ft_core.protocol import messages as m
+from ft_core.protocol.table import Received
 from ft_core.settings import Settings
 from ft_core.state.manifest import Segment
 
@@ -91,6 +92,7 @@ class Agent:
         self.crew = Crew()
         self.epochs = Epochs(about, settings, self.crew, view)
         self._view = view
+        self._plans = Received()
         self._connected = False
         self._outage = Outage(about.node, settings.controller)
         self._termination = Termination()
@@ -211,10 +213,13 @@ class Agent:
         match message:
             case m.Abort(epoch):
                 self.epochs.abort(epoch)
-            case m.NodePlan():
-                self.epochs.begin(message)
-            case m.NodesChanged(number, nodes):
-                self.epochs.nodes_changed(number, nodes)
+            case m.Hosts() | m.OwnPlan():
+                self._plans.hear(message)
+            case m.SharedPlan():
+                if (plan := self._plans.plan(message, self.epochs.plan)) is not None:
+                    self.epochs.begin(plan)
+            case m.NodesChanged():
+                self.epochs.nodes_changed(message)
             case m.KillWorker(role):
                 if role is None:
                     self.epochs.do(KillNode())
@@ -350,7 +355,7 @@ class Agent:
                 epoch=self.epochs.epoch,
                 role=role,
                 adopted=role != worker.role,
-                segments={segment.id: list(segment.holders) for segment in segments},
+                segments={segment.id: segment.held_by for segment in segments},
                 initial=worker.initial,
                 resumes=worker.resumes,
                 group=worker.group,

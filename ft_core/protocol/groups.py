@@ -9,21 +9,74 @@ them: `str(x)`, and `parse` makes it what it was.
     0-3:1#0/2>1         what role 2 sends to role 1 there
     5+/0-3:1#0          all that there is in steps from 5 on, see `Steps`
     0-3:1#0/end         nothing more comes, see `Ended`
+
+Roles alone are said in the same way, whichever they are: `0-6:2,7`. With many roles, those that have
+something in common are a few runs, as a rule.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ft_core.errors import ProtocolError
 
 _RUN = r"[0-9]+(?:-[0-9]+:[0-9]+)?"
+RUNS = rf"{_RUN}(?:,{_RUN})*"
+"""Roles as text: a regular expression."""
+_RUNS = re.compile(RUNS)
+_MOST = 1 << 20
+"""Roles that are said at once."""
 _GROUP = rf"(?P<runs>{_RUN}(?:,{_RUN})*)#(?P<ordinal>[0-9]+)"
 _SERIES = rf"(?:(?P<step>[0-9]+)/|(?P<section>[a-z]+)/)?{_GROUP}(?:/(?P<source>[0-9]+)>(?P<target>[0-9]+))?"
 _TALLY = re.compile(rf"(?:(?P<first>[0-9]+)\+/)?{_SERIES}(?P<end>/end)?")
+
+
+def runs_of(roles: Iterable[int]) -> tuple[range, ...]:
+    """Roles in any order, each once, as the same runs whatever the order was."""
+    ordered, runs, at = sorted(roles), [], 0
+    while at < len(ordered):
+        last = at
+        stride = ordered[at + 1] - ordered[at] if at + 1 < len(ordered) else 1
+        while last + 1 < len(ordered) and ordered[last + 1] - ordered[last] == stride:
+            last += 1
+        runs.append(range(ordered[at], ordered[last] + 1, stride))
+        at = last + 1
+    return tuple(runs)
+
+
+def text_of(runs: Iterable[range]) -> str:
+    """Runs as text."""
+    return ",".join(f"{r[0]}" if len(r) == 1 else f"{r[0]}-{r[-1]}:{r.step}" for r in runs)
+
+
+def segment_id(holders: Sequence[int]) -> str:
+    """What the state is called that these roles, ascending, have in common."""
+    digest = hashlib.sha256(",".join(map(str, holders)).encode()).hexdigest()[:12]
+    return f"{holders[0]}x{len(holders)}-{digest}"
+
+
+def roles_in(text: str) -> tuple[range, ...]:
+    """Inverse of `text_of`. Raises ProtocolError."""
+    if text.isdecimal() and text.isascii() and len(text) < 10:
+        return (range(int(text), int(text) + 1),)
+    return _roles_in(text)
+
+
+@lru_cache(maxsize=1 << 14)
+def _roles_in(text: str) -> tuple[range, ...]:
+    try:
+        if not _RUNS.fullmatch(text):
+            raise ValueError("it reads otherwise")
+        runs = tuple(map(_run, text.split(",")))
+        if max(run[-1] for run in runs) >= 1 << 31 or sum(map(len, runs)) > _MOST:
+            raise ValueError("there are not so many")
+    except ValueError as error:
+        raise ProtocolError(f"{text[:200]!r} are no roles: {error}") from None
+    return runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +90,7 @@ class GroupId:
     @classmethod
     def of(cls, members: Iterable[int], ordinal: int) -> GroupId:
         """From roles in any order."""
-        ordered, runs, at = sorted(members), [], 0
-        while at < len(ordered):
-            last = at
-            stride = ordered[at + 1] - ordered[at] if at + 1 < len(ordered) else 1
-            while last + 1 < len(ordered) and ordered[last + 1] - ordered[last] == stride:
-                last += 1
-            runs.append(range(ordered[at], ordered[last] + 1, stride))
-            at = last + 1
-        return cls(tuple(runs), ordinal)
+        return cls(runs_of(members), ordinal)
 
     @classmethod
     def parse(cls, text: str) -> GroupId:
@@ -59,8 +104,7 @@ class GroupId:
         return any(role in run for run in self.runs)
 
     def __str__(self) -> str:
-        shown = (f"{r[0]}" if len(r) == 1 else f"{r[0]}-{r[-1]}:{r.step}" for r in self.runs)
-        return f"{','.join(shown)}#{self.ordinal}"
+        return f"{text_of(self.runs)}#{self.ordinal}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +168,12 @@ Tally = Series | Steps | Ended
 """What a role counts of its start-up operations: operations on record, steps that are over, ends."""
 
 
-@lru_cache(maxsize=4096)  # the same few come with every report
+def series_of(tally: Tally) -> Series:
+    """That it is about."""
+    return tally if isinstance(tally, Series) else tally.series
+
+
+@lru_cache(maxsize=1 << 17)  # the same come with every report; of the largest jobs, tens of thousands
 def parse(text: str) -> Tally:
     """What `str` made a text of. Raises ProtocolError."""
     try:

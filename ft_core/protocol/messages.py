@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-import msgspec
 from msgspec import Meta, Struct, field
 
 from ft_core.errors import ProtocolError
 from ft_core.protocol.codec import Decoder
 from ft_core.protocol.flight import NEWEST, FlightLog
-from ft_core.protocol.groups import GroupId, Series, parse
+from ft_core.protocol.groups import RUNS, GroupId, Series, parse, roles_in
 
 _WORD = (1 << 62) - 1
 """What fits into a word of shared memory."""
@@ -27,7 +26,9 @@ Role = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Epoch = Annotated[int, Meta(ge=0, le=_WORD)]
 Version = Annotated[int, Meta(ge=-1, le=_WORD)]
 """Steps that a state has seen; -1 where none."""
-Holders = Annotated[list[Role], Meta(min_length=1)]
+Roles = Annotated[str, Meta(pattern=rf"^{RUNS}$")]
+"""Roles as text: see `protocol.groups`."""
+Holders = Roles
 """The roles that have the same segment."""
 Number = Annotated[int, Meta(ge=-_WORD, le=_WORD)]
 Size = Annotated[int, Meta(ge=0, le=_WORD)]
@@ -53,6 +54,9 @@ Counts = dict[str, Number]
 class Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
     """Of all of them. The tag on the wire is the class's name."""
 
+    compressed: ClassVar[bool] = False
+    """Whether it is large, and as repetitive as to be worth it."""
+
 
 class Value(Struct, frozen=True, forbid_unknown_fields=True):
     """What messages consist of."""
@@ -77,6 +81,20 @@ class NodeAddress(Value, frozen=True):
     domain: str
 
 
+class Host(Value, frozen=True, array_like=True):
+    """A node of a plan, and the roles that it plays; empty for none."""
+
+    name: NodeName
+    data: str
+    domain: str
+    """Empty where it is the node's name."""
+    roles: Annotated[str, Meta(pattern=rf"^({RUNS})?$")]
+
+    def __post_init__(self) -> None:
+        if self.roles:
+            check_texts(roles_in, [self.roles])
+
+
 class Item(Value, frozen=True, array_like=True):
     """A tensor in a segment: `dtype` without the `torch.` prefix, `offset` and `nbytes` in the segment's
     bytes."""
@@ -91,8 +109,11 @@ class Item(Value, frozen=True, array_like=True):
 class Layout(Value, frozen=True):
     """As `state.manifest.Segment`: a segment's holders and its tensors."""
 
-    holders: Annotated[tuple[Role, ...], Meta(min_length=1)]
+    holders: Holders
     items: tuple[Item, ...]
+
+    def __post_init__(self) -> None:
+        check_texts(roles_in, [self.holders])
 
 
 class MembershipChanges(Value, frozen=True):
@@ -102,10 +123,42 @@ class MembershipChanges(Value, frozen=True):
     changes: tuple[tuple[Number, tuple[Number, ...]], ...] = ()
 
 
+class Family(Value, frozen=True, array_like=True):
+    """Many sets of roles that are the same but for their first role: `pattern`, counted from that, and the
+    first ones."""
+
+    pattern: Roles
+    firsts: Roles
+
+    def __post_init__(self) -> None:
+        check_texts(roles_in, [self.pattern, self.firsts])
+
+
+class Catalogue(Value, frozen=True):
+    """The segments of all roles, as they have told. `families`: of holders, all of which have said so, and of
+    segments that are named after them. `others`: by segment, its holders, and those of which it was told."""
+
+    families: list[Family]
+    others: dict[SegmentId, tuple[Holders, Roles]]
+
+    def __post_init__(self) -> None:
+        check_texts(roles_in, (text for pair in self.others.values() for text in pair))
+
+
+class GroupFamily(Value, frozen=True, array_like=True):
+    """Replica groups of one shape, by the same order: their roles, and their indices."""
+
+    roles: Family
+    indices: Roles
+
+    def __post_init__(self) -> None:
+        check_texts(roles_in, [self.indices])
+
+
 class ReplicaGroups(Value, frozen=True):
     """What is known of the job's replica groups, see `control.groups`."""
 
-    of: dict[Role, Number]
+    of: list[GroupFamily]
     redundancy: Redundancy
     membership: MembershipChanges
 
@@ -286,8 +339,47 @@ class WorkerPlan(Value, frozen=True):
         check_texts(parse, self.completed)
 
 
-class NodePlan(Message, frozen=True):
-    """What one agent must know of an epoch."""
+class JobState(Value, frozen=True):
+    """What a successor of the controller needs to go on, but for who is where: agents keep it, and do not
+    read it. That of what roles are to do, it does not have: where some have not begun the epoch, there is
+    another."""
+
+    id: PlanId
+    epoch: Epoch
+    job: str
+    store: str
+    master: str
+    version: Version | None
+    origin: Origin
+    durable: str
+    parts: list[Version]
+    resumes: bool
+    started_over: Epoch
+    absent: dict[Role, Role]
+    adopted: dict[Role, Role]
+    newcomers: list[Role]
+    groups: ReplicaGroups
+    catalogue: Catalogue
+    initial: Version | None
+    reached: Version
+    futile: Number
+    goal: Version
+    start: tuple[Version | None, Origin]
+    """Version and origin that the job began with."""
+
+
+class Plan(JobState, frozen=True):
+    """The control plane's truth: an epoch."""
+
+    roles: dict[Role, NodeName]
+    nodes: dict[NodeName, NodeAddress]
+    sources: dict[Role, dict[SegmentId, list[NodeName]]]
+    """Of roles that do not have all they go on from on their own node."""
+    completed: dict[str, tuple[Number, Role]]
+
+
+class NodePlan(Value, frozen=True):
+    """What one agent knows of an epoch: `SharedPlan` and `OwnPlan` put together."""
 
     id: PlanId
     epoch: Epoch
@@ -298,47 +390,27 @@ class NodePlan(Message, frozen=True):
     durable: str
     """Name of the durable checkpoint to read, if any."""
     sources: dict[Role, dict[SegmentId, list[NodeName]]]
-    """Of the roles played and adopted on this node alone: who holds what they go on from."""
+    """Of the roles played and adopted on this node alone: who holds what they go on from. Not of those whose
+    snapshot is here."""
     away: dict[Role, list[SegmentId]]
     """Of the roles in `worker.absent` whose counterparts are on this node: all of their segments, by the
     catalogue. A durable checkpoint has their parts too."""
     worker: WorkerPlan
-    state: msgspec.Raw
-    """The `JobState` it comes from, encoded, which the agent keeps for a successor of the controller."""
+    state: JobState
+    """Kept for a successor of the controller."""
 
 
-class JobState(Value, frozen=True):
-    """The control plane's truth: what a successor of the controller needs to go on."""
+# -- between the controller and an agent, either way ----------------------------------------------------
+
+
+class Hosts(Message, frozen=True):
+    """Some of a plan's nodes, and who plays what there: the one table that grows with the job. Sent where it
+    is not known; otherwise what has changed is."""
+
+    compressed: ClassVar[bool] = True
 
     id: PlanId
-    epoch: Epoch
-    job: str
-    roles: dict[Role, NodeName]
-    nodes: dict[NodeName, NodeAddress]
-    store: str
-    master: str
-    version: Version | None
-    origin: Origin
-    durable: str
-    sources: dict[Role, dict[SegmentId, list[NodeName]]]
-    completed: dict[str, tuple[Number, Role]]
-    parts: list[Version]
-    resumes: bool
-    started_over: Epoch
-    absent: dict[Role, Role]
-    adopted: dict[Role, Role]
-    newcomers: list[Role]
-    groups: ReplicaGroups
-    catalogue: dict[Role, dict[SegmentId, Holders]]
-    initial: Version | None
-    reached: Version
-    futile: Number
-    goal: Version
-    start: tuple[Version | None, Origin]
-    """Version and origin that the job began with."""
-
-    def __post_init__(self) -> None:
-        check_texts(parse, self.completed)
+    hosts: list[Host]
 
 
 # -- an agent to the controller ------------------------------------------------------------------------
@@ -360,6 +432,9 @@ class Holdings(Message, frozen=True):
     store: str
     master: str
     configured: dict[str, Setting] | None
+
+    def __post_init__(self) -> None:
+        check_texts(roles_in, self.segments.values())
 
 
 class Heartbeat(Message, frozen=True):
@@ -443,6 +518,9 @@ class RoleLayout(Message, frozen=True):
     initial: Version | None
     resumes: bool
     group: ReplicaGroup | None
+
+    def __post_init__(self) -> None:
+        check_texts(roles_in, self.segments.values())
 
 
 class Trained(Message, frozen=True):
@@ -602,11 +680,10 @@ class Left(Message, frozen=True):
 
 
 class KeptState(Message, frozen=True):
-    """The newest `JobState` that an agent knows of; answers `SendState`. `nodes`: its nodes now, as
+    """The newest `JobState` that an agent knows of; answers `SendState`. Before it come its `Hosts`, as
     `NodesChanged` has changed them since."""
 
     state: JobState
-    nodes: dict[NodeName, NodeAddress]
     strikes: list[Strike] = field(default_factory=list)
 
 
@@ -630,7 +707,7 @@ FromRoles = (
 
 FromAgent = (
     AgentHello | Holdings | Heartbeat | Idle | FromRoles | OperationCounts | Issued
-    | Configured | NodesProbed | DurableNames | DurableWritten | DurableFailed | RoleState | Flights
+    | Configured | Hosts | NodesProbed | DurableNames | DurableWritten | DurableFailed | RoleState | Flights
     | RoleFlight | Leaving | Left | KeptState
 )  # fmt: skip
 
@@ -662,11 +739,39 @@ class Abort(Message, frozen=True):
     epoch: Epoch
 
 
+class OwnPlan(Message, frozen=True):
+    """What one node must know of the next epoch beyond `SharedPlan`, which comes after it: fields as of
+    `NodePlan`, `completed` as of `WorkerPlan`. Many have nothing of it to know."""
+
+    id: PlanId
+    sources: dict[Role, dict[SegmentId, list[NodeName]]]
+    away: dict[Role, list[SegmentId]]
+    completed: dict[str, tuple[Number, Role]]
+
+    def __post_init__(self) -> None:
+        check_texts(parse, self.completed)
+
+
+class SharedPlan(Message, frozen=True):
+    """The next epoch, alike for all nodes. `base`: the plan that this one differs from by `gone` and
+    `changed`, nodes that it has no more and those that are new or play other roles; its own id where all
+    nodes were said before (`Hosts`)."""
+
+    base: PlanId
+    gone: list[NodeName]
+    changed: list[Host]
+    worker: WorkerPlan
+    """But for what each node has completed."""
+    state: JobState
+
+
 class NodesChanged(Message, frozen=True):
-    """Nodes without a role have come, or gone (None), in the epoch of that plan."""
+    """Nodes without a role have come, or gone (None), in the epoch of that plan. `all`: these are all without
+    a role."""
 
     id: PlanId
     nodes: dict[NodeName, NodeAddress | None]
+    all: bool = False
 
 
 class KillWorker(Message, frozen=True):
@@ -793,10 +898,10 @@ class Shutdown(Message, frozen=True):
 
 
 ToAgent = (
-    NodePlan | Abort | NodesChanged | KillWorker | Examine | DescribeRole | ListDurable | ProbeNodes
-    | SendHeartbeat
-    | SendState | Release | SendCounts | SendIssued | SendFlight | DescribeFlight | Hold | Prepare | Withdraw
-    | GivenUp | UseSettings | ConfigureAnswer | KeepStrikes | Shutdown
+    Hosts | OwnPlan | SharedPlan | Abort | NodesChanged | KillWorker | Examine | DescribeRole
+    | ListDurable | ProbeNodes | SendHeartbeat | SendState | Release | SendCounts | SendIssued | SendFlight
+    | DescribeFlight | Hold | Prepare | Withdraw | GivenUp | UseSettings | ConfigureAnswer | KeepStrikes
+    | Shutdown
 )  # fmt: skip
 
 
@@ -903,8 +1008,7 @@ class RoleDescribed(Message, frozen=True):
     what is unique are kept."""
 
     state: RoleState
-    roles: dict[Role, NodeName]
-    nodes: dict[NodeName, NodeAddress]
+    hosts: list[Host]
     replicas: Number
 
 

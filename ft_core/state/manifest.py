@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ft_core.protocol.groups import roles_in, runs_of, segment_id, text_of
 from ft_core.protocol.messages import Item, Layout
 
 CHUNK = 1 << 20
@@ -42,8 +43,12 @@ class Segment:
     @cached_property
     def id(self) -> str:
         """Names the segment over its whole life: who holds it, not what shape it has (that may grow)."""
-        digest = hashlib.sha256(",".join(map(str, self.holders)).encode()).hexdigest()[:12]
-        return f"{self.holders[0]}x{len(self.holders)}-{digest}"
+        return segment_id(self.holders)
+
+    @cached_property
+    def held_by(self) -> str:
+        """The holders as messages have them."""
+        return text_of(runs_of(self.holders))
 
     @cached_property
     def signature(self) -> str:
@@ -53,12 +58,12 @@ class Segment:
     @classmethod
     def of(cls, layout: Layout) -> Segment:
         """As it came in a message."""
-        return cls(layout.holders, layout.items)
+        return cls(tuple(role for run in roles_in(layout.holders) for role in run), layout.items)
 
     @property
     def layout(self) -> Layout:
         """The same as messages have it."""
-        return Layout(self.holders, self.items)
+        return Layout(self.held_by, self.items)
 
     def to_json(self) -> dict[str, Any]:
         """The same as files have it."""

@@ -29,14 +29,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from ft_core.control.facts import Facts
 from ft_core.control.shell import Shell
 from ft_core.protocol import messages as m
 from ft_core.protocol.async_channel import AsyncChannel
+from ft_core.protocol.groups import runs_of, text_of
 from ft_core.protocol.messages import Message, Redundancy, ReplicaGroup
+from ft_core.protocol.table import Received, hosts_of, pieces
 from ft_core.settings import Command, Settings, unique, write_secret
 
 Event = dict[str, Any]
@@ -63,6 +64,7 @@ class Node:
         self.fleet, self.name, self.node_rank, self.domain = fleet, name, node_rank, domain or name
         self.idle = fleet.settings.nproc_per_node + 1
         self.plan: m.NodePlan | None = None
+        self._plans = Received()
         self.epoch = 0
         self.workers: dict[int, Worker] = {}
         self.versions: dict[int, list[int]] = {}
@@ -75,6 +77,8 @@ class Node:
         """Why it sees none."""
         self.sent: list[Message] = []
         """Everything that has gone out."""
+        self.plans: list[m.NodePlan] = []
+        """All that it was sent."""
         self.received: list[Message] = []
         self.quiet = True
         """Whether workers leave their steps when they are told to; see `quiesced`."""
@@ -214,7 +218,7 @@ class Node:
             parts=[],
             roles=roles,
             replicas=replicas,
-            segments={segment(role): self.fleet.holders(role) for role in all_roles if segment(role) in held},
+            segments={segment(role): self.fleet.held_by(role) for role in all_roles if segment(role) in held},
             idle=self.idle,
             store="127.0.0.1:1",
             master="127.0.0.1:2",
@@ -297,10 +301,15 @@ class Node:
             case m.Abort(epoch=epoch) if epoch > self.epoch:
                 self.epoch = epoch
                 self._report_if_quiet()
-            case m.NodePlan():
-                self._apply(message)
+            case m.Hosts() | m.OwnPlan():
+                self._plans.hear(message)
+            case m.SharedPlan():
+                if (plan := self._plans.plan(message, self.plan)) is not None:
+                    self.plans.append(plan)
+                    self._apply(plan)
             case m.NodesChanged(id=name, nodes=nodes) if self.plan is not None and name == self.plan.id:
-                now = {**self.plan.nodes, **nodes}
+                idle = {node for node in self.plan.nodes if node not in self.plan.roles.values()}
+                now = {**self.plan.nodes, **dict.fromkeys(idle if message.all else ()), **nodes}
                 there = {node: about for node, about in now.items() if about is not None}
                 self.plan = replace(self.plan, nodes=there)
             case m.KillWorker(role=None):
@@ -331,8 +340,9 @@ class Node:
                         self.finish(role)
             case m.SendState():
                 assert self.plan is not None
-                state = msgspec.json.decode(self.plan.state, type=m.JobState)
-                self.post(m.KeptState(state=state, nodes=self.plan.nodes))
+                for piece in pieces(self.plan.id, hosts_of(self.plan.roles, self.plan.nodes).values()):
+                    self.post(piece)
+                self.post(m.KeptState(state=self.plan.state))
             case m.GivenUp():
                 self.die()
                 self.fleet.join(unique(self.name), domain=self.domain)
@@ -387,7 +397,7 @@ class Node:
         per, worker.stage = settings.world_size // self.fleet.groups, "training"
         redundancy = Redundancy.REPLICATED if self.fleet.groups > 1 else Redundancy.SHARDED
         group = ReplicaGroup(role // per, self.fleet.groups, redundancy)
-        layout = {"adopted": False, "segments": {self.fleet.segment(role): self.fleet.holders(role)}}
+        layout = {"adopted": False, "segments": {self.fleet.segment(role): self.fleet.held_by(role)}}
         self.say(m.RoleLayout(**about, **layout, initial=0, resumes=self.fleet.resumes, group=group))
         worker.step = version
         self._keep(role, version)
@@ -523,6 +533,10 @@ class Fleet:
         """The roles that have the same state: one in each replica group."""
         per = self.settings.world_size // self.groups
         return list(range(role % per, self.settings.world_size, per))
+
+    def held_by(self, role: int) -> str:
+        """The same as messages have it."""
+        return text_of(runs_of(self.holders(role)))
 
     def segment(self, role: int) -> str:
         """The name of a role's state."""

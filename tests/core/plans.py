@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
-from ft_core.control import plans
+from ft_core.control import compact, plans
 from ft_core.control.groups import Groups
 from ft_core.protocol import messages as m
+from ft_core.protocol.table import hosts_of, pieces
 from ft_core.settings import Settings
 
 
@@ -34,9 +35,9 @@ def worker_plan(epoch: int = 1, **more: Any) -> m.WorkerPlan:
     return msgspec.structs.replace(found, **more)
 
 
-def job_state(roles: dict[int, str], epoch: int = 1, **more: Any) -> m.JobState:
+def job_plan(roles: dict[int, str], epoch: int = 1, **more: Any) -> m.Plan:
     """Of a job with these roles on these nodes, at its start."""
-    found = m.JobState(
+    found = m.Plan(
         id=f"{epoch}-x",
         epoch=epoch,
         job="job",
@@ -55,8 +56,8 @@ def job_state(roles: dict[int, str], epoch: int = 1, **more: Any) -> m.JobState:
         absent={},
         adopted={},
         newcomers=[],
-        groups=m.ReplicaGroups({}, m.Redundancy.SHARDED, m.MembershipChanges(0)),
-        catalogue={},
+        groups=m.ReplicaGroups([], m.Redundancy.SHARDED, m.MembershipChanges(0)),
+        catalogue=m.Catalogue([], {}),
         initial=None,
         reached=0,
         futile=0,
@@ -83,22 +84,40 @@ def plan(epoch: int = 1, **more: Any) -> m.NodePlan:
         sources={},
         away={},
         worker=worker,
-        state=msgspec.Raw(msgspec.json.encode(job_state(roles, epoch, nodes=nodes))),
+        state=state_of(job_plan(roles, epoch, nodes=nodes)),
     )
-    return msgspec.structs.replace(found, **more)
+    found = msgspec.structs.replace(found, **more)
+    about = {"id": found.id, "epoch": found.epoch, "job": found.job, "durable": found.durable}
+    state = msgspec.structs.replace(found.state, master=found.master, **about)
+    return msgspec.structs.replace(found, state=state)
+
+
+def state_of(plan: m.Plan) -> m.JobState:
+    """What agents keep of it."""
+    return m.JobState(**{name: getattr(plan, name) for name in m.JobState.__struct_fields__})
+
+
+def messages_of(plan: m.NodePlan) -> list[m.ToAgent]:
+    """How it is sent to a node that knows of no plan."""
+    own = m.OwnPlan(plan.id, plan.sources, plan.away, plan.worker.completed)
+    worker = msgspec.structs.replace(plan.worker, completed={})
+    shared = m.SharedPlan(plan.id, [], [], worker, plan.state)
+    return [*pieces(plan.id, hosts_of(plan.roles, plan.nodes).values()), own, shared]
 
 
 def plan_of(
     settings: Settings, roles: dict[int, str], segment: Callable[[int], str], master: str
 ) -> m.NodePlan:
     """A plan that a job with these settings may have begun with; `segment`: what a role holds alone."""
-    state = job_state(
+    found = job_plan(
         roles,
         id="1-1",
         job="1",
         master=master,
         groups=Groups(settings.start).value(),
-        catalogue={role: {segment(role): [role]} for role in roles},
+        catalogue=compact.catalogue({role: {segment(role): str(role)} for role in roles}),
         initial=0,
     )
-    return plans.node_plan(state, "", settings, plans.encode(state))
+    own = {"master": master, "durable": "", "sources": {}, "away": {}}
+    about = {name: getattr(found, name) for name in ("id", "epoch", "job", "roles", "nodes")}
+    return m.NodePlan(**about, **own, worker=plans.worker_plan(found, settings), state=state_of(found))

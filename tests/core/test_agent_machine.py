@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 import pytest
-from core.plans import plan
+from core.plans import messages_of, plan
 
 from ft_core.node import events as e
 from ft_core.node import outage
@@ -19,6 +19,7 @@ from ft_core.node.view import Words
 from ft_core.process.sigterm import ENDED, GRACE
 from ft_core.protocol import messages as m
 from ft_core.protocol.flight import FlightLog
+from ft_core.protocol.table import placed
 from ft_core.settings import Command, Settings
 from ft_core.state.manifest import Segment, layout
 
@@ -61,7 +62,7 @@ def segment(role: int) -> Segment:
     return layout((role,), [("state", "int64", (1,), 8)])
 
 
-LAYOUT = m.Layout((0,), (m.Item("state", "int64", (1,), 0, 8),))
+LAYOUT = m.Layout("0", (m.Item("state", "int64", (1,), 0, 8),))
 GROUP = m.ReplicaGroup(0, 1, m.Redundancy.ADOPTABLE)
 
 
@@ -93,8 +94,9 @@ class Node:
         self.done = [report if isinstance(each, e.Report) else each for each in done]
         return self.done
 
-    def hear(self, message: m.ToAgent) -> list[e.Effect]:
-        return self.handle(e.FromController(message))
+    def hear(self, message: m.ToAgent | m.NodePlan) -> list[e.Effect]:
+        messages = messages_of(message) if isinstance(message, m.NodePlan) else [message]
+        return [effect for each in messages for effect in self.handle(e.FromController(each))]
 
     def worker(self, message: m.FromWorker, role: int = 0) -> list[e.Effect]:
         return self.handle(e.FromWorker(self.number(role), message))
@@ -183,7 +185,7 @@ def test_holdings_name_own_roles_former_ones_adopted_ones_and_replicas(training:
     assert list(holdings.roles) == [0]
     assert (holdings.roles[0].versions, holdings.roles[0].segments) == ([6, 7], [segment(0).id])
     assert holdings.replicas == {segment(1).id: [4, 5], segment(3).id: [6, 7], segment(2).id: [7]}
-    assert holdings.segments == {segment(role).id: [role] for role in range(4)}
+    assert holdings.segments == {segment(role).id: str(role) for role in range(4)}
 
 
 def test_without_a_controller_a_node_warns_and_leaves_if_nobody_trains(
@@ -248,8 +250,31 @@ def test_a_successor_of_the_controller_gets_the_state_with_the_nodes_of_now(trai
     assert set(used.plan.nodes) == {"node0", "node1", "node9"}
     assert not training.hear(m.NodesChanged("1-other", {"node9": None}))
     training.hear(m.SendState())
-    [kept] = training.said(m.KeptState)
-    assert kept.state.id == "1-x" and kept.nodes == used.plan.nodes
+    [kept], [table] = training.said(m.KeptState), training.said(m.Hosts)
+    assert kept.state.id == table.id == "1-x" and placed(table.hosts) == (used.plan.roles, used.plan.nodes)
+
+
+def test_of_another_plan_a_node_is_told_what_is_different(training: Node):
+    """A spare takes over for a node that is lost; another one is new."""
+    before = training.agent.epochs.plan
+    assert before is not None
+    training.hear(m.Abort(2))
+    new = plan(2, version=1, newcomers=[1])
+    changed = [m.Host("node2", "127.0.0.1:22", "", "1"), m.Host("node9", "127.0.0.1:29", "rack", "")]
+    state = msgspec.structs.replace(new.state, id="2-y")
+    other = m.SharedPlan("1-other", ["node1"], changed, new.worker, state)
+    assert not training.hear(other), "it is not known what it differs from: it will be sent again"
+    training.hear(m.OwnPlan("2-y", {}, {}, {"0-1:1#0": (3, 0)}))
+    training.hear(msgspec.structs.replace(other, base=before.id))
+    [used] = training.effects(e.UsePlan)
+    assert used.plan.roles == {0: "node0", 1: "node2"}
+    assert used.plan.nodes.keys() == {"node0", "node2", "node9"}
+    assert used.plan.nodes["node9"].domain == "rack" and used.plan.nodes["node0"] == before.nodes["node0"]
+    assert used.plan.worker.completed == {"0-1:1#0": (3, 0)}
+    nodes = {"node7": m.NodeAddress("127.0.0.1:27", "node7")}
+    training.hear(m.NodesChanged("2-y", nodes, all=True))
+    [used] = training.effects(e.UsePlan)
+    assert used.plan.nodes.keys() == {"node0", "node2", "node7"}, "these are all without a role"
 
 
 def test_flight_records_are_read_and_posted(training: Node):
@@ -552,7 +577,7 @@ def test_what_the_state_is_is_told_also_by_who_needs_no_memory_for_it(durable: N
     durable.memory.held[0, False] = [2]
     durable.worker(m.WorkerRestored(1, 2, loaded=True))
     [layout] = durable.said(m.RoleLayout)
-    assert layout.role == 0 and layout.segments == {segment(0).id: list(segment(0).holders)}
+    assert layout.role == 0 and layout.segments == {segment(0).id: "0"}
 
 
 def test_every_so_often_what_is_safe_is_written(durable: Node):
@@ -605,7 +630,7 @@ def test_memory_for_a_snapshot_is_announced_before_the_worker_has_it(training: N
     training.worker(request)
     assert [type(effect) for effect in training.done] == [e.ToController, e.Reserve]
     [layout_said] = training.said(m.RoleLayout)
-    assert (layout_said.segments, layout_said.initial, layout_said.group) == ({segment(0).id: [0]}, 0, GROUP)
+    assert (layout_said.segments, layout_said.initial, layout_said.group) == ({segment(0).id: "0"}, 0, GROUP)
     assert training.effects(e.Reserve) == [e.Reserve(training.number(), request, adopted=False)]
 
 

@@ -27,6 +27,7 @@ from ft_core.control.events import (
     Tick,
 )
 from ft_core.control.machine import Controller
+from ft_core.protocol.groups import runs_of, text_of
 from ft_core.protocol.messages import (
     Abort,
     AgentHello,
@@ -46,11 +47,11 @@ from ft_core.protocol.messages import (
     Held,
     Hold,
     Holdings,
+    Hosts,
     Idle,
     Inject,
     Injected,
     Issued,
-    JobState,
     JobStatus,
     KeptState,
     KillWorker,
@@ -61,6 +62,7 @@ from ft_core.protocol.messages import (
     NodesChanged,
     NodesProbed,
     OperationCounts,
+    OwnPlan,
     Prepare,
     Prepared,
     ProbeNodes,
@@ -78,12 +80,15 @@ from ft_core.protocol.messages import (
     SendHeartbeat,
     SendIssued,
     SendState,
+    SharedPlan,
     Shutdown,
     Stepped,
     Suspect,
     UseSettings,
     WorkerLost,
 )
+from ft_core.protocol.table import Received as PlanParts
+from ft_core.protocol.table import hosts_of, pieces
 from ft_core.settings import Command, Settings
 
 M = TypeVar("M", bound=Message)
@@ -97,6 +102,8 @@ class Agent:
         self.peer = -1
         self.heard: list[Message] = []
         self.plan: NodePlan | None = None
+        self.parts_heard = PlanParts()
+        """Of plans."""
         self.epoch = self.reported = 0
         self.idle = job.settings.nproc_per_node + 1
         self.workers: dict[int, int] = {}
@@ -132,7 +139,7 @@ class Agent:
         replicas = {**self.replicas, **gone}
         held = {*replicas, *(self.job.segment(role) for role in here if self.versions.get(role))}
         segments = {
-            self.job.segment(r): self.job.holders(r) for r in self.job.roles if self.job.segment(r) in held
+            self.job.segment(r): self.job.held_by(r) for r in self.job.roles if self.job.segment(r) in held
         }
         return Holdings(
             epoch=self.epoch,
@@ -194,7 +201,7 @@ class Agent:
         """The worker has its state, finishes a step, and what it has is kept here and on the next node."""
         about = {"epoch": self.epoch, "role": role}
         segment = self.job.segment(role)
-        layout = {"segments": {segment: self.job.holders(role)}, "initial": 0, "resumes": self.job.resumes}
+        layout = {"segments": {segment: self.job.held_by(role)}, "initial": 0, "resumes": self.job.resumes}
         self.layouts[role] = RoleLayout(**about, **layout, adopted=False, group=self.job.group(role))
         self.say(self.layouts[role])
         self.say(Restored(**about, pid=self.workers[role], version=version - 1, loaded=True))
@@ -209,24 +216,31 @@ class Agent:
         self.heard.append(message)
         if isinstance(message, Abort):
             self.epoch = max(self.epoch, message.epoch)
-        elif isinstance(message, NodePlan) and message.epoch >= self.epoch:
+        elif isinstance(message, Hosts | OwnPlan):
+            self.parts_heard.hear(message)
+        elif isinstance(message, SharedPlan) and message.state.epoch >= self.epoch:
             # The wire's bytes, as an agent would read them.
-            self.plan = msgspec.json.decode(msgspec.json.encode(message), type=NodePlan)
-            self.epoch = message.epoch
-            for role, node in message.roles.items():
+            message = msgspec.json.decode(msgspec.json.encode(message), type=SharedPlan)
+            plan = self.parts_heard.plan(message, self.plan)
+            assert plan is not None, "what it differs from is known"
+            self.plan, self.epoch = plan, plan.epoch
+            for role, node in plan.roles.items():
                 if node == self.name and role not in self.workers:
                     self.workers[role] = next(self.job.pids)
             for role in list(self.workers):
-                if message.roles.get(role) != self.name:
+                if plan.roles.get(role) != self.name:
                     del self.workers[role]
         elif isinstance(message, NodesChanged) and self.plan is not None and self.plan.id == message.id:
-            merged = {**self.plan.nodes, **message.nodes}
+            idle = {name for name in self.plan.nodes if name not in self.plan.roles.values()}
+            merged = {**self.plan.nodes, **dict.fromkeys(idle if message.all else ()), **message.nodes}
             nodes = {name: about for name, about in merged.items() if about is not None}
             self.plan = replace(self.plan, nodes=nodes)
 
-    def kept(self) -> KeptState:
+    def kept(self) -> list[Hosts | KeptState]:
+        """What it answers a controller that asks for the state."""
         assert self.plan is not None
-        return KeptState(state=msgspec.json.decode(self.plan.state, type=JobState), nodes=self.plan.nodes)
+        hosts = hosts_of(self.plan.roles, self.plan.nodes).values()
+        return [*pieces(self.plan.id, hosts), KeptState(state=self.plan.state)]
 
 
 class ControlPlane:
@@ -264,6 +278,10 @@ class ControlPlane:
         apart = self.redundancy is Redundancy.REPLICATED and self.groups > 1
         per = self.settings.world_size // self.groups if apart else self.settings.world_size
         return list(range(role % per, self.settings.world_size, per))
+
+    def held_by(self, role: int) -> str:
+        """The same as messages have it."""
+        return text_of(runs_of(self.holders(role)))
 
     def segment(self, role: int) -> str:
         holders = self.holders(role)
@@ -353,10 +371,12 @@ def test_a_node_dies_and_a_spare_takes_its_roles() -> None:
     assert job.phase == "quiescing"
     job["node0"].report()
     assert not job.records_of("decided")[1:], "nothing is decided before all have reported"
-    plans = sent(job["node2"].report(), NodePlan)
+    plans = sent(job["node2"].report(), SharedPlan)
     assert plans.keys() == {job["node0"].peer, job["node2"].peer}
-    plan = plans[job["node2"].peer]
-    assert plan.roles == {0: "node0", 1: "node2"} and plan.worker.newcomers == [1]
+    changed = plans[job["node2"].peer]
+    assert changed.gone == ["node1"] and [host.name for host in changed.changed] == ["node2"]
+    plan = job["node2"].plan
+    assert plan is not None and plan.roles == {0: "node0", 1: "node2"} and plan.worker.newcomers == [1]
     assert (plan.worker.version, plan.worker.origin) == (1, "memory")
     assert plan.sources == {1: {"1x1-0": ["node2"]}}, "its own roles' alone"
     assert "node1" not in plan.nodes
@@ -674,7 +694,7 @@ def test_a_second_node_dies_in_the_recovery() -> None:
 def test_a_spare_dies_and_nobody_stops() -> None:
     job = ControlPlane(nodes=2, spares=1)
     job.all_step(1)
-    kept = job["node0"].kept().state
+    kept = job.controller.facts.begun
     effects = lose(job, "node2")
     assert {n.nodes["node2"] for n in sent(effects, NodesChanged).values()} == {None}
     assert job.records_of("spare_lost") and job.phase == "running"
@@ -758,7 +778,8 @@ def restart(job: ControlPlane, *names: str) -> None:
 def tell(job: ControlPlane) -> str:
     """Whoever is asked tells the state that it has kept. Returns its name."""
     [name] = [name for name, agent in job.agents.items() if agent.heard[-1:] == [SendState()]]
-    job[name].say(job[name].kept())
+    for message in job[name].kept():
+        job[name].say(message)
     return name
 
 
@@ -804,15 +825,52 @@ def test_a_failure_during_the_restart_is_found_and_counts_once() -> None:
     job.all_step(2)
     other = job["node1"].plan
     assert other is not None
-    state = replace(job["node1"].kept().state, epoch=7, id="7-0")
-    changed = replace(other, epoch=7, id="7-0", state=msgspec.Raw(msgspec.json.encode(state)))
-    job["node1"].plan, job["node1"].epoch = changed, 7
-    job["node1"].greet()
+    changed = replace(other, epoch=7, id="7-0", state=replace(other.state, epoch=7, id="7-0"))
+    for name in ("node0", "node1"):
+        job[name].plan, job[name].epoch = changed, 7
+        job[name].greet()
     assert job.phase == "rebuilding"
     job.wait(0.1)
     tell(job)
     job.wait(0.1)
     assert job.phase == "running" and len(job.records_of("detected")) == 2
+
+
+def test_a_plan_that_not_all_have_begun_ends_with_the_controller_that_made_it() -> None:
+    """What their roles go on from is not among what agents keep."""
+    job = ControlPlane(nodes=2, spares=1)
+    job.all_step(1)
+    before = job["node0"].plan
+    lose(job, "node1")
+    job.all_report()
+    assert job.phase == "running" and before is not None
+    job["node0"].plan = before  # it has not heard of the new one
+    restart(job, "node0", "node2")
+    job.wait(0.1)
+    tell(job)
+    job.wait(0.1)
+    assert job.records_of("detected")[-1].reason == "recovery was under way"
+    job.all_report()
+    assert job.phase == "running"
+    assert job["node0"].plan.roles == job["node2"].plan.roles == {0: "node0", 1: "node2"}
+
+
+def test_of_a_recovery_nodes_are_told_what_has_changed_and_newcomers_where_their_state_is() -> None:
+    job = ControlPlane(nodes=4, spares=1)
+    job.all_step(1)
+    lose(job, "node1")
+    heard = {name: len(agent.heard) for name, agent in job.agents.items()}
+    job.all_report()
+    for name, agent in job.agents.items():
+        new = agent.heard[heard[name] :]
+        assert not [each for each in new if isinstance(each, Hosts)], "all know of the plan before"
+        [shared] = [each for each in new if isinstance(each, SharedPlan)]
+        assert (shared.gone, [host.name for host in shared.changed]) == (["node1"], ["node4"])
+        own = [each for each in new if isinstance(each, OwnPlan)]
+        assert [each.sources.keys() for each in own] == ([{1}] if name == "node4" else [])
+    late = job.join("late")
+    [whole] = [each for each in late.heard if isinstance(each, Hosts)]
+    assert {host.name for host in whole.hosts} >= {"node0", "node2", "node3", "node4"}
 
 
 def test_a_node_that_died_with_the_controller_is_missed() -> None:
@@ -836,7 +894,6 @@ def test_a_spare_that_came_after_the_plan_and_died_with_the_controller_is_retrac
     job.all_step(1)
     job.join("spare")
     assert job["node0"].plan is not None and "spare" in job["node0"].plan.nodes
-    assert "spare" not in job["node0"].kept().state.nodes
     del job.agents["spare"]
     restart(job, "node0", "node1")
     job.wait(0.1)
@@ -859,8 +916,8 @@ def test_an_attempt_to_bring_a_group_back_ends_with_the_plan_of_another_controll
     plan = job["node0"].plan
     assert plan is not None
     roles = {0: "node0", 1: "spare"}
-    state = replace(job["node0"].kept().state, epoch=5, id="5-0", roles=roles, absent={})
-    changed = replace(plan, epoch=5, id="5-0", roles=roles, state=msgspec.Raw(msgspec.json.encode(state)))
+    state = replace(plan.state, epoch=5, id="5-0", absent={})
+    changed = replace(plan, epoch=5, id="5-0", roles=roles, state=state)
     for name in ("node0", "spare"):
         job[name].plan, job[name].epoch = changed, 5
     job["spare"].workers = {1: 1}

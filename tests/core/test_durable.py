@@ -23,7 +23,7 @@ from ft_core.node import events as e
 from ft_core.node.pulse import Loop
 from ft_core.node.shell import NodeShell
 from ft_core.protocol import messages as m
-from ft_core.protocol.messages import DurableFailed, DurableWritten, ListDurable, NodePlan
+from ft_core.protocol.messages import DurableFailed, DurableWritten, ListDurable
 from ft_core.settings import Command, Settings, write_secret
 from ft_core.state import durable
 from ft_core.state.snapshot import Snapshotter
@@ -196,7 +196,7 @@ def test_all_roles_read_the_newest_that_every_node_sees(tmp_path: Path):
             fleet["node1"].die()
             await fleet.event("resumed", 2)
             assert fleet["node0"].plan.worker.origin == "memory", "and the job's name is kept"
-            [job] = {each.job for each in fleet["node0"].received if isinstance(each, NodePlan)}
+            [job] = {each.job for each in fleet["node0"].plans}
             begun = fleet["node0"].plan
             assert begun is not None and (begun.job, begun.epoch) == (job, 2)
             assert durable.name_of(6, begun) == f"step-00000006-00002-{job}-2"

@@ -105,7 +105,7 @@ def refused(decoder: Decoder[Any], body: bytes) -> bool:
     except ProtocolError as error:
         assert str(error).startswith("a peer sent what is no message here: ") and len(str(error)) < 400
         return True
-    assert same(json.loads(body), json.loads(encode(message))), f"{body!r} was taken for {message}"
+    assert same(json.loads(body), json.loads(msgspec.json.encode(message))), f"{body!r} taken for {message}"
     return False
 
 

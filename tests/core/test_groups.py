@@ -79,7 +79,7 @@ def test_what_is_adopted_is_what_nobody_else_has() -> None:
     """Weights are a stage's, one shard is a role's, another belongs to two of them."""
     sharded = groups(Redundancy.ADOPTABLE)
     assert sharded.without(placed(1), [1])[0] == placed(1, 4)
-    segments = {"weights": [0, 1, 2], "shard": [1], "common": [1, 2]}
+    segments = {"weights": "0-2:1", "shard": "1", "common": "1-2:1"}
     assert sharded.held_alone(1, segments, [0, 2, 3, 5]) == {"shard"}
     assert sharded.held_alone(1, segments, [0, 3]) == {"shard", "common"}
     assert sharded.held_alone(2, segments, [0, 3]) == set(), "the first of those who have it"

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import pytest
 from core.fleet import Fleet, play
-from core.plans import plan_of
+from core.plans import messages_of, plan_of
 from core.real_agent import RealAgent
 from harness import environment
 from processes import children
@@ -117,7 +117,8 @@ def test_an_agent_that_cannot_do_what_it_is_told_ends_with_the_traceback(agent: 
     async def controller() -> None:
         async for reader, writer in agent.connections():
             channel, _ = await ready(agent, reader, writer)
-            channel.post(plan(agent, master="nowhere"))
+            for message in messages_of(plan(agent, master="nowhere")):
+                channel.post(message)
             with pytest.raises(ConnectionError):
                 while True:
                     await channel.recv()
@@ -137,7 +138,8 @@ def test_the_end_of_the_fork_server_is_not_the_end_of_the_script(agent: Agent):
     async def controller() -> None:
         async for reader, writer in agent.connections():
             channel, message = await ready(agent, reader, writer)
-            channel.post(plan(agent, master="127.0.0.1:2"))
+            for message in messages_of(plan(agent, master="127.0.0.1:2")):
+                channel.post(message)
             while not (isinstance(message, Heartbeat) and message.roles):
                 message = await channel.recv()
             for left in fork_servers(agent):

@@ -28,7 +28,7 @@ def _plan(node: Node) -> NodePlan:
 
 
 def _state(plan: NodePlan) -> m.JobState:
-    return msgspec.json.decode(plan.state, type=m.JobState)
+    return plan.state
 
 
 def test_a_job_begins_with_spares_in_the_places_of_nodes_that_do_not_come(
@@ -100,14 +100,14 @@ def test_a_worker_dies_between_its_nodes_report_and_the_plan(tmp_path: Path):
 
         def too_late(event: e.Event) -> None:
             plan = event.message if isinstance(event, e.FromController) else None
-            if not isinstance(plan, m.NodePlan):
+            if not isinstance(plan, m.SharedPlan):
                 handle(event)
                 return
-            if plan.epoch == 2 and not given:
+            if plan.state.epoch == 2 and not given:
                 agent.crash(1)
             handle(event)
             if (worker := agent.machine.crew.of_role(1)) is not None:
-                given.append((plan.epoch, plan.worker.newcomers, worker.pid))
+                given.append((plan.state.epoch, plan.worker.newcomers, worker.pid))
 
         agent._handle = too_late  # type: ignore[method-assign]
         agent.serve()
@@ -142,7 +142,7 @@ def test_a_hello_is_no_report_while_workers_are_in_their_step(tmp_path: Path):
     play(test, tmp_path / "job", nodes=3)
 
 
-ABORTED = (m.Abort, m.Holdings, m.NodePlan, m.WorkerLost, m.Restored, m.Stepped, m.Reopened, m.RoleLayout)
+ABORTED = (m.Abort, m.Holdings, m.SharedPlan, m.WorkerLost, m.Restored, m.Stepped, m.Reopened, m.RoleLayout)
 ENDING = (m.Completed, m.Release, m.Finished)
 
 
@@ -208,7 +208,7 @@ def test_what_an_agent_says_while_its_connection_breaks_is_said_again(tmp_path: 
 
 
 RETURNING = (
-    *(m.SendCounts, m.OperationCounts, m.Prepare, m.Prepared, m.Hold, m.Held, m.NodePlan, m.Abort),
+    *(m.SendCounts, m.OperationCounts, m.Prepare, m.Prepared, m.Hold, m.Held, m.SharedPlan, m.Abort),
     m.Holdings,
 )
 

@@ -394,7 +394,7 @@ def entries(question: Question) -> Found:
 
 def row(*items: tuple[int, int], holders: tuple[Any, ...] = (0,)) -> dict[str, Any]:
     made = tuple(Item(f"i{k}", "uint8", (n,), o, n) for k, (o, n) in enumerate(items))
-    return Segment(holders, made).to_json()
+    return {"holders": ",".join(map(str, holders)), "items": Segment((0,), made).to_json()["items"]}
 
 
 GOOD = {
@@ -416,16 +416,17 @@ GOOD = {
         {"type": "PushSegment"},
         GOOD | {"more": 1},
         GOOD | {"segment": []},
-        GOOD | {"segment": {"holders": [0], "items": [["a"]]}},
-        GOOD | {"segment": {"holders": [0], "items": 7}},
+        GOOD | {"segment": {"holders": "0", "items": [["a"]]}},
+        GOOD | {"segment": {"holders": "0", "items": 7}},
         GOOD | {"segment": row((0, 10), holders=())},
         GOOD | {"segment": row((0, 10), holders=(1, 1))},
         GOOD | {"segment": row((0, 10), holders=(-1,))},
+        GOOD | {"segment": row((0, 10), holders=("0-9999999:1",))},
         GOOD | {"segment": row((0, 10), (9, 10))},
         GOOD | {"segment": row((-64, 10))},
         GOOD | {"segment": row((0, -1))},
         GOOD | {"segment": row((1 << 50, 10))},
-        GOOD | {"segment": {"holders": [0], "items": [["a", "f", [1], 1.5, 4]]}},
+        GOOD | {"segment": {"holders": "0", "items": [["a", "f", [1], 1.5, 4]]}},
         GOOD | {"checksums": []},
         GOOD | {"checksums": ["1"]},
         GOOD | {"checksums": [-1]},

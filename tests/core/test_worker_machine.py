@@ -33,7 +33,7 @@ from ft_core.worker.states import (
 )
 
 REGISTERED = m.Registered(0, [0, 1], False, m.ReplicaGroup(0, 1, m.Redundancy.SHARDED), {})
-COPY = m.CopyHere(0, 1, [7], [m.Layout((0,), ())])
+COPY = m.CopyHere(0, 1, [7], [m.Layout("0", ())])
 
 
 def plan(epoch: int, parts: Sequence[int] = (), version: int | None = None) -> m.WorkerPlan:

@@ -10,7 +10,7 @@ from .node import SimNode
 
 MOMENTS = (
     "AgentHello Holdings Heartbeat Restored Stepped RoleLayout Prepared Held Completed Finished WorkerLost "
-    "NodePlan Abort Release Prepare Withdraw SendState KeptState Hold SendCounts OperationCounts"
+    "SharedPlan Abort Release Prepare Withdraw SendState KeptState Hold SendCounts OperationCounts"
 ).split()
 """Messages whose sending is a moment for a fault."""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ft_core.elastic.rules import Deal, Membership
 from ft_core.protocol import messages as m
+from ft_core.protocol.groups import GroupId, runs_of, text_of
 from ft_core.worker import events as ev
 from ft_core.worker.machine import WorkerMachine
 from ft_core.worker.states import (
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 TORN = -1
 _STARTUP = 2
 """Collectives of the start-up phase."""
-_GROUP = "0-1:1#0"
 
 
 class EpochChanged(Exception):  # noqa: N818 - as the engine's
@@ -159,8 +159,13 @@ class SimWorker(Process):
     def _say(self, message: m.Message) -> None:
         self.node.from_worker(self, message)
 
+    @property
+    def _group(self) -> str:
+        """That of all roles."""
+        return str(GroupId.of(range(self.node.job.settings.world_size), 0))
+
     def _counts(self) -> dict[str, int]:
-        return {_GROUP: self.begun}
+        return {self._group: self.begun}
 
     # -- the main thread ---------------------------------------------------------------------------
 
@@ -249,7 +254,7 @@ class SimWorker(Process):
         while True:
             yield Until(lambda: self.pending == self.epoch, False)
             epoch = self.epoch
-            count, holder = self.plan.completed.get(_GROUP, (0, 0))
+            count, holder = self.plan.completed.get(self._group, (0, 0))
             if number < count:
                 yield from self._sleep(self._some(0.02), False)
                 done = self.node.job.has_record(holder, number)
@@ -268,7 +273,7 @@ class SimWorker(Process):
         """A collective of the script between two parts, which is recorded as well."""
         if (number := self.begun) > _STARTUP:
             return
-        count, holder = self.plan.completed.get(_GROUP, (0, 0))
+        count, holder = self.plan.completed.get(self._group, (0, 0))
         if number < count:
             yield from self._sleep(self._some(0.02))
             yield Until(lambda: self.node.job.has_record(holder, number))
@@ -488,4 +493,4 @@ class SimWorker(Process):
 def to_layout(segment: object) -> m.Layout:
     """For messages."""
     items = tuple(m.Item(i.name, i.dtype, i.shape, i.offset, i.nbytes) for i in segment.items)  # type: ignore[attr-defined]
-    return m.Layout(segment.holders, items)  # type: ignore[attr-defined]
+    return m.Layout(text_of(runs_of(segment.holders)), items)  # type: ignore[attr-defined]

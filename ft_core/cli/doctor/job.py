@@ -9,8 +9,9 @@ from collections.abc import Container, Iterator, Mapping
 
 from ft_core.cli.doctor.case import Case, Check, Finding, fail, judge, ok, warn
 from ft_core.errors import FtError
-from ft_core.protocol.messages import Denied, DescribeRole, NodeAddress, RoleDescribed, RoleStatus
+from ft_core.protocol.messages import Denied, DescribeRole, NodeAddress, RoleDescribed, RoleState, RoleStatus
 from ft_core.protocol.sockets import split_address
+from ft_core.protocol.table import placed
 from ft_core.state.manifest import Segment
 from ft_core.state.placement import domain_of, survives
 
@@ -79,8 +80,9 @@ def replicas(case: Case) -> Iterator[Finding]:
         if not isinstance(state, RoleDescribed):
             few.append(f"role {row.role}: {state.error if isinstance(state, Denied) else state}")
             continue
-        nodes, domains = state.nodes, len(_domains(state))
-        found = _copies(row, state, alive)
+        roles, nodes = placed(state.hosts)
+        domains = len(_domains(nodes))
+        found = _copies(row, state.state, roles, nodes, alive)
         if found < min(k, domains - 1):
             few.append(f"role {row.role} on {row.node}")
         least = min(least, found)
@@ -99,18 +101,24 @@ def replicas(case: Case) -> Iterator[Finding]:
     yield from _reachable({node: about for node, about in nodes.items() if node in alive})
 
 
-def _domains(state: RoleDescribed) -> set[str]:
+def _domains(nodes: Mapping[str, NodeAddress]) -> set[str]:
     """Those that may hold copies."""
-    domains = {node: about.domain for node, about in state.nodes.items()}
+    domains = {node: about.domain for node, about in nodes.items()}
     return {domain_of(node, domains) for node in domains}
 
 
-def _copies(row: RoleStatus, state: RoleDescribed, alive: Container[str]) -> int:
+def _copies(
+    row: RoleStatus,
+    state: RoleState,
+    places: Mapping[int, str],
+    nodes: Mapping[str, NodeAddress],
+    alive: Container[str],
+) -> int:
     """How many failure domains may be lost, judging by the role's worst segment; -1 before training."""
-    domains = {node: about.domain for node, about in state.nodes.items()}
-    roles = {role: node for role, node in state.roles.items() if node in alive}
+    domains = {node: about.domain for node, about in nodes.items()}
+    roles = {role: node for role, node in places.items() if node in alive}
     worst = len({domain_of(node, domains) for node in domains if node in alive})
-    segments = [Segment.of(layout) for layout in state.state.segments]
+    segments = [Segment.of(layout) for layout in state.segments]
     for segment in segments:
         holding = [node for node, versions in row.replicas.get(segment.id, {}).items() if versions]
         worst = min(worst, survives(segment, roles, domains, holding))

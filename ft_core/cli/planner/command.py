@@ -15,6 +15,7 @@ from ft_core.cli.planner.shape import DataParallel, Framework, Hosts, PlannedJob
 from ft_core.cli.planner.survival import failure_probability, loss_bound, recovery_probability
 from ft_core.errors import ConfigError
 from ft_core.protocol.messages import RoleDescribed
+from ft_core.protocol.table import placed
 from ft_core.state.manifest import Segment
 from ft_core.state.placement import replica_nodes, sender, spares_of
 
@@ -59,9 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser, frameworks: Iterable[Framewor
 
 def of_running(described: RoleDescribed, as_json: bool) -> int:
     """Print the plan of a role of a running job, from what its agent says of it."""
-    state, roles, replicas = described.state, described.roles, described.replicas
+    state, replicas = described.state, described.replicas
+    roles, nodes = placed(described.hosts)
     segments = [Segment.of(layout) for layout in state.segments]
-    domains = {node: about.domain for node, about in described.nodes.items()}
+    domains = {node: about.domain for node, about in nodes.items()}
     spares = spares_of(domains, roles)
     rows = summarise(segments, roles, domains, replicas, state.role, state.ring, spares)
     unique = sum(s.nbytes for s in segments if len(s.holders) == 1)

@@ -1,0 +1,122 @@
+"""Who is where: a plan's nodes with their roles, as messages say it and as both ends have it.
+
+A few bytes a node, and for all nodes the one thing that grows with the job. So it is said once, in compressed
+pieces, and from plan to plan what has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from msgspec.structs import replace
+
+from ft_core.protocol.groups import roles_in, runs_of, text_of
+from ft_core.protocol.messages import (
+    Host,
+    Hosts,
+    NodeAddress,
+    NodeName,
+    NodePlan,
+    OwnPlan,
+    PlanId,
+    SharedPlan,
+)
+
+PIECE = 8192
+"""Nodes in one message."""
+
+Places = Mapping[int, NodeName]
+Nodes = Mapping[NodeName, NodeAddress]
+
+
+def hosts_of(places: Places, nodes: Nodes) -> dict[NodeName, Host]:
+    """Each of `nodes` with its roles."""
+    roles: dict[NodeName, list[int]] = {}
+    for role, name in places.items():
+        roles.setdefault(name, []).append(role)
+    texts = {name: text_of(runs_of(found)) for name, found in roles.items()}
+    return {
+        name: Host(name, at.data, "" if at.domain == name else at.domain, texts.get(name, ""))
+        for name, at in nodes.items()
+    }
+
+
+def placed(hosts: Iterable[Host]) -> tuple[dict[int, NodeName], dict[NodeName, NodeAddress]]:
+    """Inverse of `hosts_of`."""
+    nodes, places = {}, {}
+    for host in hosts:
+        nodes[host.name] = NodeAddress(host.data, host.domain or host.name)
+        for run in roles_in(host.roles) if host.roles else ():
+            places.update(dict.fromkeys(run, host.name))
+    return dict(sorted(places.items())), nodes
+
+
+def pieces(plan: PlanId, hosts: Iterable[Host]) -> list[Hosts]:
+    """All nodes, as messages."""
+    rows = list(hosts)
+    return [Hosts(plan, rows[at : at + PIECE]) for at in range(0, len(rows), PIECE)]
+
+
+def changes(
+    before: Mapping[NodeName, Host], now: Mapping[NodeName, Host]
+) -> tuple[list[NodeName], list[Host]]:
+    """The nodes that are there no more, and those that are new or have changed."""
+    gone = [name for name in before if name not in now]
+    return gone, [host for name, host in now.items() if before.get(name) != host]
+
+
+class Received:
+    """What one has heard of plans, put together."""
+
+    def __init__(self) -> None:
+        self._hosts: tuple[PlanId, list[Host]] = "", []
+        self._own: OwnPlan | None = None
+
+    def hear(self, message: Hosts | OwnPlan) -> None:
+        """A part."""
+        if isinstance(message, OwnPlan):
+            self._own = message
+        elif message.id == self._hosts[0]:
+            self._hosts[1].extend(message.hosts)
+        else:
+            self._hosts = message.id, list(message.hosts)
+
+    def all_hosts(self, plan: PlanId) -> list[Host] | None:
+        """What was heard of the nodes of that plan. It is forgotten."""
+        (name, hosts), self._hosts = self._hosts, ("", [])
+        return hosts if name == plan else None
+
+    def plan(self, shared: SharedPlan, before: NodePlan | None) -> NodePlan | None:
+        """The plan, or None where what it differs from is not known: then it will be sent again. `before`:
+        the one known so far."""
+        state, worker = shared.state, shared.worker
+        own = self._own if self._own is not None and self._own.id == state.id else None
+        if shared.base == state.id:
+            if (hosts := self.all_hosts(state.id)) is None:
+                return None
+            roles, nodes = placed(hosts)
+        elif before is not None and before.id == shared.base:
+            roles, nodes = _changed(before, shared)
+        else:
+            return None
+        return NodePlan(
+            id=state.id,
+            epoch=state.epoch,
+            job=state.job,
+            roles=roles,
+            nodes=nodes,
+            master=state.master,
+            durable=state.durable,
+            sources=own.sources if own is not None else {},
+            away=own.away if own is not None else {},
+            worker=replace(worker, completed=own.completed) if own is not None else worker,
+            state=state,
+        )
+
+
+def _changed(before: NodePlan, shared: SharedPlan) -> tuple[dict[int, NodeName], dict[NodeName, NodeAddress]]:
+    roles, nodes = placed(shared.changed)
+    other = {*shared.gone, *nodes}
+    left = {role: name for role, name in before.roles.items() if name not in other}
+    stay = {name: at for name, at in before.nodes.items() if name not in other}
+    return dict(sorted({**left, **roles}.items())), {**stay, **nodes}
