@@ -32,6 +32,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     ),
     "a job that grows": ("test_elastic.py::test_a_job_grows_beyond_the_groups_that_it_started_with",),
     "the flight record": ("test_flight.py::test_a_worker_that_is_stopped_is_read_and_found",),
+    "hangs": ("test_hangs.py::test_a_worker_that_is_stopped_is_replaced",),
     "nodes that stop and go on": ("test_pauses.py::test_nodes_that_were_given_up_come_back_by_themselves",),
     "corrupt copies": (
         "test_integrity.py::test_a_local_snapshot_with_a_flipped_bit_is_refused_and_the_replica_used",

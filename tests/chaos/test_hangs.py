@@ -6,7 +6,9 @@ import os
 import signal
 from pathlib import Path
 
-from harness import Job, Layout, check_clean, check_identical, check_survivors
+import pytest
+from deepspeed_jobs import TWICE, Zero
+from harness import Job, Layout, Training, check_clean, check_drills, check_identical, check_survivors
 
 PACED = Path(__file__).parent / "paced.py"
 LAYOUT = Layout(1, 2, 2, distributed=True)
@@ -28,3 +30,23 @@ def test_a_worker_that_is_stopped_is_replaced(tmp_path: Path) -> None:
     assert hang["roles"] == [1] and hang["explained"] and "it is stopped (state T)" in hang["reason"]
     written = list((job.job_dir / "hangs").iterdir())
     assert job.job_dir / "hangs" / f"role-1-{worker}.txt" in written and len(written) == 2
+
+
+DRILLS = ("0@forward:4:spin", "1@optimizer:9:lock", "2@backward:14:deadlock", "0@gradients:19:stop")
+
+
+@pytest.mark.parametrize("training", [Layout(1, 1, 3, distributed=True), Zero(2)], ids=str)
+def test_workers_that_hang_by_themselves(training: Training, tmp_path: Path) -> None:
+    """In a loop, with the interpreter's lock, in a lock of their own, stopped: in all places of a step."""
+    ftrun = ("--ft-inject", ",".join(DRILLS))
+    flags = ("--global-batch-size=6",) if isinstance(training, Layout) else ()
+    with Job(tmp_path / "job", training, 24, ftrun=ftrun, flags=flags) as job:
+        result = job.finish()
+    again = TWICE * len(DRILLS) if isinstance(training, Zero) else 0
+    check_identical(result, training, 24, *flags, again=again)
+    check_survivors(result, training.world)
+    check_drills(result, DRILLS)
+    check_clean(result)
+    hangs = result.of("hang")
+    assert [hang["roles"] for hang in hangs] == [[int(drill[0])] for drill in DRILLS], hangs
+    assert all(hang["explained"] for hang in hangs)
