@@ -112,6 +112,16 @@ CASES: dict[str, Script | Killed] = {
         "import errno; raise OSError(errno.ESTALE, 'Stale file handle', '/data/tokens.bin')"
     ),
     "`torch.save` onto a full disk": Script("import torch; torch.save(torch.zeros(1 << 16), '/dev/full')"),
+    "a full disk in a distributed checkpoint, as the rank that collects all errors raises it": Script(
+        """
+        from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+        text = "Worker failure: An error is caught while starting worker 0, error: <class 'OSError'>"
+        raise CheckpointException("write", {1: _wrap_exception(RuntimeError(text))})
+        """
+    ),
+    "the same, on ranks that are told no more than that it has failed": Script(
+        "from torch.distributed.checkpoint.api import CheckpointException as E; raise E('write', {})"
+    ),
     "ENOSPC in a loader's process": Script(
         LOADER.format("raise OSError(28, 'No space left on device', '/cache')")
     ),

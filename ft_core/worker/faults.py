@@ -66,6 +66,7 @@ _TEXTS: tuple[tuple[Fault, str], ...] = (
     (Fault.LOADER, r"bus error encountered in worker|DataLoader timed out|Pin memory thread exited"),
     (Fault.STORAGE, "No space left on device|Disk quota exceeded|Input/output error|Stale file handle"),
     (Fault.STORAGE, "Read-only file system|iostream error|inline_container.*unexpected pos"),
+    (Fault.STORAGE, "Worker failure: .*OSError"),  # all that Megatron's writers leave of it
     (Fault.MEMORY, "can't allocate memory|Cannot allocate memory"),
     (Fault.TRANSPORT, "Connection (closed|reset) by peer|Broken pipe|Connection refused|Socket Timeout"),
     (Fault.TRANSPORT, r"Timed out waiting \d+ms|ncclRemoteError|ncclSystemError|unhandled system error"),
@@ -90,15 +91,20 @@ def failed(error: BaseException) -> ScriptFailed:
 
 def classify(error: BaseException) -> Fault:
     """Of an error, or of what it comes of: what it was raised from, or the errors of a group."""
-    for each in _chain(error):
-        if (fault := _of(each)) is not Fault.EXCEPTION:
-            return fault
-    return Fault.EXCEPTION
+    return _of(_culprit(error))
 
 
 def what(error: BaseException) -> str:
-    """In a line: its type and the first line of its text."""
+    """In a line: its type and the first line of its text; and so of what it comes of, if that tells more."""
+    culprit = _culprit(error)
+    of = f" (of {_line(culprit)})" if culprit is not error else ""
+    return _line(error) + of
+
+
+def _line(error: BaseException) -> str:
     text, name = _text(error).strip(), type(error).__name__
+    if _of_ranks(error) == []:
+        text = "a checkpoint has failed on another rank, which says why"
     return printable(f"{name}: {text.splitlines()[0]}" if text else name, _MESSAGE)
 
 
@@ -136,6 +142,11 @@ def _library(path: str) -> bool:
     return path.startswith((*_LIBRARIES, _OURS, "<frozen"))
 
 
+def _culprit(error: BaseException) -> BaseException:
+    """The error itself, unless what it comes of is of a class, and it is not."""
+    return next((each for each in _chain(error) if _of(each) is not Fault.EXCEPTION), error)
+
+
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """An error, and what it comes of, as a traceback shows them."""
     found = [error]
@@ -145,14 +156,15 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             found.append(each.__cause__)
         elif each.__context__ is not None and not each.__suppress_context__:
             found.append(each.__context__)
-        found += each.exceptions if isinstance(each, BaseExceptionGroup) else _of_other_ranks(each)
+        found += each.exceptions if isinstance(each, BaseExceptionGroup) else _of_ranks(each) or ()
         del found[_CHAIN:]
 
 
-def _of_other_ranks(error: BaseException) -> list[BaseException]:
-    """Those of which torch's distributed checkpoints make one for all ranks, whichever rank had them."""
+def _of_ranks(error: BaseException) -> list[BaseException] | None:
+    """Those of which a distributed checkpoint of torch's makes one on all ranks, where they are told; None:
+    it is no such error."""
     if type(error).__name__ != "CheckpointException":
-        return []
+        return None
     return [each for each, _ in error.failures.values()]  # type: ignore[attr-defined]
 
 
@@ -167,6 +179,8 @@ def _text(error: BaseException) -> str:
 def _of(error: BaseException) -> Fault:
     if isinstance(error, ConfigError | ReplayMismatch):
         return Fault.REFUSED
+    if _of_ranks(error) == []:
+        return Fault.TRANSPORT  # another rank's, which has more to say
     text = _text(error)
     if isinstance(error, OSError):
         # Of a loader's process it comes without its number.

@@ -61,7 +61,7 @@ ODD: dict[str, tuple[str, Fault, str]] = {
         except OSError as error: raise LookupError('sample 5') from error
         """,
         Fault.STORAGE,
-        "LookupError: sample 5",
+        "LookupError: sample 5 (of OSError: [Errno 5] Input/output error: '/data')",
     ),
     "it was raised while another was handled": (
         """
@@ -69,7 +69,7 @@ ODD: dict[str, tuple[str, Fault, str]] = {
         except OSError: raise LookupError('sample 5')
         """,
         Fault.STORAGE,
-        "LookupError: sample 5",
+        "LookupError: sample 5 (of OSError: [Errno 5] Input/output error: '/data')",
     ),
     "that other one is not told of": (
         """
@@ -102,7 +102,7 @@ ODD: dict[str, tuple[str, Fault, str]] = {
     "a group of errors": (
         "raise ExceptionGroup('two', [ValueError('a'), OSError(28, 'No space left', '/data')])",
         Fault.STORAGE,
-        "ExceptionGroup: two (2 sub-exceptions)",
+        "ExceptionGroup: two (2 sub-exceptions) (of OSError: [Errno 28] No space left: '/data')",
     ),
     "a group in which somebody has interrupted": (
         "raise BaseExceptionGroup('one', [KeyboardInterrupt()])",
@@ -160,7 +160,7 @@ ODD: dict[str, tuple[str, Fault, str]] = {
         raise CheckpointException('write', {3: _wrap_exception(OSError(28, 'No space left', '/save'))})
         """,
         Fault.STORAGE,
-        "CheckpointException: CheckpointException ranks:dict_keys([3])",
+        "CheckpointException: CheckpointException ranks:dict_keys([3]) (of OSError: [Errno 28] No",
     ),
     "a bug in a distributed checkpoint": (
         """
@@ -169,6 +169,11 @@ ODD: dict[str, tuple[str, Fault, str]] = {
         """,
         Fault.EXCEPTION,
         "CheckpointException: CheckpointException ranks:dict_keys([3])",
+    ),
+    "a distributed checkpoint, where it is not told why": (
+        "from torch.distributed.checkpoint.api import CheckpointException as E; raise E('write', {})",
+        Fault.TRANSPORT,
+        "CheckpointException: a checkpoint has failed on another rank, which says why",
     ),
     "a library in Rust": (
         """
@@ -215,7 +220,7 @@ def test_odd_errors(name: str, outcome: Callable[[str], ScriptFailed]) -> None:
     failure = outcome(text)
     assert failure.fault is fault
     assert failure.what.startswith(what)
-    assert len(failure.what) < 400
+    assert len(failure.what) < 800
     body = encode(failure)
     assert len(body) < 1 << 20, "it is sent to the controller, and shown"
     assert FROM_WORKER.decode(body, "a worker") == failure
