@@ -1,4 +1,4 @@
-"""Trainings in which what is listed happens, one after the other: rows of the table of errors."""
+"""Whole jobs in which the errors of the table in docs/failure_model.md happen, to one role of many."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import contextlib
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import Training, environment
+from failures import CASES, NODE, STEP, TABLE, Killed, Row, Script
+from harness import Job, Result, Training, check_clean, check_survivors, environment
+
+from ft_core.cli import ask
+from ft_core.protocol.messages import AskNodes, NodesStatus
 
 CHAOS = Path(__file__).parent / "chaos"
 SCRIPTS = {
@@ -75,3 +80,113 @@ def little_memory() -> Iterator[Path | None]:
             with contextlib.suppress(OSError):  # while somebody is in it
                 path.rmdir()
             assert time.monotonic() < end, f"{path}: {(path / 'cgroup.procs').read_text()}"
+
+
+# -- what restarts ---------------------------------------------------------------------------------
+
+TROUBLED = 1
+"""The role that it all happens to."""
+_ORDERED = next(error for error, case in CASES.items() if isinstance(case, Killed) and case.ordered)
+_OOM = next(error for error, case in CASES.items() if isinstance(case, Killed) and case.out_of_memory)
+WAIT = "import failing; failing.wait_for_the_end()"
+"""Others wait as well, until a failure ends the epoch."""
+
+
+def every_row_that_restarts(training: Training, directory: Path) -> tuple[Result, int, int]:
+    """One after the other in one job, each taken for what the table says, and counted as it says.
+
+    Returns what became of the job, its steps, and how often it has recovered.
+    """
+    rows = sorted((row for row in TABLE if row.first == "restarts"), key=lambda row: row.error == NODE)
+    with little_memory() as cgroup:
+        if cgroup is None or not os.access("/dev/kmsg", os.R_OK):
+            rows = [row for row in rows if row.error != _OOM]
+        failures = _in_turn(rows)
+        failing, steps = Failing(training, failures, cgroup), failures[-1][2] + 3
+        with Job(directory / "job", failing, steps, spares=0, ftrun=("--respawn",)) as job:
+            for number, row in enumerate(rows):
+                job.until((job.job_dir / f"failure-{number}").exists, f"{number}: {row.error}", 150)
+                if row.error == _ORDERED:
+                    job.kill_worker(TROUBLED)
+            known = ask.ask(AskNodes(), job.job_dir)
+            job.kill_nodes(TROUBLED)
+            result = job.finish()
+    assert result.code == 0, result.output[-4000:]
+    found = [(event["fault"], event["roles"]) for event in result.of("detected")]
+    assert found == [(row.fault, [TROUBLED]) for row in rows]
+    assert result.recoveries == len(rows)
+    assert isinstance(known, NodesStatus)
+    assert [len(node.strikes) for node in known.nodes] == [0, _count(rows[:-1])]
+    check_survivors(result, training.world)
+    check_clean(result)
+    return result, steps, len(rows)
+
+
+def _in_turn(rows: list[Row]) -> tuple[tuple[int, str, int, str], ...]:
+    """Each in a step of its own, but what happens in start-up, to the worker that has just taken over."""
+    found: list[tuple[int, str, int, str]] = []
+    step = 0
+    for row in rows:
+        case = CASES.get(row.error)
+        if isinstance(case, Script) and case.step < 0:
+            found.append((TROUBLED, "startup", 0, row.error))
+        else:
+            step += 1
+            found.append((TROUBLED, "forward", step, WAIT if case is None else row.error))
+    return tuple(found)
+
+
+def _count(rows: list[Row]) -> int:
+    """What counts against the node, by the table."""
+    seen: Counter[str] = Counter()
+    found = 0
+    for row in rows:
+        found += row.counts == "yes" or (row.counts == "from the second on" and seen[row.fault] > 0)
+        seen[row.fault] += 1
+    return found
+
+
+# -- what ends the job -----------------------------------------------------------------------------
+
+ENDING = [row for row in TABLE if row.first != "restarts" or row.again != "restarts"]
+
+
+def check_it_ends_the_job(row: Row, training: Training, directory: Path) -> None:
+    """At once or when it comes again, with the exit code that the table says, and a word of which role."""
+    case, tries = CASES[row.error], 1 if row.first != "restarts" else 2
+    startup = isinstance(case, Script) and case.step < 0
+    point, step = ("startup", 0) if startup else ("forward", STEP)
+    failing = Failing(training, tries * ((TROUBLED, point, step, row.error),))
+    with Job(directory / "job", failing, 2 * STEP, spares=0) as job:
+        result = job.finish()
+    code = (row.first, row.again)[tries - 1].rpartition(" ")[2]
+    assert result.code == int(code), result.output[-4000:]
+    assert "ftrun: the job stops: worker" in result.output
+    assert f"of role {TROUBLED} on node{TROUBLED}: exit code" in result.output
+    assert result.recoveries == tries - 1
+    check_clean(result)
+
+
+# -- who leaves --------------------------------------------------------------------------------------
+
+LEAVING = {
+    "sys.exit(0)": ("import sys; sys.exit(0)", f"role {TROUBLED} came to the end of its script after step"),
+    "os._exit(0)": ("import os; os._exit(0)", f"of role {TROUBLED} on node{TROUBLED}: exit code 0"),
+}
+"""What a role does that leaves the others waiting, and what is said of it."""
+WHERE = [("begin", 0), ("startup", 0), ("evaluate", 2)]
+EVALUATING = ("--eval-interval=2", "--eval-iters=1")
+
+
+def check_nobody_waits_for_who_leaves(
+    how: str, where: tuple[str, int], training: Training, directory: Path
+) -> None:
+    """The job ends, and says who has left."""
+    text, said = LEAVING[how]
+    failing = Failing(training, ((TROUBLED, *where, text),))
+    with Job(directory / "job", failing, 6, spares=0) as job:
+        result = job.finish()
+    assert result.code == 1, result.output[-4000:]
+    assert said in result.of("stopped")[0]["reason"]
+    assert not result.recoveries
+    check_clean(result)

@@ -67,6 +67,7 @@ QUICK: dict[str, tuple[str, ...]] = {
 MORE = {
     "test_deepspeed_accounting.py": "what is sent, with DeepSpeed",
     "test_deepspeed_versions.py": "other versions",
+    "test_pretrain_errors.py": "an exception in the script",
     "test_pretrain_features.py": "what Megatron-LM does beside training",
     "test_random.py": "drills, at other moments",
     "test_variants.py": "drills, in other layouts",

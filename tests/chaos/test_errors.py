@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections import Counter
+import re
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deepspeed_jobs import TWICE, Zero
-from failing_jobs import Failing, little_memory
-from failures import CASES, NODE, TABLE, Killed, Row, Script
+from failing_jobs import (
+    ENDING,
+    EVALUATING,
+    LEAVING,
+    WAIT,
+    WHERE,
+    Failing,
+    check_it_ends_the_job,
+    check_nobody_waits_for_who_leaves,
+    every_row_that_restarts,
+)
+from failures import Row
 from harness import Job, Layout, Training, check_clean, check_identical, check_survivors
-
-from ft_core.cli import ask
-from ft_core.protocol.messages import AskNodes, NodesStatus
 
 STEPS = 8
 MEGATRON, DEEPSPEED = Layout(1, 1, 2, distributed=True), Zero(2, dp=2)
+MEGATRON_EVALUATING = Layout(1, 1, 2, distributed=True, more=EVALUATING)
+DEEPSPEED_EVALUATING = Zero(2, dp=2, more=EVALUATING[:1])
 AT = "1@forward:4"
 
 
@@ -34,85 +46,84 @@ def test_an_exception_restarts_its_worker_from_memory(tmp_path: Path):
 
 
 @pytest.mark.parametrize("training", [MEGATRON, DEEPSPEED], ids=str)
-@pytest.mark.parametrize(
-    ("injected", "code", "said", "recoveries"),
-    [
-        pytest.param(
-            *(f"{AT}:errors", 1, "the same again in the step after version 4", 1),
-            marks=pytest.mark.exhaustive,
-        ),
-        (f"0@forward:4:errors,{AT}:errors", 1, "the same again in the step after version 4", 1),
-        (f"{AT}:exit", 3, "exit code 3: sys.exit(3); the script wants it to end", 0),
-        (f"{AT}:_exit", 5, "exit code 5; the script wants it to end", 0),
-    ],
-    ids=["twice", "twice-everywhere", "sys.exit", "os._exit"],
-)
-def test_what_ends_the_job(
-    injected: str, code: int, said: str, recoveries: int, training: Training, tmp_path: Path
-):
-    with Job(tmp_path / "job", training, STEPS, spares=0, ftrun=("--ft-inject", injected)) as job:
-        result = job.finish(90)
-    assert result.code == code, result.output[-4000:]
-    assert "ftrun: the job stops: worker" in result.output and said in result.output
-    if recoveries:
-        assert "RuntimeError: injected by --ft-inject" in result.output
-    assert result.recoveries == recoveries
+def test_the_same_on_all_roles_ends_the_job(training: Training, tmp_path: Path) -> None:
+    ftrun = ("--ft-inject", f"0@forward:4:errors,{AT}:errors")
+    with Job(tmp_path / "job", training, STEPS, spares=0, ftrun=ftrun) as job:
+        result = job.finish()
+    assert result.code == 1, result.output[-4000:]
+    assert "ftrun: the job stops: worker" in result.output
+    assert "the same again in the step after version 4" in result.output
+    assert "RuntimeError: injected by --ft-inject" in result.output
+    assert result.recoveries == 1
     check_clean(result)
 
 
-ORDERED = next(error for error, case in CASES.items() if isinstance(case, Killed) and case.ordered)
-OOM = next(error for error, case in CASES.items() if isinstance(case, Killed) and case.out_of_memory)
-WAIT = "import failing; failing.wait_for_the_end()"
-TROUBLED = 1
-"""The role that it all happens to."""
-
-
-def in_turn(rows: list[Row]) -> tuple[tuple[int, str, int, str], ...]:
-    """Each in a step of its own, but what happens in start-up, to the worker that has just taken over."""
-    found: list[tuple[int, str, int, str]] = []
-    step = 0
-    for row in rows:
-        case = CASES.get(row.error)
-        if isinstance(case, Script) and case.step < 0:
-            found.append((TROUBLED, "startup", 0, row.error))
-        else:
-            step += 1
-            found.append((TROUBLED, "forward", step, WAIT if case is None else row.error))
-    return tuple(found)
-
-
-def count(rows: list[Row]) -> int:
-    """What counts against the node, by the table."""
-    seen: Counter[str] = Counter()
-    found = 0
-    for row in rows:
-        found += row.counts == "yes" or (row.counts == "from the second on" and seen[row.fault] > 0)
-        seen[row.fault] += 1
-    return found
-
-
+@pytest.mark.timeout(600)  # a minute, where the machine has nothing else to do
 @pytest.mark.parametrize("training", [MEGATRON, DEEPSPEED], ids=str)
-def test_every_row_that_restarts(training: Training, tmp_path: Path):
-    rows = sorted((row for row in TABLE if row.first == "restarts"), key=lambda row: row.error == NODE)
-    with little_memory() as cgroup:
-        if cgroup is None or not os.access("/dev/kmsg", os.R_OK):
-            rows = [row for row in rows if row.error != OOM]
-        failures = in_turn(rows)
-        failing, steps = Failing(training, failures, cgroup), failures[-1][2] + 3
-        with Job(tmp_path / "job", failing, steps, spares=0, ftrun=("--respawn",)) as job:
-            for number, row in enumerate(rows):
-                job.until((job.job_dir / f"failure-{number}").exists, f"{number}: {row.error}", 90)
-                if row.error == ORDERED:
-                    job.kill_worker(TROUBLED)
-            known = ask.ask(AskNodes(), job.job_dir)
-            job.kill_nodes(TROUBLED)
-            result = job.finish()
-    check_identical(result, training, steps, again=len(rows) * TWICE)
-    check_survivors(result, training.world)
+def test_every_row_that_restarts(training: Training, tmp_path: Path) -> None:
+    result, steps, recoveries = every_row_that_restarts(training, tmp_path)
+    check_identical(result, training, steps, again=recoveries * TWICE)
+
+
+QUICKER = ["`KeyboardInterrupt`", "`sys.exit(3)` in one rank of many", "`os._exit(5)` in one rank of many"]
+"""One job for each kind of end; others are of the same kind, or have jobs elsewhere."""
+
+
+def also_exhaustive(long: bool, *values: object) -> Any:
+    return pytest.param(*values, marks=() if long else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("row", [also_exhaustive(row.error in QUICKER, row) for row in ENDING], ids=str)
+@pytest.mark.parametrize("training", [MEGATRON, DEEPSPEED], ids=str)
+def test_every_row_that_ends_the_job(row: Row, training: Training, tmp_path: Path) -> None:
+    check_it_ends_the_job(row, training, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [
+        also_exhaustive((how, where) == ("os._exit(0)", WHERE[0]), how, where)
+        for how in LEAVING
+        for where in WHERE
+    ],
+)
+@pytest.mark.parametrize(
+    "training",
+    [MEGATRON_EVALUATING, pytest.param(DEEPSPEED_EVALUATING, marks=pytest.mark.exhaustive)],
+    ids=str,
+)
+def test_nobody_waits_for_who_leaves(
+    how: str, where: tuple[str, int], training: Training, tmp_path: Path
+) -> None:
+    check_nobody_waits_for_who_leaves(how, where, training, tmp_path)
+
+
+def test_a_node_that_fails_often_is_avoided_until_it_is_forgiven(tmp_path: Path) -> None:
+    """What `ftctl nodes` shows, after the controller was lost too, is what the job does."""
+    crashes = [(1, "forward", step, "SIGSEGV") for step in (1, 2, 3)]
+    failing = Failing(MEGATRON, (*crashes, (0, "forward", 4, WAIT)))
+    ftrun = ("--ft-strikes=3/60", "--ft-hang-after=300")
+    with Job(tmp_path / "job", failing, STEPS, spares=1, ftrun=ftrun) as job:
+        job.until((job.job_dir / "failure-3").exists, "the last failure", 150)
+        os.kill(job.status()["controller_pid"], signal.SIGKILL)
+        job.wait_for("controller_restarted")
+        job.until(lambda: job.status()["phase"] == "running", "a job that runs again")
+        shown = job.ctl("nodes")
+        assert re.search(r"^node1 .* 3/3  spare  avoided while there is another$", shown, re.M), shown
+        assert len(re.findall("min ago: role 1.*: crashed$", shown, re.M)) == 3
+        assert re.search(r"^node2 .* 0/3  1$", shown, re.M), shown
+        rows = {row["node"]: row for row in json.loads(job.ctl("nodes", "--json"))["nodes"]}
+        assert [rows[name]["avoided"] for name in sorted(rows)] == [False, True, False]
+        assert "3" in job.ctl("nodes", "forgive", "node1")
+        assert re.search(r"^node1 .* 0/3  spare$", job.ctl("nodes"), re.M)
+        job.kill_nodes(1)
+        result = job.finish()
+    check_identical(result, MEGATRON, STEPS, again=4)
+    assert (
+        [event["node"] for event in result.of("avoided")]
+        == ["node1"]
+        == [event["node"] for event in result.of("forgiven")]
+    )
+    moved = [event["moved"] for event in result.of("decided") if event["epoch"] > 1]
+    assert moved == [{"1": node} for node in ("node1", "node1", "node2", "node1")]
     check_clean(result)
-    assert [(e["fault"], e["roles"]) for e in result.of("detected")] == [
-        (row.fault, [TROUBLED]) for row in rows
-    ]
-    assert result.recoveries == len(rows)
-    assert isinstance(known, NodesStatus)
-    assert [len(node.strikes) for node in known.nodes] == [0, count(rows[:-1])]
