@@ -120,6 +120,13 @@ def crashes(job: ControlPlane, *steps: int) -> list[str]:
     return where
 
 
+def say_kept(job: ControlPlane, name: str, kept: KeepStrikes) -> None:
+    """An agent answers a controller that asks for the state: with these strikes."""
+    *hosts, state = job[name].kept()
+    for message in (*hosts, replace(state, strikes=kept.strikes)):
+        job[name].say(message)
+
+
 def test_a_node_that_fails_often_is_not_used_while_there_is_another() -> None:
     job = ControlPlane(nodes=2, spares=1)
     assert crashes(job, 1, 2, 3) == ["node0", "node0", "node0"]
@@ -148,8 +155,7 @@ def test_strikes_are_known_to_a_successor() -> None:
     for name in job.agents:
         job[name].greet()
     job.wait(0.1)
-    state = job["node1"].kept()
-    job["node1"].say(replace(state, strikes=kept.strikes))
+    say_kept(job, "node1", kept)
     job.wait(0.1)
     assert job.phase == "running" and len(job.controller.facts.strikes.against("node0", job.now)) == 2
     assert crashes(job, 3) == ["node0"]
@@ -192,12 +198,12 @@ def test_a_user_error_that_is_told_again_to_a_successor_is_no_second_one() -> No
     job.wait(0.1)
     kept = [message for message in job["node1"].heard if isinstance(message, KeepStrikes)][-1]
     job.start_controller()
-    layout = {"adopted": False, "segments": {job.segment(0): [0, 1]}, "initial": 0, "resumes": False}
+    layout = {"adopted": False, "segments": {job.segment(0): job.held_by(0)}, "initial": 0, "resumes": False}
     job["node0"].greet([RoleLayout(epoch=1, role=0, group=job.group(0), **layout), lost])
     job["node1"].greet()
     job.wait(0.1)
-    for node in job.agents.values():
-        node.say(replace(node.kept(), strikes=kept.strikes))
+    for name in job.agents:
+        say_kept(job, name, kept)
     job.wait(0.1)
     job.all_report()
     assert job.done is None and job.phase == "running"
