@@ -1,7 +1,8 @@
 """Writes the flight record of a worker's process groups, into `flight_memory`.
 
-An operation costs one `pack_into` when it begins and one word when it ends: no lock, nothing that is kept.
-The slot of an operation that is under way is not used again, however many come after it.
+An operation costs one `pack_into` when it begins, a byte when its issuer goes on or comes to wait for it, and
+one word when it ends: no lock, nothing that is kept. The slot of an operation that is under way is not used
+again, however many come after it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 import torch
 
 from ft_core.comm.flight_memory import (
+    APART,
     EPOCH,
     HEADER,
     RING,
@@ -52,6 +54,7 @@ _WHAT = {
 """Kind (see `collectives.COLLECTIVES`) -> what a record calls it, and which argument tells its size: one
 that is as large on all members, where there is such."""
 _KINDS = {kind: (KINDS.index(name), where) for kind, (name, where) in _WHAT.items()}
+_recording = torch.is_grad_enabled
 _COLLECTIVE = -1
 _SLOT_BYTES, _MASK = SLOT.size, (1 << 32) - 1
 _ENDED = 5
@@ -87,6 +90,8 @@ class FlightRecorder:
         self._next = itertools.count(1)
         self._group_numbers = itertools.count()
         self._groups: dict[int, Group] = {}
+        self.step = -1
+        """Steps that the role has finished; -1: it has not begun to train."""
         self._header[EPOCH] = 0
         self._header[ROLE] = role
 
@@ -140,7 +145,7 @@ class FlightRecorder:
         slot = self._take(epoch)
         index = slot % SLOTS * _SLOT_BYTES
         now = time.monotonic_ns()
-        about = epoch, number, nbytes, now, UNDER_WAY, peer, code, dtype
+        about = epoch, number, nbytes, now, UNDER_WAY, peer, code, dtype, False, _recording(), self.step
         SLOT.pack_into(self._ring, index, slot, group.number, *about, slot)
         return slot
 
@@ -153,6 +158,12 @@ class FlightRecorder:
             if words[at + _ENDED] != UNDER_WAY or words[at + 1] != epoch:
                 break
         return slot
+
+    def apart(self, slot: int, whether: bool) -> None:
+        """Whether the role does something else while it is under way, or waits for it. Any thread."""
+        at = slot % SLOTS
+        if self._numbers[16 * at] == slot:
+            self._ring[at * _SLOT_BYTES + APART] = whether
 
     def end(self, slot: int) -> None:
         """It has ended, well or badly. Any thread, also the garbage collector; once more does no harm."""

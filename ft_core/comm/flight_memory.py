@@ -20,8 +20,11 @@ TABLE_BYTES = 256 << 10
 roles follow no rule."""
 RING = HEADER + 2 * TABLE_BYTES
 SLOTS = 4096
-SLOT = struct.Struct("=IIqqqqqiBB6xI")
-"""Number in the ring, group; epoch, number in it, bytes, start, end; peer; kind, type; number in the ring."""
+SLOT = struct.Struct("=IIqqqqqiBBBBiI")
+"""Number in the ring, group; epoch, number in it, bytes, start, end; peer; kind, type, whether it goes on
+apart, whether autograd records; step; number in the ring."""
+APART = 54
+"""Byte of a slot."""
 SIZE = RING + SLOTS * SLOT.size
 """Bytes of all of it."""
 NOBODY = -1

@@ -362,6 +362,7 @@ class Communicators:
             raise
         if group.coalescing:
             group.coalesced.append(record)
+            self.flight.apart(record, True)
             return self.launch(inner, method, args, kwargs)
         return self.launch(inner, method, args, kwargs, (record,))
 
@@ -408,6 +409,8 @@ class Communicators:
             completed = inner.marker() if inner.asynchronous else None
             self.ends_when(inner, method, completed, generation, records)
             return None
+        for record in records:
+            self.flight.apart(record, True)
         wrapper = AnySourceWork if method == "recv_anysource" else FtWork
         return wrapper(self, inner, method, work, generation, after, records)
 
@@ -456,6 +459,11 @@ class Communicators:
 
         deadline = time.monotonic() + inner.timeout.total_seconds()
         self._watchdog.watch(InFlight(over, ended, timed_out, deadline))
+
+    def awaits(self, records: tuple[int, ...]) -> None:
+        """These operations of the flight record, which went on apart, are waited for."""
+        for record in records:
+            self.flight.apart(record, False)
 
     def _end_records(self, records: tuple[int, ...]) -> None:
         for record in records:

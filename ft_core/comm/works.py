@@ -69,6 +69,9 @@ class Epochs(Protocol):
     ) -> None:
         """An operation was waited for, or `dropped`. It is over once it is `completed`; None: now."""
 
+    def awaits(self, records: tuple[int, ...]) -> None:
+        """These operations of the flight record, which went on apart, are waited for."""
+
     def wait_for(self, predicate: Callable[[], bool], epoch: int) -> None:
         """Block until `predicate` or the end of `epoch`. Whoever makes it true calls `notify`."""
 
@@ -112,6 +115,7 @@ class FtWork(dist.Work):
 
         On a GPU only the caller's stream waits, and an abort is seen by whoever waits for the device.
         """
+        self._comms.awaits(self._records)
         try:
             done = self._work.wait(timeout) if timeout else self._work.wait()
             self._complete()
@@ -133,6 +137,7 @@ class FtWork(dist.Work):
         if self._work.is_completed():
             self._end()
             return True
+        self._comms.awaits(self._records)  # who asks may do so until it has
         return False
 
     def synchronize(self) -> None:
@@ -141,6 +146,7 @@ class FtWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """The result as a future, which fails with EpochChanged where `wait` would."""
+        self._comms.awaits(self._records)  # what becomes of it is not known here
         inner = self._work.get_future()
         if any(t == "cuda" for t in devices_of_future(inner)):
             return inner  # completed in stream order; NCCL's errors do not come this way
@@ -205,6 +211,7 @@ class AnySourceWork(FtWork):
                 outcome.append(error)
             self._comms.notify()
 
+        self._comms.awaits(self._records)
         thread = start("anysource", helper)
         self._comms.wait_for(lambda: bool(outcome), self._inner.epoch)
         self._end()

@@ -98,10 +98,23 @@ def _groups(memory: memoryview) -> tuple[FlightGroup, ...]:
 def _records(memory: memoryview, epoch: int) -> Iterator[FlightRecord]:
     """In the order in which they began. What is no record is left out."""
     for _, slot in sorted(_slots(memory).items()):
-        _, group, of, number, nbytes, started, ended, peer, kind, dtype, _ = flight.SLOT.unpack(slot)
+        _, group, of, number, nbytes, started, ended, *more, _ = flight.SLOT.unpack(slot)
+        peer, kind, dtype, apart, grad, step = more
         if of != epoch or kind >= len(KINDS) or dtype >= len(DTYPES):
             continue
-        values = group, number, KINDS[kind], nbytes, DTYPES[dtype], peer, started, ended
+        values = (
+            group,
+            number,
+            KINDS[kind],
+            nbytes,
+            DTYPES[dtype],
+            peer,
+            started,
+            ended,
+            step,
+            bool(apart),
+            bool(grad),
+        )
         try:
             yield msgspec.convert(values, FlightRecord)
         except msgspec.ValidationError:

@@ -58,7 +58,10 @@ class FlightRecord(Struct, frozen=True, forbid_unknown_fields=True, array_like=T
     which one from that sender to that receiver. `nbytes`: of what this role gives, or of what it gets, where
     that is more. `peer`: the other role of a point-to-point operation, if it is known, else -1. `started`,
     `ended`: as `time.monotonic_ns` of its machine. It starts when it is issued, before its group has a
-    communicator; it ends also when it fails.
+    communicator; it ends also when it fails. `step`: how many steps the role had finished then; -1: it did
+    not train yet. `apart`: it was issued, and the role has not come to wait for it; with NCCL it may by other
+    means than the operation's. `grad`: whether autograd recorded: it does in the forward pass of training,
+    and not in that of an evaluation.
     """
 
     group: _Natural
@@ -69,6 +72,9 @@ class FlightRecord(Struct, frozen=True, forbid_unknown_fields=True, array_like=T
     peer: _OrNone
     started: _Natural
     ended: _Natural
+    step: _OrNone = -1
+    apart: bool = False
+    grad: bool = False
 
     @property
     def under_way(self) -> bool:

@@ -123,7 +123,7 @@ class Recovery:
         loaded = self._load(state.restore)
         if not loaded:
             self.snapshots.stage(shell.version)
-        shell.control[Word.VERSION] = shell.control[Word.TAG] = shell.version
+        shell.is_at(shell.version)
         self.step_began = time.monotonic_ns()
         shell.handle(e.Loaded(shell.version, loaded))
 

@@ -181,8 +181,7 @@ class Session:
         objection = self.groups.start.objection(adapter.replica_group, self.role, version)
         if objection and not self.joining:
             raise ConfigError(objection)
-        self._shell.version = version
-        self._control[Word.VERSION] = self._control[Word.TAG] = version
+        self._shell.is_at(version)
         self._recovery = recovery = Recovery(self._shell, self.groups, adapter, redo)
         about = version, list(adapter.ring), resumes, adapter.replica_group, self._shell.recorded()
         self._shell.handle(e.Registers(m.Registered(*about)))
@@ -359,8 +358,7 @@ class Session:
         if recovery.step_began:
             self._control[Word.STEP_NS] = now - recovery.step_began
         recovery.step_began = now
-        shell.version += 1
-        self._control[Word.VERSION] = self._control[Word.TAG] = shell.version
+        shell.is_at(shell.version + 1)
         if machine.reports_step:
             shell.handle(e.StepDone(shell.version))
         recovery.snapshots.stage(shell.version)

@@ -225,6 +225,12 @@ class WorkerShell:
         about = (completed, self._fetch_startup, plan.absent, bool(plan.adopted), plan.newcomers)
         self.comms.swap(plan.epoch, plan.store, *about)
 
+    def is_at(self, version: int) -> None:
+        """The state is of this version."""
+        self.version = version
+        self.control[Word.VERSION] = self.control[Word.TAG] = version
+        self.comms.flight.step = version
+
     def recorded(self) -> dict[str, int]:
         """Start-up operations, by group."""
         return _texts(self.comms.startup_counts())

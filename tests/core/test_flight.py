@@ -73,14 +73,34 @@ def test_what_was_written_is_read() -> None:
     job.control[Word.VERSION] = 7
     job.recorder.call(job.group, "DATA_PARALLEL_GROUP")
     job.recorder.end(job.begin())
-    job.begin("send", ([torch.zeros(4, dtype=torch.bfloat16)], 1, 0))
+    job.recorder.step = 5
+    with torch.no_grad():
+        job.begin("send", ([torch.zeros(4, dtype=torch.bfloat16)], 1, 0))
     log = job.log()
     assert (log.role, log.epoch, log.version, log.state, log.at_end) == (0, 1, 7, "R", False)
     assert log.groups == (FlightGroup(0, "0-1:1#0", "DATA_PARALLEL_GROUP"),)
     first, second = log.records
     assert first.started <= first.ended <= second.started <= log.now
-    assert first == FlightRecord(0, 0, "all_reduce", 24, "float32", -1, first.started, first.ended)
-    assert second == FlightRecord(0, 0, "send", 8, "bfloat16", 1, second.started, 0)
+    times = first.started, first.ended
+    assert first == FlightRecord(0, 0, "all_reduce", 24, "float32", -1, *times, step=-1, grad=True)
+    assert second == FlightRecord(0, 0, "send", 8, "bfloat16", 1, second.started, 0, step=5)
+
+
+def test_who_does_something_else_while_an_operation_goes_on_is_no_longer_in_it() -> None:
+    job = Flight()
+    slot = job.begin()
+    assert [record.apart for record in job.log().records] == [False]
+    job.recorder.apart(slot, True)
+    assert [record.apart for record in job.log().records] == [True]
+    job.recorder.apart(slot, False)
+    assert [record.apart for record in job.log().records] == [False]
+    for _ in range(SLOTS):
+        job.recorder.end(job.begin())
+    job.recorder.end(slot)
+    for _ in range(SLOTS):
+        job.recorder.end(job.begin())
+    job.recorder.apart(slot, True)
+    assert not any(record.apart for record in job.log().records), "its slot is another's by now"
 
 
 def test_collectives_and_each_direction_of_each_pair_are_counted_apart_in_each_epoch() -> None:
@@ -158,7 +178,7 @@ def test_a_slot_that_is_being_written_is_left_out() -> None:
     second = bytearray(ring[128:192])  # the slot of number 1 is the second after the first, which is empty
     for written in range(4, 64, 4):
         # Its next user has come so far.
-        new = flight.SLOT.pack(SLOTS + 2, 0, 1, 99, 8, 1, 0, -1, 0, 0, SLOTS + 2)
+        new = flight.SLOT.pack(SLOTS + 2, 0, 1, 99, 8, 1, 0, -1, 0, 0, 0, 0, 0, SLOTS + 2)
         ring[128:192] = new[:written] + bytes(second[written:])
         assert job.numbers() == [0, 2]
     ring[128:192] = new
@@ -173,7 +193,7 @@ def test_bytes_that_mean_nothing_are_left_out() -> None:
     job.recorder.end(job.begin())
     ring = job.control.flight[flight.RING :]
     good = list(flight.SLOT.unpack(ring[64:128]))
-    bad = {1: 77, 2: 5, 3: -1, 4: -8, 5: -1, 6: -2, 7: -2, 8: len(KINDS), 9: len(DTYPES)}
+    bad = {1: 77, 2: 5, 3: -1, 4: -8, 5: -1, 6: -2, 7: -2, 8: len(KINDS), 9: len(DTYPES), 12: -2}
     for place, value in bad.items():
         values = [*good[:place], value, *good[place + 1 :]]
         flight.SLOT.pack_into(ring, 64, *values)
