@@ -9,78 +9,19 @@ are what a role leaves out, or does twice.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import re
-import signal
 import tempfile
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
-from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.hangs_how import HANGS
 from recipes.megatron import pretrain_gpt_core as recipe
-
-
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def spin() -> None:
-    while True:
-        pass
-
-
-def lock() -> None:
-    library = ctypes.PyDLL(None)  # which keeps the interpreter's lock
-    while True:
-        library.sleep(3600)
-
-
-def regex() -> None:
-    re.match(r"(a+)+$", "a" * 64 + "b")
-
-
-def deadlock() -> None:
-    mine = threading.Lock()
-    with mine:
-        mine.acquire()
-
-
-def loader() -> None:
-    samples = iter(DataLoader(Counting(), num_workers=1))
-    next(samples)
-    os.kill(samples._workers[0].pid, signal.SIGSTOP)  # type: ignore[attr-defined]
-    for _ in samples:
-        pass
-
-
-def storage() -> None:
-    path = Path(os.environ["FT_HANG_MARK"] + ".pipe")
-    path.unlink(missing_ok=True)
-    os.mkfifo(path)
-    path.read_bytes()
-
-
-class Counting(Dataset[int]):
-    """A hundred numbers."""
-
-    def __len__(self) -> int:
-        return 100
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-HANGS: dict[str, Callable[[], None]] = {
-    each.__name__: each for each in (stop, spin, lock, regex, deadlock, loader, storage)
-}
 
 
 class Trainer(recipe.Trainer):

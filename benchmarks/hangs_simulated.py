@@ -2,13 +2,14 @@
 
 Layouts of TP, PP, DP and EP, with what frameworks do in a step: exchanges in tensor groups, sends and
 receives between stages, all-to-alls of experts, reductions of gradients (also behind the backward pass), the
-norm over all. Operations meet by group and number, as communicators match them.
+norm over all. Operations meet by group and number, as communicators match them. Where a device does them
+(`Layout.device`, as with NCCL), the host only issues them and runs ahead; the device does one after another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from ft_core.protocol.flight import NEWEST, FlightGroup, FlightLog, FlightRecord, Kind
@@ -31,6 +32,10 @@ class Layout:
     microbatches: int = 2
     overlap: bool = False
     """Whether gradients are reduced behind the backward pass."""
+    device: bool = False
+    """Whether the host waits for none but the norm."""
+    ragged: bool = False
+    """Whether experts get another number of tokens in each exchange."""
 
     @property
     def roles(self) -> int:
@@ -54,11 +59,17 @@ class Do:
     peer: int = -1
     apart: bool = False
     ordinal: int = 0
+    wrong: bool = False
+    """Of a size that does not fit the others', which ends it for nobody."""
+    grad: bool = False
+    """In the forward pass of training."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """For all that was begun apart."""
+    """For all that was begun apart; `host`: the host, for all that it has issued."""
+
+    host: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,8 @@ class Compute:
 
 
 Action = Do | Wait | Compute
+Meeting = tuple[tuple[tuple[int, ...], int], tuple[int, int] | None, int]
+"""Members and ordinal of the group, sender and receiver, number."""
 
 
 def step(layout: Layout, role: int, number: int, eval_every: int = 0) -> Iterator[Action]:
@@ -81,29 +94,30 @@ def step(layout: Layout, role: int, number: int, eval_every: int = 0) -> Iterato
     pipeline = tuple(layout.role(t, x, d) for x in range(layout.pp))
     world = tuple(range(layout.roles))
 
-    def layers(backward: bool) -> Iterator[Action]:
+    def layers(batch: int, backward: bool) -> Iterator[Action]:
         for layer in range(layout.layers):
             yield Compute(0.01)
             if layout.tp > 1:
-                yield Do(tensor, "all_reduce", 4096)
+                yield Do(tensor, "all_reduce", 4096, grad=not backward)
             if layout.ep > 1:
-                yield Do(expert, "all_to_all", 2048)
-                yield Do(expert, "all_to_all", 2048)
+                tokens = 64 * ((7 * number + 3 * layer + 5 * role + batch) % 11) if layout.ragged else 0
+                yield Do(expert, "all_to_all", 2048 + tokens, grad=not backward)
+                yield Do(expert, "all_to_all", 2048 + tokens, grad=not backward)
             if backward and layout.overlap and layout.dp > 1 and last:
                 yield Do(data, "all_reduce", 1 << 20 | layer, apart=True, ordinal=1)
 
     last = False
-    for _ in range(layout.microbatches):
+    for batch in range(layout.microbatches):
         if p > 0:
-            yield Do(pipeline, "recv", 1024, pipeline[p - 1])
-        yield from layers(False)
+            yield Do(pipeline, "recv", 1024, pipeline[p - 1], grad=True)
+        yield from layers(batch, False)
         if p < layout.pp - 1:
-            yield Do(pipeline, "send", 1024, pipeline[p + 1])
+            yield Do(pipeline, "send", 1024, pipeline[p + 1], grad=True)
     for batch in range(layout.microbatches):
         last = batch == layout.microbatches - 1
         if p < layout.pp - 1:
             yield Do(pipeline, "recv", 1024, pipeline[p + 1])
-        yield from layers(True)
+        yield from layers(batch, True)
         if p > 0:
             yield Do(pipeline, "send", 1024, pipeline[p - 1])
     yield Wait()
@@ -111,6 +125,7 @@ def step(layout: Layout, role: int, number: int, eval_every: int = 0) -> Iterato
         for bucket in range(2):
             yield Do(data, "all_reduce", 1 << 20 | bucket, ordinal=1)
     yield Do(world, "all_reduce", 4)
+    yield Wait(host=True)
     yield Compute(0.01)
     if layout.dp > 1:
         yield Do(data, "all_gather", 1 << 20, ordinal=1)
@@ -131,12 +146,16 @@ class Role:
     now: float
     counts: dict[tuple[object, ...], int] = field(default_factory=dict)
     records: list[list[float]] = field(default_factory=list)
-    """[group, number, nbytes, peer, started, ended], and `kinds` beside."""
-    kinds: list[Kind] = field(default_factory=list)
+    """[group, number, nbytes, peer, started, ended, step], and what was to be done beside."""
+    did: list[Do] = field(default_factory=list)
     groups: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
     blocked: list[int] = field(default_factory=list)
     """Records that it waits for."""
     apart: list[int] = field(default_factory=list)
+    queue: list[int] = field(default_factory=list)
+    """Records that its device has not done."""
+    entered: set[int] = field(default_factory=set)
+    """Those that it has come to."""
     over: bool = False
     version: int = 0
 
@@ -152,49 +171,49 @@ class Fault:
     done: bool = False
 
 
+def spoil(actions: list[Action], fault: Fault, inside: bool) -> list[Action]:
+    """The actions of the step in which it happens. `inside`: a role stops in the operation, not before it."""
+    operations = [at for at, action in enumerate(actions) if isinstance(action, Do)]
+    at = operations[fault.at % len(operations)]
+    fault.done = True
+    action = actions[at]
+    assert isinstance(action, Do)
+    if fault.kind in STATES:
+        return [*actions[: at + inside], Compute(float("inf"))]
+    if fault.kind == "skipped":
+        return [*actions[:at], *actions[at + 1 :]]
+    if fault.kind == "doubled":
+        return [*actions[: at + 1], *actions[at:]]
+    if fault.kind == "shape":
+        changed = replace(action, nbytes=action.nbytes + 512, wrong=True)
+        return [*actions[:at], changed, *actions[at + 1 :]]
+    others = [o for o in operations if o > at and actions[o].members != action.members]  # type: ignore[union-attr]
+    if not others:
+        fault.done = False
+        return actions
+    other = others[0]
+    return [*actions[:at], actions[other], *actions[at:other], *actions[other + 1 :]]
+
+
 class Fabric:
     """All roles, until nothing moves any more."""
 
     def __init__(self, layout: Layout, rng: Random, fault: Fault, steps: int) -> None:
         self.layout, self.rng, self.fault, self.steps = layout, rng, fault, steps
         self.now = 0.0
-        self._meeting: dict[tuple[object, ...], dict[int, int]] = {}
+        self._meeting: dict[Meeting, dict[int, int]] = {}
         self.roles = [Role(number, self._script(number), 1000.0 * number) for number in range(layout.roles)]
 
     def _script(self, role: int) -> Iterator[Action]:
         for number in range(self.steps):
             actions = list(step(self.layout, role, number, eval_every=5))
             if role == self.fault.role and number == self.fault.step:
-                actions = self._spoil(actions)
+                inside = self.fault.kind == "stopped" and self.rng.random() < 0.3
+                actions = spoil(actions, self.fault, inside)
             yield from actions
             if self.roles[role].over:
                 return
             self.roles[role].version += 1
-
-    def _spoil(self, actions: list[Action]) -> list[Action]:
-        fault = self.fault
-        operations = [at for at, action in enumerate(actions) if isinstance(action, Do)]
-        at = operations[fault.at % len(operations)]
-        fault.done = True
-        action = actions[at]
-        assert isinstance(action, Do)
-        if fault.kind in STATES:
-            inside = fault.kind == "stopped" and self.rng.random() < 0.3
-            return [*actions[: at + inside], Compute(float("inf"))]
-        if fault.kind == "skipped":
-            return [*actions[:at], *actions[at + 1 :]]
-        if fault.kind == "doubled":
-            return [*actions[: at + 1], *actions[at:]]
-        if fault.kind == "shape":
-            changed = Do(action.members, action.kind, action.nbytes + 512, action.peer, action.apart,
-                         action.ordinal)  # fmt: skip
-            return [*actions[:at], changed, *actions[at + 1 :]]
-        others = [o for o in operations if o > at and actions[o].members != action.members]  # type: ignore[union-attr]
-        if not others:
-            fault.done = False
-            return actions
-        other = others[0]
-        return [*actions[:at], actions[other], *actions[at:other], *actions[other + 1 :]]
 
     # -- running -----------------------------------------------------------------------------------
 
@@ -215,8 +234,12 @@ class Fabric:
                     return freed
                 role.now += action.seconds * (0.8 + 0.4 * self.rng.random())
             elif isinstance(action, Wait):
-                role.blocked = [at for at in role.apart if not role.records[at][5]]
+                host = action.host and self.layout.device
+                role.blocked = [at for at in (role.queue if host else role.apart) if not role.records[at][5]]
                 role.apart = []
+                if self.layout.device and not host:
+                    role.blocked = []  # a stream waits
+                    freed += self._go_on(role)
             else:
                 freed += self._begin(role, action)
             if role.blocked:
@@ -234,24 +257,54 @@ class Fabric:
         number = role.counts.get((group, pair), 0)
         role.counts[group, pair] = number + 1
         at = len(role.records)
-        role.records.append([role.groups.index(group), number, do.nbytes, do.peer, role.now, 0.0])
-        role.kinds.append(do.kind)
-        (role.apart if do.apart else role.blocked).append(at)
-        key = (group, pair, number)
+        about = role.groups.index(group), number, do.nbytes, do.peer, role.now, 0.0, role.version
+        role.records.append(list(about))
+        role.did.append(do)
+        if do.apart:
+            role.apart.append(at)
+        elif not self.layout.device:
+            role.blocked.append(at)
+        if not self.layout.device:
+            return self._enter(role, at)
+        role.queue.append(at)
+        return self._go_on(role)
+
+    def _go_on(self, role: Role) -> list[Role]:
+        """The device of a role does what it can: no operation before those that its stream waits for."""
+        freed: list[Role] = []
+        for at in list(role.queue):
+            if at not in role.queue:
+                continue
+            if at not in role.entered:
+                role.entered.add(at)
+                freed += self._enter(role, at)
+            if at in role.queue and at not in role.apart:
+                break
+        return [each for each in freed if each is not role]
+
+    def _enter(self, role: Role, at: int) -> list[Role]:
+        """Its device has come to it. Returns the others of which the host goes on."""
+        do = role.did[at]
+        pair = (
+            None if do.peer < 0 else (role.number, do.peer) if do.kind == "send" else (do.peer, role.number)
+        )
+        key = ((do.members, do.ordinal), pair, int(role.records[at][1]))
         there = self._meeting.setdefault(key, {})
         there[role.number] = at
         needed = set(pair or do.members)
         if set(there) < needed:
             return []
-        what = {
-            (self.roles[r].records[a][2], "p2p" if pair else self.roles[r].kinds[a]) for r, a in there.items()
-        }
+        doing = [self.roles[r].did[a] for r, a in there.items()]
+        sizes = {0 if each.kind == "all_to_all" else each.nbytes for each in doing}
+        kinds = {"p2p" if pair else each.kind for each in doing}
         stopped = self.fault.kind == "stopped" and self.fault.role in needed and self.fault.done
-        if len(what) > 1 or (stopped and self._is_stopped_inside(there)):
+        if len(sizes) > 1 or len(kinds) > 1 or any(each.wrong for each in doing):
+            return []
+        if stopped and self._is_stopped_inside(there):
             return []
         del self._meeting[key]
         end = max(self.roles[r].now - 1000.0 * r for r in needed) + 0.001
-        freed = []
+        freed: list[Role] = []
         for r, a in there.items():
             other = self.roles[r]
             other.records[a][5] = end + 1000.0 * r
@@ -263,6 +316,13 @@ class Fabric:
                         freed.append(other)
             elif a in other.apart:
                 other.apart.remove(a)
+        for r, a in there.items():
+            other = self.roles[r]
+            if a in other.queue:
+                other.queue.remove(a)
+        for r in there:
+            if self.roles[r].queue:
+                freed += [each for each in self._go_on(self.roles[r]) if each is not role]
         if not role.blocked:
             role.now = max(role.now, end + 1000.0 * role.number)
         return freed
@@ -285,9 +345,9 @@ class Fabric:
 
     def _log(self, role: Role, now: float) -> FlightLog:
         rows = [
-            FlightRecord(int(r[0]), int(r[1]), kind, int(r[2]), "float32", int(r[3]), int((r[4] + 1) * 1e9),
-                         int((r[5] + 1) * 1e9) if r[5] else 0)
-            for r, kind in zip(role.records, role.kinds, strict=True)
+            FlightRecord(int(r[0]), int(r[1]), do.kind, int(r[2]), "float32", int(r[3]),
+                         _time(r[4]), _time(r[5]), int(r[6]), at in role.apart, do.grad)
+            for at, (r, do) in enumerate(zip(role.records, role.did, strict=True))
         ]  # fmt: skip
         kept: list[FlightRecord] = []
         counts: dict[int, int] = {}
@@ -296,9 +356,12 @@ class Fabric:
             if record.under_way or counts[record.group] <= NEWEST:
                 kept.append(record)
         wrong = role.number == self.fault.role and self.fault.done
-        state = STATES.get(self.fault.kind, "S") if wrong else "S"
+        usual = "R" if self.layout.device else "S"  # who waits for a device looks again and again
+        state = STATES.get(self.fault.kind, usual) if wrong else usual
         groups = tuple(
-            FlightGroup(number, str(GroupId.of(members, ordinal)))
+            FlightGroup(
+                number, str(GroupId.of(members, ordinal)), "", "nccl" if self.layout.device else "gloo"
+            )
             for number, (members, ordinal) in enumerate(role.groups)
         )
         return FlightLog(
@@ -313,6 +376,11 @@ class Fabric:
         )
 
 
+def _time(seconds: float) -> int:
+    """As it is recorded; 0 stays what it is."""
+    return int((seconds + 1) * 1e9) if seconds else 0
+
+
 LAYOUTS = (
     *(Layout(dp=n, overlap=o) for n in (2, 4) for o in (False, True)),
     *(Layout(tp=2, dp=n, overlap=o) for n in (1, 2, 4) for o in (False, True)),
@@ -322,6 +390,10 @@ LAYOUTS = (
     Layout(tp=2, dp=4, ep=2, overlap=True),
     Layout(tp=4, pp=2, dp=4, ep=2, layers=4),
     Layout(tp=8, pp=2, dp=4, layers=2),
+    Layout(dp=4, ep=4, ragged=True),
+    *(Layout(dp=n, device=True, overlap=o) for n in (2, 4) for o in (False, True)),
+    *(Layout(tp=2, pp=2, dp=2, device=True, overlap=o) for o in (False, True)),
+    Layout(tp=2, dp=4, ep=2, device=True, ragged=True),
 )
 
 

@@ -116,15 +116,14 @@ class Case:
 
     def _circle(self, roles: frozenset[int]) -> Finding:
         """They wait for each other."""
-        running = [role for role in roles if self._state(role) == "R"]
         pivots = [role for role in sorted(roles)[:64] if self.waits.without(role, roles)]
         strange = astray(self.flights, roles)
-        for found in (running, strange, pivots):
+        free = [role for role in roles if not self.flights[role].waits_for_sure]
+        for found in (strange.one, pivots, free):
             if len(found) == 1:
-                rest = [role for role in [*strange, *pivots] if role not in found]
-                ranked = list(dict.fromkeys([*found, *rest]))
+                ranked = list(dict.fromkeys([*found, *strange.roles, *pivots]))
                 return self._about("circle", ranked, 1, self._round(roles))
-        ranked = list(dict.fromkeys([*strange, *pivots, *sorted(roles)]))
+        ranked = list(dict.fromkeys([*strange.roles, *pivots, *sorted(roles)]))
         return self._about("circle", ranked, 0, self._round(roles))
 
     def _mismatch(self) -> Finding | None:
@@ -144,8 +143,8 @@ class Case:
             if most > second and len(few) < most:
                 ranked, sure = few, len(few) if len(few) <= SUSPECTS else 0
             else:
-                sure = 1 if len(strange) == 1 else 0
-                ranked = [*strange, *(role for role in here if role not in strange)]
+                sure = len(strange.one)
+                ranked = [*strange.roles, *(role for role in here if role not in strange.roles)]
             return self._differ(operation, here, ranked, sure)
         return None
 
@@ -153,6 +152,9 @@ class Case:
         """All have entered, and it does not end."""
         operation = operation or max(self.waits.stuck, key=self._longest)
         waiting = sorted(self.waits.waiting[operation])
+        if len(unseen := [role for role in waiting if self.flights[role].unseen(operation)]) == 1:
+            here = {role: self.flights[role].sized(operation) for role in waiting}
+            return self._differ(operation, here, [*unseen, *(set(waiting) - set(unseen))], 1)
         ended = [role for role in operation.roles if role in self.flights and role not in waiting]
         words = (
             f"all have entered {in_words(operation, self.flights[waiting[0]])}, and for "
@@ -185,12 +187,9 @@ class Case:
         return sorted(roles, key=key) if len(roles) <= 64 else sorted(roles)
 
     def _shared(self, roles: Sequence[int]) -> Operation | None:
-        """An operation that all have entered, which is the last that two of `roles` have begun."""
-        for operation in self.waits.stuck:
-            inside = [role for role in roles if role in self.waits.waiting[operation]]
-            if len([role for role in inside if self.flights[role].last == operation]) > 1:
-                return operation
-        return None
+        """An operation that all have entered, and in which two of `roles` wait."""
+        inside = (each for each in self.waits.stuck if len(self.waits.waiting[each] & set(roles)) > 1)
+        return min(inside, key=lambda each: (each.number, each.group), default=None)
 
     def _longest(self, operation: Operation) -> float:
         return max(self.flights[role].waited(operation) for role in self.waits.waiting[operation])

@@ -30,7 +30,7 @@ class Waits:
         for role, flight in flights.items():
             if flight.log.state == STOPPED:
                 continue  # it waits for nobody: others wait for it
-            for operation in flight.under_way:
+            for operation in flight.waits_in:
                 waiting.setdefault(operation, set()).add(role)
         missing = {}
         for operation in waiting:

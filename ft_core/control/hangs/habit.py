@@ -1,63 +1,216 @@
 """Which role has left the common order of operations.
 
 Training repeats itself, and roles do alike. So who has left an operation out, done one twice or in another
-order, shows: after the same operations, something else came before, and comes with everybody else.
+order shows: after the same operations, something else came before, and comes with everybody else. What has
+never been there is no such thing by itself: an evaluation comes for the first time, too. It is one role's
+own doing only where nobody else takes part, and where it stands in the place of something that is usual.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from ft_core.control.hangs.operations import Alike, Flight
+from ft_core.control.hangs.operations import Alike, Flight, Operation
 
-_CONTEXTS = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
-"""So many operations before another are compared, as many as there are elsewhere."""
+_CONTEXTS = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
+"""So many operations before another are compared, as many as there are elsewhere. One: as a step begins."""
 _NEW = 48
 """The newest operations of a role, in which it may have gone astray."""
-_COMPARED = 24
+_COMPARED = 96
 """Roles that are compared with each other, at most."""
+_ENOUGH = 2
+"""So often has something been done that is usual."""
+_SIZE = Alike._fields.index("nbytes")
+_STEP = 0
+"""In a sequence: here a step ends."""
+_PRIME, _MASK = 1_000_003, (1 << 61) - 1
+_POWERS = {length: pow(_PRIME, length, _MASK + 1) for length in _CONTEXTS}
 
-Context = tuple[Alike, ...]
+Place = tuple[int, int]
+"""Of an operation: the role, and which one of its sequence."""
+
+
+@dataclass(frozen=True)
+class Astray:
+    """Roles that have done what nobody else does, those first that did it last. `surely`: so many of them can
+    have had no reason for it; the others may have begun something new, which their peers have left out."""
+
+    roles: tuple[int, ...] = ()
+    surely: int = 0
+
+    @property
+    def one(self) -> tuple[int, ...]:
+        """The role that it certainly is, if it is one."""
+        return self.roles[:1] if self.surely == 1 else ()
 
 
 class Habits:
     """What comes after what, in the records of many roles."""
 
-    def __init__(self, done: Mapping[int, Sequence[Alike]]) -> None:
-        self._done = done
-        self._next: dict[Context, Counter[Alike]] = {}
-        for operations in done.values():
-            for length in _CONTEXTS:
-                for at in range(length, len(operations)):
-                    before = tuple(operations[at - length : at])
-                    self._next.setdefault(before, Counter())[operations[at]] += 1
+    def __init__(self, done: Mapping[int, Sequence[tuple[Operation, Alike, int]]]) -> None:
+        """`done`: by role what it has begun, what that is for other roles, and in which step."""
+        numbers: dict[Alike, int] = {}
+        self._alike = [Alike((), -1, "", 0, False)]
+        """What a number in a sequence stands for; `_STEP` for nothing."""
+        self.sequences: dict[int, list[int]] = {}
+        self.operations: dict[int, list[Operation]] = {}
+        self._steps: dict[int, list[int]] = {}
+        self._hashes: dict[int, list[int]] = {}
+        for role, rows in done.items():
+            sequence: list[int] = []
+            operations: list[Operation] = []
+            steps: list[int] = []
+            for operation, alike, step in rows:
+                if steps and step != steps[-1]:
+                    sequence.append(_STEP)
+                    operations.append(operation)
+                    steps.append(steps[-1])
+                if alike not in numbers:
+                    numbers[alike] = len(self._alike)
+                    self._alike.append(alike)
+                sequence.append(numbers[alike])
+                operations.append(operation)
+                steps.append(step)
+            hashes = [0]
+            for number in sequence:
+                hashes.append((hashes[-1] * _PRIME + number + 1) & _MASK)
+            self.sequences[role], self.operations[role] = sequence, operations
+            self._steps[role], self._hashes[role] = steps, hashes
+        self._seen: dict[int, set[tuple[int, int]]] = {}
+        """By number: the roles and steps in which it was done."""
+        for role, sequence in self.sequences.items():
+            for at, number in enumerate(sequence):
+                self._seen.setdefault(number, set()).add((role, self._steps[role][at]))
+        self._class = {role: self._partners(role) for role in self.sequences}
+        self._indices: dict[int, dict[tuple[frozenset[object], int], list[Place]]] = {}
 
-    def left(self, role: int) -> int | None:
-        """How many operations ago, of late, a role did last what nobody else has, nor it itself."""
-        operations = self._done[role]
-        newest = range(len(operations) - 1, max(len(operations) - 1 - _NEW, -1), -1)
-        return next((len(operations) - at for at in newest if self._unheard_of(operations, at)), None)
+    def _partners(self, role: int) -> frozenset[object]:
+        """With whom it does something: of roles in the same place of a layout the same."""
+        found = (self._alike[number] for number in set(self.sequences[role]) - {_STEP})
+        return frozenset((each.shape, each.ordinal, each.where) for each in found)
 
-    def _unheard_of(self, operations: Sequence[Alike], at: int) -> bool:
+    def _after(self, length: int, role: int, at: int) -> list[Place]:
+        """All places of roles like it that come after the same, so many long; its own as well."""
+        index = self._indices.get(length)
+        if index is None:
+            index = self._indices[length] = {}
+            for other, sequence in self.sequences.items():
+                for place in range(length, len(sequence)):
+                    key = self._class[other], self._context(length, other, place)
+                    index.setdefault(key, []).append((other, place))
+        return index.get((self._class[role], self._context(length, role, at)), [])
+
+    def _context(self, length: int, role: int, at: int) -> int:
+        hashes = self._hashes[role]
+        return (hashes[at] - hashes[at - length] * _POWERS[length]) & _MASK
+
+    def judge(self, role: int, at: int, unknown: int | None) -> str:
+        """What a role has done there: `usual`, `new` where others do so in the same step for the first time,
+        `strange` where nobody does, or `perhaps`. `unknown`: since that place of the step it does what is
+        new, which says nothing of what comes before other things."""
+        done, step = self.sequences[role][at], self._steps[role][at]
+        company = False
         for length in _CONTEXTS:
-            if length > at:
+            if length > at or (length == 1 and self.sequences[role][at - 1] != _STEP):
                 continue
-            known = self._next[tuple(operations[at - length : at])]
-            if known[operations[at]] > 1:
-                return False
-            if max(known.values()) > 1:
-                return True
-        return False  # whatever came before was new as well, or two roles differ there
+            if unknown is not None and length <= at - unknown:
+                return "usual" if company else "perhaps"
+            elsewhere = [place for place in self._after(length, role, at) if place != (role, at)]
+            same = [self._steps[r][a] for r, a in elsewhere if self.sequences[r][a] == done]
+            if any(when != step for when in same):
+                return "usual"
+            company = company or bool(same)
+            if company and len({self._steps[r][a] for r, a in elsewhere} - {step}) >= _ENOUGH:
+                return "new"
+            if company:
+                continue
+            if self._against(role, at, elsewhere):
+                return "strange"
+            common = Counter(self.sequences[r][a] for r, a in elsewhere).most_common(1)
+            if common and common[0][1] >= _ENOUGH:
+                usual = common[0][0]
+                then = {self._at(r, a + 1) for r, a in elsewhere if self.sequences[r][a] == usual}
+                return "strange" if self._replaces(role, at, usual, then) else "perhaps"
+        return "usual"
+
+    def _at(self, role: int, at: int) -> int:
+        sequence = self.sequences[role]
+        return sequence[at] if at < len(sequence) else _STEP
+
+    def is_first(self, role: int, at: int) -> bool:
+        """Whether what a role has done there was done in no other step."""
+        step = self._steps[role][at]
+        return all(when == step for _, when in self._seen[self.sequences[role][at]])
+
+    def _against(self, role: int, at: int, elsewhere: Iterable[Place]) -> bool:
+        """Whether roles that do not depend on it have all done one other thing in this very step."""
+        step, members = self._steps[role][at], self.operations[role][at].roles
+        here = {
+            r: self.sequences[r][a] for r, a in elsewhere if self._steps[r][a] == step and r not in members
+        }
+        return len(here) >= _ENOUGH and len(set(here.values())) == 1
+
+    def _replaces(self, role: int, at: int, usual: int, then: Collection[int]) -> bool:
+        """Whether what a role has done can only have been in place of what is usual there. `then`: what comes
+        after that."""
+        done, before = self.sequences[role][at], self.sequences[role][at - 1]
+        if done in (_STEP, before) or (usual != _STEP and done in then):
+            return True  # it has ended the step early, done something twice, or left something out
+        resized = self._alike[done][:_SIZE] == self._alike[usual][:_SIZE]
+        if _STEP in (usual, before):
+            # Between two steps there may be anything, but what trains.
+            return resized and self._alike[done].grad
+        return resized or not self.is_first(role, at)
 
 
-def astray(flights: Mapping[int, Flight], suspects: Collection[int]) -> list[int]:
-    """Those of `suspects` that have left the habit last."""
+def astray(flights: Mapping[int, Flight], suspects: Collection[int]) -> Astray:
+    """Those of `suspects` that have left the habit."""
     few = sorted(role for role in suspects if role in flights)[:_COMPARED]
     others = sorted(
         set(flights) - set(few), key=lambda role: min((abs(role - each) for each in few), default=0)
     )
     compared = [*few, *others[: _COMPARED - len(few)]]
     habits = Habits({role: flights[role].done for role in compared})
-    left = {role: ago for role in few if (ago := habits.left(role)) is not None}
-    return [role for role, ago in left.items() if ago == min(left.values())]
+    left: dict[int, list[tuple[int, str]]] = {}
+    for role in compared:
+        left[role] = _left(habits, role, flights[role])
+    odd: dict[Operation, set[int]] = {}
+    for role in compared:
+        for at, _ in left[role]:
+            odd.setdefault(habits.operations[role][at], set()).add(role)
+
+    def together(role: int, operation: Operation) -> bool:
+        """Whether others do the same as new."""
+        return any(
+            other != role and flights[other].about(operation) == flights[role].about(operation)
+            for other in odd[operation]
+        )
+
+    found: dict[int, tuple[bool, int]] = {}
+    for role in few:
+        for at, how in left[role]:
+            if how != "new" and not together(role, habits.operations[role][at]):
+                sure = how == "strange"
+                ago = len(habits.sequences[role]) - at
+                found[role] = max(found.get(role, (False, 0)), (sure, -ago))
+    ranked = sorted(found, key=lambda role: found[role], reverse=True)
+    return Astray(tuple(ranked), sum(sure for sure, _ in found.values()))
+
+
+def _left(habits: Habits, role: int, flight: Flight) -> list[tuple[int, str]]:
+    """Where of late a role has not done what is usual, and how it was."""
+    sequence, found = habits.sequences[role], []
+    unknown: int | None = None
+    for at in range(max(0, len(sequence) - _NEW), len(sequence)):
+        how = habits.judge(role, at, unknown)
+        operation = habits.operations[role][at]
+        if not flight.records[operation].under_way and habits.is_first(role, at):
+            how = "new"  # all who take part in it agree
+        if how != "usual":
+            found.append((at, how))
+            unknown = at if unknown is None else unknown
+        if sequence[at] == _STEP:
+            unknown = None
+    return found

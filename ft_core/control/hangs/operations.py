@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from ft_core.protocol.flight import NEWEST, FlightLog, FlightRecord
 from ft_core.protocol.groups import GroupId
@@ -13,14 +15,39 @@ STOPPED = "T"
 TRACED = "t"
 BLOCKED = "D"
 _SYMMETRIC = frozenset(
-    ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "barrier", "send", "recv")
+    (
+        "all_reduce",
+        "broadcast",
+        "reduce",
+        "all_gather",
+        "reduce_scatter",
+        "gather",
+        "scatter",
+        "barrier",
+        "send",
+        "recv",
+    )
 )
 """Kinds in which all who take part say the same size."""
 
+_MANY = 8
+"""Operations of which is known what sizes they have."""
+
 Signature = tuple[str, str, int, str, int]
 """Group, kind, size, type, peer: what makes two operations of a role the same."""
-Alike = tuple[tuple[tuple[int, int], ...], int, str, int, str, int]
-"""The same for operations of different roles: in place of the group its shape, of the peer how far it is."""
+
+
+class Alike(NamedTuple):
+    """What makes operations of different roles the same: in place of the group its shape, of the peer how far
+    it is."""
+
+    shape: tuple[tuple[int, int], ...]
+    ordinal: int
+    kind: str
+    where: int
+    grad: bool
+    nbytes: int = 0
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -29,13 +56,13 @@ class Operation:
 
     group: str
     pair: tuple[int, int] | None
-    """Of a point-to-point operation: who sends, and who receives."""
+    """Of a point-to-point operation: who sends, or -1 for whoever does, and who receives."""
     number: int
 
     @property
     def roles(self) -> tuple[int, ...]:
-        """Who takes part, roles that are away included."""
-        return self.pair or members(self.group)
+        """Who takes part, roles that are away included; of a receive from anybody all who may."""
+        return members(self.group) if self.pair is None or self.pair[0] < 0 else self.pair
 
 
 def members(group: str) -> tuple[int, ...]:
@@ -49,31 +76,54 @@ class Flight:
     def __init__(self, log: FlightLog) -> None:
         self.log = log
         self._names = {group.id: group.name for group in log.groups}
+        identities = {group.id: GroupId.parse(group.name) for group in log.groups}
+        self._shapes = {
+            number: (tuple((len(run), run.step) for run in identity.runs), identity.ordinal)
+            for number, identity in identities.items()
+        }
+        self._backends = {group.name: group.backend for group in log.groups}
         self.labels = {group.name: group.label for group in log.groups}
         self.records: dict[Operation, FlightRecord] = {}
         self.under_way: list[Operation] = []
+        """That it has entered, and that have not ended."""
+        self.behind: set[Operation] = set()
+        """That its host has issued, and its device has not come to: a stream waits for others first."""
         self._newest: dict[tuple[str, tuple[int, int] | None], int] = {}
+        device = {group.id for group in log.groups if group.backend != "gloo"}
+        held = False
         for record in log.records:
-            if (operation := self._operation(record)) is None:
-                continue
+            operation = self._operation(record)
             self.records[operation] = record
             series = operation.group, operation.pair
             self._newest[series] = max(self._newest.get(series, -1), record.number)
             if record.under_way:
-                self.under_way.append(operation)
+                (self.behind.add if held and record.group in device else self.under_way.append)(operation)
+                held = held or (record.group in device and not record.apart)
 
-    def _operation(self, record: FlightRecord) -> Operation | None:
-        """None where it is not known with whom: a receive from whoever sends first."""
+    def _operation(self, record: FlightRecord) -> Operation:
         role, pair = self.log.role, None
         if record.kind in ("send", "recv"):
-            if record.peer < 0:
-                return None
             pair = (role, record.peer) if record.kind == "send" else (record.peer, role)
         return Operation(self._names[record.group], pair, record.number)
 
+    @property
+    def waits_for_sure(self) -> bool:
+        """Whether it waits in operations that it has not only begun."""
+        return any(not self.records[each].apart for each in self.under_way)
+
+    @property
+    def waits_in(self) -> list[Operation]:
+        """Operations that it does not go on without. Of those that it has only begun: none of gloo's; of a
+        device's, which a host may wait for without a word, all where there are no others."""
+        waited = [each for each in self.under_way if not self.records[each].apart]
+        return waited or [each for each in self.under_way if self._backends[each.group] != "gloo"]
+
     def has_entered(self, operation: Operation) -> bool:
         """Whether it is in, or was: operations of a series come in their order."""
-        return self._newest.get((operation.group, operation.pair), -1) >= operation.number
+        return (
+            operation not in self.behind
+            and self._newest.get((operation.group, operation.pair), -1) >= operation.number
+        )
 
     def newest(self, operation: Operation) -> int:
         """The number of the last one of that series that it has entered; -1: none."""
@@ -109,25 +159,43 @@ class Flight:
 
     def about(self, operation: Operation) -> tuple[str, int, str]:
         """Kind, size and type, as far as they must be the same on all who take part."""
+        kind, nbytes, dtype = self.sized(operation)
+        return (kind, nbytes, dtype) if self.records[operation].kind in _SYMMETRIC else (kind, 0, "")
+
+    def sized(self, operation: Operation) -> tuple[str, int, str]:
+        """Kind, size and type."""
         record = self.records[operation]
-        kind = "send and recv" if operation.pair else record.kind
-        return (kind, record.nbytes, record.dtype) if record.kind in _SYMMETRIC else (kind, 0, "")
+        return "send and recv" if operation.pair else record.kind, record.nbytes, record.dtype
 
     @property
-    def done(self) -> list[Alike]:
-        """All that it has begun, in that order, from where the record has all groups."""
+    def done(self) -> list[tuple[Operation, Alike, int]]:
+        """All that it has begun, in that order, from where the record has all groups; and in which step."""
         records = sorted(self.log.records, key=lambda record: record.started)
         counts: dict[int, list[int]] = {}
         for record in records:
             counts.setdefault(record.group, []).append(record.started)
         whole = max((times[0] for times in counts.values() if len(times) >= NEWEST), default=0)
-        return [self._alike(record) for record in records if record.started >= whole]
+        return [
+            (self._operation(record), self._alike(record), record.step)
+            for record in records
+            if record.started >= whole
+        ]
 
     def _alike(self, record: FlightRecord) -> Alike:
-        group = GroupId.parse(self._names[record.group])
-        shape = tuple((len(run), run.step) for run in group.runs)
+        shape, ordinal = self._shapes[record.group]
         where = 0 if record.peer < 0 else record.peer - self.log.role
-        return shape, group.ordinal, record.kind, record.nbytes, record.dtype, where
+        size = (record.nbytes, record.dtype) if record.kind in _SYMMETRIC else (0, "")
+        return Alike(shape, ordinal, record.kind, where, record.grad, *size)
+
+    def unseen(self, operation: Operation) -> bool:
+        """Whether a role brings a size that it has never brought to the same, though those were few."""
+        now = self.records[operation]
+        sizes = Counter(
+            each.nbytes
+            for each in self.log.records
+            if (each.group, each.kind, each.peer) == (now.group, now.kind, now.peer) and each is not now
+        )
+        return sizes.total() >= _MANY and 1 not in sizes.values() and now.nbytes not in sizes
 
 
 def in_words(operation: Operation, flight: Flight) -> str:
@@ -135,7 +203,8 @@ def in_words(operation: Operation, flight: Flight) -> str:
     kind = flight.records[operation].kind if operation in flight.records else "operation"
     if operation.pair is not None:
         source, target = operation.pair
-        return f"{kind} #{operation.number} from role {source} to role {target}"
+        who = f"role {source}" if source >= 0 else "any role"
+        return f"{kind} #{operation.number} from {who} to role {target}"
     label = flight.labels.get(operation.group, "")
     called = f" ({label})" if label else ""
     return f"{kind} #{operation.number} of group {_ranges(members(operation.group))}{called}"
