@@ -116,9 +116,10 @@ class Case:
 
     def _circle(self, roles: frozenset[int]) -> Finding:
         """They wait for each other."""
-        pivots = [role for role in sorted(roles)[:64] if self.waits.without(role, roles)]
-        strange = astray(self.flights, roles)
-        free = [role for role in roles if not self.flights[role].waits_for_sure]
+        pivots = self.waits.pivots(roles)
+        suspects = pivots or sorted(roles)  # of one role's fault all circles go through it
+        strange = astray(self.flights, suspects)
+        free = [role for role in suspects if not self.flights[role].waits_for_sure]
         for found in (strange.one, pivots, free):
             if len(found) == 1:
                 ranked = list(dict.fromkeys([*found, *strange.roles, *pivots]))
@@ -139,10 +140,10 @@ class Case:
                 continue
             (common, most), (_, second) = kinds.most_common(2)
             few = [role for role, what in here.items() if what != common]
-            strange = astray(self.flights, here)
             if most > second and len(few) < most:
                 ranked, sure = few, len(few) if len(few) <= SUSPECTS else 0
             else:
+                strange = astray(self.flights, here)
                 sure = len(strange.one)
                 ranked = [*strange.roles, *(role for role in here if role not in strange.roles)]
             return self._differ(operation, here, ranked, sure)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 
 from ft_core.control.hangs.operations import STOPPED, Flight, Operation
 
@@ -22,6 +22,10 @@ class Waits:
         for operation, roles in waiting.items():
             for role in roles if missing[operation] else ():
                 self._of_role.setdefault(role, []).append(operation)
+        self._for_role: dict[int, list[Operation]] = {}
+        for operation, absent in missing.items():
+            for role in absent:
+                self._for_role.setdefault(role, []).append(operation)
 
     @classmethod
     def of(cls, flights: Mapping[int, Flight], roles: Collection[int]) -> Waits:
@@ -50,7 +54,7 @@ class Waits:
 
     def for_(self, role: int) -> list[Operation]:
         """Operations that wait for it."""
-        return [operation for operation, missing in self.missing.items() if role in missing]
+        return self._for_role.get(role, [])
 
     @property
     def stuck(self) -> list[Operation]:
@@ -74,20 +78,44 @@ class Waits:
     def wait_for(self, role: int) -> set[int]:
         """The roles that wait for it, directly or through others."""
         found: set[int] = set()
+        seen: set[Operation] = set()
         new = {role}
         while new:
-            operations = [operation for operation, missing in self.missing.items() if missing & new]
+            operations = {operation for each in new for operation in self.for_(each)} - seen
+            seen |= operations
             new = {each for operation in operations for each in self.waiting[operation]} - found - {role}
             found |= new
         return found
 
-    def without(self, role: int, among: Set[int]) -> bool:
-        """Whether nobody of `among` would wait in a circle, were that role not there."""
-        left = Waits(
-            {operation: roles & among - {role} for operation, roles in self.waiting.items()},
-            {operation: (missing & among) - {role} for operation, missing in self.missing.items()},
-        )
-        return all(len(nodes) == 1 for nodes in components(left._of_role, left))
+    def pivots(self, among: Set[int]) -> list[int]:
+        """The roles of a circle without each of which there would be none."""
+        candidates = set(self.cycle(among))
+        for role in sorted(candidates):
+            if role in candidates and (other := self.cycle(among - {role})):
+                candidates &= set(other)
+        return sorted(candidates)
+
+    def cycle(self, among: Set[int]) -> list[int]:
+        """Roles of which each waits for the next, and the last for the first; none if there are none."""
+        done: set[Node] = set()
+        for root in sorted(among):
+            path: dict[Node, Iterator[Node]] = {}
+            work: list[Node] = [] if root in done else [root]
+            while work:
+                node = work[-1]
+                if node not in path:
+                    path[node] = iter(self.after(node))
+                for other in path[node]:
+                    if other in path:
+                        nodes = list(path)
+                        return [each for each in nodes[nodes.index(other) :] if isinstance(each, int)]
+                    if other not in done and (isinstance(other, Operation) or other in among):
+                        work.append(other)
+                        break
+                else:
+                    done.add(work.pop())
+                    path.pop(node)
+        return []
 
 
 def _contributes(flight: Flight | None, operation: Operation) -> bool:

@@ -9,7 +9,7 @@ own doing only where nobody else takes part, and where it stands in the place of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ft_core.control.hangs.operations import Alike, Flight, Operation
@@ -83,24 +83,29 @@ class Habits:
         for role, sequence in self.sequences.items():
             for at, number in enumerate(sequence):
                 self._seen.setdefault(number, set()).add((role, self._steps[role][at]))
-        self._class = {role: self._partners(role) for role in self.sequences}
-        self._indices: dict[int, dict[tuple[frozenset[object], int], list[Place]]] = {}
+        classes: dict[frozenset[object], int] = {}
+        self._class = {
+            role: classes.setdefault(self._partners(role), len(classes)) for role in self.sequences
+        }
+        self._indices: dict[int, dict[tuple[int, int], dict[tuple[int, int], list[Place]]]] = {}
 
     def _partners(self, role: int) -> frozenset[object]:
         """With whom it does something: of roles in the same place of a layout the same."""
         found = (self._alike[number] for number in set(self.sequences[role]) - {_STEP})
         return frozenset((each.shape, each.ordinal, each.where) for each in found)
 
-    def _after(self, length: int, role: int, at: int) -> list[Place]:
-        """All places of roles like it that come after the same, so many long; its own as well."""
+    def _after(self, length: int, role: int, at: int) -> Mapping[tuple[int, int], list[Place]]:
+        """What came after the same, so many long, with roles like it and itself: by step, and what it was."""
         index = self._indices.get(length)
         if index is None:
             index = self._indices[length] = {}
             for other, sequence in self.sequences.items():
+                steps = self._steps[other]
                 for place in range(length, len(sequence)):
                     key = self._class[other], self._context(length, other, place)
-                    index.setdefault(key, []).append((other, place))
-        return index.get((self._class[role], self._context(length, role, at)), [])
+                    seen = index.setdefault(key, {})
+                    seen.setdefault((steps[place], sequence[place]), []).append((other, place))
+        return index[self._class[role], self._context(length, role, at)]
 
     def _context(self, length: int, role: int, at: int) -> int:
         hashes = self._hashes[role]
@@ -117,21 +122,24 @@ class Habits:
                 continue
             if unknown is not None and length <= at - unknown:
                 return "usual" if company else "perhaps"
-            elsewhere = [place for place in self._after(length, role, at) if place != (role, at)]
-            same = [self._steps[r][a] for r, a in elsewhere if self.sequences[r][a] == done]
-            if any(when != step for when in same):
+            seen = self._after(length, role, at)
+            if any(what == done and when != step for when, what in seen):
                 return "usual"
-            company = company or bool(same)
-            if company and len({self._steps[r][a] for r, a in elsewhere} - {step}) >= _ENOUGH:
-                return "new"
+            company = company or len(seen[step, done]) > 1
             if company:
+                if len({when for when, _ in seen} - {step}) >= _ENOUGH:
+                    return "new"
                 continue
-            if self._against(role, at, elsewhere):
+            others: Counter[int] = Counter()
+            for (_, what), places in seen.items():
+                others[what] += len(places) * (what != done)
+            if self._against(role, at, seen):
                 return "strange"
-            common = Counter(self.sequences[r][a] for r, a in elsewhere).most_common(1)
-            if common and common[0][1] >= _ENOUGH:
-                usual = common[0][0]
-                then = {self._at(r, a + 1) for r, a in elsewhere if self.sequences[r][a] == usual}
+            usual, times = others.most_common(1)[0]
+            if times >= _ENOUGH:
+                then = {
+                    self._at(r, a + 1) for (_, what), there in seen.items() if what == usual for r, a in there
+                }
                 return "strange" if self._replaces(role, at, usual, then) else "perhaps"
         return "usual"
 
@@ -144,13 +152,12 @@ class Habits:
         step = self._steps[role][at]
         return all(when == step for _, when in self._seen[self.sequences[role][at]])
 
-    def _against(self, role: int, at: int, elsewhere: Iterable[Place]) -> bool:
+    def _against(self, role: int, at: int, seen: Mapping[tuple[int, int], list[Place]]) -> bool:
         """Whether roles that do not depend on it have all done one other thing in this very step."""
         step, members = self._steps[role][at], self.operations[role][at].roles
-        here = {
-            r: self.sequences[r][a] for r, a in elsewhere if self._steps[r][a] == step and r not in members
-        }
-        return len(here) >= _ENOUGH and len(set(here.values())) == 1
+        here = [{r for r, _ in there} - set(members) for (when, _), there in seen.items() if when == step]
+        apart = [roles for roles in here if roles]
+        return len(apart) == 1 and len(apart[0]) >= _ENOUGH
 
     def _replaces(self, role: int, at: int, usual: int, then: Collection[int]) -> bool:
         """Whether what a role has done can only have been in place of what is usual there. `then`: what comes
@@ -174,23 +181,27 @@ def astray(flights: Mapping[int, Flight], suspects: Collection[int]) -> Astray:
     compared = [*few, *others[: _COMPARED - len(few)]]
     habits = Habits({role: flights[role].done for role in compared})
     left: dict[int, list[tuple[int, str]]] = {}
-    for role in compared:
-        left[role] = _left(habits, role, flights[role])
-    odd: dict[Operation, set[int]] = {}
-    for role in compared:
-        for at, _ in left[role]:
-            odd.setdefault(habits.operations[role][at], set()).add(role)
+
+    def odd(role: int) -> list[tuple[int, str]]:
+        if role not in left:
+            left[role] = _left(habits, role, flights[role])
+        return left[role]
 
     def together(role: int, operation: Operation) -> bool:
-        """Whether others do the same as new."""
+        """Whether another one does the same as new."""
         return any(
-            other != role and flights[other].about(operation) == flights[role].about(operation)
-            for other in odd[operation]
+            operation == habits.operations[other][at]
+            for other in operation.roles
+            if other != role
+            and other in habits.operations
+            and operation in flights[other].records
+            and flights[other].about(operation) == flights[role].about(operation)
+            for at, _ in odd(other)
         )
 
     found: dict[int, tuple[bool, int]] = {}
     for role in few:
-        for at, how in left[role]:
+        for at, how in odd(role):
             if how != "new" and not together(role, habits.operations[role][at]):
                 sure = how == "strange"
                 ago = len(habits.sequences[role]) - at

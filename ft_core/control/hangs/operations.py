@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -50,8 +50,7 @@ class Alike(NamedTuple):
     dtype: str = ""
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """One that several roles take part in; all of them call it so."""
 
     group: str
@@ -65,6 +64,7 @@ class Operation:
         return members(self.group) if self.pair is None or self.pair[0] < 0 else self.pair
 
 
+@lru_cache(maxsize=1 << 16)
 def members(group: str) -> tuple[int, ...]:
     """The roles of a group, by its name."""
     return tuple(role for run in GroupId.parse(group).runs for role in run)
@@ -76,11 +76,6 @@ class Flight:
     def __init__(self, log: FlightLog) -> None:
         self.log = log
         self._names = {group.id: group.name for group in log.groups}
-        identities = {group.id: GroupId.parse(group.name) for group in log.groups}
-        self._shapes = {
-            number: (tuple((len(run), run.step) for run in identity.runs), identity.ordinal)
-            for number, identity in identities.items()
-        }
         self._backends = {group.name: group.backend for group in log.groups}
         self.labels = {group.name: group.label for group in log.groups}
         self.records: dict[Operation, FlightRecord] = {}
@@ -182,7 +177,7 @@ class Flight:
         ]
 
     def _alike(self, record: FlightRecord) -> Alike:
-        shape, ordinal = self._shapes[record.group]
+        shape, ordinal = _shape(self._names[record.group])
         where = 0 if record.peer < 0 else record.peer - self.log.role
         size = (record.nbytes, record.dtype) if record.kind in _SYMMETRIC else (0, "")
         return Alike(shape, ordinal, record.kind, where, record.grad, *size)
@@ -196,6 +191,13 @@ class Flight:
             if (each.group, each.kind, each.peer) == (now.group, now.kind, now.peer) and each is not now
         )
         return sizes.total() >= _MANY and 1 not in sizes.values() and now.nbytes not in sizes
+
+
+@lru_cache(maxsize=1 << 16)
+def _shape(group: str) -> tuple[tuple[tuple[int, int], ...], int]:
+    """What the groups of other roles have in common with it."""
+    identity = GroupId.parse(group)
+    return tuple((len(run), run.step) for run in identity.runs), identity.ordinal
 
 
 def in_words(operation: Operation, flight: Flight) -> str:
