@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -697,6 +698,65 @@ def recorded(worker: Any, in_startup: bool) -> dict[str, Any]:
     labels = {each.name: each.label for each in own_log(worker).groups}
     dist.destroy_process_group()
     return {"did": did, "labels": labels, "after destroy": list(own_log(worker).groups)}
+
+
+def recorded_apart(worker: Any) -> dict[str, list[bool]]:
+    """By what is done with an operation of role 0 that role 1 has not come to: whether it goes on apart."""
+    dist.init_process_group("gloo")
+    worker.begin_training()
+    late = dist.new_group([0, 1])
+    alone = dist.new_group([worker.role])
+    t = torch.zeros(4)
+    dist.all_reduce(t, group=alone)
+    objects: list[Any] = [None, None]
+    dist.all_gather_object(objects, "x" * worker.role, group=late)
+    before = [(record.kind, record.apart, record.under_way) for record in own_log(worker).records]
+    found: dict[str, Any] = {"before": before}
+
+    def apart() -> list[bool]:
+        return [record.apart for record in own_log(worker).records if record.under_way]
+
+    def note(name: str, then: Callable[[], Any], until: list[bool]) -> None:
+        waiting = threading.Thread(target=then)
+        waiting.start()
+        end = time.monotonic() + 30
+        while apart() != until and time.monotonic() < end:
+            time.sleep(0.001)
+        found[name] = apart()
+        dist.send(torch.zeros(1), 1)  # role 1 comes
+        waiting.join()
+
+    def coalesced() -> Any:
+        with _coalescing_manager(late, async_ops=True) as manager:
+            for _ in range(2):
+                dist.all_reduce(t, group=late)
+        return manager
+
+    for name in ("wait", "future", "asked", "several", "coalesced", "both"):
+        if worker.role == 1:
+            dist.recv(torch.zeros(1), 0)
+            if name == "coalesced":
+                coalesced().wait()
+            else:
+                for _ in range(1 + (name == "several")):
+                    dist.all_reduce(t, group=late)
+            if name == "both":
+                dist.send(t, 0)
+            continue
+        if name == "coalesced":
+            works = [coalesced()]
+            found["issued"] = apart()
+        else:
+            works = [dist.all_reduce(t, group=late, async_op=True) for _ in range(1 + (name == "several"))]
+        if name == "both":
+            works += dist.batch_isend_irecv([dist.P2POp(dist.irecv, t, 1)])
+        first = works[0]
+        if name == "future":
+            first = first.get_future()
+        note(name, first.is_completed if name == "asked" else first.wait, [False, True][: len(works)])
+        for work in works:
+            work.wait()
+    return found
 
 
 def recorded_outside(worker: Any) -> None:

@@ -356,6 +356,23 @@ def test_what_is_under_way_is_seen_from_outside_whatever_becomes_of_the_worker()
         assert [(r.kind, r.number) for r in log(0).records] == did
 
 
+def test_what_a_role_has_only_begun_goes_on_apart_until_it_waits() -> None:
+    """Also in a group that is made after training has begun, and in one of its own."""
+    with GroupJob(2, "recorded_apart") as job:
+        found, _ = job.results()
+    done = [("all_reduce", False, False), *(("all_gather", False, False),) * 2]
+    assert found.pop("before") == done, "objects are gathered in two operations"
+    assert found == {
+        "wait": [False],
+        "future": [False],
+        "asked": [False],
+        "several": [False, True],
+        "issued": [True],
+        "coalesced": [False],
+        "both": [False, True],
+    }
+
+
 def test_a_callers_mistake_takes_no_number() -> None:
     with GroupJob(2, "recorded_mistake") as job:
         results = job.results()

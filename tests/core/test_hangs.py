@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.hangs_simulated import KINDS, hang
 from ft_core.control.hangs.finding import Case, Finding
+from ft_core.control.hangs.operations import roles_in_words
 from ft_core.protocol.flight import FlightGroup, FlightLog, FlightRecord, Kind
 
 S = 10**9
@@ -204,6 +205,13 @@ def test_who_begins_a_step_otherwise_than_all_others() -> None:
     logs = [log(role, *begun(PAST, 8 if role == 3 else 64, 6), names=names[role]) for role in range(6)]
     found = explain(*logs, world=6)
     assert found is not None and (found.kind, found.culprits) == ("mismatch", (3,))
+
+
+def test_many_roles_are_named_briefly() -> None:
+    assert roles_in_words(range(512)) == "roles 0-511"
+    assert roles_in_words(range(0, 64, 8)) == "roles 0-56 by 8"
+    few = [each for role in range(0, 1000, 10) for each in (role, role + 1, role + 3)]
+    assert roles_in_words(few).endswith(" more") and len(roles_in_words(few)) < 100
 
 
 def test_a_size_that_a_role_has_never_had() -> None:

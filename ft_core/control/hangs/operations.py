@@ -33,6 +33,9 @@ _SYMMETRIC = frozenset(
 _MANY = 8
 """Operations of which is known what sizes they have."""
 
+_RUNS = 8
+"""Of roles that are named, at most."""
+
 Signature = tuple[str, str, int, str, int]
 """Group, kind, size, type, peer: what makes two operations of a role the same."""
 
@@ -220,10 +223,13 @@ def roles_in_words(roles: Sequence[int]) -> str:
 def _ranges(roles: Sequence[int]) -> str:
     if len(roles) <= 4:
         return ", ".join(map(str, roles)) if len(roles) < 4 or not _consecutive(roles) else _run(roles)
-    return ", ".join(
+    runs = GroupId.of(roles, 0).runs
+    said = [
         f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" + (f" by {run.step}" if run.step > 1 else "")
-        for run in GroupId.of(roles, 0).runs
-    )
+        for run in runs[:_RUNS]
+    ]
+    more = sum(map(len, runs[_RUNS:]))
+    return ", ".join(said) + (f" and {more} more" if more else "")
 
 
 def _consecutive(roles: Sequence[int]) -> bool:
