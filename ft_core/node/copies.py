@@ -31,7 +31,6 @@ class _Copying:
     """One snapshot on its way."""
 
     worker: Worker
-    order: Replicate
     failures: int = 0
     again: float | None = None
     """When it is tried again; None while it is being tried."""
@@ -42,7 +41,7 @@ class Copies:
 
     def __init__(self, node: str) -> None:
         self._node = node
-        self._copying: dict[tuple[int, int, m.Version], _Copying] = {}
+        self._copying: dict[Replicate, _Copying] = {}
         self._writing: dict[int, m.Version] = {}
         """Role -> the version of it that is being written to storage."""
 
@@ -52,31 +51,31 @@ class Copies:
 
     def staged(self, worker: Worker, role: int, version: m.Version, epoch: int) -> list[Effect]:
         """A snapshot is whole, of the role that `worker` plays, or of one that it has adopted."""
-        order = Replicate(worker.number, role, version, epoch, worker.ring)
-        self._copying[worker.number, role, version] = _Copying(worker, order)
+        order = Replicate(worker.number, role, version, epoch, tuple(worker.ring))
+        self._copying[order] = _Copying(worker)
         return [order]
 
     def tick(self, now: float) -> list[Effect]:
         """Try again what has failed."""
-        due = [c for c in self._copying.values() if c.again is not None and c.again <= now]
-        for copying in due:
-            copying.again = None
-        return [copying.order for copying in due]
+        due = [order for order, c in self._copying.items() if c.again is not None and c.again <= now]
+        for order in due:
+            self._copying[order].again = None
+        return list(due)
 
     def failed(self, event: Replicated, now: float, pause: float) -> list[Effect]:
         """It is tried again. The receiver is lost, as a rule, and the end of the epoch on its way."""
-        copying = self._copying.get((event.worker, event.role, event.version))
-        if copying is None or copying.order.epoch != event.epoch:
+        order, copying = event.order, self._copying.get(event.order)
+        if copying is None:
             return []
         copying.failures += 1
         copying.again = now + pause
         if copying.failures % _SAY_AGAIN == 1:  # to another controller, perhaps
-            return [ToController(m.Suspect(event.epoch, event.role, event.failed))]
+            return [ToController(m.Suspect(order.epoch, order.role, event.failed))]
         if copying.failures == 2:
             log.warning(
                 "node %s: role %d, version %d is not replicated yet, training waits, and it is tried "
                 "again: %s",
-                *(self._node, event.role, event.version, event.failed),
+                *(self._node, order.role, order.version, event.failed),
             )
         return []
 
@@ -85,14 +84,11 @@ class Copies:
     ) -> tuple[Worker, list[Effect]] | None:
         """A snapshot has arrived wherever it must be: whose it is, and the commit word, which goes by the
         oldest of what the worker holds. `adopted`: the roles that one has adopted."""
-        copying = self._copying.get((event.worker, event.role, event.version))
-        if copying is None or copying.order.epoch != event.epoch:
+        order, copying = event.order, self._copying.pop(event.order, None)
+        if copying is None or not copying.worker.plays:
             return None
-        del self._copying[event.worker, event.role, event.version]
         worker = copying.worker
-        if not worker.plays:
-            return None
-        worker.replicated[event.role] = max(worker.replicated.get(event.role, NONE), event.version)
+        worker.replicated[order.role] = max(worker.replicated.get(order.role, NONE), order.version)
         worker.committed = min(
             worker.replicated.get(role, NONE) for role in [worker.role, *adopted(worker.role)]
         )

@@ -304,13 +304,15 @@ class Epochs:
             self.do(ToWorker(worker.number, m.Restore(plan.epoch, version, [])))
 
     def brought(self, event: Brought) -> None:
-        """What a role goes on from is in memory here, or nobody had it whole."""
+        """What a role goes on from is in memory here, or nobody had it whole. If its epoch is over, the
+        worker knows that."""
+        order, plan = event.order, event.order.plan
         if event.failed:
-            log.error("node %s: role %d: %s", self.about.node, event.role, event.failed)
-            self.say(m.RestoreFailed(event.epoch, event.role, event.failed))
-        elif self.plan is not None and self.epoch == event.epoch:
-            restore = m.Restore(event.epoch, self.plan.worker.version, list(event.copies))
-            self.do(ToWorker(event.worker, restore))
+            log.error("node %s: role %d: %s", self.about.node, order.role, event.failed)
+            self.say(m.RestoreFailed(plan.epoch, order.role, event.failed))
+        else:
+            restore = m.Restore(plan.epoch, plan.worker.version, list(event.copies))
+            self.do(ToWorker(order.worker, restore))
 
     def staged(self, worker: Worker, role: int, version: int) -> None:
         """A snapshot is whole, of the role that `worker` plays, or of one that it has adopted."""
@@ -327,8 +329,8 @@ class Epochs:
         if found is not None and plan is not None:
             worker, effects = found
             self.do(*effects)
-            if worker.committed == event.version:
-                self.do(*self._copies.write(worker, event.version, plan, self.settings))
+            if worker.committed == event.order.version:
+                self.do(*self._copies.write(worker, worker.committed, plan, self.settings))
 
     def written(self, event: DurableDone) -> None:
         """A snapshot is on storage, or could not be written."""

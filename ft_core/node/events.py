@@ -8,7 +8,6 @@ reports (`node.view`). It says what is to be loaded, sent, written or dropped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ft_core.protocol import messages as m
@@ -92,22 +91,17 @@ class Signalled:
 
 @dataclass(frozen=True)
 class Replicated:
-    """A role's snapshot is verified wherever it must be; `failed`: why it is not."""
+    """A role's snapshot is verified wherever it must be, as was wanted; `failed`: why it is not."""
 
-    worker: Number
-    role: int
-    version: Version
-    epoch: int
+    order: Replicate
     failed: str = ""
 
 
 @dataclass(frozen=True)
 class Brought:
-    """What `Bring` wanted is in memory here; `failed`: why it is not."""
+    """What was wanted is in memory here; `failed`: why it is not."""
 
-    worker: Number
-    role: int
-    epoch: int
+    order: Bring
     copies: tuple[CopyHere, ...] = ()
     failed: str = ""
 
@@ -309,7 +303,7 @@ class Replicate:
     role: int
     version: Version
     epoch: int
-    ring: Sequence[int]
+    ring: tuple[int, ...]
 
 
 @dataclass(frozen=True)

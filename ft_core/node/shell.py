@@ -379,7 +379,7 @@ class NodeShell:
             await asyncio.to_thread(self.replicator.replicate, *what, order.ring, gate)
         except FtError as error:
             failed = str(error)
-        self._handle(e.Replicated(order.worker, *what, failed))
+        self._handle(e.Replicated(order, failed))
 
     async def _bring(self, order: e.Bring) -> None:
         plan, copies, failed = order.plan, [], ""
@@ -399,7 +399,7 @@ class NodeShell:
                 copies.append(m.CopyHere(role, slot, buffer.memory.address, layouts))
         except FtError as error:
             failed = str(error)
-        self._handle(e.Brought(order.worker, order.role, plan.epoch, tuple(copies), failed))
+        self._handle(e.Brought(order, tuple(copies), failed))
 
     async def _write_durable(self, order: e.WriteDurable) -> None:
         roles, failed = [], ""

@@ -360,11 +360,12 @@ def test_a_worker_keeps_its_role_in_the_next_epoch(training: Node):
     training.memory.held[0, False] = [0, 1]
     training.hear(following)
     assert e.DropAfter(0) in training.done
-    assert training.effects(e.Bring) == [e.Bring(number, 0, (0,), following)]
+    [bring] = training.effects(e.Bring)
+    assert bring == e.Bring(number, 0, (0,), following)
     copy = m.CopyHere(0, 0, [1, 2, 3, 4], [LAYOUT])
-    training.handle(e.Brought(number, 0, 2, (copy,)))
+    training.handle(e.Brought(bring, (copy,)))
     assert training.done == [e.ToWorker(number, m.Restore(2, 0, [copy]))]
-    training.handle(e.Brought(number, 0, 2, failed="no holder"))
+    training.handle(e.Brought(bring, failed="no holder"))
     assert training.said(m.RestoreFailed) == [m.RestoreFailed(2, 0, "no holder")]
 
 
@@ -372,7 +373,6 @@ def test_nobody_obeys_an_older_epoch(training: Node):
     training.hear(m.Abort(3))
     assert not training.hear(m.Abort(2)) and not training.hear(m.Abort(3))
     assert not training.hear(plan(2))
-    assert not training.handle(e.Brought(training.number(), 0, 1, ()))
     assert training.agent.epochs.epoch == 3 and training.agent.epochs.begun == 1
 
 
@@ -507,12 +507,12 @@ def staged(node: Node, version: int, role: int = 0) -> e.Replicate:
 
 
 def arrived(order: e.Replicate, failed: str = "") -> e.Replicated:
-    return e.Replicated(order.worker, order.role, order.version, order.epoch, failed)
+    return e.Replicated(order, failed)
 
 
 def test_a_snapshot_is_committed_when_it_is_safe(training: Node):
     order = staged(training, 1)
-    assert order == e.Replicate(training.number(), 0, 1, 1, [0, 1])
+    assert order == e.Replicate(training.number(), 0, 1, 1, (0, 1))
     assert training.handle(arrived(order)) == [e.Commit(training.number(), 1)]
     older = staged(training, 2), staged(training, 3)
     for order in reversed(older):

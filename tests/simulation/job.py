@@ -128,6 +128,8 @@ class SimJob:
         """The newest epoch in the events, and the newest durable checkpoint that was complete before it."""
         if shape.former:
             self._go_on_from_former()
+        self.achieved: set[tuple[str, int, int | None]] = set()
+        """(event, epoch, role): what a role has done that an event tells of, once all have."""
         self.ledger: list[str] = []
         self.recorded: dict[str, int] = {}
         """What can be read in events.jsonl."""
@@ -276,6 +278,11 @@ class SimJob:
             self._look(controller)
         if event.event == "starting_over" and not self.storage.complete():
             self.training.least = 0  # what a former job has left is damaged, and it is said
+        if event.event in ("state_restored", "resumed", "communicators_ready"):
+            plan = controller.machine.facts.begun
+            of = set(plan.roles) - set(plan.newcomers if event.event == "communicators_ready" else ())
+            if missing := [r for r in sorted(of) if (event.event, event.epoch, r) not in self.achieved]:
+                raise Violation(f"10: {event.event} of epoch {event.epoch}, and roles {missing} have not")
         if event.event == "link":
             machines = [name.partition("+")[0] for name in event.more["nodes"]]
             if self.network.joins(*machines) and not any(map(self._ails, self.live())):

@@ -292,6 +292,35 @@ def the_first_plan_is_all_there_is() -> None:
     Facts.forgotten = property(lambda self: False)  # type: ignore[assignment,method-assign]
 
 
+def an_older_epochs_progress_counts() -> None:
+    """What a role has done in an epoch that is over, and repeats, is taken for one step of this."""
+    progressed = Epochs.progressed
+
+    def mutated(self: Epochs, message: Any) -> None:
+        progressed(self, replace(message, epoch=self.facts.epoch))
+
+    Epochs.progressed = mutated  # type: ignore[method-assign]
+
+
+def what_is_staged_between_epochs_is_sent() -> None:
+    """Nobody takes it, which looks like a broken link."""
+
+    def mutated(self: node.Epochs, worker: Any, role: int, version: int) -> None:
+        self.do(*self._copies.staged(worker, role, version, self.epoch))
+
+    node.Epochs.staged = mutated  # type: ignore[method-assign]
+
+
+def a_role_comes_back_to_an_older_epoch() -> None:
+    """A node brings a replica group back by the plan of another epoch than it is in."""
+    prepare = node.Epochs.prepare
+
+    def mutated(self: node.Epochs, message: m.Prepare) -> None:
+        prepare(self, replace(message, epoch=self.begun))
+
+    node.Epochs.prepare = mutated  # type: ignore[method-assign]
+
+
 def where_scripts_begin_is_unknown() -> None:
     """All go back to what is left, though newcomers' scripts have loaded a newer checkpoint of their own."""
     lay_out = Facts.lay_out
@@ -336,6 +365,9 @@ MUTATIONS: dict[str, Callable[[], None]] = {
         an_older_epochs_abort_is_obeyed,
         a_part_stays_over,
         the_first_plan_is_all_there_is,
+        an_older_epochs_progress_counts,
+        what_is_staged_between_epochs_is_sent,
+        a_role_comes_back_to_an_older_epoch,
         where_scripts_begin_is_unknown,
     )
 }

@@ -16,7 +16,7 @@ from ft_core.state.placement import replica_nodes, sender, spares_of
 from .control import short
 from .store import SimStore
 from .workers import SimWorker, to_layout
-from .world import Link, Process
+from .world import Link, Process, Violation
 
 if TYPE_CHECKING:
     from .job import SimJob
@@ -220,12 +220,16 @@ class SimNode(Process):
     def _do(self, effect: ev.Effect) -> None:
         match effect:
             case ev.ToController(message):
+                if isinstance(message, m.Suspect) and message.epoch != self.machine.epochs.begun:
+                    raise Violation(f"6: {self.name} suspects a link in an epoch without a plan: {message}")
                 if self.link is not None:
                     self.job.sent(message)
                     self.link.send(0, message)
             case ev.Report():
                 self._do(ev.ToController(self.machine.epochs.holdings()))
             case ev.ToWorker(number, message):
+                if isinstance(message, m.Assign) and message.plan.epoch != self.epoch:
+                    raise Violation(f"1: {self.name}, in epoch {self.epoch}, gives a role away: {message}")
                 if (worker := self.workers.get(number)) is not None:
                     worker.later(0.001, lambda: worker.hear(message))
             case ev.Start(number, device):
@@ -339,9 +343,8 @@ class SimNode(Process):
         self, wanted: ev.Replicate, targets: list[tuple[Segment, str]], content: int, failed: str
     ) -> None:
         """One after the other."""
-        about = (wanted.worker, wanted.role, wanted.version, wanted.epoch)
         if failed or not targets:
-            self.later(0.001, lambda: self.handle(ev.Replicated(*about, failed)))
+            self.later(0.001, lambda: self.handle(ev.Replicated(wanted, failed)))
             return
         (segment, name), rest = targets[0], targets[1:]
         other = self.job.named(name)
@@ -395,9 +398,9 @@ class SimNode(Process):
     def _bring_next(self, wanted: ev.Bring, held: list[int], copies: tuple[m.CopyHere, ...]) -> None:
         """The rest of what is `held`, one after the other."""
         plan = wanted.plan
-        version, about = plan.worker.version, (wanted.worker, wanted.role, plan.epoch)
+        version = plan.worker.version
         if not held:
-            self.later(0.03 * self.world.rng.random(), lambda: self.handle(ev.Brought(*about, copies)))
+            self.later(0.03 * self.world.rng.random(), lambda: self.handle(ev.Brought(wanted, copies)))
             return
         assert version is not None
         role, rest = held[0], held[1:]
@@ -409,7 +412,7 @@ class SimNode(Process):
 
         def found(content: int | None, problem: str) -> None:
             if content is None:
-                self.later(0.1, lambda: self.handle(ev.Brought(*about, (), problem)))
+                self.later(0.1, lambda: self.handle(ev.Brought(wanted, (), problem)))
                 return
             slot = memory.free()
             memory.held[slot] = (version, content)

@@ -153,8 +153,17 @@ class SimWorker(Process):
                     self._say(m.WorkerCounts(self._counts()))
                 case ev.SayIssued(number, epoch, at_end):
                     self._say(m.WorkerIssued(number, epoch, self.version, at_end, {}, []))
+                case ev.UsePlan(plan):
+                    if plan.epoch > 1 and self.role not in plan.newcomers:
+                        self.later(0.005, lambda: self._reopens(plan.epoch))
                 case ev.EndProcess(code):
                     self.node.end_worker(self, code)
+
+    def _reopens(self, epoch: int) -> None:
+        """It has the communicators of that epoch."""
+        if epoch == self.pending:
+            self.node.job.achieved.add(("communicators_ready", epoch, self.role))
+            self.tell(ev.Reopened(epoch))
 
     def _say(self, message: m.Message) -> None:
         self.node.from_worker(self, message)
@@ -361,6 +370,7 @@ class SimWorker(Process):
             yield from self._stage()
         self.words.version = self.words.tag = self.version
         self.tell(ev.Loaded(self.version, loaded))
+        job.achieved.add(("state_restored", self.epoch, self.role))
         if job.shape.loads == "each" and self.version < self._covered:
             yield from self._replace()
         self._covered = max(self._covered, self.version - 1)
@@ -418,6 +428,7 @@ class SimWorker(Process):
         self._covered = max(self._covered, step - 1)
         self.words.version = self.words.tag = self.version
         self.training.stepped(self, trained)
+        job.achieved.add(("resumed", self.epoch, self.role))
         poisoned = job.poison == (self.role, self.version)
         if self.machine.reports_step:
             self.tell(ev.StepDone(self.version))
