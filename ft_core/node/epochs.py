@@ -258,11 +258,11 @@ class Epochs:
 
     def prepare(self, message: m.Prepare) -> None:
         """Roles that come back while others train begin ahead of the epoch in which they take part."""
-        if self.plan is None or message.epoch != self.begun:
-            return
+        if (plan := self.plan) is None or not message.epoch == plan.epoch == self.epoch:
+            return  # it is said again, if it is still wanted in the next one
         for role in message.roles:
             if self.crew.of_role(role) is None:
-                self._assign(role, self.plan.master, message.worker)
+                self._assign(role, plan.master, message.worker)
             elif (said := self.said.prepared(role)) is not None:
                 self.post(said)  # to another controller, which has asked before
 

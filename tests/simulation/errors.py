@@ -92,9 +92,10 @@ class Errors:
     def ended(self, node: SimNode, worker: SimWorker, code: int) -> None:
         """A worker has."""
         step = -1 if isinstance(worker.state, NoRole | StartUp) else worker.version
-        if worker.role is not None:
+        known = node.machine.crew.get(worker.number)  # a role may be given to one that is dead
+        if known is not None and known.plays:
             now = self.job.world.now
-            self._failures.append(_Failure(node.machine_name, worker.role, step, now, code == -11))
+            self._failures.append(_Failure(node.machine_name, known.role, step, now, code == -11))
 
     def decided(self, controller: SimController, moved: dict[int, str], before: dict[int, str]) -> None:
         """Roles were given to workers; `before`: where all were."""

@@ -284,6 +284,7 @@ class SimJob:
             if missing := [r for r in sorted(of) if (event.event, event.epoch, r) not in self.achieved]:
                 raise Violation(f"10: {event.event} of epoch {event.epoch}, and roles {missing} have not")
         if event.event == "link":
+            self._spared(event.more["replaced"], controller)
             machines = [name.partition("+")[0] for name in event.more["nodes"]]
             if self.network.joins(*machines) and not any(map(self._ails, self.live())):
                 raise Violation(f"6: the link between {machines} is well, and {event.reason}")
@@ -310,7 +311,7 @@ class SimJob:
             if self._linked == controller.machine.facts.epoch:
                 raise Violation(f"6: a second node is taken for lost for one broken link: {reason}")
             self._linked = controller.machine.facts.epoch
-            self.memory_lost(node)  # for good, also if it has what nobody else has any more
+            self.memory_lost(node)
         if "no heartbeat" in reason:
             if not self._in_trouble(node):
                 raise Violation(f"6: {node.name} is well, and is taken for lost: {reason}")
@@ -321,6 +322,26 @@ class SimJob:
                 self.outcome.short += 1
                 raise Violation(f"6: {node.name} was stopped for {node.trouble} s, and is lost: {reason}")
         self._out.setdefault(node.name, self.world.now)
+
+    def _spared(self, name: str, controller: SimController) -> None:
+        """A node is about to be replaced for a broken link: what it holds, others must hold as well."""
+        seen = [node for node in self.live() if node.name in controller.machine.facts.nodes]
+        promised = self.training.newest - 1
+        if self._held(seen) >= promised > self._held([node for node in seen if node.name != name]):
+            raise Violation(f"6: {name} is replaced for a broken link, and holds what nobody else does")
+
+    def _held(self, nodes: list[SimNode]) -> int:
+        """The newest version of which all state is in the memory of these; -1: there is none."""
+        versions = range(max(0, self.training.newest - 1), self.training.newest + 1)
+        whole = (
+            version
+            for version in versions
+            if all(
+                any(node.store.content(segment, version, self.owners) is not None for node in nodes)
+                for segment in self.owners
+            )
+        )
+        return max(whole, default=-1)
 
     def _look(self, controller: SimController) -> None:
         """Which nodes that live the controller does not see."""

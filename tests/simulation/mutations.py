@@ -316,7 +316,11 @@ def a_role_comes_back_to_an_older_epoch() -> None:
     prepare = node.Epochs.prepare
 
     def mutated(self: node.Epochs, message: m.Prepare) -> None:
-        prepare(self, replace(message, epoch=self.begun))
+        plan, epoch = self.plan, self.epoch
+        if plan is not None:
+            self.plan, self.epoch = replace(plan, epoch=message.epoch), message.epoch
+            prepare(self, message)
+            self.plan, self.epoch = plan, epoch
 
     node.Epochs.prepare = mutated  # type: ignore[method-assign]
 

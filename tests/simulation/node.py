@@ -145,11 +145,11 @@ class SimNode(Process):
         if not worker.alive:
             return
         self.world.trace(f"{worker.name} of role {worker.role} ends with {code}")
-        self.job.errors.ended(self, worker, code)
         worker.die()
 
         def ended() -> None:
             if self.workers.pop(worker.number, None) is not None:
+                self.job.errors.ended(self, worker, code)
                 self.handle(ev.WorkerEnded(worker.number, code, worker.words.version))
 
         self.later(0.002 + 0.02 * self.world.rng.random(), ended)

@@ -32,6 +32,8 @@ FAILED_ONCE = {
     105020: "the same where the script goes on from a checkpoint of its own, which it has not made yet",
     104564: "a copy was overwritten by an equal one",
     106020: "the line of an epoch was lost with a controller whose disk was full",
+    205553: "a dead worker was given a role: to the agent it has failed, and was none to the oracle",
+    2520: "roles began to come back to an epoch that was ending (a_role_comes_back_to_an_older_epoch)",
     302375: "a durable checkpoint was older than the script's own, and newcomers were replaced for ever "
     "(where_scripts_begin_is_unknown)",
     106746: "a node that trained alone, unheard, was lost, and the others began anew without waiting for it",
