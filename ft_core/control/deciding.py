@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+
+from msgspec import structs
 
 from ft_core.control import decision
 from ft_core.control.compact import contains
-from ft_core.control.facts import ALL_IS_LOST, Facts, copies, report
+from ft_core.control.facts import ALL_IS_LOST, Facts, Node, copies, report
 from ft_core.control.groups import Places
 from ft_core.errors import Unrecoverable
-from ft_core.protocol.messages import Origin, Redundancy
+from ft_core.protocol.messages import Origin, Redundancy, RoleHeld
 
 Sources = dict[int, dict[str, list[str]]]
 Durable = Callable[[Collection[str]], Mapping[int, str] | None]
@@ -141,6 +143,35 @@ def decide(
     found = durable(set(roles.values())) or {} if chosen.origin == "durable" else {}
     name = found.get(chosen.version, "") if chosen.version is not None else ""
     return Start(roles, chosen.version, chosen.origin, chosen.sources, newcomers, name)
+
+
+def can_be_spared(facts: Facts, name: str) -> bool:
+    """Whether the other nodes hold what the job would go on from, or nobody does: by their heartbeats."""
+
+    def suffice(nodes: Iterable[Node]) -> bool:
+        reports = [report(_as_of_beats(node, facts)) for node in nodes]
+        about = facts.places, facts.initial, ()
+        try:
+            choice = decision.choose_version(
+                reports, *about, reached=facts.reached, catalogue=facts.catalogue
+            )
+        except Unrecoverable:
+            return False
+        return not older_than_promised(facts, choice.version)
+
+    nodes = facts.nodes.values()
+    return suffice(node for node in nodes if node.name != name) or not suffice(nodes)
+
+
+def _as_of_beats(node: Node, facts: Facts) -> Node:
+    """With what it holds now: it has reported when the epoch before ended."""
+    roles = dict(node.holdings.roles)
+    for role, beat in node.beats.items():
+        segments = list(facts.catalogue.get(role, ()))
+        roles[role] = RoleHeld(alive=True, stage="training", versions=beat.held, segments=segments)
+    copies = {**node.holdings.replicas, **node.replicas}
+    held = structs.replace(node.holdings, roles=roles, replicas=copies)
+    return replace(node, holdings=held)
 
 
 def older_than_promised(facts: Facts, version: int | None) -> bool:

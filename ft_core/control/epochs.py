@@ -16,6 +16,7 @@ from ft_core.control.deciding import (
     StandbyComes,
     Start,
     StartOver,
+    can_be_spared,
     decide,
     older_than_promised,
 )
@@ -25,7 +26,7 @@ from ft_core.control.facts import ALL_IS_LOST, Facts, Node, completed, epoch_of,
 from ft_core.control.forming import first_places
 from ft_core.control.hangs.detector import Blame, Detector, Puzzle
 from ft_core.control.hangs.finding import Finding
-from ft_core.control.links import Pair
+from ft_core.control.links import Broken, Pair
 from ft_core.control.phases import Done, Forming, Phase, Quiescing, Rebuilding, Running, Waiting
 from ft_core.control.progress import Progress
 from ft_core.control.returning import Returning
@@ -492,18 +493,22 @@ class Epochs:
         none = facts.settings.world_size  # a node without a role is replaced rather than one with some
         failed = lambda name: len(facts.strikes.against(strikes.place(name), self.now))  # noqa: E731
         broken = self.watch.links.found(failed, lambda name: first.get(name, none))
-        if broken is not None and self._has_no_other(broken.replaced, broken.ends):
-            # What it holds would be lost, and it would come back to the same link.
+        replaced = "" if broken is None else self._replaceable(broken)
+        if broken is not None and not replaced:
+            # What they hold would be lost, or they would come back to the same link.
             self.watch.links.again(self.now)
             one, other = broken.ends
-            what = f"nodes {one} and {other} do not reach each other, and no other node can take over for one"
+            what = (
+                f"nodes {one} and {other} do not reach each other, and neither can be replaced: no other "
+                "node could take over, or it holds what nobody else does"
+            )
             if self._is_news(what):
                 self._say_it_waits(what, [])
             return
         self.watch.ends()
         if broken is not None:
             one, other = broken.ends
-            node = facts.nodes[broken.replaced]
+            node = facts.nodes[replaced]
             roles = facts.hosts.get(node.name, [])
             what = f"nodes {one} and {other} do not reach each other; {node.name} is replaced"
             self.record("link", what, roles, nodes=[one, other], replaced=node.name)
@@ -513,6 +518,13 @@ class Epochs:
         elif isinstance(self.phase, Running):
             self.fail(f"connections broke, and all nodes reach each other ({why})", [])
         self.decide_if_ready()
+
+    def _replaceable(self, broken: Broken) -> m.NodeName:
+        """The end of a link that is replaced: rather that which was found than the other, and none that holds
+        what nobody else does."""
+        ends = sorted(broken.ends, key=lambda name: name != broken.replaced)
+        able = (name for name in ends if not self._has_no_other(name, broken.ends))
+        return next((name for name in able if can_be_spared(self.facts, name)), "")
 
     def _has_no_other(self, replaced: m.NodeName, ends: Pair) -> bool:
         """Whether the job would wait for a node if that one were replaced."""

@@ -175,9 +175,9 @@ class Agent:
         return self.job.happens(Received(self.peer, message))
 
     def beat(self) -> list[Effect]:
-        beat = {"tag": 1, "held": [], "committed": -1, "step_s": 0.1, "waited_s": 0.0}
+        beat = {"tag": 1, "committed": -1, "step_s": 0.1, "waited_s": 0.0, "h2h_bytes": 0, "h2h_snapshots": 0}
         roles = {
-            role: RoleBeat(pid=pid, step=self.step_now, h2h_bytes=0, h2h_snapshots=0, **beat)
+            role: RoleBeat(pid=pid, step=self.step_now, held=self.versions.get(role, []), **beat)
             for role, pid in self.workers.items()
         }
         about = {"epoch": self.epoch, "begun": self.begun, "idle": self.idle}
@@ -607,6 +607,25 @@ def test_the_end_that_fewer_nodes_reach_is_replaced_and_rather_one_without_a_rol
     answer_probes(job, 10, ("node0", "node3"))
     assert job.records_of("link")[0].more["replaced"] == "node3"
     assert job.phase == "running" and job.records_of("spare_lost")
+
+
+def test_an_end_that_holds_what_nobody_else_does_is_not_replaced() -> None:
+    """Its node's copies were on another that is lost, and it has not sent them again."""
+    job = broke()
+    for agent in job.agents.values():
+        agent.replicas = {name: held for name, held in agent.replicas.items() if name != job.segment(1)}
+    answer_probes(job, 10, ("node0", "node1"))
+    assert job.records_of("link")[0].more["replaced"] == "node0"
+    job = broke()
+    for agent in job.agents.values():
+        agent.replicas = {}
+    answer_probes(job, 10, ("node0", "node1"))
+    [waiting] = job.records_of("waiting")
+    assert "nodes node0 and node1 do not reach each other" in waiting.reason and not job.records_of("link")
+    job["node0"].replicas = {job.segment(2): [0, 1]}
+    job["node2"].replicas = {job.segment(1): [0, 1]}
+    answer_probes(job, 10, ("node0", "node1"))
+    assert job.records_of("link")[0].more["replaced"] == "node1"
 
 
 def test_a_link_that_is_broken_once_is_not() -> None:
