@@ -100,7 +100,9 @@ def decide(
     """`returning`: places of the replica groups that are ready to come back. `avoided`: nodes that are used
     only where there is no other."""
     withdrawn = facts.groups.withdrawn
-    places = {role: node for role, node in facts.places.items() if role not in withdrawn}
+    places = facts.places
+    if withdrawn:
+        places = {role: node for role, node in places.items() if role not in withdrawn}
     lost = [role for role, node in places.items() if not facts.alive(role, node)]
     idle = {node.name: node.idle for node in facts.nodes.values()}
     near = copies(facts.nodes.values(), facts.catalogue, lost)
@@ -139,7 +141,7 @@ def decide(
         if bare <= set(assignment.unplaced):
             return Shortage(sorted(bare), "what they have alone has not been copied yet")
         return GiveUp(f"what roles {sorted(bare)} had alone is lost; start the job again")
-    newcomers = sorted(role for role in roles if role in lost or role not in places)
+    newcomers = sorted({role for role in lost if role in roles} | (roles.keys() - places.keys()))
     found = durable(set(roles.values())) or {} if chosen.origin == "durable" else {}
     name = found.get(chosen.version, "") if chosen.version is not None else ""
     return Start(roles, chosen.version, chosen.origin, chosen.sources, newcomers, name)
@@ -211,7 +213,7 @@ def _choose(facts: Facts, roles: Places, places: Places, durable: Durable) -> _C
         if (found := _durable(facts, nodes, durable)) is None:
             return AskStorage(nodes)
         choice = choose(durable=found)
-    sources = {role: dict(held) for role, held in choice.sources.items()}
+    sources = dict(choice.sources)
     for role in adopted:  # without what its adopter has anyway
         sources[role] = {s: where for s, where in sources[role].items() if s in known[role]}
     return _Choice(choice.version, choice.origin, sources)
@@ -246,7 +248,7 @@ def _durable(facts: Facts, nodes: frozenset[str], durable: Durable) -> Mapping[i
 def _segments(facts: Facts, roles: Places, places: Places) -> dict[int, Collection[str]]:
     """What each role's state consists of; of those that are away, what they had alone."""
     known: dict[int, Collection[str]] = dict(facts.catalogue)
-    for role in set(roles) - set(places):  # of a group that comes back, or takes part for the first time
+    for role in roles.keys() - places.keys():  # of a group that comes back, or takes part for the first time
         counterpart = facts.groups.counterpart(role, places)
         if facts.groups.redundancy is Redundancy.REPLICATED:
             known[role] = known[counterpart]

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from ft_core.errors import Unrecoverable
 
@@ -37,6 +37,26 @@ class RoleReport:
     segments: tuple[str, ...]
 
 
+class Held(Protocol):
+    """A `RoleReport`, or a message that says the same."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether its worker lives."""
+
+    @property
+    def stage(self) -> Literal["startup", "training"]:
+        """Of its worker."""
+
+    @property
+    def versions(self) -> Sequence[int]:
+        """Complete local snapshots."""
+
+    @property
+    def segments(self) -> Sequence[str]:
+        """Of each of them."""
+
+
 @dataclass(frozen=True)
 class NodeReport:
     """What a live agent holds.
@@ -47,8 +67,8 @@ class NodeReport:
 
     node: str
     domain: str
-    roles: Mapping[int, RoleReport] = field(default_factory=dict)
-    replicas: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    roles: Mapping[int, Held] = field(default_factory=dict)
+    replicas: Mapping[str, Sequence[int]] = field(default_factory=dict)
     segments: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
@@ -72,9 +92,10 @@ class Choice:
     """The version to go on from.
 
     `origin` "memory": `sources[role][segment]` lists nodes that hold it, the one to ask first at the front:
-    the role's own node where it has a copy, and no other where it has a snapshot of the role. "initial":
-    start-up computes the version; a role with sources restores, one with an empty mapping runs its script.
-    "durable": everyone loads the durable checkpoint of that version; `lost` says why memory did not suffice.
+    the role's own node where it has a copy. A role is not among them whose own node has a snapshot of it.
+    "initial": start-up computes the version; a role with sources restores, one with an empty mapping runs its
+    script. "durable": everyone loads the durable checkpoint of that version; `lost` says why memory did not
+    suffice.
     """
 
     version: int
@@ -117,7 +138,7 @@ def choose_version(
         computed = {x.role for x in lost if version == initial and x.role in holdings.starting}
         lost = tuple(x for x in lost if x.role not in computed)
         if not lost and version >= max(durable, default=version):
-            sources = holdings.sources(version, [r for r in roles if r not in computed], placements or {})
+            sources = holdings.sources(version, roles, computed, placements or {})
             return Choice(version, "initial" if computed else "memory", {r: {} for r in computed} | sources)
         if version in holdings.versions and (best is None or len(lost) < len(best[1])):
             best = (version, lost)
@@ -125,7 +146,7 @@ def choose_version(
     newest = max([*holdings.versions, *durable, *([] if reached is None else [reached])], default=initial)
     if initial is not None and newest is not None and newest <= initial:
         computed = {x.role for x in holdings.missing(initial, roles)}
-        sources = holdings.sources(initial, [r for r in roles if r not in computed], placements or {})
+        sources = holdings.sources(initial, roles, computed, placements or {})
         return Choice(initial, "initial", {r: {} for r in computed} | sources)
 
     wanted, lost = best or (None, holdings.missing(None, roles))
@@ -181,7 +202,9 @@ def _assign(
     most tightly.
     """
     free = {node: count for node, count in idle.items() if count > 0}
-    roles = {r: n for r, n in placements.items() if r not in lost}
+    roles = dict(placements)
+    for role in lost:
+        roles.pop(role, None)
     groups: dict[str | None, list[int]] = {}
     for role in sorted(lost):
         home = placements.get(role)
@@ -216,91 +239,122 @@ def _assign(
 
 
 class _Holdings:
-    """The reports, indexed by what is asked of them."""
+    """The reports, looked at for one version at a time: what all hold is counted, and only what is not there,
+    or not where it is needed, is looked for role by role."""
 
     def __init__(
         self, reports: Iterable[NodeReport], catalogue: Mapping[int, Collection[str]] | None
     ) -> None:
+        self._reports = {report.node: report for report in sorted(reports, key=lambda r: r.node)}
         self.versions: set[int] = set()
         self.starting: set[int] = set()
-        self._nodes: dict[int, dict[str, list[str]]] = {}
-        """Version -> segment -> nodes that hold it, each once."""
-        self._snapshots: dict[tuple[int, str], Collection[int]] = {}
-        """Role and node -> its versions there."""
-        self._segments: dict[int, Collection[str]]
+        self._segments: Mapping[int, Collection[str]]
         known: dict[int, set[str]] = {}
         reported: dict[int, Collection[str]] = {}
-        for report in sorted(reports, key=lambda r: r.node):
-            node = report.node
+        for report in self._reports.values():
             for role, own in report.roles.items():
-                if own.alive and own.stage == "startup" and not own.versions:
-                    self.starting.add(role)
+                self.versions.update(own.versions)
                 if own.segments:
-                    reported[role] = {*reported.get(role, ()), *own.segments}
-                self._snapshots[role, node] = own.versions
-                for version in own.versions:
-                    self._hold(version, own.segments, node)
-            for segment, versions in report.replicas.items():
-                for version in versions:
-                    self._hold(version, (segment,), node)
+                    before = reported.get(role)
+                    reported[role] = own.segments if before is None else {*before, *own.segments}
+                elif not own.versions and own.alive and own.stage == "startup":
+                    self.starting.add(role)
+            for versions in report.replicas.values():
+                self.versions.update(versions)
             if catalogue is None:
                 for segment, holders in report.segments.items():
                     for role in holders:
                         known.setdefault(role, set()).add(segment)
         # A role's own word on its segments is newer than what others remember of them.
         self._segments = {**(known if catalogue is None else catalogue), **reported}
+        self._there: tuple[int | None, set[str], set[int]] = None, set(), set()
 
-    def _hold(self, version: int, segments: Iterable[str], node: str) -> None:
-        if (there := self._nodes.get(version)) is None:
-            there = self._nodes[version] = {}
-            self.versions.add(version)
-        for segment in segments:
-            nodes = there.get(segment)
-            if nodes is None:
-                there[segment] = [node]
-            elif nodes[-1] != node:
-                nodes.append(node)
+    def _at(self, version: int | None) -> tuple[set[str], set[int]]:
+        """The segments that somebody has at `version`, and the roles of which somebody has a snapshot."""
+        if version != self._there[0]:
+            there: set[str] = set()
+            whole: set[int] = set()
+            for report in self._reports.values():
+                for role, own in report.roles.items():
+                    if version in own.versions:
+                        there.update(own.segments)
+                        if own.segments is self._segments.get(role):  # nobody says that there is more
+                            whole.add(role)
+                there.update(s for s, versions in report.replicas.items() if version in versions)
+            self._there = version, there, whole
+        return self._there[1:]
 
     def missing(self, version: int | None, roles: Iterable[int]) -> tuple[Loss, ...]:
         """What is not held at `version`."""
         lost: list[Loss] = []
-        there = {} if version is None else self._nodes.get(version, {})
+        there, whole = self._at(version)
         for role in roles:
+            if role in whole:
+                continue
             segments = self._segments.get(role)
             if not segments:
                 lost.append(Loss(role, None, ()))
-            elif not all(segment in there for segment in segments):
-                for segment in sorted(set(segments) - there.keys()):
-                    held = sorted(v for v, found in self._nodes.items() if segment in found)
-                    lost.append(Loss(role, segment, tuple(held)))
+                continue
+            for segment in sorted(set(segments) - there):
+                lost.append(Loss(role, segment, tuple(sorted(self._versions(segment)))))
         return tuple(lost)
 
+    def _versions(self, segment: str) -> set[int]:
+        """That are held of it."""
+        found: set[int] = set()
+        for report in self._reports.values():
+            found.update(report.replicas.get(segment, ()))
+            for own in report.roles.values():
+                if segment in own.segments:
+                    found.update(own.versions)
+        return found
+
     def sources(
-        self, version: int, roles: Iterable[int], placements: Mapping[int, str]
+        self, version: int, roles: Iterable[int], computed: Collection[int], placements: Mapping[int, str]
     ) -> dict[int, dict[str, list[str]]]:
-        """For each role and segment the nodes to ask, fetches spread over them."""
+        """For each role and segment the nodes to ask, fetches spread over them; but for roles that are
+        `computed`, and those that have a snapshot on their own node."""
         asked: Counter[str] = Counter()
+        wanted = []
+        for role in roles:
+            home = self._reports.get(placements.get(role, ""))
+            own = home.roles.get(role) if home is not None else None
+            local = own is not None and version in own.versions
+            if not local and role not in computed:
+                wanted.append(role)
+        holders = self._holders(version, {s for role in wanted for s in self._segments[role]})
         sources: dict[int, dict[str, list[str]]] = {}
         turn = 0
-        for role in roles:
-            home = placements.get(role, "")
-            if version in self._snapshots.get((role, home), ()):
-                sources[role] = {segment: [home] for segment in sorted(self._segments[role])}
-                continue
+        for role in wanted:
+            own_node = placements.get(role, "")
             sources[role] = {}
             for segment in sorted(self._segments[role]):
-                nodes = some = self._nodes[version][segment]
+                nodes = some = holders[segment]
                 if len(nodes) > _FEW:
                     some = [nodes[at % len(nodes)] for at in range(turn, turn + SOURCES)]
-                    at = bisect_left(nodes, home)
-                    if nodes[at : at + 1] == [home] and home not in some:
-                        some.append(home)
+                    at = bisect_left(nodes, own_node)
+                    if nodes[at : at + 1] == [own_node] and own_node not in some:
+                        some.append(own_node)
                     turn += SOURCES
-                order = sorted(some, key=lambda n: (n != home, asked[n], n))[:SOURCES]
-                if order[0] != home:
+                order = sorted(some, key=lambda n: (n != own_node, asked[n], n))[:SOURCES]
+                if order[0] != own_node:
                     asked[order[0]] += 1
                 sources[role][segment] = order
         return sources
+
+    def _holders(self, version: int, wanted: set[str]) -> dict[str, list[str]]:
+        """Of some segments, the nodes that have them, in order."""
+        nodes: dict[str, list[str]] = {segment: [] for segment in wanted}
+        if not wanted:
+            return nodes
+        for name, report in self._reports.items():
+            here = {s for s in wanted.intersection(report.replicas) if version in report.replicas[s]}
+            for own in report.roles.values():
+                if version in own.versions:
+                    here.update(wanted.intersection(own.segments))
+            for segment in here:
+                nodes[segment].append(name)
+        return nodes
 
 
 def _explain(version: int | None, lost: Sequence[Loss], previous: Mapping[int, str]) -> str:

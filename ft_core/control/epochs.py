@@ -213,9 +213,7 @@ class Epochs:
                 self._send_plan(node)
                 continue
             if shared is None:
-                old = hosts_of(before.roles, before.nodes)
-                differs = changes(old, hosts_of(plan.roles, plan.nodes))
-                shared = plans.shared_plan(plan, facts.settings, before.id, *differs)
+                shared = plans.shared_plan(plan, facts.settings, before.id, *changes(before, plan))
             node.planned = self.now
             if (own := self._own.get(node.name)) is not None:
                 self.do(Send(node.peer, own))

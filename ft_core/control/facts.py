@@ -25,7 +25,6 @@ from ft_core.protocol.messages import (
     Origin,
     Plan,
     RoleBeat,
-    RoleHeld,
     RoleLayout,
 )
 from ft_core.settings import Settings
@@ -232,11 +231,6 @@ class Facts:
             self.catalogue[role] = segments
             self._compact = None
 
-    def snapshots(self, role: int, node: str) -> Collection[int]:
-        """The versions of which a node has a snapshot of this role."""
-        held = self.nodes[node].holdings.roles.get(role) if node in self.nodes else None
-        return held.versions if held is not None else ()
-
     def alive(self, role: int, node: str) -> bool:
         """Whether `role` has a live worker on `node`."""
         held = self.nodes[node].holdings.roles.get(role) if node in self.nodes else None
@@ -331,23 +325,8 @@ def versions(held: Holdings) -> list[int]:
 
 def report(node: Node) -> decision.NodeReport:
     """What a node holds, as the decision reads it."""
-
-    def of(role: int, held: RoleHeld) -> decision.RoleReport:
-        return decision.RoleReport(
-            role=role,
-            node=node.name,
-            alive=held.alive,
-            stage=held.stage,
-            versions=tuple(held.versions),
-            segments=tuple(held.segments),
-        )
-
-    return decision.NodeReport(
-        node=node.name,
-        domain=node.hello.domain,
-        roles={role: of(role, held) for role, held in node.holdings.roles.items()},
-        replicas={segment: tuple(found) for segment, found in node.holdings.replicas.items()},
-    )
+    held = node.holdings
+    return decision.NodeReport(node.name, node.hello.domain, held.roles, held.replicas)
 
 
 def copies(

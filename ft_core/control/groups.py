@@ -110,6 +110,8 @@ class Groups:
 
     def absent(self, present: Collection[int]) -> dict[int, int]:
         """For the plan: the roles that are away, each with its counterpart among those who are there."""
+        if len(present) == self._start.roles:
+            return {}
         away = sorted(set(range(self._start.roles)) - set(present))
         find = self.counterpart if self.known else lambda role, _: self._start.counterpart(role)
         return {role: find(role, present) for role in away}

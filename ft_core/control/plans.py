@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import chain
 
 from msgspec.structs import replace
 
@@ -43,11 +44,7 @@ def make(facts: Facts, start: Start, done: Operations, name: str, job: str) -> P
         version=start.version,
         origin=start.origin,
         durable=start.durable,
-        sources={
-            role: held
-            for role, held in start.sources.items()
-            if held and start.version not in facts.snapshots(role, start.roles.get(role, ""))
-        },
+        sources={role: held for role, held in start.sources.items() if held},
         completed=dict(done),
         parts=facts.parts,
         resumes=facts.resumes,
@@ -148,19 +145,16 @@ def operations_needed(
 ) -> dict[NodeName, Operations]:
     """By node, the start-up operations of `done` in whose groups a role of its is that has not all on record
     (`counts`): nobody else asks for them."""
-    own = dict(counts)
-    have = Counter(
-        name
-        for role, known in own.items()
-        if role in places
-        for name, count in known.items()
-        if count >= done.get(name, (0, 0))[0]
-    )
+    own = {role: known for role, known in counts if role in places}
+    have = Counter(chain.from_iterable(own.values()))
+    behind = {
+        name for known in own.values() for name, count in known.items() if count < done.get(name, (0,))[0]
+    }
     series = {name: series_of(parse(name)) for name in done}
     lacking = {
         which.group
         for name, which in series.items()
-        if have[name] < (2 if which.pair is not None else sum(map(len, which.group.runs)))
+        if name in behind or have[name] < (2 if which.pair is not None else sum(map(len, which.group.runs)))
     }
     by_group: dict[GroupId, list[str]] = {}
     for name, which in series.items():

@@ -18,6 +18,7 @@ from ft_core.protocol.messages import (
     NodeName,
     NodePlan,
     OwnPlan,
+    Plan,
     PlanId,
     SharedPlan,
 )
@@ -57,12 +58,15 @@ def pieces(plan: PlanId, hosts: Iterable[Host]) -> list[Hosts]:
     return [Hosts(plan, rows[at : at + PIECE]) for at in range(0, len(rows), PIECE)]
 
 
-def changes(
-    before: Mapping[NodeName, Host], now: Mapping[NodeName, Host]
-) -> tuple[list[NodeName], list[Host]]:
-    """The nodes that are there no more, and those that are new or have changed."""
-    gone = [name for name in before if name not in now]
-    return gone, [host for name, host in now.items() if before.get(name) != host]
+def changes(before: Plan, now: Plan) -> tuple[list[NodeName], list[Host]]:
+    """The nodes that are there no more, and those that are new, or whose roles or address have changed."""
+    old, new = before.roles, now.roles
+    names = {name for role, name in new.items() if old.get(role) != name}
+    names |= {old[role] for role in old if old[role] != new.get(role)}
+    names |= {name for name, at in now.nodes.items() if before.nodes.get(name) != at}
+    places = {role: name for role, name in new.items() if name in names}
+    nodes = {name: at for name, at in now.nodes.items() if name in names}
+    return [name for name in before.nodes if name not in now.nodes], list(hosts_of(places, nodes).values())
 
 
 class Received:

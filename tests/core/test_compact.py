@@ -7,6 +7,7 @@ import zlib
 
 import msgspec
 import pytest
+from core.plans import job_plan
 
 from ft_core.control import compact
 from ft_core.control.plans import operations_needed
@@ -96,7 +97,8 @@ def test_who_is_where_as_a_table_and_by_its_changes() -> None:
     assert placed(whole.hosts) == (places, nodes)
     later = {**nodes, "new": NodeAddress("h:9", "new")}
     del later["n0"]
-    gone, changed = changes(hosts, hosts_of({**places, 0: "n4", 1: "n4"}, later))
+    before, now = job_plan(places, nodes=nodes), job_plan({**places, 0: "n4", 1: "n4"}, nodes=later)
+    gone, changed = changes(before, now)
     assert gone == ["n0"]
     assert changed == [Host("n4", "h:4", "rack", "0-1:1"), Host("new", "h:9", "", "")]
 

@@ -63,7 +63,7 @@ def test_a_dead_workers_memory_counts_and_its_own_node_comes_first() -> None:
         node("y", role(1, "y", (4, 5)), replicas={"a": (4, 5)}),
     ]
     choice = choose(*reports, placements={0: "x", 1: "y"})
-    assert choice.sources == {0: {"p": ["x"], "a": ["x"]}, 1: {"p": ["y"], "b": ["y"]}}
+    assert choice.sources == {}, "each has a snapshot where it is"
     moved = choose(*reports, placements={0: "y", 1: "y"})
     assert moved.sources[0] == {"p": ["y", "x"], "a": ["y", "x"]}, "it has no snapshot of the role there"
 
@@ -86,7 +86,7 @@ def test_fetches_are_spread_over_the_holders() -> None:
         for r in range(4)
     ]
     choice = choose_version(peers, holders, 0, [], placements={r: f"n{r}" for r in range(8)})
-    assert [choice.sources[r]["w"][0] for r in range(4)] == [f"n{r}" for r in range(4)]
+    assert choice.sources.keys() == set(range(4, 8)), "the others have snapshots where they are"
     assert Counter(choice.sources[r]["w"][0] for r in range(4, 8)) == {f"n{r}": 1 for r in range(4)}
 
 

@@ -232,14 +232,14 @@ def kept(job: SimulatedJob, choice: Choice) -> bool:
     assert not any(job.available(v) for v in range(choice.version + 1, begun + 1)), "a newer one was there"
     assert choice.origin in ("memory", "initial")
     for role, segments in job.segments.items():
-        if choice.origin == "initial" and not choice.sources[role]:
+        if choice.origin == "initial" and choice.sources.get(role) == {}:
+            continue
+        if job.node[role] in job.live and job.ranks[role].slots.get(choice.version):
+            assert role not in choice.sources, "its snapshot is in memory where it is: nobody is asked"
             continue
         assert set(choice.sources[role]) == {s.id for s in segments}
         for segment in segments:
-            held, home = job.holders(segment, choice.version), job.node[role]
-            if home in job.live and job.ranks[role].slots.get(choice.version):
-                held = {home}  # its snapshot is in memory there: nobody else is asked
-            assert set(choice.sources[role][segment.id]) == held != set()
+            assert set(choice.sources[role][segment.id]) == job.holders(segment, choice.version) != set()
     return choice.version >= begun - 1
 
 
