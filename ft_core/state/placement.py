@@ -49,8 +49,7 @@ def replica_nodes(
     covered = _domains(segment, role_nodes, domains)
     chosen: list[str] = []
     if len(covered) <= replicas and ring:
-        tier = [r for r in ring if r in role_nodes]
-        chosen += _choose(source, tier, role_nodes, domains, covered, replicas + 1)
+        chosen += _choose(source, ring, role_nodes, domains, covered, replicas + 1)
     if len(covered) <= replicas:
         chosen += _choose(source, sorted(role_nodes), role_nodes, domains, covered, replicas + 1)
     if len(covered) <= replicas and (others := sorted(spares)):
@@ -91,7 +90,8 @@ def _choose(
     for role in _after(source, tier):
         if len(covered) >= wanted:
             return
-        node = role_nodes[role]
+        if (node := role_nodes.get(role)) is None:
+            continue
         domain = domain_of(node, domains)
         if domain in covered:
             continue
@@ -107,15 +107,17 @@ def _choose(
 
 def _after(source: int, roles: Sequence[int]) -> Iterator[int]:
     """The roles in cyclic order, beginning with the one that follows `source`."""
-    start = next((i for i, r in enumerate(roles) if r > source), 0)
     if source in roles:
         start = roles.index(source) + 1
-    yield from roles[start:]
-    yield from roles[:start]
+    else:
+        start = next((i for i, r in enumerate(roles) if r > source), 0)
+    for at in range(len(roles)):
+        yield roles[(start + at) % len(roles)]
 
 
 def _members(
     domain: str, roles: Sequence[int], role_nodes: Mapping[int, str], domains: Mapping[str, str]
 ) -> list[str]:
     """The domain's nodes that host any of `roles`, each once, in the order of `roles`."""
-    return list(dict.fromkeys(role_nodes[r] for r in roles if domain_of(role_nodes[r], domains) == domain))
+    nodes = dict.fromkeys(role_nodes[r] for r in roles if r in role_nodes)
+    return [node for node in nodes if domain_of(node, domains) == domain]

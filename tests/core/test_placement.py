@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
@@ -79,3 +80,28 @@ def test_spares_keep_what_the_others_cannot() -> None:
     assert replica_nodes(unique(0), two, {}, 1, spares=["s"]) == ["b"]
     assert [replica_nodes(unique(r), two, {}, 2, spares=["s", "t"]) for r in two] == [["b", "s"], ["a", "t"]]
     assert replica_nodes(unique(0), one, {}, 0, spares=["s"]) == []
+
+
+def test_of_a_long_ring_only_the_next_ones_are_looked_at() -> None:
+    class Ring(Sequence[int]):
+        """Data-parallel peers of a large job; counts how many are looked at."""
+
+        looks = 0
+
+        def __len__(self) -> int:
+            return 100_000
+
+        def __contains__(self, role: object) -> bool:
+            return True
+
+        def index(self, role: int, *_: int) -> int:
+            return role
+
+        def __getitem__(self, at: int) -> int:  # type: ignore[override]
+            self.looks += 1
+            return at
+
+    ring = Ring()
+    places = {role: f"n{role}" for role in range(100_000)}
+    assert replica_nodes(Segment((99_998,), ()), places, {}, 3, ring) == ["n99999", "n0", "n1"]
+    assert ring.looks < 8

@@ -145,7 +145,7 @@ def plan(job: PlannedJob) -> Plan:
             holders = job.holders(role, kind, sharded)
             if role != holders[0]:
                 continue
-            segment = Segment(holders, ())
+            segment = Segment(tuple(holders), ())
             ring = model.peers(role, kind)
             nodes = replica_nodes(
                 segment, hosts.role_nodes, hosts.domains, hosts.replicas, ring, hosts.spare_nodes

@@ -144,13 +144,13 @@ class PlannedJob:
         """Over how many roles the tokens of a step are dealt."""
         return len(self.model.peers(0, ""))
 
-    def holders(self, role: int, kind: str, sharded: bool) -> tuple[int, ...]:
+    def holders(self, role: int, kind: str, sharded: bool) -> Sequence[int]:
         """Roles with the same tensors, or with the same shard of their state (one per instance)."""
         peers = self.model.peers(role, kind)
         if not sharded:
-            return tuple(peers)
+            return peers
         shards = self.storage.shards(len(peers))
-        return tuple(peers[peers.index(role) % shards :: shards])
+        return peers[peers.index(role) % shards :: shards]
 
 
 @dataclass(frozen=True)
