@@ -237,7 +237,7 @@ class Agent(asyncio.Protocol):
 
     def _hello(self) -> m.AgentHello:
         where = f"10.{self.rank >> 16 & 255}.{self.rank >> 8 & 255}.{self.rank & 255}:40001"
-        return m.AgentHello(self.name, 1, self.rank, self.name, where, self._holdings(), self._said)
+        return m.AgentHello(self.name, 1, 1, self.rank, self.name, where, self._holdings(), self._said)
 
     def _holdings(self) -> m.Holdings:
         layout, version = self.fleet.layout, self.fleet.version
@@ -317,7 +317,7 @@ class Agent(asyncio.Protocol):
             case b"Shutdown":
                 told.wrong.append(f"{self.name}: {body[:200]!r}")
                 self.die()
-            case b"NodesChanged" | b"KeepStrikes" | b"Release":
+            case b"Leads" | b"NodesChanged" | b"KeepStrikes" | b"Release":
                 pass
             case kind:
                 told.wrong.append(f"{self.name} was sent {kind!r}")

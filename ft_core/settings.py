@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ft_core import leadership
 from ft_core.elastic.rules import INTERVENTIONS, Start
 from ft_core.errors import ConfigError
 
@@ -63,7 +64,9 @@ class Settings:
     """Pipeline stages (`--ft-pipeline-stages`). They matter where a job starts with some of its replica
     groups."""
     controller: str = ""
-    """The controller's address, host:port."""
+    """The controller's address, host:port; empty where it is elected."""
+    leadership: str = ""
+    """Where its lease is kept then (`--ft-leadership`), see `ft_core.leadership.at`."""
     spares: int = 0
     """Nodes that stand by, without a role (`--spares`)."""
     replicas: int = 1
@@ -112,6 +115,11 @@ class Settings:
     """Set in every worker, as torchrun's own variables are."""
     given: list[str] = field(default_factory=list)
     """Those of `FLAGS` that were given to `ftrun`: a script's own configuration cannot change them."""
+
+    @property
+    def meeting(self) -> str:
+        """Where the job's nodes find its controller: its address, or where its lease is kept."""
+        return self.leadership or self.controller
 
     @property
     def world_size(self) -> int:
@@ -164,6 +172,8 @@ class Settings:
         `names`: of settings that did not come from their flag, how a message calls them.
         """
         name = {**FLAGS, **(names or {})}
+        if self.leadership:
+            leadership.check(self.leadership)
         if self.strikes < 0 or self.strike_minutes <= 0:
             raise ConfigError(f"--ft-strikes {self.strikes}/{self.strike_minutes:g}: give N/MINUTES")
         for count in ("replicas", "spares"):

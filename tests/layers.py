@@ -19,6 +19,9 @@ QUICK: dict[str, tuple[str, ...]] = {
     "a node is lost, and the controller": (
         "test_controller.py::test_training_goes_on_without_a_controller_and_its_successor_recovers",
     ),
+    "the leader's machine is lost": (
+        "test_succession.py::test_the_leader_is_lost_and_training_does_not_notice",
+    ),
     "policies wait and stop": (
         "test_policies.py::test_without_a_spare_the_survivors_hold_until_a_node_joins",
         "test_policies.py::test_policy_stop",

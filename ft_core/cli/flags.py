@@ -16,6 +16,7 @@ from typing import Any
 from ft_core import plugins
 from ft_core.elastic.rules import INTERVENTIONS
 from ft_core.errors import ConfigError
+from ft_core.leadership import is_elected
 from ft_core.process import inject
 from ft_core.settings import POLICIES, Command, Settings
 
@@ -95,7 +96,17 @@ def parser() -> argparse.ArgumentParser:
         "--respawn", action="store_true", help="with --standalone: start a new node for each that dies"
     )
     f.add_argument(
-        "--join", metavar="HOST:PORT", default="", help="join the job whose controller is there, as a spare"
+        "--join",
+        metavar="HOST:PORT",
+        default="",
+        help="join the job whose controller is there, as a spare; or give WHERE, as of --ft-leadership",
+    )
+    f.add_argument(
+        "--ft-leadership",
+        metavar="WHERE",
+        default="",
+        help="any node may run the controller, by a lease kept in etcd://HOST:PORT,HOST:PORT,.../NAME "
+        "(etcds:// for TLS) or in the Lease kubernetes://NAMESPACE/NAME; default: node rank 0 runs it",
     )
     f.add_argument("--controller", metavar="HOST:PORT", default="", help="another name for --rdzv-endpoint")
     f.add_argument(
@@ -220,7 +231,12 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise ConfigError("--standalone starts all nodes itself: leave --node-rank out")
     if nnodes > 1 and args.node_rank is None and not args.standalone and not args.join:
         raise ConfigError("--nnodes above 1 needs --node-rank (or --standalone)")
-    controller = _controller_address(args)
+    where = args.join if is_elected(args.join) else args.ft_leadership
+    if where and args.standalone:
+        raise ConfigError("--ft-leadership is for a job on several machines; --standalone has one")
+    if where and (args.controller or args.rdzv_endpoint):
+        raise ConfigError("--ft-leadership finds the controller: leave --rdzv-endpoint and --controller out")
+    controller = "" if where else _controller_address(args)
     if controller.endswith(":0") and (args.join or (nnodes > 1 and not args.standalone)):
         raise ConfigError(f"{controller}: the nodes of a job must know the controller's port; give one")
     inject.parse(args.ft_inject)
@@ -236,6 +252,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         nproc_per_node=nproc,
         command=Command(script, arguments, args.module, args.no_python),
         controller=controller,
+        leadership=where,
         heartbeat=args.ft_heartbeat,
         quiesce_timeout=args.ft_quiesce_timeout,
         hang_after=args.ft_hang_after,

@@ -43,7 +43,7 @@ def _launch(args: argparse.Namespace) -> Launcher:
         settings = dataclasses.replace(settings, controller=launcher.reserve(settings.controller))
     settings.write(job_dir)
     write_secret(job_dir)
-    (job_dir / "controller").write_text(settings.controller + "\n")
+    (job_dir / "controller").write_text(settings.meeting + "\n")
     if args.standalone:
         domains = [d.strip() for d in args.ft_domain.split(",")] if args.ft_domain else []
         launcher.standalone, launcher.respawn = True, args.respawn
@@ -53,7 +53,9 @@ def _launch(args: argparse.Namespace) -> Launcher:
             launcher.agent(f"node{next(launcher.numbers)}", rank, domain)
         return launcher
     rank = args.node_rank or 0
-    if rank == 0:
+    if settings.leadership:
+        launcher.candidate(spare=rank >= settings.nnodes)
+    elif rank == 0:
         launcher.controller()
     place = f"{socket.gethostname()}-{rank}"
     launcher.agent(unique(place), rank, args.ft_domain or place)
@@ -72,9 +74,11 @@ def _join(args: argparse.Namespace) -> Launcher:
     else:
         job_dir = args.job_dir.resolve()
         settings = Settings.read(job_dir)
-    if settings.controller != args.join:
-        raise ConfigError(f"--join {args.join}: the job in {job_dir} is at {settings.controller}")
+    if settings.meeting != args.join:
+        raise ConfigError(f"--join {args.join}: the job in {job_dir} is at {settings.meeting}")
     launcher = Launcher(job_dir)
+    if settings.leadership:
+        launcher.candidate(spare=True)
     launcher.agent(unique(socket.gethostname()), -1, args.ft_domain)
     return launcher
 
@@ -87,7 +91,7 @@ def _job_dir(args: argparse.Namespace) -> Path:
         return path
     path = Path(given).resolve()
     path.mkdir(parents=True, exist_ok=True)
-    leads = args.standalone or args.node_rank in (None, 0)
+    leads = not args.ft_leadership and (args.standalone or args.node_rank in (None, 0))
     if (path / "events.jsonl").exists() and leads and not args.join:
         raise ConfigError(f"{path} is the directory of an earlier job; give a new one")
     return path

@@ -55,6 +55,11 @@ class Launcher:
         self._controller: subprocess.Popen[bytes] | None = None
         self._controller_began = 0.0
         self._controllers_failed = 0
+        self._elected = False
+        self._about: list[str] = []
+        """What each controller is told."""
+        self._alone_at: float | None = None
+        """Since when there is no agent left."""
         self._agents: list[subprocess.Popen[bytes]] = []
         self._sockets_in = place_for_sockets()
         self._running: dict[subprocess.Popen[bytes], _Started] = {}
@@ -85,9 +90,15 @@ class Launcher:
     def controller(self, *about: str) -> None:
         """Start the controller; `wait` starts another should it die."""
         self._controller, self._controller_began = (
-            self._start("ft_core.control", *about),
+            self._start("ft_core.control", *self._about, *about),
             time.monotonic(),
         )
+
+    def candidate(self, spare: bool) -> None:
+        """The same where any node may run the controller: it is there as long as this one's agent. `spare`:
+        no job begins with this node."""
+        self._elected, self._about = True, ["--spare"] * spare
+        self.controller()
 
     def _next_controller(self, code: int) -> None:
         """The last one was killed, or has failed: another takes over, and training goes on meanwhile."""
@@ -127,13 +138,20 @@ class Launcher:
                 if self.standalone and self._given_up and not self._sigterms:
                     print(_ALL_FAILED, file=sys.stderr, flush=True)
                     return 1
-                if self._controller is None:
+                if self._controller is None or (self._elected and not self._is_waited_for()):
                     return max((abs(a.returncode) for a in self._agents), default=1)
                 if self._sigterms and not self.standalone and all(_left(a.returncode) for a in self._agents):
                     return ENDED  # the controller goes with its node; other nodes find another one
             if time.monotonic() > self._deadline:
                 return ENDED
             time.sleep(_POLL)
+
+    def _is_waited_for(self) -> bool:
+        """Whether a candidate may still find the job over, and say with which code, now that the agents have
+        ended."""
+        if self._alone_at is None:
+            self._alone_at = time.monotonic()
+        return time.monotonic() < self._alone_at + _STOP_GRACE
 
     def terminate(self) -> None:
         """SIGTERM has come: the workers get it too. Once more, and everything ends at once."""

@@ -48,9 +48,11 @@ STANDBY_GRACE = 20.0
 class Epochs:
     """The epoch under way, or what comes between two."""
 
-    def __init__(self, facts: Facts, ids: Callable[[], str], recorded: Mapping[str, int]) -> None:
+    def __init__(
+        self, facts: Facts, ids: Callable[[], str], recorded: Mapping[str, int], settled: float
+    ) -> None:
         """As `Controller`."""
-        self.facts = facts
+        self.facts, self.settled = facts, settled
         self.phase: Phase = Forming()
         self.returning = Returning()
         self.completion = Completion()
@@ -454,7 +456,7 @@ class Epochs:
 
     def end_epoch(self, event: str, reason: str, roles: Collection[int], **more: Any) -> None:
         """Have all workers leave what they are in, and decide how to go on."""
-        self.facts.epoch += 1
+        self.facts.epoch = self.facts.next_epoch()
         self.watch.ends()
         self.phase = Quiescing(self.now)
         self.checkpoints = self.checkpoints.forgotten()
@@ -600,7 +602,7 @@ class Epochs:
 
     def form_if_ready(self) -> None:
         """Begin the first epoch, once there are workers for all roles."""
-        if not isinstance(self.phase, Forming):
+        if not isinstance(self.phase, Forming) or self.now < self.settled:
             return
         facts = self.facts
         roles, in_vain = first_places(facts, self.now - self.phase.joined_at)
@@ -614,7 +616,7 @@ class Epochs:
         if facts.forgotten and not durable and not facts.resumes:
             self.end(1, ALL_IS_LOST)
             return
-        facts.epoch = max([facts.epoch, *self._recorded.values()]) + 1
+        facts.epoch = facts.next_epoch(self._recorded.values())
         if facts.forgotten:
             self.record("starting_over", ALL_IS_LOST)
             log.warning("%s", ALL_IS_LOST)

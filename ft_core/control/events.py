@@ -138,4 +138,11 @@ class End:
     code: int
 
 
-Effect = Send | Close | Record | Enter | Say | End
+@dataclass(frozen=True)
+class Resign:
+    """Somebody leads, or has led, in this term, which is newer: this controller is none any more."""
+
+    term: int
+
+
+Effect = Send | Close | Record | Enter | Say | End | Resign

@@ -62,7 +62,7 @@ def loses(outcome: Outcome) -> str:
 
 def how_to_join(facts: Facts) -> str:
     """The command for another node."""
-    return f"ftrun --join {facts.settings.controller} --job-dir {facts.job_dir}"
+    return f"ftrun --join {facts.settings.meeting} --job-dir {facts.job_dir}"
 
 
 def what_is_left(facts: Facts) -> str:

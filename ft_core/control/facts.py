@@ -13,6 +13,7 @@ from ft_core.control.events import Effect, Peer, Send
 from ft_core.control.groups import Groups
 from ft_core.control.strikes import Strikes, place
 from ft_core.control.suspicion import Sight
+from ft_core.leadership.lease import first_epoch
 from ft_core.protocol.messages import (
     AgentHello,
     Catalogue,
@@ -111,6 +112,8 @@ class Facts:
     """Those that the script has brought are in them."""
     job_dir: str
     groups: Groups
+    term: int = 1
+    """That this controller leads in."""
     nodes: dict[str, Node] = field(default_factory=dict)
     peers: dict[Peer, Node] = field(default_factory=dict)
     """The same by their connections."""
@@ -239,6 +242,11 @@ class Facts:
     def to_all(self, message: Message) -> list[Effect]:
         """Say it to all nodes."""
         return to(self.nodes.values(), message)
+
+    def next_epoch(self, after: Iterable[int] = ()) -> int:
+        """The number of another epoch: newer than all that are known, also `after`, and than any of an older
+        leader's."""
+        return max(self.epoch + 1, first_epoch(self.term), *(epoch + 1 for epoch in after))
 
     def take(self, state: Plan) -> None:
         """A plan of another controller, from an agent that has begun it."""

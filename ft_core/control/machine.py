@@ -29,6 +29,7 @@ from ft_core.control.events import (
     Peer,
     Received,
     Refused,
+    Resign,
     Send,
     Terminate,
     Tick,
@@ -60,11 +61,14 @@ class Controller:
         ids: Callable[[], str],
         recorded: Mapping[str, int],
         pid: int = 0,
+        term: int = 1,
+        settled: float = 0.0,
     ) -> None:
         """`ids` draws names, lower-case letters and digits, that nobody else draws. `recorded`: of events
-        that come once an epoch, the newest epoch that has them. `pid` is what `ftctl` is told."""
-        self.facts = Facts(settings, job_dir, Groups(settings.start))
-        self._epochs = Epochs(self.facts, ids, recorded)
+        that come once an epoch, the newest epoch that has them. `pid` is what `ftctl` is told. It leads in
+        `term`, and decides nothing before the time `settled`: until then somebody may obey another."""
+        self.facts = Facts(settings, job_dir, Groups(settings.start), term)
+        self._epochs = Epochs(self.facts, ids, recorded, settled)
         self._script = ScriptSettings()
         self._questions = ctl.Questions()
         self._termination = Termination()
@@ -115,6 +119,10 @@ class Controller:
     def _greet(self, peer: Peer, hello: m.AgentHello) -> None:
         """An agent is there, or again. Its greeting is a report too."""
         facts, node = self.facts, Node.of(peer, hello, self._epochs.now)
+        if hello.term > facts.term:
+            self._epochs.do(Resign(hello.term))
+            return
+        self._epochs.do(Send(peer, m.Leads(facts.term)))
         self._heard()
         if isinstance(self.phase, Done):  # it has come while the others are told
             self._epochs.do(Send(peer, m.Shutdown(code=self.phase.code)), Close(peer))
@@ -319,7 +327,7 @@ class Controller:
             return
         if facts.plan is None:
             self._epochs.phase = Forming(now)  # those who knew of a plan are gone again
-        elif takeover.complete(facts, phase, self._arriving, now):
+        elif now >= self._epochs.settled and takeover.complete(facts, phase, self._arriving, now):
             self._epochs.take_over(phase, facts.plan)
 
     def _asked_for_settings(self, node: Node, question: m.Configure) -> None:

@@ -80,5 +80,5 @@ def warn_of_spares(facts: Facts, started: int) -> None:
     log.warning(
         "%s asks for %d spares; there are %d: bring more with `ftrun --join %s --job-dir %s` "
         "(on one machine, start them with `ftrun --standalone --spares`)",
-        *(SOURCE, facts.settings.spares, started, facts.settings.controller, facts.job_dir),
+        *(SOURCE, facts.settings.spares, started, facts.settings.meeting, facts.job_dir),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -13,6 +12,8 @@ import secrets
 import signal
 import socket
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -32,18 +33,21 @@ from ft_core.control.events import (
     Received,
     Record,
     Refused,
+    Resign,
     Say,
     Send,
     Terminate,
     Tick,
 )
+from ft_core.control.keeper import Keeper
 from ft_core.control.machine import FAILURES, Controller
 from ft_core.elastic import ledger
-from ft_core.errors import FAILED, AuthenticationError, ConfigError, ProtocolError
-from ft_core.process import collector, parent, sigterm
+from ft_core.errors import AuthenticationError, ConfigError, ProtocolError
+from ft_core.leadership.base import Notes
+from ft_core.leadership.lease import Lease, clock
+from ft_core.process import parent, sigterm
 from ft_core.process.awake import AwakeClock
-from ft_core.process.descriptors import check_limit
-from ft_core.process.outlet import FileOutlet, console, log_to_console, say
+from ft_core.process.outlet import FileOutlet, say
 from ft_core.process.refusals import Refusals
 from ft_core.process.tasks import Tasks
 from ft_core.protocol import door
@@ -77,28 +81,61 @@ _MAY_SAY: dict[type, tuple[type, ...]] = {
 """By the greeting, what comes after it."""
 
 
+@dataclass
+class Office:
+    """Of a controller that was elected."""
+
+    lease: Lease
+    keeper: Keeper
+    address: str
+    """Where it is to listen."""
+    recorded: Mapping[str, int]
+    """By its predecessors: event -> the newest epoch that has it."""
+    settled: float
+    """Seconds of its own before which it may decide nothing."""
+
+
 class Shell:
     """Input and output of one controller."""
 
-    def __init__(self, settings: Settings, job_dir: Path, failed_before: int | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        job_dir: Path,
+        failed_before: int | None = None,
+        office: Office | None = None,
+    ) -> None:
         """`failed_before`: None for the job's first controller; else how many in a row have failed until now
-        of an error of their own."""
+        of an error of their own. `office`: of a controller that was elected."""
         self.settings, self.job_dir, self._failed_before = settings, job_dir, failed_before
+        self._office, self._lease = office, office.lease if office is not None else Lease(1)
+        self.newer = 0
+        """A term above this one, in which somebody leads or has led; 0: none is known."""
+        self._held: list[Effect] | None = None
+        """The job's end, until that is agreed to by whoever keeps the lease."""
+        self._agreed = False
         self._secret = read_secret(job_dir)
         self.events, self._samples = FileOutlet(job_dir / "events.jsonl"), FileOutlet(job_dir / ledger.NAME)
-        recorded = _recorded(job_dir / "events.jsonl")
+        if office is None:
+            self.recorded, settled = _recorded(job_dir / "events.jsonl"), 0.0
+        else:
+            self.recorded, settled = dict(office.recorded), office.settled
         self.machine = Controller(
-            settings, str(job_dir), lambda: secrets.token_hex(4), recorded, pid=os.getpid()
+            *(settings, str(job_dir), lambda: secrets.token_hex(4), self.recorded),
+            pid=os.getpid(),
+            term=self._lease.term,
+            settled=settled,
         )
         self.clock = AwakeClock(2 * TICK)
         self._refusals = Refusals(lambda reason: self._handle(Refused(reason)))
         self._numbers = itertools.count()
         self._channels: dict[Peer, Client] = {}
         self._arriving = 0
-        self._done: asyncio.Future[int]
+        self._done: asyncio.Future[int | None]
 
-    async def run(self) -> int:
-        """Serve until the job ends. Returns its exit code. Raises what this process cannot cope with."""
+    async def run(self) -> int | None:
+        """Serve until the job ends. Returns its exit code; None once another may lead it. Raises what this
+        process cannot cope with."""
         try:
             return await self._serve()
         finally:
@@ -107,17 +144,22 @@ class Shell:
                 if not await asyncio.to_thread(outlet.flush, LAST_LINES):
                     log.error("%s: its last lines could not be written", self.job_dir / outlet.name)
 
-    async def _serve(self) -> int:
+    async def _serve(self) -> int | None:
         self._done = asyncio.get_running_loop().create_future()
         tasks = Tasks(self._fail)
         tasks.spawn(door.serve(await self._listen(), "the controller", self._accept))
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._handle, Terminate())
+        if self._office is None:  # or it goes when its node does, see `control.candidate`
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._handle, Terminate())
         tasks.spawn(self._tick())
         try:
             code = await self._done
             sigterm.ignore()
         finally:
             tasks.cancel()
+        if code is None:
+            for channel in self._channels.values():
+                channel.close()
+            return None
         with contextlib.suppress(TimeoutError):  # of one that takes nothing any more
             async with asyncio.timeout(LAST_LINES):
                 flushed = (channel.drain() for channel in self._channels.values())
@@ -125,7 +167,8 @@ class Shell:
         return code
 
     async def _listen(self) -> socket.socket:
-        host, port = self.settings.controller.rsplit(":", 1)
+        address = self.settings.controller if self._office is None else self._office.address
+        host, port = address.rsplit(":", 1)
         said = False
         while True:
             try:
@@ -150,12 +193,44 @@ class Shell:
     # -- events and effects --------------------------------------------------------------------
 
     def _handle(self, event: Event) -> None:
-        if self._done.done() and self._done.exception() is not None:
-            return  # this controller has failed
+        if self._done.done() and (self._done.exception() is not None or self._done.result() is None):
+            return  # this controller has failed, or is none any more
+        if not self._leads():
+            return
         try:
-            self._carry_out(self.machine.handle(event, self.clock.now))
+            effects = self.machine.handle(event, self.clock.now)
+            if self._leads():  # that may have taken its time
+                self._agree(effects)
         except Exception as error:
             self._fail(error)
+
+    def _leads(self) -> bool:
+        """Whether it still does. If not, nothing is decided any more, nor is what has been carried out."""
+        if self._agreed or self._lease.holds(clock()):
+            return True
+        self._resign("its lease may have run out")
+        return False
+
+    def _resign(self, why: str) -> None:
+        if not self._done.done():
+            log.warning("this controller, of term %d, leads no more: %s", self._lease.term, why)
+            self._done.set_result(None)
+
+    def _agree(self, effects: list[Effect]) -> None:
+        """Carry out the effects of an event; but the job's end, and what follows it, only once whoever keeps
+        the lease has taken note."""
+        ends = [effect.code for effect in effects if isinstance(effect, End)]
+        if self._held is not None:
+            self._held += effects
+        elif not ends or self._agreed or self._office is None:
+            self._carry_out(effects)
+        else:
+            self._held = effects
+            self._office.keeper.end(ends[0], self._end_is_agreed)
+
+    def _end_is_agreed(self) -> None:
+        held, self._held, self._agreed = self._held, None, True
+        self._carry_out(held or [])
 
     def _carry_out(self, effects: list[Effect]) -> None:
         encoded: dict[int, bytes] = {}  # what goes to all nodes is one object
@@ -172,7 +247,8 @@ class Shell:
                     if (channel := self._channels.get(peer)) is not None:
                         channel.close()
                 case Record():
-                    self.events.write(_line(effect))
+                    self.events.write(_line(effect, self._lease.term))
+                    self._note(effect)
                 case Enter(line):
                     self._samples.write(line)
                 case Say(text):
@@ -180,6 +256,15 @@ class Shell:
                 case End(code):
                     if not self._done.done():
                         self._done.set_result(code)
+                case Resign(term):
+                    self.newer = term
+                    self._resign(f"there is a leader of term {term}, or was one")
+
+    def _note(self, record: Record) -> None:
+        """For a successor on another machine."""
+        if self._office is not None and self.recorded.get(record.event, 0) < record.epoch:
+            self.recorded[record.event] = record.epoch
+            self._office.keeper.note(Notes(dict(self.recorded), self._failed_before or 0))
 
     def _fail(self, error: Exception) -> None:
         """An error of this controller's own: a successor goes on from what the agents know, a few times."""
@@ -187,7 +272,7 @@ class Shell:
             return
         if self._failed_before is not None and self._failed_before + 1 >= FAILURES:
             log.critical("this controller fails as well", exc_info=error)
-            self._carry_out(self.machine.handle(Failed(repr(error)), self.clock.now))
+            self._agree(self.machine.handle(Failed(repr(error)), self.clock.now))
         else:
             self._done.set_exception(error)
 
@@ -240,10 +325,11 @@ class Shell:
         self._handle(Arriving(self._arriving))
 
 
-def _line(record: Record) -> str:
+def _line(record: Record, term: int) -> str:
     line = {
         "event": record.event,
         "epoch": record.epoch,
+        "term": term,
         "monotonic": time.monotonic(),
         "time": time.time(),
         "roles": list(record.roles),
@@ -266,27 +352,3 @@ def _recorded(path: Path) -> dict[str, int]:
             event = json.loads(line)
             found[event["event"]] = event["epoch"]
     return found
-
-
-def main() -> int:
-    """Entry of the controller process (started by `ftrun`)."""
-    parser = argparse.ArgumentParser(prog="python -m ft_core.control", description=__doc__)
-    parser.add_argument("--job-dir", type=Path, required=True)
-    parser.add_argument("--failed-before", type=int, help="given to a controller that takes another's place")
-    parent.add_argument(parser)
-    args = parser.parse_args()
-    parent.expect(args.parent)
-    log_to_console()
-    collector.exempt()
-    try:
-        settings = Settings.read(args.job_dir)
-        check_limit("the controller", *settings.size)
-        return asyncio.run(Shell(settings, args.job_dir, args.failed_before).run())
-    except ConfigError as error:
-        say(f"ftrun: {error}")
-        return 1
-    except Exception:
-        log.critical("this controller fails", exc_info=True)
-        return FAILED
-    finally:
-        console().flush(LAST_LINES)

@@ -27,7 +27,9 @@ class Begin:
 
 @dataclass(frozen=True)
 class Connected:
-    """There is a connection to the controller."""
+    """There is a connection to the controller. `term`: the newest in which one is known to have led."""
+
+    term: int = 1
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ class Agent:
         self._view = view
         self._plans = Received()
         self._connected = False
-        self._outage = Outage(about.node, settings.controller)
+        self._outage = Outage(about.node, settings.meeting)
         self._termination = Termination()
         self._asking: dict[int, m.Configure] = {}
         """Worker -> the settings that it brings and waits for."""
@@ -120,8 +120,8 @@ class Agent:
                 for device in range(self.epochs.settings.nproc_per_node):
                     self._start(device)
                 self._start(-1)  # the standby that takes over from a worker that crashes here
-            case Connected():
-                self._greet()
+            case Connected(term):
+                self._greet(term)
             case NotConnected():
                 self._alone(event)
             case FromController(message):
@@ -180,10 +180,10 @@ class Agent:
 
     # -- the controller ------------------------------------------------------------------------
 
-    def _greet(self) -> None:
+    def _greet(self, term: int) -> None:
         self._connected = self._outage.served = True
         about = self.about
-        who = about.node, about.pid, about.node_rank, about.domain, about.data
+        who = about.node, term, about.pid, about.node_rank, about.domain, about.data
         # A controller that died may not have answered those, and not have written down these.
         said = [*self.epochs.said, *self._asking.values(), *self._trained]
         self.epochs.post(m.AgentHello(*who, self.epochs.holdings(), said))
@@ -195,7 +195,7 @@ class Agent:
             self._connected = False
             self._outage.begins(self.epochs.now)
             return
-        node, address = self.about.node, self.epochs.settings.controller
+        node, address = self.about.node, self.epochs.settings.meeting
         if event.refused and not self._outage.served:
             log.error(
                 "node %s leaves: %s; check the job's secret file, and that all nodes run the same version",
@@ -211,6 +211,8 @@ class Agent:
 
     def _on_controller(self, message: m.ToAgent) -> None:
         match message:
+            case m.Leads():
+                pass  # heard by whoever has taken the connection
             case m.Abort(epoch):
                 self.epochs.abort(epoch)
             case m.Hosts() | m.OwnPlan():

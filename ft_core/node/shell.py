@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn, TypeVar, assert_never
 
+from ft_core import leadership
 from ft_core.comm import nccl_environment
 from ft_core.comm.rendezvous import Stores
 from ft_core.errors import AuthenticationError, FtError, ProtocolError
@@ -33,6 +33,7 @@ from ft_core.node import events as e
 from ft_core.node.about import About
 from ft_core.node.fetch import bring
 from ft_core.node.inquiries import Inquiries, relay
+from ft_core.node.looker import Looker
 from ft_core.node.machine import Agent
 from ft_core.node.memory_view import MemoryView
 from ft_core.node.oom import OomKiller
@@ -50,7 +51,7 @@ from ft_core.process.tasks import Tasks
 from ft_core.protocol import door
 from ft_core.protocol import messages as m
 from ft_core.protocol.async_channel import AsyncChannel
-from ft_core.protocol.sockets import listen, reserve
+from ft_core.protocol.sockets import listen, own_host, reserve
 from ft_core.settings import Settings, read_secret, unique
 from ft_core.state import durable
 from ft_core.state.manifest import Segment
@@ -90,7 +91,8 @@ class NodeShell:
         self.store = NodeStore()
         self._memory = OomKiller()
         self._loop, self._inquiries = loop, Inquiries(node, self.store, loop.stalled)
-        host = _own_host(settings.controller)
+        self._leadership = leadership.at(settings.meeting, self.secret, settings.size[0])
+        host = own_host(self._leadership.near)
         self.transport = TcpTransport(self.store, self.secret, host=host, answer=self._inquiries.answer)
         injector = Injector(job_dir, settings.inject)
         self.replicator = Replicator(self.store, self.transport, settings.replicas, injector)
@@ -127,6 +129,7 @@ class NodeShell:
         self._tasks: Tasks
         self._tee: Tee
         self._clock: AwakeClock
+        self._looker: Looker
 
     def _make_pool(self) -> WorkerPool:
         return WorkerPool(
@@ -170,6 +173,7 @@ class NodeShell:
         asyncio.get_running_loop().set_default_executor(self._network)
         self._clock = AwakeClock(2 * self.settings.heartbeat)
         self._inquiries.open(self._handle)
+        self._looker = Looker(self._leadership, self._deposed, self._fail)
 
     def _begin(self) -> None:
         self._handle(e.Begin())
@@ -215,21 +219,32 @@ class NodeShell:
         does not mend that, and the controller would wait for this node."""
         misread = 0
         while True:
+            if not (address := self._looker.leader.address):
+                self._handle(e.NotConnected("nobody leads the job at present"))
+                await self._looker.next()
+                continue
             try:
-                channel = await AsyncChannel.connect(self.settings.controller, self.secret, m.FROM_CONTROLLER)
+                channel = await self._connect(address)
             except (AuthenticationError, ProtocolError) as error:
                 refused = isinstance(error, AuthenticationError)
                 self._handle(e.NotConnected(str(error), stranger=True, refused=refused))
             except OSError as error:
                 self._handle(e.NotConnected(str(error)))
             else:
-                self._controller = channel
-                self._handle(e.Connected())
+                self._controller, follower = channel, self._looker.follower
+                follower.connected()
+                self._handle(e.Connected(max(1, follower.term)))
                 began = time.monotonic()
                 try:
+                    first = await channel.recv()
+                    if not isinstance(first, m.Leads):
+                        raise ProtocolError(f"{address} does not say in which term it leads")
+                    follower.led_by(first.term)
+                    self._loop.met(address)
                     while True:
                         message = await channel.recv()
-                        self._loop.met()
+                        if not await self._looker.counts():
+                            raise ConnectionAbortedError(f"{address} leads no more, or that is not clear")
                         self._handle(e.FromController(message))
                 except ConnectionError as error:
                     log.debug("node %s: a connection ended (%s)", self.node, error)
@@ -238,9 +253,29 @@ class NodeShell:
                     misread = misread + 1 if time.monotonic() - began < _STABLE else 1
                     if misread >= _MISREAD:
                         raise
+                channel.close()
                 self._controller = None
                 self._handle(e.NotConnected("the connection has ended"))
             await asyncio.sleep(_RECONNECT)
+
+    async def _connect(self, address: str) -> AsyncChannel[m.ToAgent]:
+        """Unless somebody else leads before that has come about. Raises as `AsyncChannel.connect`."""
+        attempt = asyncio.ensure_future(AsyncChannel.connect(address, self.secret, m.FROM_CONTROLLER))
+        try:
+            while not attempt.done():
+                look = asyncio.ensure_future(self._looker.next())
+                await asyncio.wait({attempt, look}, return_when=asyncio.FIRST_COMPLETED)
+                look.cancel()
+                if not attempt.done() and self._looker.leader.address not in ("", address):
+                    raise ConnectionAbortedError(f"{address} leads no more")
+            return attempt.result()
+        finally:
+            attempt.cancel()
+
+    def _deposed(self) -> None:
+        """Who it is connected to leads no more."""
+        if self._controller is not None:
+            self._controller.close()
 
     async def _receive(self, channel: AsyncChannel[T]) -> T | None:
         """The next message; None at the end of the connection."""
@@ -495,11 +530,3 @@ def kill_node() -> NoReturn:
         shutil.rmtree(temporary, ignore_errors=True)
     os.killpg(os.getpgrp(), signal.SIGKILL)
     raise AssertionError("unreachable")
-
-
-def _own_host(controller: str) -> str:
-    """The address of this machine that the controller's machine can reach; loopback stays loopback."""
-    host, port = controller.rsplit(":", 1)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # sends nothing; the kernel picks the interface
-        return str(probe.getsockname()[0])

@@ -24,6 +24,8 @@ _WORD = (1 << 62) - 1
 
 Role = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Epoch = Annotated[int, Meta(ge=0, le=_WORD)]
+Term = Annotated[int, Meta(ge=1, lt=1 << 40)]
+"""Of a leadership: the number of a controller among all that the job has had (`leadership.lease`)."""
 Version = Annotated[int, Meta(ge=-1, le=_WORD)]
 """Steps that a state has seen; -1 where none."""
 Roles = Annotated[str, Meta(pattern=rf"^{RUNS}$")]
@@ -688,9 +690,11 @@ class KeptState(Message, frozen=True):
 
 
 class AgentHello(Message, frozen=True):
-    """An agent greets. Its greeting is a report too. `said`: what must be known of its roles, said again."""
+    """An agent greets. Its greeting is a report too. `term`: the newest that it knows of. `said`: what must
+    be known of its roles, said again."""
 
     node: NodeName
+    term: Term
     pid: Number
     node_rank: Number
     domain: str
@@ -731,6 +735,12 @@ FromPulse = PulseHello | Pulse
 
 
 # -- the controller to an agent ------------------------------------------------------------------------
+
+
+class Leads(Message, frozen=True):
+    """The first word to an agent: in which term this controller leads."""
+
+    term: Term
 
 
 class Abort(Message, frozen=True):
@@ -898,7 +908,7 @@ class Shutdown(Message, frozen=True):
 
 
 ToAgent = (
-    Hosts | OwnPlan | SharedPlan | Abort | NodesChanged | KillWorker | Examine | DescribeRole
+    Leads | Hosts | OwnPlan | SharedPlan | Abort | NodesChanged | KillWorker | Examine | DescribeRole
     | ListDurable | ProbeNodes | SendHeartbeat | SendState | Release | SendCounts | SendIssued | SendFlight
     | DescribeFlight | Hold | Prepare | Withdraw | GivenUp | UseSettings | ConfigureAnswer | KeepStrikes
     | Shutdown

@@ -31,6 +31,20 @@ def reserve(host: str) -> socket.socket:
     return sock
 
 
+def own_host(towards: str) -> str:
+    """This machine's address for whoever is at "host:port"; loopback stays loopback. Raises OSError."""
+    host, port = split_address(towards)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing; the kernel picks the interface
+        return str(probe.getsockname()[0])
+
+
+def join_address(host: str, port: int) -> str:
+    """ "host:port", or "[v6]:port"."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def split_address(address: str) -> tuple[str, int]:
     """("host", port) of "host:port" or "[v6]:port". Raises ValueError."""
     host, colon, port = address.rpartition(":")

@@ -229,6 +229,7 @@ class Node:
         """As an agent greets; its pid tells which of its connections it is."""
         return m.AgentHello(
             node=self.name,
+            term=1,
             pid=self.connections,
             node_rank=self.node_rank,
             domain=self.domain,

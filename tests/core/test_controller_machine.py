@@ -55,6 +55,7 @@ from ft_core.protocol.messages import (
     JobStatus,
     KeptState,
     KillWorker,
+    Leads,
     Left,
     ListDurable,
     Message,
@@ -163,6 +164,7 @@ class Agent:
     def hello(self, said: Collection[Any] = ()) -> AgentHello:
         return AgentHello(
             node=self.name,
+            term=1,
             pid=1,
             node_rank=self.rank,
             domain=self.name,
@@ -1309,4 +1311,5 @@ def test_all_come_to_the_end() -> None:
     assert job.done == End(0) and "only local work left" in job.records_of("detected")[0].reason
     late = Agent(job, "late", -1)
     job.agents["late"] = late
-    assert late.greet() == [Send(late.peer, Shutdown(code=0)), Close(late.peer)]
+    effects, peer = late.greet(), late.peer
+    assert effects == [Send(peer, Leads(term=1)), Send(peer, Shutdown(code=0)), Close(peer)]

@@ -46,6 +46,7 @@ from ft_core.protocol.messages import (
     Idle,
     Inject,
     JobStatus,
+    Leads,
     NodePlan,
     RoleLayout,
     Shutdown,
@@ -55,7 +56,7 @@ from ft_core.protocol.messages import (
 from ft_core.protocol.sockets import listen
 from ft_core.settings import Command, Settings, read_secret, write_secret
 
-HELLO = AgentHello("x", 0, 0, "x", "x", Holdings(0, "", 0, [], {}, {}, {}, 2, "x", "x", None), [])
+HELLO = AgentHello("x", 1, 0, 0, "x", "x", Holdings(0, "", 0, [], {}, {}, {}, 2, "x", "x", None), [])
 POISON = RoleLayout(1, 0, adopted=False, segments={}, initial=0, resumes=False, group=None)
 """A message that its handler does not expect."""
 
@@ -184,6 +185,7 @@ async def ready(
 ) -> tuple[AsyncChannel[FromAgent | FromCtl], FromAgent | FromCtl]:
     """The agent's connection once both of its workers wait for a role, and its newest message."""
     channel = await AsyncChannel.accept(reader, writer, agent.secret, FROM_CLIENT)
+    channel.post(Leads(1))
     message = await channel.recv()
     while not (isinstance(message, Heartbeat | Idle) and message.idle == 2):
         message = await channel.recv()

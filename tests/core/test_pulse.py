@@ -21,8 +21,8 @@ AGENT = f"""
 import sys, time
 from ft_core.node import pulse
 loop = pulse.Loop()
-loop.met()
-print(pulse.start(loop, sys.argv[1], {SECRET!r}, "node0+1", 0.02), flush=True)
+loop.met(sys.argv[1])
+print(pulse.start(loop, {SECRET!r}, "node0+1", 0.02), flush=True)
 while True:
     loop.turned()
     time.sleep(0.005)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ft_core.control import events as ev
 from ft_core.control.machine import Controller
+from ft_core.leadership import lease
 from ft_core.protocol import messages as m
 
 from .world import Call, Link, Process
@@ -21,13 +22,14 @@ TICK = 0.25
 
 
 class SimController(Process):
-    """One process of those that are the controller, one after the other."""
+    """One process of those that are the controller, one after the other; where the leader is elected, one on
+    each node, of which one leads at a time."""
 
-    def __init__(self, job: SimJob, number: int) -> None:
+    def __init__(self, job: SimJob, number: int, machine_name: str = "") -> None:
         super().__init__(job.world, f"controller{number}")
-        self.job = job
-        ids = (f"{number}{at:x}" for at in itertools.count())
-        self.machine = Controller(job.settings, "/job", lambda: next(ids), dict(job.recorded))
+        self.job, self.machine_name = job, machine_name
+        names = (f"{number}{at:x}" for at in itertools.count())
+        self._ids = lambda: next(names)
         self.connected: list[Link] = []
         """All that have ever been made to this process."""
         self.links: dict[int, Link] = {}
@@ -37,15 +39,114 @@ class SimController(Process):
         self._unwritten: list[Call] = []
         """Lines of files, as their disk is full."""
         self.code: int | None = None
-        self.later(0.0, self._tick)
+        self.wild = False
+        """Whether its clock is worse than clocks may be."""
+        self.acts_late = False
+        """Whether it is stopped between its next decision and saying so."""
+        self.leads = job.arbiter is None
+        self._floor, self._ending = 0, False
+        self._lease = lease.Lease(1)
+        self.machine = Controller(job.settings, "/job", self._ids, dict(job.recorded))
+        if job.arbiter is None:
+            self.later(0.0, self._tick)
+        else:
+            self.runs_at(1 + 0.05 * (2 * self.world.rng.random() - 1))
+            self.later(self.world.rng.random(), self._campaign)
+
+    @property
+    def term(self) -> int:
+        return self._lease.term
 
     def _tick(self) -> None:
         self.handle(ev.Tick())
-        if self.code is None:
+        if self.code is None and self.leads:
             self.later(TICK, self._tick)
+
+    # -- the lease -----------------------------------------------------------------------------
+
+    def _campaign(self) -> None:
+        """Look whether somebody leads, and lead if nobody does; as long as this process does not."""
+        arbiter, asked = self.job.arbiter, self.clock
+        assert arbiter is not None
+        if self.leads or self.job.over:
+            return
+
+        def answered(term: int | None) -> None:
+            found = lease.Lease(term or 1, lease.SECONDS, asked)
+            if term and found.holds(self.clock):
+                self._lead(found)
+            else:
+                self.later(lease.LOOK * (0.5 + self.world.rng.random()), self._campaign)
+
+        arbiter.ask(self, self.machine_name, lambda: arbiter.acquire(self, self._floor), answered)
+
+    def _lead(self, found: lease.Lease) -> None:
+        self.leads, self._lease, self._ending = True, found, False
+        settled = self.awake + lease.settled_after(lease.LOOK)
+        about = self.job.settings, "/job", self._ids, dict(self.job.recorded)
+        self.machine = Controller(*about, term=found.term, settled=settled)
+        self.world.trace(f"{self.name} on {self.machine_name} knows that it leads in term {found.term}")
+        self._tick()
+        self._renew(found)
+
+    def _renew(self, held: lease.Lease) -> None:
+        arbiter, asked = self.job.arbiter, self.clock
+        assert arbiter is not None
+        if not self.leads or self._lease is not held:
+            return
+
+        def answered(granted: bool | None) -> None:
+            if self._lease is held and granted is False:
+                self._resign("its lease is lost")
+            elif granted:
+                held.renewed(asked)
+
+        arbiter.ask(self, self.machine_name, lambda: arbiter.renew(self, held.term), answered)
+        self.later(lease.RENEW, lambda: self._renew(held))
+
+    def _resign(self, why: str) -> None:
+        """From now on it is a candidate again."""
+        if self.leads:
+            self.world.trace(f"{self.name} does not lead any more: {why}")
+            self.leads = False
+            self.hang_up()
+            self._campaign()
+
+    def _end(self, held: lease.Lease, effects: list[ev.Effect], code: int) -> None:
+        """Say that the job is over, once whoever keeps the lease agrees."""
+        arbiter = self.job.arbiter
+        assert arbiter is not None
+
+        def agreed_to() -> bool:
+            """From here on it is over, whoever is told, and by whom: candidates look."""
+            agreed = arbiter.end(self, held.term, code)
+            if agreed and not self.job.over:
+                self._carry_out([effect for effect in effects if not isinstance(effect, ev.Send | ev.Close)])
+            return agreed
+
+        def answered(agreed: bool | None) -> None:
+            if agreed:
+                self._carry_out([effect for effect in effects if isinstance(effect, ev.Send | ev.Close)])
+            elif self.leads and self._lease is held:
+                self.later(0.1, lambda: self._end(held, effects, code))
+
+        arbiter.ask(self, self.machine_name, agreed_to, answered)
+
+    def hang_up(self) -> None:
+        """All its connections end."""
+        for link in self.connected:
+            link.break_(self.world.rng.random())
+        self.connected.clear()
+        self.links.clear()
+        self._arriving.clear()
+
+    # -- connections ---------------------------------------------------------------------------
 
     def accept(self, node: SimNode, link: Link) -> None:
         """A connection has come."""
+        if not self.leads:  # any more, after it was stopped
+            link.break_()
+            return
         peer = next(self._peers)
         self.links[peer], self.nodes[peer] = link, node
         self._arriving.add(peer)
@@ -74,15 +175,32 @@ class SimController(Process):
 
     def handle(self, event: ev.Event) -> None:
         """One event, and its effects."""
-        if not self.alive or self.code is not None:
+        if not self.alive or self.code is not None or not self.leads or self._ending:
+            return
+        if not self._lease.holds(self.clock):
+            self._resign("its lease may have run out")
             return
         if not isinstance(event, ev.Tick | ev.Received) or (
             isinstance(event, ev.Received) and not isinstance(event.message, m.Heartbeat)
         ):
             self.world.trace(f"{self.name} <- {short(event)}")
-        for effect in self.machine.handle(event, self.awake):
-            self._do(effect)
+        effects = self.machine.handle(event, self.awake)
+        self.job.decides(self, effects)
+        if self.acts_late and decides(effects):
+            self.acts_late = False
+            self.job.stop_for_a_while(self, self.world.rng)
+            held = self._lease
+            self.do(lambda: self._carry_out(effects) if self._lease is held else None)
+        elif (ends := [e for e in effects if isinstance(e, ev.End)]) and self.job.arbiter is not None:
+            self._ending = True
+            self._end(self._lease, effects, ends[0].code)
+        else:
+            self._carry_out(effects)
         self.job.check(self)
+
+    def _carry_out(self, effects: list[ev.Effect]) -> None:
+        for effect in effects:
+            self._do(effect)
 
     def _do(self, effect: ev.Effect) -> None:
         match effect:
@@ -99,7 +217,7 @@ class SimController(Process):
                     f"{self.name} records {effect.event}: {effect.reason} {list(effect.roles)} {effect.more}"
                 )
                 self.job.record(self, effect)
-                self._write(lambda: self._recorded(effect.event, effect.epoch))
+                self._note(lambda: self._recorded(effect.event, effect.epoch))
             case ev.Enter(line):
                 self._write(lambda: self.job.ledger.append(line))
             case ev.Say(text):
@@ -110,6 +228,17 @@ class SimController(Process):
                 for link in self.links.values():
                     link.send(1, m.Shutdown(code))
                 self.job.ended(code)
+            case ev.Resign(term):
+                self._floor = term
+                self._resign(f"there is term {term}")
+
+    def _note(self, write: Call) -> None:
+        """What a successor must know: in the controller's files, or with the lease."""
+        arbiter, term = self.job.arbiter, self.term
+        if arbiter is None:
+            self._write(write)
+        else:
+            arbiter.ask(self, self.machine_name, lambda: arbiter.note(self, term, write), lambda _: None)
 
     def _recorded(self, event: str, epoch: int) -> None:
         known = self.job.recorded
@@ -136,14 +265,23 @@ class SimController(Process):
 
     def healed(self) -> None:
         """Goes on if it is stopped."""
+        self.acts_late = False
+        if self.wild:
+            self.wild = False
+            self.shows(self.world.now)
         while self.alive and self.stopped:
             self.go_on()
 
     def die(self) -> None:
         """SIGKILL; `ftrun` starts another."""
         super().die()
-        for link in self.connected:
-            link.break_(self.world.rng.random())
+        self.hang_up()
+
+
+def decides(effects: list[ev.Effect]) -> bool:
+    """Whether the job's epoch ends or begins with these, or the job does."""
+    said = [e.message for e in effects if isinstance(e, ev.Send)]
+    return any(isinstance(message, m.Abort | m.OwnPlan | m.SharedPlan | m.Shutdown) for message in said)
 
 
 def short(event: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
+from .arbiter import MACHINE
 from .job import SHORT, SimJob
 from .node import SimNode
 
@@ -64,6 +65,7 @@ def kill_node(job: SimJob, rng: Random) -> None:
     if node := some(job, rng):
         node.vanished = rng.random() < 0.5
         node.kill()
+        job.machine_ends(node)
         if rng.random() < 0.4:
             job.world.at(rng.random() * 8, job.join)
 
@@ -122,7 +124,8 @@ def sever(job: SimJob, rng: Random) -> None:
     """Nothing gets through between a node and the controller, one way or both; others reach the two."""
     if node := some(job, rng):
         name, seconds = node.machine_name, rng.choice((0.5, 3.0, 6.0, 15.0))
-        ways = rng.choice(([(name, "")], [("", name)], [(name, ""), ("", name)]))
+        there = job.controller.machine_name
+        ways = rng.choice(([(name, there)], [(there, name)], [(name, there), (there, name)]))
         job.world.trace(f"nothing gets through on {ways} for {seconds} s")
         job.network.severed |= set(ways)
 
@@ -149,6 +152,9 @@ def sever_nodes(job: SimJob, rng: Random) -> None:
     def heal() -> None:
         job.network.severed -= set(ways)
         job.network.mended |= dict.fromkeys(ways, job.world.now)
+        for each in job.live():
+            if job.arbiter is not None and each.machine_name in (one, other):
+                each.troubled(seconds)  # one of them may be the leader's
 
     job.world.at(seconds, heal)
 
@@ -162,10 +168,62 @@ def kill_controller(job: SimJob, rng: Random) -> None:
 
 def stop_controller(job: SimJob, rng: Random) -> None:
     """For a while."""
-    controller = job.controller
-    controller.world.trace(f"{controller.name} is stopped")
-    controller.stop()
-    job.world.at(rng.choice((0.5, 3.0, 10.0)), controller.go_on)
+    job.stop_for_a_while(job.controller, rng)
+
+
+def leader_stops_in_the_act(job: SimJob, rng: Random) -> None:
+    """For a while, between what it decides next and saying so."""
+    job.controller.acts_late = True
+
+
+def leader_cut_off(job: SimJob, rng: Random) -> None:
+    """From whoever keeps its lease."""
+    way = job.controller.machine_name, MACHINE
+    job.world.trace(f"nothing gets through on {way}")
+    job.network.severed.add(way)
+    _until(job, rng, lambda: job.network.severed.discard(way))
+
+
+def node_cut_off(job: SimJob, rng: Random) -> None:
+    """From whoever keeps the lease."""
+    if node := some(job, rng):
+        way = node.machine_name, MACHINE
+        job.world.trace(f"nothing gets through on {way}")
+        job.network.severed.add(way)
+
+        def heal() -> None:
+            job.network.severed.discard(way)
+            node.troubled(SHORT)  # it may have found no leader meanwhile
+
+        _until(job, rng, heal)
+
+
+def arbiter_down(job: SimJob, rng: Random) -> None:
+    """Nobody is told who leads."""
+
+    def heal() -> None:
+        assert job.arbiter is not None
+        job.arbiter.down = False
+
+    assert job.arbiter is not None
+    job.world.trace("nobody keeps the lease")
+    job.arbiter.down = True
+    _until(job, rng, heal)
+
+
+def leader_has_a_bad_clock(job: SimJob, rng: Random) -> None:
+    """It does not notice that its lease runs out; and is cut off from whoever keeps it, as a rule, perhaps
+    with others."""
+    leader = job.controller
+    job.world.trace(f"the clock of {leader.name} stands still")
+    leader.wild = True
+    leader.runs_at(0.0)
+    if rng.random() < 0.8:
+        leader_cut_off(job, rng)
+    if rng.random() < 0.5:
+        node_cut_off(job, rng)
+    if rng.random() < 0.5:  # when there is another leader
+        job.world.at(2.0 + 4 * rng.random(), lambda: kill_worker(job, rng))
 
 
 def terminate_node(job: SimJob, rng: Random) -> None:
@@ -234,6 +292,7 @@ def disaster(job: SimJob, rng: Random) -> None:
     lost = rng.sample(job.live(), min(len(job.live()), job.shape.replicas + rng.choice((1, 1, 2))))
     for node in lost:
         node.kill()
+        job.machine_ends(node)
         job.world.at(rng.random() * 4, job.join)
     if rng.random() < 0.3:
         kill_controller(job, rng)
@@ -307,6 +366,17 @@ STORAGE: dict[Fault, int] = {
 }
 """For a job that has some."""
 
+ELECTION: dict[Fault, int] = {
+    kill_controller: 4,
+    stop_controller: 6,
+    leader_stops_in_the_act: 6,
+    leader_cut_off: 6,
+    node_cut_off: 3,
+    arbiter_down: 3,
+    leader_has_a_bad_clock: 6,
+}
+"""For a job whose leader is elected."""
+
 FAULTS: dict[Fault, int] = {
     kill_worker: 6,
     hang_worker: 1,
@@ -342,6 +412,8 @@ def schedule(job: SimJob, rng: Random) -> float:
     span = rng.choice((2.0, 4.0, 8.0))
     at = rng.random() * 3.0
     faults = FAULTS | (STORAGE if job.shape.durable or job.shape.saves else {})
+    if job.shape.elects:
+        faults = {fault: faults.get(fault, 0) + ELECTION.get(fault, 0) for fault in (*faults, *ELECTION)}
     for _ in range(count):
         fault = rng.choices(list(faults), list(faults.values()))[0]
 
@@ -355,4 +427,6 @@ def schedule(job: SimJob, rng: Random) -> float:
         else:
             job.world.at(at, strike)
         at += rng.choice((0.0, 0.05, 0.5, span)) * rng.random()
+    if job.shape.elects:  # it takes its time until there is another leader
+        at += rng.choice((0.0, 4.0, 9.0))
     return at + 1.0

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 from ft_core.cli import ledger_check
@@ -17,7 +18,8 @@ from ft_core.protocol import messages as m
 from ft_core.settings import Command, Settings
 from ft_core.state import durable
 
-from .control import SimController
+from .arbiter import MACHINE, Arbiter
+from .control import SimController, decides
 from .errors import Errors, moved
 from .node import SimNode
 from .storage import Storage, preloaded
@@ -61,6 +63,8 @@ class Shape:
     """The script brings its settings: the `same` everywhere, `different` ones, `impossible` ones."""
     part: int = 0
     """The version with which a first part of the script ends."""
+    elects: bool = False
+    """The controller is on any of the nodes, by a lease, and not on a machine of its own."""
 
     @property
     def redundancy(self) -> m.Redundancy:
@@ -158,11 +162,18 @@ class SimJob:
         """The epoch that a broken link has begun."""
         self._given_up: set[str] = set()
         """Nodes without which the job has gone on."""
+        self._ailed: set[str] = set()
+        """Those of which that is no wonder."""
         self._pids = itertools.count(1000)
         self._names = itertools.count()
         self._controllers = itertools.count()
+        self.arbiter = Arbiter(self) if shape.elects else None
+        """Who keeps the lease of the leader."""
+        self.decided = 1
+        """The newest term in which anything was decided."""
         self.nodes: list[SimNode] = []
-        self.controller = SimController(self, next(self._controllers))
+        self.controllers = [] if shape.elects else [SimController(self, next(self._controllers))]
+        """The newest of each machine that has one, or may have."""
         for rank in range(shape.nodes):
             self.join(rank)
         for _ in range(shape.spares):
@@ -170,34 +181,76 @@ class SimJob:
 
     # -- processes -----------------------------------------------------------------------------
 
+    @property
+    def controller(self) -> SimController:
+        """That which leads, or has led last."""
+        return max(self.controllers, key=lambda c: (c.leads and c.alive, c.term))
+
     def join(self, rank: int = -1) -> None:
         """A node comes."""
         self.nodes.append(SimNode(self, f"node{next(self._names)}", rank))
+        if self.shape.elects:
+            name = self.nodes[-1].machine_name
+            self.controllers.append(SimController(self, next(self._controllers), name))
 
     def pid(self) -> int:
         return next(self._pids)
 
-    def connect(self, node: SimNode, process: Process | None = None) -> Link | None:
+    def connect(
+        self, node: SimNode, process: Process | None = None, to: SimController | None = None
+    ) -> Link | None:
         """A node, or that process of it, tries to reach the controller."""
-        controller = self.controller
-        if not controller.alive or controller.code is not None:
+        controller = to or self.controller
+        if not controller.alive or controller.code is not None or not controller.leads:
             return None
-        if not self.network.joins(node.machine_name, ""):
+        machines = node.machine_name, controller.machine_name
+        if not self.network.joins(*machines):
             return None
-        link = Link(self.world, (process or node, controller), (node.machine_name, ""), self.network)
+        link = Link(self.world, (process or node, controller), machines, self.network)
         controller.connected.append(link)
         controller.do(lambda: controller.accept(node, link))
         return link
 
     def restart_controller(self) -> None:
         """It has died: `ftrun` starts another."""
-        self.controller.die()
+        dead = self.controller
+        dead.die()
         if not self.over:
-            self.world.at(0.3 + self.world.rng.random(), self._next_controller)
+            self.world.at(0.3 + self.world.rng.random(), lambda: self._next_controller(dead))
 
-    def _next_controller(self) -> None:
-        if not self.over:
-            self.controller = SimController(self, next(self._controllers))
+    def _next_controller(self, dead: SimController) -> None:
+        if not self.over and dead in self.controllers:
+            at = self.controllers.index(dead)
+            self.controllers[at] = SimController(self, next(self._controllers), dead.machine_name)
+
+    def machine_ends(self, node: SimNode) -> None:
+        """With what there may be of a controller."""
+        for controller in [c for c in self.controllers if c.machine_name == node.machine_name]:
+            controller.die()
+            if len(self.controllers) > 1:
+                self.controllers.remove(controller)
+
+    def stop_for_a_while(self, controller: SimController, rng: Random) -> None:
+        """SIGSTOP."""
+        self.world.trace(f"{controller.name} is stopped")
+        controller.stop()
+        self.world.at(rng.choice((0.5, 3.0, 10.0)), controller.go_on)
+
+    def decides(self, controller: SimController, effects: list[ev.Effect]) -> None:
+        """It does, with these."""
+        if self.arbiter is None or not decides(effects):
+            return
+        if self.arbiter.term > controller.term and not controller.wild:
+            raise Violation(f"11: term {controller.term} decides, and term {self.arbiter.term} has begun")
+        self.decided = max(self.decided, controller.term)
+
+    def obeys(self, node: SimNode, term: int, message: object) -> None:
+        """A node does what it was told in that term."""
+        if term < self.decided:
+            raise Violation(
+                f"11: {node.name} obeys term {term} ({type(message).__name__}), and term {self.decided} has "
+                "decided"
+            )
 
     def live(self) -> list[SimNode]:
         return [node for node in self.nodes if node.alive]
@@ -269,6 +322,8 @@ class SimJob:
 
     def record(self, controller: SimController, event: ev.Record) -> None:
         """A line of events.jsonl."""
+        if controller.term < self.decided:
+            return  # of one that does not know yet that nobody obeys it
         self.outcome.events[event.event] += 1
         if (found := _LOST.match(event.reason)) is not None:  # to the job it is, though it may live
             for node in self.nodes:
@@ -289,7 +344,7 @@ class SimJob:
             if self.network.joins(*machines) and not any(map(self._ails, self.live())):
                 raise Violation(f"6: the link between {machines} is well, and {event.reason}")
         back = self.named(event.more["node"]) if event.event == "given_up" else None
-        if back is not None and not self._in_trouble(back):
+        if back is not None and not self._in_trouble(back) and back.name not in self._ailed:
             raise Violation(f"6: {back.name} is well, and is given up")
         if event.event == "hang" and event.more["explained"]:
             self._check_blame(controller, event)
@@ -318,7 +373,7 @@ class SimJob:
             if "though" not in reason and not self._ails(node) and self._spoken_for(node, controller):
                 raise Violation(f"6: others reach {node.name}, and it is taken for lost: {reason}")
             limit = 0.7 * self.settings.silence_limit if node.agent_alone else SHORT
-            if node.trouble <= limit and self.network.joins(node.machine_name, ""):
+            if node.trouble <= limit and self.network.joins(node.machine_name, controller.machine_name):
                 self.outcome.short += 1
                 raise Violation(f"6: {node.name} was stopped for {node.trouble} s, and is lost: {reason}")
         self._out.setdefault(node.name, self.world.now)
@@ -362,7 +417,8 @@ class SimJob:
 
     def _in_trouble(self, node: SimNode) -> bool:
         """Whether it is, or was of late, stopped, cut off or without a connection of its own fault."""
-        return self._ails(node) or not self.network.joins(node.machine_name, "")
+        needed = [self.controller.machine_name, *([MACHINE] if self.arbiter is not None else [])]
+        return self._ails(node) or not all(self.network.joins(node.machine_name, each) for each in needed)
 
     def _ails(self, node: SimNode) -> bool:
         """The same, but for what is between it and the controller alone."""
@@ -407,6 +463,7 @@ class SimJob:
         for node in self.live():
             if node.name in self._out:  # it will be told, once it is back
                 self._given_up.add(node.name)
+                self._ailed |= {node.name} if self.arbiter is not None and self._in_trouble(node) else set()
                 self.memory_lost(node)
         # Or else where checkpoints are has yet to be said to this controller.
         settled = bool(controller.machine.facts.settings.durable_dir) and (
@@ -532,13 +589,16 @@ class SimJob:
         self.network.heal()
         self.storage.healed()
         self.disk_full = False
-        self.controller.healed()
+        for controller in self.controllers:
+            controller.healed()
+        if self.arbiter is not None:
+            self.arbiter.down = False
         for node in self.live():
             node.healed()
         for _ in range(self.shape.nodes - len([node for node in self.live() if not node.leaving])):
             self.join()
 
     def _where(self) -> str:
-        lines = [f"controller: {self.controller.machine.phase!r}"]
+        lines = [f"{self.controller.name}: {self.controller.machine.phase!r}"]
         lines += [str(node) for node in self.live()]
         return "\n  ".join(lines)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from ft_core.leadership import lease
 from ft_core.node import events as ev
 from ft_core.node.about import About
 from ft_core.node.machine import Agent
@@ -19,6 +22,7 @@ from .workers import SimWorker, to_layout
 from .world import Link, Process, Violation
 
 if TYPE_CHECKING:
+    from .control import SimController
     from .job import SimJob
 
 _RECONNECT = 1.5
@@ -54,6 +58,11 @@ class SimNode(Process):
             environment={},
         )
         self.machine = Agent(about, job.settings, self)
+        self.follower = lease.Follower(lease.trust(lease.LOOK) if job.arbiter is not None else math.inf)
+        self._leader: SimController | None = None
+        """Who leads, as far as is known here."""
+        if job.arbiter is not None:
+            self.runs_at(1 + 0.05 * (2 * self.world.rng.random() - 1))
         self.trouble_at = float("-inf")
         """When it was last stopped, cut off, or its connection broken."""
         self.trouble = 0.0
@@ -63,6 +72,10 @@ class SimNode(Process):
         self.beside = Process(self.world, f"{self.name}/pulse")
         """What says that the machine lives."""
         self._turned = 0.0
+        self._led = 0
+        """In which term the controller leads that it has met last."""
+        self._deferred: deque[tuple[float, object]] = deque()
+        """What was said and is not clear to count, and when."""
         self.later(0.05 + self.world.rng.random() * 0.5, self._begin)
 
     def __str__(self) -> str:
@@ -75,14 +88,19 @@ class SimNode(Process):
 
     def _begin(self) -> None:
         self.handle(ev.Begin())
+        if self.job.arbiter is None:
+            self.follower.looked(0.0, 1)
+        else:
+            self._look()
         self._connect()
         self._tick()
         self._pulse()
 
     def _pulse(self, link: Link | None = None) -> None:
         """As `ft_core.node.pulse`."""
-        again = link is None or not link.open
-        if again and (link := self.job.connect(self, self.beside)) is not None:
+        again = link is None or not link.open or self._leader not in (None, link.ends[1])
+        lost = self.job.arbiter is not None and self._leader is None
+        if again and not lost and (link := self.job.connect(self, self.beside, self._leader)) is not None:
             link.send(0, m.PulseHello(self.name))
         if link is not None:
             link.send(0, m.Pulse(self.world.now - self._turned))
@@ -95,26 +113,62 @@ class SimNode(Process):
 
     # -- the controller ----------------------------------------------------------------------------
 
+    def _look(self) -> None:
+        """Who leads?"""
+        arbiter, began = self.job.arbiter, self.clock
+        assert arbiter is not None
+
+        def answered(found: tuple[int, SimController | None] | None) -> None:
+            if found is not None:
+                self.follower.looked(began, found[0])
+                self._leader = found[1]
+            self._hear_deferred()
+            self.later(lease.LOOK * (0.5 + 0.5 * self.world.rng.random()), self._look)
+
+        arbiter.ask(self, self.machine_name, lambda: (arbiter.term, arbiter.leader), answered)
+
+    def _hear_deferred(self) -> None:
+        """What has waited for a look, once it is clear whether it counts."""
+        link = self.link
+        if link is None:
+            return
+        if self.follower.deposed or (self._deferred and self.clock - self._deferred[0][0] > lease.DOUBT):
+            self.world.trace(f"{self.name} does not obey whom it is connected to any more")
+            self._deferred.clear()
+            link.break_(self.world.rng.random())
+        while self._deferred and self.link is link and self.follower.obeys(self.clock):
+            _, message = self._deferred.popleft()
+            self.job.obeys(self, self._led, message)
+            self.handle(ev.FromController(message))  # type: ignore[arg-type]
+
     def _connect(self) -> None:
         if self.link is not None:
             return
-        link = self.job.connect(self)
-        if link is None:
+        nobody = self.job.arbiter is not None and self._leader is None
+        link = None if nobody else self.job.connect(self, to=self._leader)
+        if link is None or not link.open:
             self.handle(ev.NotConnected("nobody answers"))
             self.later(self._soon(), self._connect)
             return
         self.link = link
         link.heard[0] = lambda message: self._hear(link, message)
         link.ended[0] = lambda: self._disconnected(link)
-        self.handle(ev.Connected())
+        self._deferred.clear()
+        self.follower.connected()
+        self.handle(ev.Connected(max(1, self.follower.term)))
 
     def _soon(self) -> float:
         return _RECONNECT * self.world.rng.random() ** 3
 
     def _hear(self, link: Link, message: object) -> None:
-        if self.link is link:
-            self.world.trace(f"{self.name} <- {short(message)}")
-            self.handle(ev.FromController(message))  # type: ignore[arg-type]
+        if self.link is not link:
+            return
+        self.world.trace(f"{self.name} <- {short(message)}")
+        if isinstance(message, m.Leads):
+            self.follower.led_by(message.term)
+            self._led = message.term
+        self._deferred.append((self.clock, message))
+        self._hear_deferred()
 
     def _disconnected(self, link: Link) -> None:
         if self.link is link:
@@ -186,6 +240,8 @@ class SimNode(Process):
         self.troubled(seconds, agent_alone)
         self.job.outcome.pauses += 1
         stopped: list[Process] = [self, *([] if agent_alone else [self.beside, *self.workers.values()])]
+        if not agent_alone:
+            stopped += [c for c in self.job.controllers if c.machine_name == self.machine_name]
         for process in stopped:
             process.stop()
 
@@ -295,6 +351,7 @@ class SimNode(Process):
                 self.die()
                 if self.link is not None:
                     self.link.break_(0.0)
+                self.job.machine_ends(self)
             case ev.ShowRest() | ev.UseSettings():
                 pass
             case _:

@@ -38,9 +38,10 @@ def shape(rng: Random) -> Shape:
 
 
 def simulate(seed: int, world: World | None = None) -> Outcome:
-    """Run one schedule. Raises Violation."""
+    """Run one schedule. Raises Violation. A negative seed is of a job whose leader is elected."""
     rng = Random(seed)
-    job = SimJob(world or World(seed), shape(rng))
+    found = replace(shape(rng), elects=seed < 0)
+    job = SimJob(world or World(seed), found)
     return job.run(schedule(job, rng))
 
 

@@ -61,6 +61,11 @@ def test_schedules() -> None:
     )
 
 
+def test_schedules_with_leaders_that_are_elected() -> None:
+    found = list(itertools.islice(failures(range(-SCHEDULES // 20, 0), processes()), 5))
+    assert not found, "\n".join(f"seed {seed} (--repeat={seed}): {why}" for seed, why in found)
+
+
 @pytest.mark.parametrize("seed", FAILED_ONCE)
 def test_what_failed_once(seed: int) -> None:
     assert failure(seed) is None

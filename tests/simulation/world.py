@@ -56,6 +56,9 @@ class Process:
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
         self.alive, self.stopped = True, 0
+        self.rate = 1.0
+        """Of its machine's clock, against true time."""
+        self._clock = 0.0, world.now
         self._backlog: deque[Call] = deque()
         self._slept, self._stopped_at = 0.0, 0.0
 
@@ -64,6 +67,21 @@ class Process:
         """Its own time: that in which it was not stopped."""
         since = self._stopped_at if self.stopped else self.world.now
         return since - self._slept
+
+    @property
+    def clock(self) -> float:
+        """Of its machine: goes on while the process is stopped."""
+        shown, since = self._clock
+        return shown + self.rate * (self.world.now - since)
+
+    def runs_at(self, rate: float) -> None:
+        """Its machine's clock does, from now on."""
+        self._clock = self.clock, self.world.now
+        self.rate = rate
+
+    def shows(self, clock: float) -> None:
+        """Somebody has set its machine's clock right, which goes well from now on."""
+        self._clock, self.rate = (clock, self.world.now), 1.0
 
     def do(self, call: Call) -> None:
         """Something happens to this process."""
@@ -102,7 +120,7 @@ class Process:
 
 
 class Network:
-    """What gets through between machines; that of the controller has no name."""
+    """What gets through between machines; that of a controller which is on none of the nodes has no name."""
 
     def __init__(self) -> None:
         self.cut: set[str] = set()

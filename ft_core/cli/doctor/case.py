@@ -175,8 +175,8 @@ def case(job_dir: Path | None, controller: str, words: Sequence[str]) -> Case:
         try:
             settings = Settings.read(job_dir)
             facts |= {"settings": settings, "arguments": facts.get("arguments") or settings.command.arguments}
-            controller = controller or settings.controller
-        except ConfigError as error:
+            controller = controller or settings.controller or ask.find(settings, job_dir)
+        except FtError as error:
             facts["problem"] = str(error)
     elif facts.get("settings") is not None:
         controller = controller or facts["settings"].controller

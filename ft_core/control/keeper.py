@@ -1,0 +1,169 @@
+"""The thread that gets a lease for a controller, and keeps it. It decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ft_core.leadership.base import Grant, Leadership, LeadershipError, Notes
+from ft_core.leadership.lease import RENEW, Lease, clock
+from ft_core.process.parent import gone
+
+log = logging.getLogger(__name__)
+
+_WARN_EVERY = 60.0
+LAST_WORD = 2.0
+"""Seconds that a controller which ends has to say that it leads no more; then its lease runs out."""
+
+
+@dataclass(frozen=True)
+class Granted:
+    """This process leads, for as long as `lease` holds."""
+
+    lease: Lease
+    notes: Notes
+
+
+@dataclass(frozen=True)
+class Over:
+    """The job is, with this exit code."""
+
+    code: int
+
+
+News = Granted | Over | Exception
+Order = Callable[[Grant], bool]
+"""What is to be done with a lease, that others must see; False once it is there no more."""
+
+
+class Keeper:
+    """Campaigns, and renews. What it has to say is put into `news`, of the event loop that it was made in; an
+    error of its own as well."""
+
+    def __init__(self, leadership: Leadership, address: str, begins: bool) -> None:
+        """`begins`: whether it may lead where a job is over, which is the beginning of another."""
+        self.news: asyncio.Queue[News] = asyncio.Queue()
+        self._leadership, self._address = leadership, address
+        self._loop = asyncio.get_running_loop()
+        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._begins, self._floor = begins, 0
+        self._warned = float("-inf")
+        threading.Thread(target=self._serve, name="ft-lease", daemon=True).start()
+
+    # -- for the controller ------------------------------------------------------------------------
+
+    def note(self, notes: Notes) -> None:
+        """Leave this for a successor, soon."""
+        self._orders.put(lambda grant: self._leadership.note(grant, notes))
+
+    def end(self, code: int, agreed: Callable[[], None]) -> None:
+        """Have it written down that the job is over, for as long as the lease holds; then `agreed`."""
+
+        def end(grant: Grant) -> bool:
+            if self._leadership.resign(grant, code):
+                told = threading.Event()
+                self._tell(agreed)
+                self._tell(told.set)
+                told.wait(LAST_WORD)  # the lease, which is gone, is to hold until then
+            return False
+
+        self._orders.put(end)
+
+    def resign(self, floor: int = 0) -> None:
+        """Lead no more; and next time in a term above `floor`."""
+        self._floor = max(self._floor, floor)
+        self._orders.put(self._resign)
+
+    def leave(self, notes: Notes) -> None:
+        """As this process is about to end: lead no more, and leave these."""
+        told = threading.Event()
+
+        def leave(grant: Grant) -> bool:
+            self._leadership.note(grant, notes)
+            self._leadership.resign(grant)
+            told.set()
+            return False
+
+        self._orders.put(leave)
+        told.wait(LAST_WORD)
+
+    def _resign(self, grant: Grant) -> bool:
+        self._leadership.resign(grant)
+        return False
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # nobody is there any more to be told
+            self._loop.call_soon_threadsafe(call)
+
+    def _serve(self) -> None:
+        try:
+            self._run()
+        except Exception as error:  # this thread's own: the controller must not wait for it
+            self._say(error)
+
+    def _run(self) -> None:
+        over_before = True
+        while not gone():
+            grant, asked = None, clock()
+            try:
+                leader = self._leadership.look()
+                if leader.over is not None and not over_before:
+                    self._say(Over(leader.over))
+                    return
+                # What is over when this process comes is another job, which had this name before.
+                over_before &= leader.over is not None
+                if not leader.address and (leader.over is None or self._begins):
+                    grant = self._leadership.acquire(self._address, self._floor)
+            except LeadershipError as error:
+                self._warn(error)
+            if grant is None:
+                time.sleep(self._leadership.every * (0.5 + random.random()))
+                continue
+            over_before = False
+            lease = Lease(grant.term, grant.seconds, asked)
+            while not self._orders.empty():
+                self._orders.get()  # of another leadership
+            self._say(Granted(lease, grant.notes))
+            self._keep(grant, lease)
+            lease.ends()
+
+    def _keep(self, grant: Grant, lease: Lease) -> None:
+        """Until the lease is lost, or given up."""
+        order: Order | None = None
+        while lease.holds(asked := clock()) and not gone():
+            try:
+                if not self._leadership.renew(grant):
+                    return
+                lease.renewed(asked)
+                while (order := order or self._next(asked + RENEW)) is not None:
+                    if not order(grant):
+                        return
+                    order = None
+            except LeadershipError as error:
+                self._warn(error)
+                time.sleep(RENEW / 4)
+
+    def _next(self, until: float) -> Order | None:
+        """Of the controller's, before the lease is to be renewed again."""
+        try:
+            return self._orders.get(timeout=max(0.001, until - clock()))
+        except queue.Empty:
+            return None
+
+    def _say(self, news: News) -> None:
+        self._tell(lambda: self.news.put_nowait(news))
+
+    def _warn(self, error: LeadershipError) -> None:
+        """Once a minute at most."""
+        if clock() > self._warned + _WARN_EVERY:
+            self._warned = clock()
+            log.warning("it is not clear who leads the job, and nobody may: %s", error)

@@ -1,0 +1,107 @@
+"""`Leadership`: how a job agrees on who its controller is. Where that is kept is in the modules beside this.
+
+Every call may block, for `http.TRY` seconds a server at most. An object is for one thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from ft_core.errors import FtError
+from ft_core.leadership import lease
+
+
+class LeadershipError(FtError):
+    """Nobody can be asked who leads, or what was answered is none. What was asked for may have happened."""
+
+
+class Notes(Struct, frozen=True):
+    """What a leader leaves for its successors, of what no agent may be left to tell."""
+
+    recorded: dict[str, int] = {}
+    """Event -> the newest epoch that has it."""
+    failed: int = 0
+    """Leaders in a row, up to the last, that have failed of an error of their own."""
+
+
+@dataclass(frozen=True)
+class Leader:
+    """Who leads, as far as can be seen."""
+
+    term: int = 0
+    """The newest that there is; 0: nobody has led yet."""
+    address: str = ""
+    """Empty where nobody leads at present."""
+    over: int | None = None
+    """The job's exit code, once it is over."""
+
+
+@dataclass
+class Grant:
+    """A leadership."""
+
+    term: int
+    seconds: float
+    """That it lasts from one renewal to the next."""
+    notes: Notes
+    """Of predecessors."""
+    key: Any = field(repr=False)
+    """By which the lease is known where it is kept."""
+
+
+class Leadership(Protocol):
+    """Who is the job's controller."""
+
+    place: str
+    """For people, and for the command line."""
+    near: str
+    """HOST:PORT: this machine's address on the way there is one that others reach it by."""
+    every: float
+    """Seconds between two looks of a process."""
+
+    def look(self) -> Leader:
+        """Raises LeadershipError."""
+
+    def acquire(self, address: str, floor: int) -> Grant | None:
+        """Lead, if nobody does, in a term above `floor`. None: somebody else does. Raises LeadershipError."""
+
+    def renew(self, grant: Grant) -> bool:
+        """False: the lease is lost. Raises LeadershipError."""
+
+    def note(self, grant: Grant, notes: Notes) -> bool:
+        """False: the lease is lost. Raises LeadershipError."""
+
+    def resign(self, grant: Grant, over: int | None = None) -> bool:
+        """Let another lead; `over`: with this code the job is over, for all. False: the lease was lost
+        before. Raises LeadershipError."""
+
+
+@dataclass
+class Fixed:
+    """The controller is on one machine, at an address that all nodes were told."""
+
+    place: str
+    every: float = lease.LOOK
+
+    def __post_init__(self) -> None:
+        self.near = self.place
+
+    def look(self) -> Leader:
+        """There is but one, whom its own machine restarts."""
+        return Leader(1, self.place)
+
+    def acquire(self, address: str, floor: int) -> Grant | None:
+        """Nobody else ever leads."""
+        return None
+
+    def renew(self, grant: Grant) -> bool:
+        raise NotImplementedError(self.acquire.__doc__)
+
+    def note(self, grant: Grant, notes: Notes) -> bool:
+        raise NotImplementedError(self.acquire.__doc__)
+
+    def resign(self, grant: Grant, over: int | None = None) -> bool:
+        raise NotImplementedError(self.acquire.__doc__)

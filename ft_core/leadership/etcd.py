@@ -1,0 +1,195 @@
+"""The lease in etcd: by the JSON gateway of its API v3, which is a handful of requests.
+
+Two keys. `NAME/leader` says who leads, and goes with the leader's lease. `NAME/job` stays: the newest term,
+what successors must know, whether the job is over. A transaction that writes either compares first that
+nobody else has become leader, so there is no moment in which two are.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ft_core.leadership import lease
+from ft_core.leadership.base import Grant, Leader, LeadershipError, Notes
+from ft_core.leadership.http import Client
+
+PER_SECOND = 1000.0
+"""Looks of a whole job."""
+
+
+class _Leads(Struct, frozen=True):
+    """Under `NAME/leader`."""
+
+    term: int
+    address: str
+
+
+class Job(Struct, frozen=True):
+    """What is kept of a job, whoever leads."""
+
+    job: str
+    term: int
+    notes: Notes = Notes()
+    over: int | None = None
+
+    def next(self, job: str, floor: int) -> Job:
+        """As the next leader finds it. Of another job, or of one that is over and begins anew, it keeps no
+        more than the term, so that nobody obeys what is left of it."""
+        notes = self.notes if self.job == job and self.over is None else Notes()
+        return Job(job, max(self.term, floor) + 1, notes)
+
+
+@dataclass
+class _Key:
+    """Of a grant."""
+
+    lease: str
+    revision: str
+    """At which `NAME/leader` was made: nobody else's has the same."""
+    job: Job
+
+
+class Etcd:
+    """As `base.Leadership`."""
+
+    def __init__(
+        self, servers: list[tuple[str, int]], name: str, job: str, nodes: int, tls: bool = False
+    ) -> None:
+        """`name`: of the job, in etcd. `job`: what tells it from others that have had this name."""
+        scheme = "etcds" if tls else "etcd"
+        self.place = f"{scheme}://{','.join(f'{host}:{port}' for host, port in servers)}/{name}"
+        self.near = f"{servers[0][0]}:{servers[0][1]}"
+        self.every = lease.look_every(nodes, PER_SECOND)
+        self._leader, self._job_key, self._job = _text(f"{name}/leader"), _text(f"{name}/job"), job
+        self._client = Client(servers, _context() if tls else None, self._headers)
+        self._token = ""
+
+    def look(self) -> Leader:
+        leads, job, _ = self._read()
+        return Leader(job.term, leads.address if leads is not None else "", job.over)
+
+    def acquire(self, address: str, floor: int) -> Grant | None:
+        leads, known, revision = self._read()
+        if leads is not None:
+            return None
+        job = known.next(self._job, floor)
+        granted = self._ask("lease/grant", {"TTL": str(int(lease.SECONDS))})
+        number, seconds = str(granted["ID"]), float(granted["TTL"])
+        nobody = {"key": self._leader, "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
+        as_read = {"key": self._job_key, "target": "MOD", "result": "EQUAL", "mod_revision": revision}
+        puts = [
+            _put(self._leader, _Leads(job.term, address), number),
+            _put(self._job_key, job),
+        ]
+        done = self._ask("kv/txn", {"compare": [nobody, as_read], "success": puts})
+        if not done.get("succeeded"):
+            self._revoke(number)
+            return None
+        return Grant(job.term, seconds, job.notes, _Key(number, done["header"]["revision"], job))
+
+    def renew(self, grant: Grant) -> bool:
+        key: _Key = grant.key
+        answer = self._ask("lease/keepalive", {"ID": key.lease})
+        if float(answer.get("result", {}).get("TTL", 0)) <= 0:
+            return False
+        # The lease is there; somebody may have taken the key from it. Without the range a member would answer
+        # for itself, though it may be behind.
+        asked = {"compare": [self._leads(key)], "success": [{"request_range": {"key": self._leader}}]}
+        return bool(self._ask("kv/txn", asked).get("succeeded"))
+
+    def note(self, grant: Grant, notes: Notes) -> bool:
+        return self._write(grant.key, replace(grant.key.job, notes=notes))
+
+    def resign(self, grant: Grant, over: int | None = None) -> bool:
+        key: _Key = grant.key
+        if over is not None:
+            job = replace(key.job, over=over)
+            if not self._write(key, job) and self._read()[1] != job:
+                return False
+        self._revoke(key.lease)
+        return True
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def _read(self) -> tuple[_Leads | None, Job, str]:
+        """Both keys, of one moment, and at which revision the job's was written."""
+        ranges = [{"request_range": {"key": key}} for key in (self._leader, self._job_key)]
+        answers = self._ask("kv/txn", {"success": ranges})["responses"]
+        found = [(each["response_range"].get("kvs") or [None])[0] for each in answers]
+        leads, job = (kv and base64.b64decode(kv.get("value", "")) for kv in found)
+        try:
+            return (
+                msgspec.json.decode(leads, type=_Leads) if leads else None,
+                msgspec.json.decode(job, type=Job) if job else Job(self._job, 0),
+                found[1]["mod_revision"] if found[1] else "0",
+            )
+        except msgspec.MsgspecError as error:
+            raise LeadershipError(f"{self.place}: what is kept there is nothing of ours ({error})") from None
+
+    def _write(self, key: _Key, job: Job) -> bool:
+        put = _put(self._job_key, job)
+        done = bool(self._ask("kv/txn", {"compare": [self._leads(key)], "success": [put]}).get("succeeded"))
+        if done:
+            key.job = job
+        return done
+
+    def _leads(self, key: _Key) -> dict[str, Any]:
+        """Compares whether the key's holder still leads."""
+        same = {"target": "CREATE", "result": "EQUAL", "create_revision": key.revision}
+        return {"key": self._leader, **same}
+
+    def _revoke(self, number: str) -> None:
+        """If that fails, it runs out."""
+        with contextlib.suppress(LeadershipError):
+            self._ask("lease/revoke", {"ID": number})
+
+    def _ask(self, what: str, body: Mapping[str, Any], again: bool = True) -> dict[str, Any]:
+        try:
+            status, answer = self._client.ask("POST", f"/v3/{what}", body)
+        except LeadershipError as error:
+            raise LeadershipError(f"{self.place}: {error}") from None
+        if status == 401 and again and os.environ.get(USER):
+            self._log_in()
+            return self._ask(what, body, again=False)
+        if status != 200:
+            raise LeadershipError(f"{self.place}: {what}: status {status}: {str(answer)[:200]}")
+        return answer
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": self._token} if self._token else {}
+
+    def _log_in(self) -> None:
+        name, _, password = os.environ[USER].partition(":")
+        self._token = ""
+        self._token = self._ask("auth/authenticate", {"name": name, "password": password}, again=False)[
+            "token"
+        ]
+
+
+USER, CA, CERTIFICATE, KEY = (f"ETCDCTL_{name}" for name in ("USER", "CACERT", "CERT", "KEY"))
+"""Variables of etcd's own client: USER:PASSWORD, and files of PEM."""
+
+
+def _context() -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=os.environ.get(CA))
+    if certificate := os.environ.get(CERTIFICATE):
+        context.load_cert_chain(certificate, os.environ.get(KEY))
+    return context
+
+
+def _text(value: str | bytes) -> str:
+    return base64.b64encode(value.encode() if isinstance(value, str) else value).decode()
+
+
+def _put(key: str, value: Struct, number: str = "0") -> dict[str, Any]:
+    return {"request_put": {"key": key, "value": _text(msgspec.json.encode(value)), "lease": number}}

@@ -1,0 +1,439 @@
+"""Who leads a job: the rules of leases and terms, etcd, Kubernetes, and the thread that keeps a lease."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import etcd_members
+import pytest
+from etcd_members import Members
+
+from ft_core import leadership
+from ft_core.control.keeper import Granted, Keeper, Over
+from ft_core.errors import ConfigError
+from ft_core.leadership import kubernetes, lease
+from ft_core.leadership.base import Fixed, Leader, Leadership, LeadershipError, Notes
+from ft_core.leadership.http import Client
+from ft_core.leadership.kubernetes import Kubernetes
+from ft_core.leadership.lease import DRIFT, Follower, Lease, first_epoch
+
+# -- leases and terms ----------------------------------------------------------------------------------
+
+
+def test_a_lease_ends_here_before_it_ends_where_it_is_kept() -> None:
+    held = Lease(1, seconds=2.0, asked=10.0)
+    assert held.holds(10.0 + 2.0 * (1 - DRIFT) - 0.01) and not held.holds(10.0 + 2.0 * (1 - DRIFT))
+    held.renewed(11.0)
+    held.renewed(10.5)  # an answer that was overtaken
+    assert held.holds(12.7) and not held.holds(12.8)
+    held.ends()
+    held.renewed(12.0)
+    assert not held.holds(12.0)
+
+
+def test_the_lease_of_a_fixed_controller_does_not_end() -> None:
+    assert Lease(1).holds(1e9)
+
+
+def test_an_agent_obeys_for_a_while_after_a_look() -> None:
+    agent = Follower(trust=2.0)
+    agent.looked(began=5.0, term=3)
+    agent.connected()
+    assert not agent.obeys(5.1)  # whoever it is has not said in which term it leads
+    agent.led_by(3)
+    assert agent.obeys(6.9) and not agent.obeys(7.0) and not agent.deposed
+    agent.looked(began=6.5, term=3)
+    assert agent.obeys(8.4)
+
+
+def test_an_agent_that_knows_of_a_newer_term_obeys_no_older_one() -> None:
+    agent = Follower(trust=2.0)
+    agent.looked(5.0, 3)
+    agent.led_by(3)
+    agent.looked(5.5, 4)
+    assert agent.deposed and not agent.obeys(5.6)
+    agent.connected()
+    assert not agent.deposed
+    agent.led_by(4)
+    assert agent.obeys(5.7)
+    agent.looked(5.8, 3)  # of a server that is behind: it says nothing of what there was at 5.8
+    assert agent.term == 4 and agent.obeys(7.4) and not agent.obeys(7.5)
+
+
+def test_a_term_that_only_its_leader_has_told_of_waits_for_a_look() -> None:
+    agent = Follower(trust=2.0)
+    agent.looked(5.0, 3)
+    agent.led_by(4)
+    assert not agent.obeys(5.1) and not agent.deposed
+    agent.looked(5.2, 4)
+    assert agent.obeys(5.3)
+
+
+def test_every_epoch_of_a_term_is_newer_than_all_of_those_before() -> None:
+    assert first_epoch(1) == 1
+    assert first_epoch(3) > first_epoch(2) + lease.EPOCHS - 1
+
+
+def test_a_new_leader_decides_when_nobody_obeys_another() -> None:
+    every = lease.look_every(nodes=12_500, per_second=1000)
+    assert every == 12.5 and lease.look_every(4, 1000) == lease.LOOK
+    # By an agent's clock that is slow, and a leader's that is fast, each by half of what two may differ.
+    assert lease.settled_after(every) / (1 + DRIFT / 2) >= lease.trust(every) / (1 + DRIFT / 2)
+
+
+def test_where_it_can_be_kept() -> None:
+    assert isinstance(leadership.at("10.0.0.1:1", b"secret", 2), Fixed)
+    found = leadership.at("etcd://a:2379,b:2379/jobs/llm", b"secret", 2)
+    assert found.place == "etcd://a:2379,b:2379/jobs/llm" and found.near == "a:2379"
+    for wrong in ("etcd://a/llm", "etcd://a:1", "zookeeper://a:1/x", "kubernetes://Name/x", "kubernetes://x"):
+        with pytest.raises(ConfigError, match="--ft-leadership"):
+            leadership.at(wrong, b"secret", 2)
+    with pytest.raises(ConfigError, match="in no pod"):
+        leadership.at("kubernetes://default/llm", b"secret", 2)
+
+
+# -- where leases are kept -----------------------------------------------------------------------------
+
+
+class ApiServer(ThreadingHTTPServer):
+    """As much of Kubernetes' API server as there is of Leases: optimistic concurrency, and who may ask."""
+
+    daemon_threads = True
+
+    def __init__(self, token: str) -> None:
+        self.token, self.objects, self.version = token, {}, 0
+        self.lock = threading.Lock()
+        self.fails = False
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: ApiServer
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _answer(self, status: int, body: dict[str, Any]) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def _refuse(self, status: int, message: str) -> None:
+        self._answer(status, {"kind": "Status", "code": status, "message": message})
+
+    def _handle(self) -> None:
+        server, body = self.server, self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        place = "/apis/coordination.k8s.io/v1/namespaces/train/leases"
+        with server.lock:
+            if server.fails:
+                self._refuse(503, "etcdserver: no leader")
+            elif self.headers.get("Authorization") != f"Bearer {server.token}":
+                self._refuse(401, "Unauthorized")
+            elif self.path != place and not self.path.startswith(f"{place}/"):
+                self._refuse(404, "the server could not find the requested resource")
+            else:
+                self._serve(self.path.removeprefix(place).strip("/"), body)
+
+    do_GET = do_POST = do_PUT = _handle  # noqa: N815
+
+    def _serve(self, name: str, body: bytes) -> None:
+        server = self.server
+        if self.command == "GET":
+            found = server.objects.get(name)
+            return self._answer(200, found) if found else self._refuse(404, f"leases {name} not found")
+        wanted = json.loads(body)
+        spec, metadata = wanted["spec"], wanted["metadata"]
+        assert wanted["apiVersion"] == "coordination.k8s.io/v1" and wanted["kind"] == "Lease"
+        assert isinstance(spec["leaseDurationSeconds"], int) and isinstance(spec["leaseTransitions"], int)
+        for moment in (spec["acquireTime"], spec["renewTime"]):
+            time.strptime(moment, "%Y-%m-%dT%H:%M:%S.%fZ")
+        assert all(isinstance(text, str) for text in metadata.get("annotations", {}).values())
+        known = server.objects.get(metadata["name"])
+        if self.command == "POST" and known is not None:
+            return self._refuse(409, "already exists")
+        if self.command == "PUT":
+            if known is None:
+                return self._refuse(404, "not found")
+            if metadata["resourceVersion"] != known["metadata"]["resourceVersion"]:
+                return self._refuse(409, "the object has been modified; please apply your changes")
+        server.version += 1
+        wanted["metadata"] = {**metadata, "resourceVersion": str(server.version), "uid": "a-uid"}
+        server.objects[metadata["name"]] = wanted
+        return self._answer(201 if self.command == "POST" else 200, wanted)
+
+
+class Kept:
+    """Somewhere to keep a lease: makes clients of it."""
+
+    def client(self, job: str = "a job") -> Leadership:
+        raise NotImplementedError
+
+    def delete(self) -> None:
+        """As a person does who does not know better."""
+        raise NotImplementedError
+
+
+class KeptInEtcd(Kept):
+    def __init__(self, members: Members, name: str) -> None:
+        self.members, self.name = members, name
+
+    def client(self, job: str = "a job") -> Leadership:
+        return self.members.leadership(self.name, job)
+
+    def delete(self) -> None:
+        for key in ("leader", "job"):
+            self.members.leadership(self.name)._ask("kv/deleterange", {"key": _base64(f"{self.name}/{key}")})
+
+
+class KeptInKubernetes(Kept):
+    def __init__(self, server: ApiServer, account: Path) -> None:
+        self.server, self.account = server, account
+
+    def client(self, job: str = "a job") -> Kubernetes:
+        near = ("127.0.0.1", self.server.server_address[1])
+        client = Client([near], None, lambda: kubernetes.bearer(self.account))
+        return Kubernetes("train", "llm", job, 3, client, near)
+
+    def delete(self) -> None:
+        self.server.objects.clear()
+
+
+def _base64(text: str) -> str:
+    import base64
+
+    return base64.b64encode(text.encode()).decode()
+
+
+@pytest.fixture(scope="module")
+def members() -> Iterator[Members]:
+    with Members() as found:
+        yield found
+
+
+@contextmanager
+def api_server(tmp_path: Path) -> Iterator[KeptInKubernetes]:
+    (tmp_path / "token").write_text("a token\n")
+    server = ApiServer("a token")
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield KeptInKubernetes(server, tmp_path)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(params=[pytest.param("etcd", marks=etcd_members.needed), "kubernetes"])
+def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kept]:
+    if request.param == "etcd":
+        yield KeptInEtcd(request.getfixturevalue("members"), request.node.name)
+    else:
+        with api_server(tmp_path) as found:
+            yield found
+
+
+def acquired(client: Leadership, address: str, seconds: float = 30) -> Any:
+    """Once nobody else has it."""
+    end = time.monotonic() + seconds
+    while (grant := client.acquire(address, 0)) is None:
+        assert time.monotonic() < end, f"nobody gives it up: {client.look()}"
+        time.sleep(0.05)
+    return grant
+
+
+def test_one_leads_at_a_time_and_terms_grow(kept: Kept) -> None:
+    one, other = kept.client(), kept.client()
+    assert one.look() == Leader() and other.look() == Leader()
+    first = one.acquire("one:1", 0)
+    assert first is not None and first.term == 1 and first.seconds >= lease.SECONDS
+    assert other.acquire("other:1", 0) is None and other.look() == Leader(1, "one:1")
+    for _ in range(3):
+        assert one.renew(first)
+    assert one.resign(first)
+    second = other.acquire("other:1", 0)
+    assert second is not None and second.term == 2 and one.look() == Leader(2, "other:1")
+    assert not one.renew(first) and not one.note(first, Notes()) and not one.resign(first, 7)
+    assert one.look().over is None
+
+
+def test_who_does_not_renew_loses_it(kept: Kept) -> None:
+    one, other = kept.client(), kept.client()
+    asked, other_looked = lease.clock(), other.look()
+    assert other_looked == Leader()
+    first = one.acquire("one:1", 0)
+    held = Lease(first.term, first.seconds, asked)
+    second = acquired(other, "other:1")
+    assert second.term == 2 and not held.holds(lease.clock())
+    assert not one.renew(first) and one.look() == Leader(2, "other:1")
+
+
+def test_what_a_leader_leaves_is_its_jobs(kept: Kept) -> None:
+    one = kept.client()
+    first = one.acquire("one:1", 0)
+    assert first.notes == Notes()
+    assert one.note(first, Notes({"resumed": 4}, failed=1)) and one.renew(first) and one.resign(first)
+    second = kept.client().acquire("two:1", 0)
+    assert second.notes == Notes({"resumed": 4}, failed=1)
+    assert kept.client().look() == Leader(2, "two:1")
+
+
+def test_another_job_of_the_same_name_finds_no_more_than_the_term(kept: Kept) -> None:
+    one = kept.client()
+    first = one.acquire("one:1", 0)
+    assert one.note(first, Notes({"resumed": 4})) and one.resign(first)
+    second = kept.client("another job").acquire("two:1", 0)
+    assert (second.term, second.notes) == (2, Notes())
+
+
+def test_a_job_that_is_over_is_over_for_all_and_may_begin_anew(kept: Kept) -> None:
+    one, other = kept.client(), kept.client()
+    first = one.acquire("one:1", 0)
+    assert one.note(first, Notes({"resumed": 4})) and one.resign(first, 3)
+    assert other.look() == Leader(1, "", 3)
+    again = other.acquire("other:1", 0)
+    assert (again.term, again.notes) == (2, Notes()) and one.look() == Leader(2, "other:1", None)
+
+
+def test_terms_go_on_where_what_was_kept_is_lost(kept: Kept) -> None:
+    """An agent that knows of an older term has told the new leader, which resigns: `Resign`."""
+    one = kept.client()
+    assert one.acquire("one:1", 6).term == 7
+    kept.delete()
+    two = kept.client()
+    assert two.acquire("two:1", 0).term == 1
+    kept.delete()
+    assert kept.client().acquire("two:1", floor=7).term == 8
+
+
+def test_a_leader_notices_that_its_lease_was_taken_away(kept: Kept) -> None:
+    one, other = kept.client(), kept.client()
+    first = one.acquire("one:1", 0)
+    kept.delete()
+    assert acquired(other, "other:1").term >= 1
+    assert not one.renew(first) and not one.note(first, Notes())
+
+
+def until_it_answers(client: Leadership) -> Leader:
+    """Members choose a leader of their own first."""
+    end = time.monotonic() + 60
+    while True:
+        try:
+            return client.look()
+        except LeadershipError:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+
+@etcd_members.needed
+def test_of_three_members_one_may_die() -> None:
+    with Members() as members:
+        one = members.leadership("a job of its own")
+        assert one.acquire("one:1", 0).term == 1
+        members.kill(0)
+        assert until_it_answers(one).term == 1
+        second = acquired(members.leadership("a job of its own"), "two:1")
+        assert second.term == 2 and until_it_answers(one) == Leader(2, "two:1")
+        members.kill(1)
+        with pytest.raises(LeadershipError, match="etcd://"):  # one is no majority
+            one.renew(second)
+        members.start(1)
+        assert until_it_answers(one).term == 2
+
+
+def test_what_kubernetes_refuses_is_said(tmp_path: Path) -> None:
+    with api_server(tmp_path) as kept:
+        client = kept.client()
+        (tmp_path / "token").write_text("another")
+        with pytest.raises(LeadershipError, match="kubernetes://train/llm: status 401: Unauthorized"):
+            client.acquire("one:1", 0)
+        (tmp_path / "token").write_text("a token")  # it is replaced from time to time
+        first = client.acquire("one:1", 0)
+        assert first.term == 1
+        kept.server.fails = True
+        with pytest.raises(LeadershipError, match="no leader"):
+            client.renew(first)
+        kept.server.fails = False
+        assert client.renew(first)
+
+
+def test_a_lease_that_a_person_has_annotated_is_kept(tmp_path: Path) -> None:
+    with api_server(tmp_path) as kept:
+        client = kept.client()
+        first = client.acquire("one:1", 0)
+        found = kept.server.objects["llm"]
+        found["metadata"] = {**found["metadata"], "resourceVersion": "77", "annotations": {"a": "b"}}
+        assert client.renew(first) and kept.server.objects["llm"]["metadata"]["annotations"] == {"a": "b"}
+
+
+# -- the thread ----------------------------------------------------------------------------------------
+
+
+def run(test: Any) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(60):
+            await test
+
+    asyncio.run(limited())
+
+
+def test_a_keeper_leads_keeps_its_lease_and_says_that_the_job_is_over(tmp_path: Path) -> None:
+    async def test(kept: Kept) -> None:
+        one, other = (Keeper(kept.client(), f"{name}:1", begins=True) for name in ("one", "other"))
+        waits = [asyncio.ensure_future(keeper.news.get()) for keeper in (one, other)]
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        leads, follows = (one, waits[1]) if waits[0] in done else (other, waits[0])
+        granted = done.pop().result()
+        assert isinstance(granted, Granted) and granted.lease.term == 1
+        begun = lease.clock()
+        while lease.clock() < begun + 2 * lease.SECONDS:
+            assert granted.lease.holds(lease.clock())
+            await asyncio.sleep(0.05)
+        leads.note(Notes({"resumed": 1}))
+        agreed = asyncio.Event()
+        leads.end(5, agreed.set)
+        await agreed.wait()
+        assert await follows == Over(5)
+
+    with api_server(tmp_path) as kept:
+        run(test(kept))
+
+
+def test_a_keeper_whose_controller_resigns_leads_again_in_a_newer_term(tmp_path: Path) -> None:
+    async def test(kept: Kept) -> None:
+        keeper = Keeper(kept.client(), "one:1", begins=True)
+        first = await keeper.news.get()
+        assert isinstance(first, Granted)
+        keeper.resign(floor=40)
+        second = await keeper.news.get()
+        assert (
+            isinstance(second, Granted) and second.lease.term == 41 and not first.lease.holds(lease.clock())
+        )
+
+    with api_server(tmp_path) as kept:
+        run(test(kept))
+
+
+def test_a_spare_begins_no_job_that_is_over(tmp_path: Path) -> None:
+    async def test(kept: Kept) -> None:
+        one = kept.client()
+        assert one.resign(one.acquire("one:1", 0), 0)
+        spare = Keeper(kept.client(), "spare:1", begins=False)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(spare.news.get(), 3 * lease.LOOK)
+        first = Keeper(kept.client(), "first:1", begins=True)
+        assert isinstance(await first.news.get(), Granted)
+
+    with api_server(tmp_path) as kept:
+        run(test(kept))

@@ -1,0 +1,152 @@
+"""A job on several machines, all of them here: an `ftrun` for each, whose processes are killed together."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from harness import ROOT, Result, Training, environment, read_digest, read_logs, read_losses
+from processes import children
+
+from ft_core.cli import ask, ctl
+
+T = TypeVar("T")
+
+
+@dataclass
+class Machine:
+    """One of them."""
+
+    ftrun: subprocess.Popen[bytes]
+    job_dir: Path
+    spare: bool
+
+    def kill(self) -> None:
+        """As if its power failed."""
+        self.ftrun.send_signal(signal.SIGSTOP)  # it would start what dies once more
+        for pid in children(self.ftrun.pid):
+            os.killpg(pid, signal.SIGKILL)
+        self.ftrun.kill()
+        self.ftrun.wait()
+
+    def has(self, pid: int) -> bool:
+        """Whether its `ftrun` has started that process."""
+        return pid in children(self.ftrun.pid)
+
+
+class Machines:
+    """Those of a job whose controller is elected. Use as a context manager: nothing is left behind."""
+
+    def __init__(self, directory: Path, place: str, training: Training, iterations: int, script: Path,
+                 spares: int) -> None:  # fmt: skip
+        self._directory, self._place, self._training = directory, place, training
+        self._command = [str(script), *training.arguments(iterations, protected=True)]
+        self._temporary = Path(tempfile.mkdtemp(prefix="ft-job-"))
+        about = {"TMPDIR": str(self._temporary), "FT_JOB_SECRET": "of several machines"}
+        self._environment = environment() | training.environment() | about
+        self._output = (directory / "console").open("w+")
+        self.machines: list[Machine] = []
+        for rank in range(training.world + spares):
+            self.start(rank)
+
+    def start(self, rank: int) -> Machine:
+        """One of them, with a directory of its own; from `training.world` on they are spares."""
+        job_dir = self._directory / f"machine{len(self.machines)}"
+        command = [sys.executable, "-m", "ft_core.cli.launch", f"--nnodes={self._training.world}"]
+        command += ["--nproc-per-node=1", f"--node-rank={rank}", f"--job-dir={job_dir}"]
+        command += [f"--ft-leadership={self._place}", "--ft-domain", f"domain{len(self.machines)}"]
+        ftrun = subprocess.Popen(
+            [*command, *self._command],
+            env=self._environment,
+            cwd=ROOT,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.machines.append(Machine(ftrun, job_dir, rank >= self._training.world))
+        return self.machines[-1]
+
+    def __enter__(self) -> Machines:
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        for machine in self.machines:
+            if machine.ftrun.poll() is None:
+                machine.kill()
+        self._output.close()
+        shutil.rmtree(self._temporary)
+
+    def running(self) -> list[Machine]:
+        return [machine for machine in self.machines if machine.ftrun.poll() is None]
+
+    def events(self, name: str = "") -> list[dict]:
+        """Of all leaders, in the order of their terms."""
+        found = []
+        for machine in self.machines:
+            path = machine.job_dir / "events.jsonl"
+            text = path.read_text() if path.exists() else ""
+            found += [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        found.sort(key=lambda event: (event["term"], event["monotonic"]))
+        return [event for event in found if not name or event["event"] == name]
+
+    def status(self) -> dict:
+        """Of the leader; raises as `ask.status`."""
+        os.environ["FT_JOB_SECRET"] = self._environment["FT_JOB_SECRET"]
+        try:
+            return ctl.to_json(ask.status(self.machines[0].job_dir))
+        finally:
+            del os.environ["FT_JOB_SECRET"]
+
+    def leader(self) -> tuple[Machine, int]:
+        """The machine that leads, and the controller's pid; waits until there is one."""
+
+        def found() -> tuple[Machine, int] | None:
+            try:
+                pid = self.status()["controller_pid"]
+            except Exception:
+                return None
+            return next(((machine, pid) for machine in self.running() if machine.has(pid)), None)
+
+        return self.until(found, "leader")
+
+    def step(self) -> int:
+        """The newest step that is logged."""
+        return max((max(read_losses(read_logs(m.job_dir)), default=0) for m in self.machines), default=0)
+
+    def until(self, condition: Callable[[], T], what: str, timeout: float = 90) -> T:
+        """Until `condition` gives something, which is returned."""
+        deadline = time.monotonic() + timeout
+        while not (found := condition()):
+            if time.monotonic() > deadline or not self.running():
+                raise AssertionError(f"no {what}: {self.events()[-5:]}; {self.console()[-3000:]}")
+            time.sleep(0.05)
+        return found
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: self.step() >= step, f"step {step}")
+
+    def console(self) -> str:
+        self._output.flush()
+        return Path(self._output.name).read_text()
+
+    def finish(self, timeout: float = 150) -> Result:
+        """Wait for the end of those that the job has begun with and still run, and read everything."""
+        for machine in [each for each in self.running() if not each.spare]:
+            try:
+                machine.ftrun.wait(timeout)
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"hangs: {self.events()[-6:]}; {self.console()[-3000:]}") from None
+        ended = [machine.ftrun.poll() for machine in self.machines]
+        codes = {code for code in ended if code is not None and code >= 0}
+        logs = "\n".join(read_logs(machine.job_dir) for machine in self.machines)
+        return Result(max(codes), self.console(), read_losses(logs), read_digest(logs), self.events())
