@@ -77,6 +77,8 @@ class Controller:
         """Connections of the processes beside agents."""
         self._arriving = 0
         """Connections that have not said yet who they are."""
+        self._told_to_end: set[m.NodeName] = set()
+        """Nodes that were; if that is all that there are, the job was."""
         self._not_written = (0, -1)
         """The epoch and version of the last durable checkpoint that failed."""
 
@@ -294,6 +296,8 @@ class Controller:
                 self._epochs.end_if_finished()
             case m.Leaving():
                 self._epochs.record("leaving", f"node {node.name} was told to end (SIGTERM)", node=node.name)
+                self._told_to_end = {*(self._told_to_end & facts.nodes.keys()), node.name}
+                self._epochs.leaving |= bool(facts.hosts) and self._told_to_end == facts.nodes.keys()
                 if not self._epochs.leaving and node.name not in facts.hosts:
                     self._epochs.do(Send(node.peer, m.Shutdown(code=ENDED)))
             case m.Left():

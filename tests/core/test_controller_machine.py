@@ -21,12 +21,14 @@ from ft_core.control.events import (
     Greeted,
     Received,
     Record,
+    Resign,
     Say,
     Send,
     Terminate,
     Tick,
 )
 from ft_core.control.machine import Controller
+from ft_core.leadership.lease import first_epoch
 from ft_core.protocol.groups import runs_of, text_of
 from ft_core.protocol.messages import (
     Abort,
@@ -56,6 +58,7 @@ from ft_core.protocol.messages import (
     KeptState,
     KillWorker,
     Leads,
+    Leaving,
     Left,
     ListDurable,
     Message,
@@ -113,6 +116,8 @@ class Agent:
         self.replicas: dict[str, list[int]] = {}
         self.configured: dict[str, Any] | None = None
         self.silent = False
+        self.term = 1
+        """The newest that it knows of."""
         self.asked = 0
         """How often others were asked about it."""
         self.step_now = 1
@@ -164,7 +169,7 @@ class Agent:
     def hello(self, said: Collection[Any] = ()) -> AgentHello:
         return AgentHello(
             node=self.name,
-            term=1,
+            term=self.term,
             pid=1,
             node_rank=self.rank,
             domain=self.name,
@@ -266,10 +271,11 @@ class ControlPlane:
             self.join(f"node{number}", number if number < nodes else -1)
         self.wait(0.1)
 
-    def start_controller(self) -> None:
+    def start_controller(self, term: int = 1, settled: float = 0.0) -> None:
         """The first, or another in its place."""
         recorded = {record.event: record.epoch for record in self.records}
-        self.controller = Controller(self.settings, "/job", lambda: f"{next(self._names):x}", recorded)
+        about = self.settings, "/job", lambda: f"{next(self._names):x}", recorded
+        self.controller = Controller(*about, term=term, settled=settled)
 
     def group(self, role: int) -> ReplicaGroup:
         index = role * self.groups // self.settings.world_size
@@ -819,6 +825,58 @@ def test_a_successor_takes_over_what_an_agent_has_kept() -> None:
     job["node0"].say(job["node0"].crash(0))
     job.all_report()
     assert job.records_of("decided")[1].more["moved"] == {0: "node0"}
+
+
+def test_a_leader_decides_nothing_while_somebody_may_obey_another() -> None:
+    job = ControlPlane(nodes=2, spares=1)
+    job.all_step(1)
+    job.agents.pop("node1")
+    job.start_controller(term=2, settled=job.now + 5)
+    for name in ("node0", "node2"):
+        effects = job[name].greet()
+        assert effects[0] == Send(job[name].peer, Leads(term=2))
+    job.wait(0.1)
+    tell(job)
+    assert not sent(job.wait(4.5), Abort) and job.phase == "rebuilding"
+    assert {abort.epoch for abort in sent(job.wait(1.0), Abort).values()} == {first_epoch(2)}
+    job.all_report()
+    assert job.records_of("decided")[-1].epoch == first_epoch(2)
+    assert job.records_of("decided")[-1].more["moved"] == {1: "node2"}
+
+
+def test_a_leader_of_a_job_that_has_not_begun_waits_as_well() -> None:
+    job = ControlPlane(nodes=2)
+    job.agents.clear()
+    job.start_controller(term=3, settled=job.now + 5)
+    for rank in range(2):
+        job.join(f"other{rank}", rank)
+    decided = len(job.records_of("decided"))
+    job.wait(4.5)
+    assert len(job.records_of("decided")) == decided
+    job.wait(1.0)
+    assert job.records_of("decided")[-1].epoch == first_epoch(3)
+
+
+def test_a_leader_that_hears_of_a_newer_term_resigns_and_hears_nothing_of_the_node() -> None:
+    job = ControlPlane(nodes=2)
+    job["node0"].term = 4
+    assert job["node0"].greet() == [Resign(4)]
+    assert job["node0"].peer not in job.controller.facts.peers
+
+
+def test_a_job_all_of_whose_nodes_are_told_to_end_waits_for_nobody() -> None:
+    """Where the leader is elected, SIGTERM to its node is that node's alone."""
+    job = ControlPlane(nodes=2, spares=0)
+    job.all_step(1)
+    job["node0"].say(Leaving())
+    assert not job.controller._epochs.leaving
+    job["node1"].say(Leaving())
+    assert job.controller._epochs.leaving
+    for name in ("node0", "node1"):
+        job[name].say(Left())
+        job.agents.pop(name)
+    job.wait(0.2)
+    assert job.done == End(143)
 
 
 def test_a_successor_asks_another_agent_if_one_does_not_tell() -> None:
