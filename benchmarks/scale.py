@@ -40,12 +40,18 @@ PATIENCE = 300.0
 class Job:
     """One simulated job."""
 
-    def __init__(self, layout: Layout, job_dir: Path, processes: int) -> None:
+    def __init__(self, layout: Layout, job_dir: Path, processes: int, silence: float) -> None:
         nodes = layout.roles // PER_NODE
         self.spares = 2 + nodes // 50
         with socket.create_server(("127.0.0.1", 0)) as free:
             address = f"127.0.0.1:{free.getsockname()[1]}"
-        self.settings = Settings(nodes, PER_NODE, Command("train.py"), controller=address, spares=self.spares)
+        missed = round(silence / Settings.heartbeat)
+        self.settings = Settings(
+            *(nodes, PER_NODE, Command("train.py")),
+            controller=address,
+            spares=self.spares,
+            heartbeats_missed=missed,
+        )
         self.job_dir, self.layout = job_dir, layout
         self.settings.write(job_dir)
         write_secret(job_dir)
@@ -180,14 +186,14 @@ class Job:
         return bool(events) and events[-1]["epoch"] == max(self.told().plans, default=-1)
 
 
-def measure(roles: int, layout: str, seconds: float, processes: int) -> dict[str, Any]:
+def measure(roles: int, layout: str, seconds: float, processes: int, silence: float) -> dict[str, Any]:
     """One size."""
     tensor, pipeline = LAYOUTS[layout]
     unit = math.lcm(tensor * pipeline, PER_NODE)
     shape = Layout(-(-roles // unit) * unit, PER_NODE, tensor, pipeline)
     phases: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="ft-scale-") as where:
-        job = Job(shape, Path(where), processes)
+        job = Job(shape, Path(where), processes, silence)
         try:
             with job.measured(start := phases.setdefault("start", {})):
                 job.start()
@@ -252,11 +258,12 @@ def main() -> None:
     p.add_argument("--layout", choices=LAYOUTS, default="model")
     p.add_argument("--seconds", type=float, default=10.0, help="of training in which nothing happens")
     p.add_argument("--processes", type=int, default=2, help="that simulate the agents")
+    p.add_argument("--silence", type=float, default=60.0, help="limit, in seconds: the agents share cores")
     args = p.parse_args()
     seconds = min(args.seconds, 3.0) if args.quick else args.seconds
     rows = []
     for roles in args.roles:
-        rows.append(measure(roles, args.layout, seconds, args.processes))
+        rows.append(measure(roles, args.layout, seconds, args.processes, args.silence))
         if not args.json:
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     result = rows[0] if len(rows) == 1 else {"sizes": rows}

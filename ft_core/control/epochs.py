@@ -678,7 +678,9 @@ class Epochs:
             bad = not isinstance(outcome, AskStorage) or facts.trained or unknown
         missed = self.watch.missed(self.now) if bad else []
         if missed:
-            what = f"nodes {', '.join(missed)} cannot be reached, and without them {explain.loses(outcome)}"
+            what = (
+                f"nodes {explain.some(missed)} cannot be reached, and without them {explain.loses(outcome)}"
+            )
             if self._is_news(what):
                 self.record("unreachable", f"{what}: waiting for them for {facts.settings.silence_limit:g} s")
                 log.warning("%s; waiting for them for %g s", what, facts.settings.silence_limit)

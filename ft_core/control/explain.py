@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ft_core.control.deciding import GiveUp, Outcome, Shortage, Start
 from ft_core.control.facts import Facts
@@ -13,6 +13,16 @@ from ft_core.settings import Settings
 
 _FRAMES = re.compile(r'^  File ".*\n(?:    .*\n)*', re.M)
 """Of a traceback."""
+
+
+_SHOWN = 16
+"""Of many roles or nodes, those that are named."""
+
+
+def some(names: Sequence[object]) -> str:
+    """All, or the first of very many and how many there are besides."""
+    shown = ", ".join(map(str, names[:_SHOWN]))
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
 
 def script_error(lost: WorkerLost, job_dir: str) -> str:
@@ -49,7 +59,7 @@ def in_vain(facts: Facts, reason: str, roles: Iterable[int]) -> str:
 def shortage(facts: Facts, found: Shortage) -> tuple[str, list[str]]:
     """That there are too few workers; and the lost nodes, if that is why."""
     nodes = sorted({facts.places[role] for role in found.roles} - set(facts.nodes))
-    what = f"no worker for roles {found.roles} (lost nodes: {', '.join(nodes) or 'none'})"
+    what = f"no worker for roles [{some(found.roles)}] (lost nodes: {some(nodes) or 'none'})"
     return what + (f", and the job cannot shrink: {found.reason}" if found.reason else ""), nodes
 
 
@@ -77,10 +87,9 @@ def what_is_left(facts: Facts) -> str:
     return f"{left}, and no checkpoint: what other nodes hold may suffice, else start the job again"
 
 
-def missing_at_the_start(ranks: Iterable[int]) -> str:
+def missing_at_the_start(ranks: Sequence[int]) -> str:
     """Nodes of these ranks are missing, and there are no spares for them."""
-    which = ", ".join(map(str, ranks))
-    return f"the job waits to begin: there is no node of rank {which}, and no spare for it"
+    return f"the job waits to begin: there is no node of rank {some(ranks)}, and no spare for it"
 
 
 def the_end(facts: Facts, outcome: GiveUp, unread: Iterable[str]) -> str:

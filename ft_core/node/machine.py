@@ -10,6 +10,7 @@ epoch under way is in `node.epochs`.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -74,6 +75,11 @@ _TRAINED = 256
 """Steps that may pass while the controller is restarted, without the ledger missing one."""
 
 
+SAME = 0.2
+"""Of the limit of silence: after so long a heartbeat says again what the last one said. That the node lives
+is said by the process beside its agent."""
+
+
 class Phase(Enum):
     """Where an agent's life is."""
 
@@ -93,6 +99,8 @@ class Agent:
         self.epochs = Epochs(about, settings, self.crew, view)
         self._view = view
         self._plans = Received()
+        self._beat: tuple[float, m.Heartbeat | None] = -math.inf, None
+        """When this node has beaten last, over this connection, and what it said."""
         self._connected = False
         self._outage = Outage(about.node, settings.meeting)
         self._termination = Termination()
@@ -172,7 +180,10 @@ class Agent:
                 assert_never(event)
 
     def _tick(self) -> None:
-        self.epochs.post(self.epochs.heartbeat())
+        beat, now = self.epochs.heartbeat(), self.epochs.now
+        if beat != self._beat[1] or now - self._beat[0] >= self.epochs.settings.silence_limit * SAME:
+            self._beat = now, beat
+            self.epochs.post(beat)
         self.epochs.do(*self._termination.pass_on(self.crew.playing()))
         self.epochs.tick()
         if self.epochs.now >= self._termination.leave_at:
@@ -182,6 +193,7 @@ class Agent:
 
     def _greet(self, term: int) -> None:
         self._connected = self._outage.served = True
+        self._beat = -math.inf, None
         about = self.about
         who = about.node, term, about.pid, about.node_rank, about.domain, about.data
         # A controller that died may not have answered those, and not have written down these.

@@ -14,7 +14,7 @@ from ft_core.node import events as e
 from ft_core.node import outage
 from ft_core.node.about import About
 from ft_core.node.crew import Doing, in_words
-from ft_core.node.machine import FAREWELL, Agent, Phase
+from ft_core.node.machine import FAREWELL, SAME, Agent, Phase
 from ft_core.node.view import Words
 from ft_core.process.sigterm import ENDED, GRACE
 from ft_core.protocol import messages as m
@@ -175,6 +175,20 @@ def test_a_tick_is_a_heartbeat(training: Node):
     about = beat.roles[0]
     assert (beat.epoch, beat.begun, beat.idle) == (1, "1-x", 1)
     assert (about.pid, about.step, about.held, about.committed) == (1000, 7, [6, 7], -1)
+
+
+def test_a_heartbeat_says_changes_and_now_and_then_the_same_again(training: Node):
+    def beats(after: float) -> int:
+        training.handle(e.Tick(), after)
+        return len(training.said(m.Heartbeat))
+
+    limit = training.agent.epochs.settings.silence_limit
+    assert beats(0.5) == 1 and beats(0.5) == 0
+    training.memory.held[0, False] = [6, 7]
+    assert beats(0.5) == 1 and beats(0.5) == 0
+    assert beats(limit * SAME) == 1 and beats(0.5) == 0
+    training.greeting()
+    assert beats(0.5) == 1, "who is at the other end may be another controller"
 
 
 def test_holdings_name_own_roles_former_ones_adopted_ones_and_replicas(training: Node):
