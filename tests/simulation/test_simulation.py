@@ -45,7 +45,9 @@ FOUND_BY = {
     "a_busy_agent_is_a_silent_machine": 6126,
     "a_successor_is_not_told_of_steps": 5221,
     "newcomers_have_no_records": 1520,
-    "one_copy_is_enough": 5667,
+    "one_copy_is_enough": 485,
+    "spares_are_not_waited_for": 8208,
+    "strikes_are_forgotten_by_a_new_controller": 298,
 }
 """Seeds that find mutations which few do: tried first, for time."""
 
