@@ -70,4 +70,4 @@ def test_the_control_plane_of_many_roles() -> None:
     phases = result["phases"]
     assert phases.keys() == {"start", "steady", "a node lost", "1 % of nodes lost", "controller restarted"}
     assert 0 < result["plan_everywhere_s"] <= phases["a node lost"]["seconds"]
-    assert 0 < phases["a node lost"]["plan_bytes"] <= result["largest_message"]
+    assert 0 < phases["a node lost"]["plan_bytes"] < 10_000 and 0 < result["largest_message"] < 10_000
