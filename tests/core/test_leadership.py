@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import etcd_members
 import pytest
 from etcd_members import Members
 
 from ft_core import leadership
+from ft_core.control.events import LauncherGone, Record
 from ft_core.control.keeper import Granted, Keeper, Over
+from ft_core.control.shell import Office, Shell
 from ft_core.errors import ConfigError
 from ft_core.leadership import kubernetes, lease
 from ft_core.leadership.base import Fixed, Leader, Leadership, LeadershipError, Notes
 from ft_core.leadership.http import Client
 from ft_core.leadership.kubernetes import Kubernetes
 from ft_core.leadership.lease import DRIFT, Follower, Lease, first_epoch
+from ft_core.node import looker as looking
+from ft_core.node.looker import Looker
+from ft_core.protocol import messages as m
+from ft_core.protocol.async_channel import AsyncChannel
+from ft_core.protocol.sockets import reserve
+from ft_core.settings import Command, Settings, read_secret, write_secret
 
 # -- leases and terms ----------------------------------------------------------------------------------
 
@@ -437,3 +446,152 @@ def test_a_spare_begins_no_job_that_is_over(tmp_path: Path) -> None:
 
     with api_server(tmp_path) as kept:
         run(test(kept))
+
+
+# -- the processes -------------------------------------------------------------------------------------
+
+
+class Orders:
+    """In the place of a keeper: what the controller wants of it."""
+
+    def __init__(self) -> None:
+        self.noted: list[Notes] = []
+        self.ends: list[tuple[int, Callable[[], None]]] = []
+
+    def note(self, notes: Notes) -> None:
+        self.noted.append(notes)
+
+    def end(self, code: int, agreed: Callable[[], None]) -> None:
+        self.ends.append((code, agreed))
+
+
+class Elected:
+    """A controller that was elected in term 5, as it serves, and its lease."""
+
+    def __init__(self, directory: Path) -> None:
+        settings = Settings(1, 1, Command("train.py"), leadership="etcd://e:1/x", replicas=0)
+        write_secret(directory)
+        self.secret, self.orders = read_secret(directory), Orders()
+        with reserve("127.0.0.1") as free:
+            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.lease = Lease(5, 1000.0, lease.clock())
+        about = (self.lease, cast(Keeper, self.orders), self.address, {"resumed": 3}, 0.0)
+        self.shell = Shell(settings, directory, 0, Office(*about))
+        self.running = asyncio.ensure_future(self.shell.run())
+
+    async def node(self, term: int = 5) -> AsyncChannel[m.ToAgent]:
+        """One that greets, and knows of this term."""
+        while True:
+            try:
+                channel = await AsyncChannel.connect(self.address, self.secret, m.FROM_CONTROLLER)
+            except OSError:
+                await asyncio.sleep(0.02)
+                continue
+            held = m.Holdings(0, "", 0, [], {}, {}, {}, 0, "x", "x", None)
+            channel.post(m.AgentHello("node0", term, 1, 0, "domain", "data", held, []))
+            return channel
+
+
+async def said(channel: AsyncChannel[m.ToAgent]) -> list[m.ToAgent]:
+    """All, until it hangs up."""
+    found = []
+    with contextlib.suppress(ConnectionError):
+        while True:
+            found.append(await channel.recv())
+    return found
+
+
+def test_a_controller_without_its_lease_decides_nothing_and_hangs_up(tmp_path: Path) -> None:
+    async def test() -> None:
+        elected = Elected(tmp_path)
+        node = await elected.node()
+        assert await node.recv() == m.Leads(5)
+        for epoch in (3, 4):
+            elected.shell._note(Record("resumed", epoch))
+        assert elected.orders.noted == [Notes({"resumed": 4})]  # of epoch 3 a predecessor has
+        elected.lease.ends()
+        assert await elected.running is None and elected.shell.newer == 0
+        assert m.Shutdown not in {type(message) for message in await said(node)}
+        assert not elected.orders.ends
+
+    run(test())
+
+
+def test_a_controller_that_a_node_knows_a_newer_one_of_resigns(tmp_path: Path) -> None:
+    async def test() -> None:
+        elected = Elected(tmp_path)
+        assert await said(await elected.node(term=9)) == []
+        assert await elected.running is None and elected.shell.newer == 9
+
+    run(test())
+
+
+def test_nobody_hears_of_the_jobs_end_before_that_is_written_down(tmp_path: Path) -> None:
+    async def test() -> None:
+        elected = Elected(tmp_path)
+        node = await elected.node()
+        assert await node.recv() == m.Leads(5)
+        elected.shell._handle(LauncherGone())
+        [(code, agreed)] = elected.orders.ends
+        late = await elected.node()  # greets meanwhile, and is not told either
+        waits = asyncio.ensure_future(late.recv())
+        await asyncio.sleep(0.2)
+        assert code == 1 and not waits.done() and not elected.running.done()
+        agreed()
+        elected.lease.ends()
+        assert await elected.running == 1
+        assert await waits == m.Leads(5) and m.Shutdown(code=1) in await said(late)
+
+    run(test())
+
+
+class Told(Fixed):
+    """What a test says is found by a look."""
+
+    def __init__(self, leader: Leader) -> None:
+        super().__init__("nowhere:1", every=0.01)
+        self.leader, self.fails = leader, False
+
+    def look(self) -> Leader:
+        if self.fails:
+            raise LeadershipError("nobody answers")
+        return self.leader
+
+
+def test_an_agent_waits_for_a_look_where_it_is_not_clear_whom_it_obeys(monkeypatch: Any) -> None:
+    async def test() -> None:
+        place, hung_up = Told(Leader(3, "a:1")), asyncio.Event()
+        looker = Looker(cast(Leadership, place), hung_up.set, lambda error: None)
+        await looker.next()
+        assert looker.leader.address == "a:1"
+        looker.follower.connected()
+        looker.follower.led_by(3)
+        assert await looker.counts()
+        place.fails = True
+        await asyncio.sleep(lease.trust(place.every) + 0.1)
+        waits = asyncio.ensure_future(looker.counts())
+        await asyncio.sleep(0.1)
+        assert not waits.done()
+        place.fails = False
+        assert await waits
+        place.leader = Leader(4, "b:1")
+        await hung_up.wait()
+        assert looker.follower.deposed and not await looker.counts()
+
+    monkeypatch.setattr(looking, "Fixed", type("Nothing", (), {}))  # it looks, though that is none
+    run(test())
+
+
+def test_an_agent_that_cannot_look_hangs_up_after_a_while(monkeypatch: Any) -> None:
+    async def test() -> None:
+        place = Told(Leader(3, "a:1"))
+        looker = Looker(cast(Leadership, place), lambda: None, lambda error: None)
+        await looker.next()
+        looker.follower.led_by(3)
+        place.fails = True
+        await asyncio.sleep(lease.trust(place.every) + 0.1)
+        assert not await looker.counts()
+
+    monkeypatch.setattr(looking, "Fixed", type("Nothing", (), {}))
+    monkeypatch.setattr(looking, "DOUBT", 0.3)
+    run(test())
