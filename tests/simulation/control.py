@@ -219,7 +219,8 @@ class SimController(Process):
                 self.job.record(self, effect)
                 self._note(lambda: self._recorded(effect.event, effect.epoch))
             case ev.Enter(line):
-                self._write(lambda: self.job.ledger.append(line))
+                part = self.job.ledger.setdefault(self.term, [])  # on its own machine
+                self._write(lambda: part.append(line))
             case ev.Say(text):
                 self.world.trace(f"{self.name} says {text}")
             case ev.End(code):

@@ -132,7 +132,7 @@ def sever(job: SimJob, rng: Random) -> None:
         def heal() -> None:
             job.network.severed -= set(ways)
             for each in job.live():
-                if each.machine_name == name:
+                if each.machine_name in (name, there):  # which may be a node's as well
                     each.troubled(seconds)
 
         job.world.at(seconds, heal)
@@ -178,24 +178,27 @@ def leader_stops_in_the_act(job: SimJob, rng: Random) -> None:
 
 def leader_cut_off(job: SimJob, rng: Random) -> None:
     """From whoever keeps its lease."""
-    way = job.controller.machine_name, MACHINE
-    job.world.trace(f"nothing gets through on {way}")
-    job.network.severed.add(way)
-    _until(job, rng, lambda: job.network.severed.discard(way))
+    _cut_off(job, rng, job.controller.machine_name)
 
 
 def node_cut_off(job: SimJob, rng: Random) -> None:
     """From whoever keeps the lease."""
     if node := some(job, rng):
-        way = node.machine_name, MACHINE
-        job.world.trace(f"nothing gets through on {way}")
-        job.network.severed.add(way)
+        _cut_off(job, rng, node.machine_name)
 
-        def heal() -> None:
-            job.network.severed.discard(way)
-            node.troubled(SHORT)  # it may have found no leader meanwhile
 
-        _until(job, rng, heal)
+def _cut_off(job: SimJob, rng: Random, name: str) -> None:
+    way = name, MACHINE
+    job.world.trace(f"nothing gets through on {way}")
+    job.network.severed.add(way)
+
+    def heal() -> None:
+        job.network.severed.discard(way)
+        for node in job.live():
+            if node.machine_name == name:
+                node.troubled(SHORT)  # it may have found no leader meanwhile
+
+    _until(job, rng, heal)
 
 
 def arbiter_down(job: SimJob, rng: Random) -> None:

@@ -134,7 +134,8 @@ class SimJob:
             self._go_on_from_former()
         self.achieved: set[tuple[str, int, int | None]] = set()
         """(event, epoch, role): what a role has done that an event tells of, once all have."""
-        self.ledger: list[str] = []
+        self.ledger: dict[int, list[str]] = {}
+        """By term."""
         self.recorded: dict[str, int] = {}
         """What can be read in events.jsonl."""
         self.disk_full = False
@@ -488,7 +489,8 @@ class SimJob:
                 raise Violation(
                     f"5: the job has ended well, and only roles {done} have done step {self.steps}"
                 )
-            if not self.beyond and (problems := ledger_check.verify(self.ledger).problems):
+            lines = [line for _, part in sorted(self.ledger.items()) for line in part]
+            if not self.beyond and (problems := ledger_check.verify(lines).problems):
                 raise Violation(f"4: the ledger: {problems}")
         elif "without a new step" in self.outcome.reason and not (self.poison or self.errors.fatal):
             raise Violation(f"5: the job has given up recoveries in vain: {self.outcome.reason}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ft_core.control import decision, facts, takeover
+from ft_core.control import decision, takeover
 from ft_core.control.epochs import Epochs
 from ft_core.control.events import Record
 from ft_core.control.facts import Facts, Node
@@ -20,7 +20,6 @@ from ft_core.control.returning import Returning
 from ft_core.control.strikes import Strikes
 from ft_core.control.suspicion import Sight
 from ft_core.control.watch import Watch
-from ft_core.leadership import lease
 from ft_core.leadership.lease import Follower, Lease
 from ft_core.node import epochs as node
 from ft_core.node import said
@@ -348,23 +347,11 @@ def a_leader_is_obeyed_until_a_newer_one_is_known() -> None:
     Follower.obeys = lambda self, now: self._speaker == self.term  # type: ignore[method-assign]
 
 
-def a_new_leader_decides_at_once() -> None:
-    """While its predecessor is obeyed by those who have not looked yet."""
-    lease.settled_after = lambda every: 0.0
-
-
-def epochs_know_no_terms() -> None:
-    """Two leaders number their epochs alike."""
-    facts.first_epoch = lambda term: 1
-
-
 ELECTED: dict[str, Callable[[], None]] = {
     mutation.__name__: mutation
     for mutation in (
         a_leader_does_not_mind_its_lease,
         a_leader_is_obeyed_until_a_newer_one_is_known,
-        a_new_leader_decides_at_once,
-        epochs_know_no_terms,
     )
 }
 """Of what keeps leaders apart."""

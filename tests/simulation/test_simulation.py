@@ -8,7 +8,7 @@ import os
 import pytest
 
 from .__main__ import failure, failures
-from .mutations import MUTATIONS
+from .mutations import ELECTED, MUTATIONS
 from .schedules import simulate
 
 SCHEDULES = int(os.environ.get("SCHEDULES", "10000"))
@@ -48,6 +48,7 @@ FOUND_BY = {
     "one_copy_is_enough": 485,
     "spares_are_not_waited_for": 8208,
     "strikes_are_forgotten_by_a_new_controller": 298,
+    "a_leader_is_obeyed_until_a_newer_one_is_known": -990,
 }
 """Seeds that find mutations which few do: tried first, for time."""
 
@@ -79,6 +80,13 @@ def test_a_mutation_is_found(name: str) -> None:
     seeds = itertools.chain(FAILED_ONCE, (FOUND_BY[name],) if name in FOUND_BY else (), range(SCHEDULES))
     found = next(iter(failures(seeds, processes(), mutation)), None)
     assert found is not None, f"{SCHEDULES} schedules, and nothing of it was noticed: {mutation.__doc__}"
+
+
+@pytest.mark.parametrize("name", ELECTED)
+def test_a_mutation_of_what_keeps_leaders_apart_is_found(name: str) -> None:
+    seeds = itertools.chain((FOUND_BY[name],) if name in FOUND_BY else (), range(-SCHEDULES // 4, 0))
+    found = next(iter(failures(seeds, processes(), ELECTED[name])), None)
+    assert found is not None, f"nothing of it was noticed: {ELECTED[name].__doc__}"
 
 
 def test_a_schedule_is_repeated_by_its_seed() -> None:
