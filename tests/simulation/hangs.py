@@ -12,11 +12,12 @@ from .world import World
 
 def hang(job: SimJob, rng: Random) -> None:
     """A worker runs for ever, or is stopped and does not go on, once the job trains."""
-    found = [w for node in job.live() for w in node.workers.values() if w.alive and w.trains]
+    found = [w for node in job.live() for w in node.workers.values() if w.alive and w.trains and not w.hung]
     facts = job.controller.machine.facts
     if job.over:
         return
-    if not facts.trained or not found:
+    # Where all loop nobody waits for anybody, and a long evaluation looks the same.
+    if not facts.trained or len(found) < 2:
         job.world.at(0.5, lambda: hang(job, rng))
         return
     worker = rng.choice(found)
