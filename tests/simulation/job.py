@@ -342,7 +342,9 @@ class SimJob:
         if event.event == "link":
             self._spared(event.more["replaced"], controller)
             machines = [name.partition("+")[0] for name in event.more["nodes"]]
-            if self.network.joins(*machines) and not any(map(self._ails, self.live())):
+            # If it was mended only just now, it was broken when they tried.
+            well = self.network.joined(*machines, self.world.now - _ANSWER)
+            if well and not any(map(self._ails, self.live())):
                 raise Violation(f"6: the link between {machines} is well, and {event.reason}")
         back = self.named(event.more["node"]) if event.event == "given_up" else None
         if back is not None and not self._in_trouble(back) and back.name not in self._ailed:
@@ -454,7 +456,7 @@ class SimJob:
             if plan.durable not in self.storage.complete():
                 raise Violation(f"7: epoch {event.epoch} goes on from {plan.durable}, which is not complete")
             content = self.storage.content(plan.durable)
-        elif version is None:
+        elif version is None or event.more["origin"] == "initial":  # as the scripts begin
             version, content = self.saved or (0, 1)
         if training.newest - version > 1 and len(lost) <= self.shape.replicas:
             raise Violation(
