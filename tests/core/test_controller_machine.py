@@ -967,6 +967,19 @@ def test_a_node_that_died_with_the_controller_is_missed() -> None:
     assert job.records_of("decided")[1].more["moved"] == {1: "node2"}
 
 
+def test_a_successor_waits_for_spares_and_their_copies() -> None:
+    job = ControlPlane(nodes=2, spares=1)
+    job.all_step(1)
+    restart(job, "node0", "node1")
+    job.wait(0.1)
+    tell(job)
+    job.wait(takeover.GRACE - 0.5)
+    assert job.phase == "rebuilding", "all nodes with roles are there, and one that keeps copies is not"
+    job["node2"].greet()
+    job.wait(0.2)
+    assert job.phase == "running" and not job.records_of("detected")
+
+
 def test_a_spare_that_came_after_the_plan_and_died_with_the_controller_is_retracted() -> None:
     """Or copies would be sent there for ever, and training would wait for them."""
     job = ControlPlane(nodes=2)

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ft_core.control import decision, takeover
+from ft_core.control import decision
 from ft_core.control.epochs import Epochs
 from ft_core.control.events import Record
 from ft_core.control.facts import Facts, Node
@@ -187,15 +187,6 @@ def newcomers_have_no_records() -> None:
 def what_was_lost_on_the_way_is_unknown() -> None:
     """Of a role whose word on its segments was lost with its node, what others hold for it does not count."""
     Facts.remember_the_lost = lambda self: None  # type: ignore[method-assign]
-
-
-def spares_are_not_waited_for() -> None:
-    """A successor takes over once the nodes with roles are there; the spares' copies may be missing."""
-
-    def mutated(facts: Any, phase: Rebuilding, arriving: int, now: float) -> bool:
-        return complete(facts, phase, arriving, now) or not set(facts.places.values()) - set(facts.nodes)
-
-    complete, takeover.complete = takeover.complete, mutated
 
 
 def goes_on_without_unwinding() -> None:
@@ -378,7 +369,6 @@ MUTATIONS: dict[str, Callable[[], None]] = {
         what_to_prepare_is_said_once,
         newcomers_have_no_records,
         what_was_lost_on_the_way_is_unknown,
-        spares_are_not_waited_for,
         goes_on_without_unwinding,
         quiesced_before_it_has_unwound,
         an_older_epochs_plan_is_obeyed,

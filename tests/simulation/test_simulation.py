@@ -15,7 +15,7 @@ SCHEDULES = int(os.environ.get("SCHEDULES", "10000"))
 FAILED_ONCE = {
     1021: "a node without the plan was told once to bring a group back (what_to_prepare_is_said_once)",
     1718: "a newcomer waited in start-up for roles that had just come back (newcomers_have_no_records)",
-    1070: "a successor took over without the spares, and their copies (spares_are_not_waited_for)",
+    1070: "a successor took over without the spares, and their copies",
     7014: "what a role had said of its state was lost with its node (what_was_lost_on_the_way_is_unknown)",
     671: "what had failed where was unknown to a successor (strikes_are_forgotten_by_a_new_controller)",
     3902: "all nodes with a role and the controller were lost, and training began anew in silence",
@@ -46,7 +46,6 @@ FOUND_BY = {
     "a_successor_is_not_told_of_steps": 5221,
     "newcomers_have_no_records": 1520,
     "one_copy_is_enough": 485,
-    "spares_are_not_waited_for": 13913,
     "strikes_are_forgotten_by_a_new_controller": 298,
     "a_leader_is_obeyed_until_a_newer_one_is_known": -990,
 }
