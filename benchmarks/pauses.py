@@ -104,7 +104,7 @@ def main() -> int:
         sum(e["pause"] < SHORT for e in evictions),
     )
     text = report(runs, pauses, evictions, short, unfounded)
-    result = {"failed": failed, "runs": [asdict(run) for run in runs]}
+    result = {"failed": failed, "runs": [{**asdict(run), "pauses": len(run.pauses)} for run in runs]}
     finish("pauses", args, result, f"{text}\n{len(runs)} jobs, {failed} failed")
     return 1 if failed or unfounded > short / 100 else 0
 
