@@ -56,6 +56,7 @@ def processes() -> int:
     return len(os.sched_getaffinity(0))
 
 
+@pytest.mark.timeout(300)  # a minute or two, where the machine has nothing else to do
 def test_schedules() -> None:
     found = list(itertools.islice(failures(range(SCHEDULES), processes()), 5))
     assert not found, "\n".join(
