@@ -13,7 +13,7 @@ from machines import Machines
 
 PACED = Path(__file__).parent / "paced.py"
 LAYOUT = Layout(1, 1, 2, distributed=True)
-STEPS = 120
+STEPS = 300  # two successions take 5 s each at best, and a failure has to come after them
 
 
 def lose_the_leader(job: Machines) -> int:

@@ -212,13 +212,13 @@ def test_flipped_bit_in_a_replica_is_found(mine: TcpTransport, peer: Peer) -> No
 
 
 def test_data_that_changed_since_its_checksums(mine: TcpTransport, peer: Peer) -> None:
-    segment, data, checksums = make(6 * CHUNK)
+    segment, data, checksums = make(4 * CHUNK)  # by one connection: another would be stopped in the middle
     data[3 * CHUNK] ^= 1
     with pytest.raises(CorruptSnapshot) as caught:
         push(mine, peer.address, (segment, data, checksums))
     for part in (segment.id, "version 1", "chunk 3", "role 0", peer.address, mine.address):
         assert part in str(caught.value)
-    assert mine.sent_bytes == 7 * CHUNK  # the chunk was sent twice
+    assert mine.sent_bytes == 5 * CHUNK  # the chunk was sent twice
     assert peer.ask("versions") == {}
 
 

@@ -46,6 +46,7 @@ FOUND_BY = {
     "a_successor_is_not_told_of_steps": 5221,
     "newcomers_have_no_records": 1520,
     "one_copy_is_enough": 485,
+    "a_role_comes_back_to_an_older_epoch": 10674,
     "strikes_are_forgotten_by_a_new_controller": 298,
     "a_leader_is_obeyed_until_a_newer_one_is_known": -990,
 }
