@@ -42,6 +42,18 @@ def ftrun(job_dir: Path, *flags: str) -> list[str]:
     ]
 
 
+def read_events(job_dir: Path) -> list[dict[str, Any]]:
+    """What the controller of a job has recorded so far, in whole lines."""
+    path = job_dir / "events.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def printed(job_dir: Path) -> str:
+    """What all workers of a job have printed."""
+    return "".join(path.read_text() for path in sorted(job_dir.glob("logs/*/worker-*/stdout.log")))
+
+
 def cpu_seconds(pid: int) -> float:
     """User and system time of a process with all its threads, in seconds, to 10 ms."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

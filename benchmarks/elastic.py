@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RECIPE, ROOT, finish, ftrun, parser, spread, table
+from benchmarks.common import RECIPE, ROOT, finish, ftrun, parser, read_events, spread, table
 from benchmarks.recovery import Processes, scratch
 from ft_core.cli.ask import status
 
@@ -105,7 +105,7 @@ class Elastic(Processes):
         preparing = self._event("preparing", self._epoch + 1)
         returning = self._event("returning", self._epoch + 2)
         step_without = self._step()
-        held = [e for e in self.events(self._job) if e["event"] == "held" and e["epoch"] == self._epoch + 1]
+        held = [e for e in read_events(self._job) if e["event"] == "held" and e["epoch"] == self._epoch + 1]
         since = held[-1] if held else returning
         self._epoch = returning["epoch"]
         back = self._event("resumed", self._epoch)
@@ -122,7 +122,7 @@ class Elastic(Processes):
     def _event(self, name: str, epoch: int) -> dict[str, Any]:
         def found() -> dict[str, Any] | None:
             return next(
-                (e for e in self.events(self._job) if e["event"] == name and e["epoch"] == epoch), None
+                (e for e in read_events(self._job) if e["event"] == name and e["epoch"] == epoch), None
             )
 
         return dict(self.until(f"{name} of epoch {epoch}", found))

@@ -1,8 +1,7 @@
-"""The ways in which a role hangs: what it does and never comes back from."""
+"""The ways in which a role hangs: what it does and never comes back from, and how it goes astray."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
@@ -11,20 +10,7 @@ from collections.abc import Callable
 
 from torch.utils.data import DataLoader, Dataset
 
-
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def spin() -> None:
-    while True:
-        pass
-
-
-def lock() -> None:
-    library = ctypes.PyDLL(None)  # which keeps the interpreter's lock
-    while True:
-        library.sleep(3600)
+from ft_core.process.inject import ERRORS
 
 
 def regex() -> None:
@@ -68,6 +54,9 @@ class Counting(Dataset[int]):
         return index
 
 
-HANGS: dict[str, Callable[[], None]] = {
-    each.__name__: each for each in (stop, spin, lock, regex, deadlock, loader, storage)
+HANGS: dict[str, Callable[[], object]] = {
+    **{kind: ERRORS[kind] for kind in ("stop", "spin", "lock")},
+    **{each.__name__: each for each in (regex, deadlock, loader, storage)},
 }
+ASTRAY = ("skipped", "doubled", "shape", "order")
+"""What a role does with an operation that is common to all."""

@@ -21,7 +21,7 @@ import torch
 from torch import distributed as dist
 
 from benchmarks import hangs_simulated as simulated
-from benchmarks.hangs_how import HANGS
+from benchmarks.hangs_how import ASTRAY, HANGS
 from benchmarks.hangs_simulated import Action, Do, Fault, Layout, Wait
 from ft_core.comm import backend
 from ft_core.comm.process_group import Communicators
@@ -32,7 +32,6 @@ from ft_core.state.memory import ControlBlock, SharedMemory, Word
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["ft_core.comm.process_group", "benchmarks.hangs_how"])
-ASTRAY = ("skipped", "doubled", "shape", "order")
 KINDS = (*HANGS, *ASTRAY)
 LAYOUTS = (
     Layout(dp=2),

@@ -7,20 +7,18 @@ drawn from the seed. Time is from the hang to the event that names the culprit, 
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, environment, finish, ftrun, parser, spread, table
-from benchmarks.loaded import digest, undisturbed
+from benchmarks.common import finish, ftrun, parser, printed, read_events, spread, table
+from benchmarks.hangs_how import ASTRAY, HANGS
+from benchmarks.loaded import digest, run_to_end, undisturbed
 
 SCRIPT = Path(__file__).parent / "hangs_script.py"
 MODEL = (
@@ -37,11 +35,7 @@ LAYOUTS = (
 )
 """Tensor, pipeline, data; how the optimizer keeps its state."""
 NODES = 2
-KINDS = (
-    *("stop", "spin", "lock", "regex", "deadlock", "loader", "storage"),
-    *("skipped", "doubled", "shape", "order"),
-)
-"""Of `hangs_script`: what a role does in place of going on, and in place of the common exchange."""
+KINDS = (*HANGS, *ASTRAY)
 _LIMIT = 240.0
 
 
@@ -107,15 +101,13 @@ def job(dice: random.Random, kind: str, iterations: int) -> Run:
         mark, job_dir = Path(place) / "mark", Path(place) / "job"
         flags = [f"--nnodes={NODES}", f"--nproc-per-node={world // NODES}", "--spares=1"]
         command = [*ftrun(job_dir, *flags), str(SCRIPT), *model, f"--train-iters={iterations}", "--ft"]
-        env = {**environment(), "FT_HANG": f"{role}@{step}:{kind}", "FT_HANG_MARK": str(mark)}
-        hung = run(command, env)
-        logs = "".join(p.read_text() for p in sorted(job_dir.glob("logs/*/worker-*/stdout.log")))
-        lines = (job_dir / "events.jsonl").read_text().splitlines()
+        env = {"FT_HANG": f"{role}@{step}:{kind}", "FT_HANG_MARK": str(mark)}
+        code, console = run_to_end(command, env, _LIMIT)
+        hung, events = code == -1, read_events(job_dir)
         began = float(mark.read_text().split()[0]) if mark.exists() else time.monotonic()
-        equal = digest(logs) == expected(tuple(model), iterations, world)
+        equal = digest(printed(job_dir)) == expected(tuple(model), iterations, world)
         if hung or not equal:
-            print((Path(place) / "console").read_text()[-3000:], *lines[-8:], sep="\n", file=sys.stderr)
-    events = [json.loads(line) for line in lines]
+            print(console[-3000:], *events[-8:], sep="\n", file=sys.stderr)
     hangs = [e for e in events if e["event"] == "hang" and e["monotonic"] > began]
     sure = sorted({role for e in hangs if e["explained"] for role in e["roles"]})
     named = sorted({role for e in hangs for role in e["roles"]})
@@ -133,36 +125,18 @@ def healthy(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="ft-hangs-") as place:
         job_dir = Path(place) / "job"
         flags = [f"--nnodes={NODES}", "--nproc-per-node=1", "--spares=1"]
-        env = {**environment(), "FT_STUTTER": str(args.seed), "FT_HANG_MARK": str(Path(place) / "mark")}
+        env = {"FT_STUTTER": str(args.seed), "FT_HANG_MARK": str(Path(place) / "mark")}
         began = time.monotonic()
-        hung = run([*ftrun(job_dir, *flags), str(SCRIPT), *command], env, None)
+        run_to_end([*ftrun(job_dir, *flags), str(SCRIPT), *command], env, limit=None)
         seconds = time.monotonic() - began
-        events = [json.loads(line) for line in (job_dir / "events.jsonl").read_text().splitlines()]
-    counts = Counter(event["event"] for event in events)
+        events = read_events(job_dir)
     wrong = [event["reason"] for event in events if event["event"] in ("hang", "detected", "stopped")]
-    ended = not hung and counts["finished"] > 0
+    ended = any(event["event"] == "finished" for event in events)
     text = (
         f"{args.healthy} steps in {seconds:.0f} s, ended: {ended}, false alarms: {len(wrong)} {wrong or ''}"
     )
     finish("hangs_healthy", args, {"seconds": seconds, "ended": ended, "wrong": wrong}, text)
     return 1 if wrong or not ended else 0
-
-
-def run(command: list[str], env: dict[str, str], limit: float | None = _LIMIT) -> bool:
-    """Whether it had to be ended."""
-    with (Path(env["FT_HANG_MARK"]).parent / "console").open("w") as console:
-        process = subprocess.Popen(
-            command, env=env, cwd=ROOT, stdout=console, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            process.wait(limit)
-        except subprocess.TimeoutExpired:
-            for _ in range(2):  # twice: ftrun ends everything at once
-                process.terminate()
-                time.sleep(1)
-            process.wait()
-            return True
-        return False
 
 
 @cache

@@ -8,18 +8,28 @@ gives on the same machine. Recoveries from what nobody did (a node "lost" becaus
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RECIPE, ROOT, environment, finish, ftrun, parser, spread, table
+from benchmarks.common import (
+    RECIPE,
+    ROOT,
+    environment,
+    finish,
+    ftrun,
+    parser,
+    printed,
+    read_events,
+    spread,
+    table,
+)
 
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
@@ -64,14 +74,12 @@ def job(kind: str, step: int, iterations: int, expected: str) -> dict[str, Any]:
         job_dir = Path(place) / "job"
         command = [*ftrun(job_dir, *flags), str(RECIPE), *MODEL, f"--train-iters={iterations}", "--ft"]
         began = time.monotonic()
-        code, errors = run(command)
-        path = job_dir / "events.jsonl"
-        events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        logs = "".join(p.read_text() for p in sorted(job_dir.glob("logs/*/worker-*/stdout.log")))
+        code, errors = run_to_end(command)
+        events = read_events(job_dir)
         recoveries = sum(e["event"] == "decided" and e["epoch"] > 1 for e in events)
         lost = sum(e["event"] == "spare_lost" for e in events)
         injected = 0 if kind == "nothing" else 1
-        equal = code == 0 and digest(logs) == expected
+        equal = code == 0 and digest(printed(job_dir)) == expected
         if not equal:
             print(errors[-3000:], *events[-5:], sep="\n", file=sys.stderr, flush=True)
         return {
@@ -87,26 +95,29 @@ def undisturbed(iterations: int, model: Sequence[str], world: int, script: Path 
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     with tempfile.TemporaryDirectory(prefix="ft-loaded-") as logs:
         launcher += [f"--nproc-per-node={world}", "--redirects=3", f"--log-dir={logs}"]
-        code, errors = run([*launcher, str(script), *model, f"--train-iters={iterations}"])
+        code, errors = run_to_end([*launcher, str(script), *model, f"--train-iters={iterations}"])
         found = digest("".join(p.read_text() for p in sorted(Path(logs).rglob("stdout.log"))))
     if code or found is None:
         sys.exit(f"{errors[-3000:]}\nthe undisturbed job ended with code {code}")
     return found
 
 
-def run(command: list[str]) -> tuple[int, str]:
-    """Exit code and console of a command; a job that does not end by itself is ended, with code -1."""
+def run_to_end(
+    command: list[str], more: Mapping[str, str] | None = None, limit: float | None = _LIMIT
+) -> tuple[int, str]:
+    """Exit code and console of a command; a job that does not end by itself is ended, with code -1. `more`:
+    variables. `limit`: seconds."""
     with tempfile.TemporaryFile("w+") as console:
         process = subprocess.Popen(
             command,
-            env=environment(),
+            env={**environment(), **(more or {})},
             cwd=ROOT,
             stdout=console,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         try:
-            code = process.wait(_LIMIT)
+            code = process.wait(limit)
         except subprocess.TimeoutExpired:
             process.terminate()  # twice: ftrun ends everything at once
             with contextlib.suppress(subprocess.TimeoutExpired):

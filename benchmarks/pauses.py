@@ -9,7 +9,6 @@ again.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import re
@@ -24,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RECIPE, ROOT, environment, finish, ftrun, parser, spread
+from benchmarks.common import RECIPE, ROOT, environment, finish, ftrun, parser, printed, read_events, spread
 from benchmarks.loaded import busy, digest, undisturbed
 
 MODEL = (
@@ -155,8 +154,7 @@ def job(number: int, dice: random.Random, iterations: int, expected: str) -> Run
             hung = process.poll() is None
         finally:
             end(process)
-        logs = "".join(path.read_text() for path in sorted(job_dir.glob("logs/*/worker-*/stdout.log")))
-        equal = process.returncode == 0 and digest(logs) == expected
+        equal = process.returncode == 0 and digest(printed(job_dir)) == expected
         events = read_events(job_dir)
         ended = time.monotonic()
         if hung or not equal:
@@ -229,12 +227,6 @@ def end(process: subprocess.Popen[bytes]) -> None:
             raise RuntimeError(f"processes {left} do not end")
         time.sleep(0.1)
     process.wait()
-
-
-def read_events(job_dir: Path) -> list[dict[str, Any]]:
-    """As the controller has written them."""
-    path = job_dir / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def lost(events: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -12,7 +12,6 @@ Jobs of both kinds take turns, so noise hits both alike.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -25,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RECIPE, ROOT, environment, finish, ftrun, parser, spread, table
+from benchmarks.common import RECIPE, ROOT, environment, finish, ftrun, parser, read_events, spread, table
 from ft_core.cli import ask
 from ft_core.protocol.messages import JobStatus
 
@@ -108,13 +107,6 @@ class Processes:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    @staticmethod
-    def events(job: Path) -> list[dict[str, Any]]:
-        """All events of a job so far."""
-        path = job / "events.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
-
     def until(self, what: str, condition: Callable[[], Any]) -> Any:
         """The condition's value once it is true. Exits with the jobs' output when that takes too long."""
         deadline = time.monotonic() + _PATIENCE
@@ -137,12 +129,12 @@ class FtJob(Processes):
 
     def _ready(self) -> JobStatus | None:
         """The job's status, once it trains and a spare stands by."""
-        if not any(e["event"] == "resumed" for e in self.events(self._job)):
+        if not any(e["event"] == "resumed" for e in read_events(self._job)):
             return None
         status = ask.status(self._job)
         spare = any(s.idle >= PER_NODE for s in status.spares)
         steps = [row.step or 0 for row in status.roles]
-        resumed = [e["version"] for e in self.events(self._job) if e["event"] == "resumed"][-1]
+        resumed = [e["version"] for e in read_events(self._job) if e["event"] == "resumed"][-1]
         training = len(steps) == WORLD and min(steps) > resumed + 5
         return status if status.phase == "running" and spare and training else None
 
@@ -160,7 +152,7 @@ class FtJob(Processes):
             os.kill(row.agent_pid if kind == "agent" else row.worker_pid, signal.SIGKILL)
 
         def after() -> list[dict[str, Any]]:
-            return [e for e in self.events(self._job) if e["epoch"] > status.epoch and e["event"] in PHASES]
+            return [e for e in read_events(self._job) if e["epoch"] > status.epoch and e["event"] in PHASES]
 
         self.until(
             f"recovery from the loss of a {kind}", lambda: any(e["event"] == "resumed" for e in after())

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import cpu_seconds, environment, finish, parser, table
+from benchmarks.common import cpu_seconds, environment, finish, parser, read_events, table
 from benchmarks.scale_fleet import Layout, Told, serve
 from ft_core.settings import Command, Settings, write_secret
 
@@ -120,10 +120,7 @@ class Job:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """What the controller has recorded."""
-        path = self.job_dir / "events.jsonl"
-        text = path.read_text() if path.exists() else ""
-        found = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-        return [event for event in found if event["event"] == name]
+        return [event for event in read_events(self.job_dir) if event["event"] == name]
 
     def until(self, condition: Callable[[], object]) -> None:
         """Until it is so. Raises TimeoutError."""
