@@ -31,7 +31,7 @@ from ft_core.process.refusals import Refusals
 from ft_core.protocol import door
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.channel import Channel
-from ft_core.protocol.sockets import listen
+from ft_core.protocol.sockets import join_address, listen
 from ft_core.protocol.store import (
     REPLY,
     REQUEST,
@@ -77,7 +77,7 @@ class Stores:
         self._secret = secret
         self._socket = listen(host)
         port = self._socket.getsockname()[1]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = join_address(host, port)
         self.loop: asyncio.AbstractEventLoop
         self._refusals = Refusals(lambda reason: log.warning("the epochs' stores: %s", reason))
         self._first = 0

@@ -21,6 +21,7 @@ from ft_core.errors import ConfigError
 from ft_core.leadership import lease
 from ft_core.leadership.base import Grant, Leader, LeadershipError, Notes
 from ft_core.leadership.http import Client
+from ft_core.protocol.sockets import join_address
 
 PER_SECOND = 50.0
 """Looks of a whole job: the API server has others to serve."""
@@ -47,8 +48,7 @@ class Kubernetes:
     ) -> None:
         """`job`: what tells it from others that have had this Lease. `client`: of the API server, `near`."""
         self.place = f"kubernetes://{namespace}/{name}"
-        host, port = near
-        self.near = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.near = join_address(*near)
         self.every = lease.look_every(nodes, PER_SECOND)
         self._leases = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._name, self._job, self._client = name, job, client

@@ -22,7 +22,7 @@ from ft_core.process.refusals import Refusals
 from ft_core.protocol.channel import Channel
 from ft_core.protocol.door import connections
 from ft_core.protocol.messages import Layout
-from ft_core.protocol.sockets import as_bytes, listen
+from ft_core.protocol.sockets import as_bytes, join_address, listen
 from ft_core.protocol.transfers import (
     REQUEST,
     Accepted,
@@ -227,7 +227,7 @@ class PeerServer:
         self._max_segment_bytes = max_segment_bytes
         self._listener = listen(host)
         port = self._listener.getsockname()[1]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = join_address(host, port)
         self.received_bytes = 0
         self._lock = threading.Lock()
         self._begin_lock = threading.Lock()

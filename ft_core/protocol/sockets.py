@@ -85,7 +85,7 @@ def peer_name(sock: Any, family: int) -> str:
         host, port = sock.getpeername()[:2]
     except OSError:
         return "a peer that is gone"
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return join_address(host, port)
 
 
 # The sockets stay in blocking mode and the time-outs are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO): a chunk is
