@@ -64,7 +64,7 @@ def main() -> None:
         result["recorder_ns"] = recorder_ns()
     if args.jobs:
         result["jobs"] = pairs_of_jobs(args)
-    finish("overhead", args, result, report(result))
+    finish("overhead_recorder" if args.recorder else "overhead", args, result, report(result))
 
 
 def job(args: Any, pattern: str, block: int, *, protected: bool) -> list[dict[str, Any]]:
