@@ -367,6 +367,7 @@ def _explain(version: int | None, lost: Sequence[Loss], previous: Mapping[int, s
         lines.append(f"  and {len(lost) - _SHOWN} more segments")
     return (
         f"No state that every role could go on from is left in memory ({goal}), and there is no durable "
-        "checkpoint. More failure domains were lost at once than --ft-replicas covers. Lost:\n"
+        "checkpoint that can be read (a damaged one is named above). More failure domains were lost at once "
+        "than --ft-replicas covers, or one before a step had copied what it had read of a checkpoint. Lost:\n"
         + "\n".join(lines)
     )
