@@ -21,7 +21,7 @@ import msgspec
 from ft_core.protocol import messages as m
 from ft_core.protocol.codec import encode
 from ft_core.protocol.framing import HEADER, Frames
-from ft_core.protocol.groups import GroupId, roles_in, text_of
+from ft_core.protocol.groups import roles_in, text_of
 from ft_core.protocol.handshake import Handshake
 from ft_core.protocol.sockets import split_address
 from ft_core.protocol.table import Received, hosts_of, pieces
@@ -68,11 +68,11 @@ class Layout:
     def counts(self, role: int) -> dict[str, int]:
         """Of operations on record, by group: all, data, tensor, pipeline and model parallel."""
         stage = self.tensor * self.data
-        tensor = range(role // self.tensor * self.tensor, role // self.tensor * self.tensor + self.tensor)
-        pipeline = range(role % stage, self.roles, stage)
-        model = sorted(t % stage + s * stage for t in tensor for s in range(self.pipeline))
-        groups: list[Any] = [range(self.roles), self.peers(role), tensor, pipeline, model]
-        return {str(GroupId.of(roles, 0)): 20 for roles in groups if len(roles) > 1}
+        tensor = range(role // self.tensor * self.tensor, (role // self.tensor + 1) * self.tensor)
+        # The replica of the model that the role is of: its tensor groups in all stages.
+        model = [range(t, t + self.tensor) for t in range(tensor[0] % stage, self.roles, stage)]
+        groups = [[range(self.roles)], [self.peers(role)], [tensor], [range(role % stage, self.roles, stage)]]
+        return {f"{text_of(runs)}#0": 20 for runs in [*groups, model] if sum(map(len, runs)) > 1}
 
 
 @cache

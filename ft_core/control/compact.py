@@ -27,7 +27,9 @@ def catalogue(known: Mapping[int, Segments]) -> Catalogue:
     others = {}
     for segment, held in holders.items():
         told = tellers[segment]
-        if held == (str(told[0]) if len(told) == 1 else text_of(runs_of(told))) and segment == _id(held):
+        if len(told) == 1 and held == str(told[0]) and segment == _id(held):
+            firsts.setdefault("0", []).append(told[0])
+        elif held == text_of(runs_of(told)) and segment == _id(held):
             firsts.setdefault(_pattern(held), []).append(min(told))
         else:
             others[segment] = held, text_of(runs_of(told))

@@ -300,6 +300,8 @@ class Epochs:
         if due is not None:
             name, about = due
             self._once(name, **about)
+            if name == "resumed":
+                facts.compact_catalogue()  # while nobody waits for it
             if name == "resumed" and facts.resumes and "resumes" not in self._recorded:
                 self._once("resumes", reason="started again, the script goes on from its newest checkpoint")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from msgspec.structs import replace
@@ -221,7 +222,6 @@ class Facts:
         places = self.strikes.avoided(now)
         return {name for name in self.nodes if place(name) in places}
 
-    @property
     def compact_catalogue(self) -> Catalogue:
         """The catalogue, as plans have it."""
         if self._compact is None:
@@ -355,12 +355,19 @@ def completed(counts: Iterable[tuple[int, Counts]]) -> Operations:
     `counts`: what roles have on record, of those that take part: one whose replica group leaves is about to
     lose its worker.
     """
-    found: Operations = {}
-    for role, known in counts:
-        for group, count in known.items():
-            if count > found.get(group, (0, 0))[0]:
-                found[group] = (count, role)
-    return found
+    said = [(role, known) for role, known in counts if known]
+    most: dict[str, int] = {}
+    uneven = set()
+    for name, count in set(chain.from_iterable(known.items() for _, known in said)):
+        if name in most:
+            uneven.add(name)
+        most[name] = max(count, most.get(name, 0))
+    holder: dict[str, int] = {}
+    for role, known in reversed(said):
+        holder.update(dict.fromkeys(known, role))
+    for name in uneven:
+        holder[name] = next(role for role, known in said if known.get(name) == most[name])
+    return {name: (count, holder[name]) for name, count in sorted(most.items()) if count}
 
 
 def records(nodes: Iterable[Node], roles: Collection[int]) -> list[tuple[int, Counts]]:

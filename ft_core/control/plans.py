@@ -53,7 +53,7 @@ def make(facts: Facts, start: Start, done: Operations, name: str, job: str) -> P
         adopted=facts.groups.adopted(start.roles),
         newcomers=sorted(start.lost),
         groups=facts.groups.value(),
-        catalogue=facts.compact_catalogue,
+        catalogue=facts.compact_catalogue(),
         initial=facts.initial,
         reached=facts.reached,
         futile=facts.futile,
@@ -147,9 +147,8 @@ def operations_needed(
     (`counts`): nobody else asks for them."""
     own = {role: known for role, known in counts if role in places}
     have = Counter(chain.from_iterable(own.values()))
-    behind = {
-        name for known in own.values() for name, count in known.items() if count < done.get(name, (0,))[0]
-    }
+    said = set(chain.from_iterable(known.items() for known in own.values()))
+    behind = {name for name, count in said if count < done.get(name, (0,))[0]}
     series = {name: series_of(parse(name)) for name in done}
     lacking = {
         which.group

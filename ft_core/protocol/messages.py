@@ -53,15 +53,16 @@ Counts = dict[str, Number]
 """Start-up operations by group: how many are on record."""
 
 
-class Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+class Message(Struct, frozen=True, forbid_unknown_fields=True, gc=False, tag_field="type"):
     """Of all of them. The tag on the wire is the class's name."""
 
     compressed: ClassVar[bool] = False
     """Whether it is large, and as repetitive as to be worth it."""
 
 
-class Value(Struct, frozen=True, forbid_unknown_fields=True):
-    """What messages consist of."""
+class Value(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """What messages consist of. Like them it never refers to what refers to it: the collector, which would
+    stop a controller of many roles for a second, leaves it alone."""
 
 
 def check_texts(parsed: Callable[[str], object], texts: Iterable[str]) -> None:
