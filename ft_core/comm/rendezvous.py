@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar, assert_never
 
 from torch import distributed as dist
@@ -31,6 +32,7 @@ from ft_core.process.refusals import Refusals
 from ft_core.protocol import door
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.channel import Channel
+from ft_core.protocol.connection import Connection
 from ft_core.protocol.sockets import join_address, listen
 from ft_core.protocol.store import (
     REPLY,
@@ -103,9 +105,9 @@ class Stores:
             for channel in self._epochs.pop(over).channels:
                 channel.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, connection: Connection) -> None:
         try:
-            channel = await AsyncChannel.accept(reader, writer, self._secret, REQUEST)
+            channel = await AsyncChannel.accept(connection, self._secret, REQUEST)
             hello = await channel.recv()
             if not isinstance(hello, JoinEpoch):
                 raise ProtocolError(f"{channel.peer} did not greet, but sent {type(hello).__name__}")
@@ -115,8 +117,7 @@ class Stores:
             store = self._epochs.setdefault(epoch, _Store())
             store.channels.add(channel)
             try:
-                while True:
-                    store.handle(channel, await channel.recv())
+                await channel.each(partial(store.handle, channel))
             finally:
                 store.channels.discard(channel)
         except (AuthenticationError, ProtocolError) as error:
@@ -126,7 +127,7 @@ class Stores:
         except Exception as error:
             self._failed(error)
         finally:
-            writer.close()
+            connection.close()
 
 
 class _Store:

@@ -53,6 +53,7 @@ from ft_core.process.tasks import Tasks
 from ft_core.protocol import door
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.codec import encode
+from ft_core.protocol.connection import Connection
 from ft_core.protocol.messages import (
     FROM_CLIENT,
     AgentHello,
@@ -278,10 +279,10 @@ class Shell:
 
     # -- connections ---------------------------------------------------------------------------
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, connection: Connection) -> None:
         """A connection. Only what is wrong with the connection ends it; other errors end this process."""
         try:
-            await self._admit(reader, writer)
+            await self._admit(connection)
         except asyncio.CancelledError:
             pass  # this controller ends
         except (AuthenticationError, ProtocolError) as error:
@@ -291,13 +292,13 @@ class Shell:
         except Exception as error:
             self._fail(error)
         finally:
-            writer.close()
+            connection.close()
 
-    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _admit(self, connection: Connection) -> None:
         """Shake hands, hear who it is, and serve it until it leaves."""
         self._arrive(1)
         try:
-            channel = await AsyncChannel.accept(reader, writer, self._secret, FROM_CLIENT)
+            channel = await AsyncChannel.accept(connection, self._secret, FROM_CLIENT)
             self._handle(Admitted())
             hello = await channel.recv()
         finally:
@@ -306,16 +307,18 @@ class Shell:
             raise ProtocolError(f"{channel.peer} does not greet, but sends {type(hello).__name__}")
         peer = next(self._numbers)
         self._channels[peer] = channel
+
+        def received(message: FromAgent | FromPulse | FromCtl) -> None:
+            if type(message) not in says or type(message) in _MAY_SAY:
+                raise ProtocolError(f"{channel.peer} may not send {type(message).__name__}")
+            self._handle(Received(peer, message))
+
         try:
             if isinstance(hello, AgentHello):
                 self._handle(Greeted(peer, hello))
             elif isinstance(hello, PulseHello):
                 self._handle(Received(peer, hello))
-            while True:
-                message = await channel.recv()
-                if type(message) not in says or type(message) in _MAY_SAY:
-                    raise ProtocolError(f"{channel.peer} may not send {type(message).__name__}")
-                self._handle(Received(peer, message))
+            await channel.each(received)
         finally:
             del self._channels[peer]
             self._handle(Disconnected(peer))

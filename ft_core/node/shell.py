@@ -51,6 +51,7 @@ from ft_core.process.tasks import Tasks
 from ft_core.protocol import door
 from ft_core.protocol import messages as m
 from ft_core.protocol.async_channel import AsyncChannel
+from ft_core.protocol.connection import Connection
 from ft_core.protocol.sockets import listen, own_host, reserve
 from ft_core.settings import Settings, read_secret, unique
 from ft_core.state import durable
@@ -287,10 +288,10 @@ class NodeShell:
             self._refusals.add(str(error))
         return None
 
-    async def _accept_worker(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept_worker(self, connection: Connection) -> None:
         """A connection. Only what is wrong with the connection ends it; other errors end this process."""
         try:
-            channel = await AsyncChannel.accept(reader, writer, self.secret, m.FROM_WORKER)
+            channel = await AsyncChannel.accept(connection, self.secret, m.FROM_WORKER)
             hello = await self._receive(channel)
             if not isinstance(hello, m.WorkerHello) or not self.pool.connect(hello.worker, channel):
                 return  # it has died since
@@ -304,7 +305,7 @@ class NodeShell:
         except Exception as error:
             self._fail(error)
         finally:
-            writer.close()
+            connection.close()
 
     def _worker_ended(self, number: int, pid: int, code: int, version: int) -> None:
         out_of_memory = code == -signal.SIGKILL and self._memory.ended(pid)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 from msgspec import Struct
 
 from ft_core.errors import AuthenticationError, ProtocolError
 from ft_core.protocol import handshake
 from ft_core.protocol.codec import MAX_BYTES, Decoder, encode
+from ft_core.protocol.connection import Connection
 from ft_core.protocol.door import lobby
 from ft_core.protocol.framing import HEADER, Frames
 from ft_core.protocol.handshake import Handshake
@@ -29,78 +30,64 @@ def _at(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
 class AsyncChannel(Generic[T]):
     """Receives messages of type `T`; a frame with a payload is an error."""
 
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        frames: Frames,
-        receives: Decoder[T],
-        peer: str,
-    ) -> None:
+    def __init__(self, connection: Connection, frames: Frames, receives: Decoder[T], peer: str) -> None:
         self.peer = peer
-        self._reader = reader
-        self._writer = writer
+        self._connection = connection
         self._frames = frames
         self._receives = receives
-        self._header: bytes | None = None
 
     @classmethod
     async def connect(
         cls, address: str, secret: bytes, receives: Decoder[T], timeout: float = handshake.SECONDS
     ) -> AsyncChannel[T]:
         """As `Channel.connect`."""
+        loop, connection = asyncio.get_running_loop(), Connection()
         async with asyncio.timeout(timeout):
             if address.startswith("unix:"):
-                reader, writer = await asyncio.open_unix_connection(address.removeprefix("unix:"))
+                await loop.create_unix_connection(lambda: connection, address.removeprefix("unix:"))
             else:
-                reader, writer = await asyncio.open_connection(*split_address(address))
+                await loop.create_connection(lambda: connection, *split_address(address))
             try:
-                sock = writer.get_extra_info("socket")
+                sock = connection.transport.get_extra_info("socket")
                 tune(sock, sock.family)
                 hands = Handshake(secret, address)
-                writer.write(hands.hello)
-                writer.write(hands.answer(await reader.readexactly(Handshake.HELLO_BYTES)))
-                hands.confirm(await reader.readexactly(Handshake.PROOF_BYTES))
-            except asyncio.IncompleteReadError:
-                writer.close()
+                connection.write(hands.hello)
+                connection.write(hands.answer(await connection.exactly(Handshake.HELLO_BYTES)))
+                hands.confirm(await connection.exactly(Handshake.PROOF_BYTES))
+            except EOFError:
+                connection.close()
                 raise ConnectionResetError(f"{address} closed the connection during the handshake") from None
             except BaseException:
-                writer.close()
+                connection.close()
                 raise
-        return cls(reader, writer, hands.frames(client=True), receives, address)
+        return cls(connection, hands.frames(client=True), receives, address)
 
     @classmethod
-    async def accept(
-        cls,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        secret: bytes,
-        receives: Decoder[T],
-    ) -> AsyncChannel[T]:
+    async def accept(cls, connection: Connection, secret: bytes, receives: Decoder[T]) -> AsyncChannel[T]:
         """As `Channel.accept`; for what `door.serve` calls."""
-        sock = writer.get_extra_info("socket")
+        sock = connection.transport.get_extra_info("socket")
         peer = peer_name(sock, sock.family)
         hands = Handshake(secret, peer)
-        loop, transport = asyncio.get_running_loop(), writer.transport
+        loop, transport = asyncio.get_running_loop(), connection.transport
         try:
             with lobby.stay(lambda: _at(loop, transport.abort)):
                 tune(sock, sock.family)
-                writer.write(hands.hello)
+                connection.write(hands.hello)
                 async with asyncio.timeout(handshake.SECONDS):
-                    hands.meet(await reader.readexactly(Handshake.HELLO_BYTES))
-                    theirs = await reader.readexactly(Handshake.PROOF_BYTES)
+                    hands.meet(await connection.exactly(Handshake.HELLO_BYTES))
+                    theirs = await connection.exactly(Handshake.PROOF_BYTES)
                 try:
-                    writer.write(hands.admit(theirs))
+                    connection.write(hands.admit(theirs))
                 except AuthenticationError:
-                    writer.write(handshake.REFUSED)
+                    connection.write(handshake.REFUSED)
                     raise
-        except (OSError, asyncio.IncompleteReadError) as error:
-            writer.close()
+        except (OSError, EOFError) as error:
+            connection.close()
             raise AuthenticationError(f"{peer} did not finish the handshake: {error}") from error
         except BaseException:
-            writer.close()
+            connection.close()
             raise
-        return cls(reader, writer, hands.frames(client=False), receives, peer)
+        return cls(connection, hands.frames(client=False), receives, peer)
 
     def post(self, message: Struct) -> None:
         """Queue a message without waiting. Raises ConnectionError if closed or the peer takes nothing."""
@@ -108,14 +95,15 @@ class AsyncChannel(Generic[T]):
 
     def post_encoded(self, body: bytes) -> None:
         """The same, of a message that was encoded once for several peers."""
-        if self._writer.is_closing():
+        transport = self._connection.transport
+        if transport.is_closing():
             raise ConnectionResetError(f"the connection to {self.peer} is closed")
-        if self._writer.transport.get_write_buffer_size() > MAX_BYTES:
-            self._writer.transport.abort()
+        if transport.get_write_buffer_size() > MAX_BYTES:
+            transport.abort()
             raise ConnectionResetError(
                 f"{self.peer} takes nothing, {MAX_BYTES >> 20} MiB wait for it: given up"
             )
-        self._writer.write(self._frames.pack(body))
+        transport.write(self._frames.pack(body))
 
     async def send(self, message: Struct) -> None:
         self.post(message)
@@ -124,29 +112,68 @@ class AsyncChannel(Generic[T]):
     async def drain(self) -> None:
         """Until there is room for more. Raises ConnectionError."""
         try:
-            await self._writer.drain()
-        except OSError as error:
-            raise lost(self.peer, error) from error
+            await self._connection.drain()
+        except (OSError, EOFError) as error:
+            raise self._lost(error) from error
 
     async def recv(self) -> T:
         """The next message; may be cancelled and called again. Errors as in `Channel.recv`."""
+        while (body := self._next()) is None:
+            await self._connection.more()
+        return self._receives.decode(body, self.peer)
+
+    async def each(self, handle: Callable[[T], None]) -> NoReturn:
+        """Call `handle` with each message where it arrives, until the connection ends. Raises as `recv`, and
+        what `handle` does; nothing is taken after that."""
+        connection = self._connection
+        over: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
+
+        def arrived() -> None:
+            try:
+                while (body := self._next()) is not None:
+                    handle(self._receives.decode(body, self.peer))
+            except Exception as error:
+                connection.arrived = None
+                if not over.done():
+                    over.set_exception(error)
+
+        connection.arrived = arrived
         try:
-            if self._header is None:
-                self._header = await self._reader.readexactly(HEADER.size)
-            body = await self._reader.readexactly(self._frames.body_bytes(self._header))
-            if self._frames.open(self._header, body):
-                raise ProtocolError(f"{self.peer} sent a payload over a control connection")
-        except asyncio.IncompleteReadError:
+            arrived()
+            await over
+        finally:
+            connection.arrived = None
+        raise AssertionError("it ends with an error")
+
+    def _next(self) -> bytearray | None:
+        """A message's bytes; None if they are not all here: more are to come. Raises as `recv`."""
+        try:
+            return self._take()
+        except (OSError, EOFError) as error:
             self.close()
-            raise ConnectionResetError(f"{self.peer} closed the connection") from None
-        except OSError as error:
-            self.close()
-            raise lost(self.peer, error) from error
+            raise self._lost(error) from None
         except (ProtocolError, AuthenticationError):
             self.close()
             raise
-        self._header = None
-        return self._receives.decode(body, self.peer)
+
+    def _take(self) -> bytearray | None:
+        connection, frames, end = self._connection, self._frames, HEADER.size
+        buffer = connection.buffer
+        if len(buffer) >= end:
+            header = buffer[:end]
+            end += frames.body_bytes(header)
+            if len(buffer) >= end:
+                body = connection.take(end)[HEADER.size :]
+                if frames.open(header, body):
+                    raise ProtocolError(f"{self.peer} sent a payload over a control connection")
+                return body
+        connection.want(end)
+        return None
+
+    def _lost(self, error: Exception) -> ConnectionResetError:
+        if isinstance(error, OSError):
+            return lost(self.peer, error)
+        return ConnectionResetError(f"{self.peer} closed the connection")
 
     def close(self) -> None:
-        self._writer.close()
+        self._connection.close()

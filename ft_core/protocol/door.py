@@ -15,9 +15,11 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 from ft_core.process.descriptors import MAX_GUESTS, REMEDY
+from ft_core.protocol.connection import Connection
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +83,7 @@ def connections(sock: socket.socket, who: str, over: Callable[[], bool]) -> Iter
 async def serve(
     sock: socket.socket,
     who: str,
-    connected: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+    connected: Callable[[Connection], Coroutine[Any, Any, None]],
 ) -> None:
     """The same for an event loop, until cancelled: a task runs `connected` for each. Closes `sock`."""
     loop = asyncio.get_running_loop()
@@ -95,9 +97,7 @@ async def serve(
                 _say(who, error)
                 await asyncio.sleep(_RETRY)
                 continue
-            reader = asyncio.StreamReader()
-            protocol = asyncio.StreamReaderProtocol(reader, connected)
-            await loop.connect_accepted_socket(lambda it=protocol: it, found)  # type: ignore[misc]
+            await loop.connect_accepted_socket(lambda: Connection(connected), found)
 
 
 _warned = False

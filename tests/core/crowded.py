@@ -14,6 +14,7 @@ import sys
 import threading
 
 from ft_core.protocol import door
+from ft_core.protocol.connection import Connection
 
 found: queue.Queue[bool] = queue.Queue()
 ready = threading.Event()
@@ -26,7 +27,7 @@ def take() -> None:
 
 
 async def serve() -> None:
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def connected(connection: Connection) -> None:
         found.put(True)
 
     ready.set()

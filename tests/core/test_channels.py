@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 from ft_core.errors import AuthenticationError, ProtocolError
-from ft_core.protocol import handshake, sockets
+from ft_core.protocol import door, handshake, sockets
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.channel import Channel
 from ft_core.protocol.codec import MAX_BYTES, Decoder
-from ft_core.protocol.sockets import listen
+from ft_core.protocol.connection import ROOM, Connection
+from ft_core.protocol.sockets import join_address, listen
 
 SECRET = b"s" * 32
 ANYTHING = Decoder[dict[str, Any]](dict[str, Any])
@@ -32,6 +33,10 @@ HELLO = b"FTRN" + struct.pack("!I", handshake.VERSION)
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as executor:
         yield executor
+
+
+def address_of(listener: socket.socket) -> str:
+    return join_address(*listener.getsockname()[:2])
 
 
 class Middle:
@@ -304,20 +309,17 @@ def test_blocking_client_and_asyncio_server(tmp_path: Path, family: str) -> None
     async def serve() -> None:
         done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            channel = await AsyncChannel.accept(reader, writer, SECRET, ANYTHING)
+        async def connected(connection: Connection) -> None:
+            channel = await AsyncChannel.accept(connection, SECRET, ANYTHING)
             for _ in range(3):
                 channel.post({"echo": await channel.recv()})
             with pytest.raises(ProtocolError, match="payload"):
                 await channel.recv()
             done.set_result(channel.peer)
 
-        if family == "unix":
-            server = await asyncio.start_unix_server(connected, tmp_path / "s")
-            address = f"unix:{tmp_path / 's'}"
-        else:
-            server = await asyncio.start_server(connected, sock=listen("127.0.0.1"))
-            address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        sock = listen(f"unix:{tmp_path / 's'}" if family == "unix" else "127.0.0.1")
+        address = f"unix:{tmp_path / 's'}" if family == "unix" else address_of(sock)
+        server = asyncio.create_task(door.serve(sock, "a test", connected))
 
         def talk() -> None:
             channel = Channel.connect(address, SECRET, ANYTHING, 5)
@@ -331,7 +333,7 @@ def test_blocking_client_and_asyncio_server(tmp_path: Path, family: str) -> None
 
         await asyncio.to_thread(talk)
         assert (await done).startswith("127.0.0.1:" if family == "tcp" else "unix:/")
-        server.close()
+        server.cancel()
 
     asyncio.run(serve())
 
@@ -369,6 +371,104 @@ def test_asyncio_client_and_blocking_server(pool: ThreadPoolExecutor) -> None:
     asyncio.run(main())
 
 
+async def both_ends(through: Callable[[str], str] = str) -> tuple[AsyncChannel, AsyncChannel, Connection]:
+    """Client, server, and the server's connection; `through` changes the address that is connected to."""
+    taken: asyncio.Future[tuple[AsyncChannel, Connection]] = asyncio.get_running_loop().create_future()
+
+    async def connected(connection: Connection) -> None:
+        taken.set_result((await AsyncChannel.accept(connection, SECRET, ANYTHING), connection))
+
+    server = asyncio.create_task(door.serve(listener := listen("127.0.0.1"), "a test", connected))
+    client = await AsyncChannel.connect(through(address_of(listener)), SECRET, ANYTHING)
+    accepted, connection = await taken
+    server.cancel()
+    return client, accepted, connection
+
+
+def test_frames_are_found_however_they_are_cut() -> None:
+    async def main() -> None:
+        client, server, connection = await both_ends()
+        frames = [client._frames.pack(f'{{"n":{n},"x":"{"x" * n}"}}'.encode()) for n in range(40)]
+        whole, sizes = b"".join(frames), [1, 2, 47, 48, 49, 300, 5]
+        heard: list[int] = []
+        each = asyncio.create_task(server.each(lambda message: heard.append(message["n"])))
+        await asyncio.sleep(0)
+        while whole:
+            size = sizes[len(whole) % len(sizes)]
+            connection.data_received(whole[:size])
+            whole = whole[size:]
+        assert heard == list(range(40))
+        client.close()
+        with pytest.raises(ConnectionResetError, match="closed the connection"):
+            await each
+
+    asyncio.run(main())
+
+
+def test_who_is_not_read_from_keeps_what_he_sends() -> None:
+    """And who reads again has all of it."""
+
+    async def main() -> None:
+        client, server, connection = await both_ends()
+        client.post({"x": "x" * (8 << 20)})
+        for n in range(2000):
+            client.post({"n": n, "x": "x" * 10_000})
+        first = await server.recv()
+        assert len(first["x"]) == 8 << 20
+        for _ in range(200):
+            await asyncio.sleep(0.001)
+            assert len(connection.buffer) <= ROOM + (256 << 10)
+        assert [(await server.recv())["n"] for _ in range(2000)] == list(range(2000))
+        client.close()
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_a_recv_that_is_cancelled_in_the_middle_of_a_frame_takes_nothing_away() -> None:
+    async def main() -> None:
+        client, server, connection = await both_ends()
+        frame = client._frames.pack(b'{"n":1}')
+        for end in (10, 48, 50, len(frame)):
+            waiting = asyncio.create_task(server.recv())
+            await asyncio.sleep(0)
+            connection.data_received(frame[len(connection.buffer) : end])
+            if end < len(frame):
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
+        assert await waiting == {"n": 1}
+        client.close()
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_what_a_handler_of_messages_raises_ends_the_reading() -> None:
+    async def main() -> None:
+        client, server, connection = await both_ends()
+        heard: list[int] = []
+
+        def handle(message: dict[str, Any]) -> None:
+            heard.append(message["n"])
+            if message["n"] == 2:
+                raise ConnectionRefusedError("its own")
+
+        client.post({"n": 1})
+        client.post({"n": 2})
+        client.post({"n": 3})
+        with pytest.raises(ConnectionRefusedError, match="its own"):
+            await server.each(handle)
+        assert heard == [1, 2] and await server.recv() == {"n": 3}
+        connection.data_received(b"no frame".ljust(100))
+        with pytest.raises(ProtocolError, match="not a frame"):
+            await server.each(handle)
+        with pytest.raises(ConnectionError):
+            server.post({})
+        client.close()
+
+    asyncio.run(main())
+
+
 def test_a_connection_to_a_peer_that_acknowledges_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a partition; here the peer's kernel has no room for what comes."""
     monkeypatch.setattr(sockets, "GONE_MS", 500)
@@ -376,12 +476,12 @@ def test_a_connection_to_a_peer_that_acknowledges_nothing_ends(monkeypatch: pyte
     async def main() -> None:
         taken: asyncio.Future[AsyncChannel] = asyncio.get_running_loop().create_future()
 
-        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            taken.set_result(await AsyncChannel.accept(reader, writer, SECRET, ANYTHING))
-            writer.transport.pause_reading()  # type: ignore[attr-defined]
+        async def connected(connection: Connection) -> None:
+            taken.set_result(await AsyncChannel.accept(connection, SECRET, ANYTHING))
+            connection.transport.pause_reading()
 
-        server = await asyncio.start_server(connected, sock=(listener := listen("127.0.0.1")))
-        channel = await AsyncChannel.connect(f"127.0.0.1:{listener.getsockname()[1]}", SECRET, ANYTHING)
+        server = asyncio.create_task(door.serve(listener := listen("127.0.0.1"), "a test", connected))
+        channel = await AsyncChannel.connect(address_of(listener), SECRET, ANYTHING)
         await taken
         channel.post({"x": "x" * (MAX_BYTES // 2)})
         async with asyncio.timeout(20):
@@ -389,7 +489,7 @@ def test_a_connection_to_a_peer_that_acknowledges_nothing_ends(monkeypatch: pyte
                 await channel.recv()
         channel.close()
         taken.result().close()
-        server.close()
+        server.cancel()
 
     asyncio.run(main())
 
@@ -398,21 +498,21 @@ def test_asyncio_server_refuses_strangers() -> None:
     async def main() -> None:
         refused: asyncio.Queue[str] = asyncio.Queue()
 
-        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def connected(connection: Connection) -> None:
             try:
-                await AsyncChannel.accept(reader, writer, SECRET, ANYTHING)
+                await AsyncChannel.accept(connection, SECRET, ANYTHING)
             except AuthenticationError as error:
                 refused.put_nowait(str(error))
 
-        server = await asyncio.start_server(connected, sock=listen("127.0.0.1"))
-        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        server = asyncio.create_task(door.serve(listener := listen("127.0.0.1"), "a test", connected))
+        address = address_of(listener)
         with pytest.raises(AuthenticationError, match="refused"):
             await asyncio.to_thread(Channel.connect, address, b"other", ANYTHING, 5)
         assert "does not know" in await refused.get()
         _, writer = await asyncio.open_connection("127.0.0.1", int(address.split(":")[1]))
         writer.close()
         assert "did not finish" in await refused.get()
-        server.close()
+        server.cancel()
 
     asyncio.run(main())
 
@@ -430,15 +530,15 @@ def test_a_client_of_another_version_is_refused_before_it_says_anything(
     async def serve() -> None:
         taken = asyncio.Event()
 
-        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def connected(connection: Connection) -> None:
             with pytest.raises(AuthenticationError) as caught:
-                await AsyncChannel.accept(reader, writer, SECRET, ANYTHING)
+                await AsyncChannel.accept(connection, SECRET, ANYTHING)
             found.append(str(caught.value))
             taken.set()
 
-        server = await asyncio.start_server(connected, sock=listener)
+        server = asyncio.create_task(door.serve(listener, "a test", connected))
         await taken.wait()
-        server.close()
+        server.cancel()
 
     def accept() -> None:
         with pytest.raises(AuthenticationError) as caught:

@@ -29,8 +29,10 @@ from ft_core.cli.launcher import Launcher
 from ft_core.errors import FAILED_NOTE, AuthenticationError, ProtocolError
 from ft_core.process import refusals
 from ft_core.process.tasks import Tasks
+from ft_core.protocol import door
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.channel import Channel
+from ft_core.protocol.connection import Connection
 from ft_core.protocol.messages import (
     FROM_CLIENT,
     FROM_CONTROLLER,
@@ -86,16 +88,16 @@ class Agent:
                 [*command, "--node-rank", "0"], env=environment(), stderr=errors, start_new_session=True
             )
 
-    async def connections(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    async def connections(self) -> AsyncIterator[Connection]:
         """One after the other, as the agent makes them."""
-        found: asyncio.Queue[Any] = asyncio.Queue()
-        server = await asyncio.start_server(lambda *both: found.put_nowait(both), sock=self.sock)
+        found: asyncio.Queue[Connection] = asyncio.Queue()
+        server = asyncio.create_task(door.serve(self.sock, "a test", found.put))
         try:
             while True:
                 async with asyncio.timeout(60):
                     yield await found.get()
         finally:
-            server.close()
+            server.cancel()
 
     def ends(self) -> int:
         return self.process.wait(60)
@@ -116,8 +118,8 @@ def agent(tmp_path: Path):
 
 def test_an_agent_that_cannot_do_what_it_is_told_ends_with_the_traceback(agent: Agent):
     async def controller() -> None:
-        async for reader, writer in agent.connections():
-            channel, _ = await ready(agent, reader, writer)
+        async for connection in agent.connections():
+            channel, _ = await ready(agent, connection)
             for message in messages_of(plan(agent, master="nowhere")):
                 channel.post(message)
             with pytest.raises(ConnectionError):
@@ -137,8 +139,8 @@ def test_the_end_of_the_fork_server_is_not_the_end_of_the_script(agent: Agent):
     heard: list[FromAgent | FromCtl] = []
 
     async def controller() -> None:
-        async for reader, writer in agent.connections():
-            channel, message = await ready(agent, reader, writer)
+        async for connection in agent.connections():
+            channel, message = await ready(agent, connection)
             for message in messages_of(plan(agent, master="127.0.0.1:2")):
                 channel.post(message)
             while not (isinstance(message, Heartbeat) and message.roles):
@@ -160,8 +162,8 @@ def test_workers_that_end_at_once_cost_no_node(agent: Agent):
     """To start another in the place of the first is to hear how the second has ended."""
 
     async def controller() -> None:
-        async for reader, writer in agent.connections():
-            channel, message = await ready(agent, reader, writer)
+        async for connection in agent.connections():
+            channel, message = await ready(agent, connection)
             [server] = fork_servers(agent)
             before = set(children(server))
             agent.process.send_signal(signal.SIGSTOP)
@@ -181,10 +183,10 @@ def test_workers_that_end_at_once_cost_no_node(agent: Agent):
 
 
 async def ready(
-    agent: Agent, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    agent: Agent, connection: Connection
 ) -> tuple[AsyncChannel[FromAgent | FromCtl], FromAgent | FromCtl]:
     """The agent's connection once both of its workers wait for a role, and its newest message."""
-    channel = await AsyncChannel.accept(reader, writer, agent.secret, FROM_CLIENT)
+    channel = await AsyncChannel.accept(connection, agent.secret, FROM_CLIENT)
     channel.post(Leads(1))
     message = await channel.recv()
     while not (isinstance(message, Heartbeat | Idle) and message.idle == 2):
@@ -211,17 +213,17 @@ def test_whatever_answers_at_the_controllers_port_costs_no_node(agent: Agent):
     answers = [*services, "controller", *services, "another job", "controller"]
 
     async def port() -> None:
-        async for reader, writer in agent.connections():
+        async for connection in agent.connections():
             answer = answers.pop(0)
             if isinstance(answer, bytes):
-                writer.write(answer)
+                connection.write(answer)
             elif answer == "another job":
                 with pytest.raises(AuthenticationError):
-                    await AsyncChannel.accept(reader, writer, b"another job's secret", FROM_CLIENT)
+                    await AsyncChannel.accept(connection, b"another job's secret", FROM_CLIENT)
             else:
-                channel = await AsyncChannel.accept(reader, writer, agent.secret, FROM_CLIENT)
+                channel = await AsyncChannel.accept(connection, agent.secret, FROM_CLIENT)
                 assert isinstance(await channel.recv(), AgentHello)
-            writer.close()
+            connection.close()
             if not answers:
                 return
 
@@ -231,9 +233,9 @@ def test_whatever_answers_at_the_controllers_port_costs_no_node(agent: Agent):
 
 def test_an_agent_with_the_wrong_secret_leaves_before_the_job_runs(agent: Agent):
     async def port() -> None:
-        async for reader, writer in agent.connections():
+        async for connection in agent.connections():
             with pytest.raises(AuthenticationError):
-                await AsyncChannel.accept(reader, writer, b"another job's secret", FROM_CLIENT)
+                await AsyncChannel.accept(connection, b"another job's secret", FROM_CLIENT)
             return
 
     asyncio.run(port())
@@ -428,22 +430,22 @@ def test_a_controller_that_cannot_be_understood_ends_the_agent(tmp_path: Path) -
     async def test(fleet: Fleet) -> None:
         greeted = []
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            channel = await AsyncChannel.accept(reader, writer, read_secret(fleet.job_dir), FROM_CLIENT)
+        async def serve(connection: Connection) -> None:
+            channel = await AsyncChannel.accept(connection, read_secret(fleet.job_dir), FROM_CLIENT)
             greeted.append(await channel.recv())
             channel.post(Welcome([1]))  # for a worker
             with contextlib.suppress(ConnectionError):
                 await channel.recv()
-            writer.close()
+            connection.close()
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
+        server = asyncio.create_task(door.serve(sock := listen("127.0.0.1"), "a test", serve))
+        port = sock.getsockname()[1]
         settings = dataclasses.replace(fleet.settings, controller=f"127.0.0.1:{port}")
         agent = RealAgent(settings, fleet.job_dir, "agent", 0)
         agent.serve()
         with pytest.raises(ProtocolError, match="Welcome"):
             await asyncio.wait_for(agent._done, 10)
         assert len(greeted) == 3
-        server.close()
+        server.cancel()
 
     play(test, tmp_path / "job", nodes=1, replicas=0)
