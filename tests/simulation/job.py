@@ -508,7 +508,7 @@ class SimJob:
         reason, storage = self.outcome.reason, self.storage
         if "cannot be read" in reason:
             return storage.was_in_trouble
-        # Before the first step after a checkpoint was read it is the copy, of each role, of what that has read.
+        # Before the first step after a checkpoint was read it is the copy, by role, of what that has read.
         read = any(durable.version_of(name) == self.training.newest for name, _ in storage.damaged)
         return bool(storage.damaged) if "Every durable checkpoint" in reason else read and "damaged" in reason
 
