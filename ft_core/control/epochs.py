@@ -460,6 +460,7 @@ class Epochs:
         """Have all workers leave what they are in, and decide how to go on."""
         self.facts.epoch = self.facts.next_epoch()
         self.watch.ends()
+        self.returning.epoch_ends(self.now)
         self.phase = Quiescing(self.now)
         self.checkpoints = self.checkpoints.forgotten()
         self.record(event, reason, roles, **more)

@@ -8,6 +8,7 @@ every role of the group is ready for its state, between two steps of the others.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -34,6 +35,9 @@ NOTICE = 2
 """Steps between the newest that anybody has done and the one after which all stop: enough for all to hear."""
 STEPS = 5
 """Steps after which those who train are interrupted: they do something else (evaluation, a checkpoint)."""
+PAUSE, LONGEST_PAUSE = 5.0, 600.0
+"""Seconds until the next attempt after groups came back and the epoch ended before a step did: where a link
+stays broken, or a node fails at once, the others are to train in between. Doubled each time in a row."""
 SKEW = 0.25
 """Seconds between the first and the last role's end of a step; who takes longer has missed the request."""
 
@@ -90,11 +94,13 @@ class Returning:
     failed: int = 0
     """Attempts in a row."""
     returned: Returned = field(default_factory=lambda: Returned(set(), 0.0))
+    pause: float = PAUSE
+    not_before: float = -math.inf
 
     def tick(self, facts: Facts, now: float) -> list[Effect]:
         """All roles have finished a step in this epoch: if there are workers for all roles of a group that is
         away, begin."""
-        if self.attempt is not None or self.failed >= ATTEMPTS:
+        if self.attempt is not None or self.failed >= ATTEMPTS or now < self.not_before:
             return []
         here, idle = facts.places, {node.name: node.idle for node in facts.nodes.values()}
         found = facts.groups.returning(here, idle, facts.settings.nproc_per_node, facts.avoided(now))
@@ -238,10 +244,16 @@ class Returning:
         """The plan is another controller's."""
         self.returned, self.attempt = Returned(set(), now), None
 
+    def epoch_ends(self, now: float) -> None:
+        """If no step has ended since groups came back, it was in vain."""
+        if self.returned.roles:
+            self.returned, self.not_before = Returned(set(), now), now + self.pause
+            self.pause = min(2 * self.pause, LONGEST_PAUSE)
+
     def stepped(self) -> None:
         """All roles have finished a step in this epoch."""
         if self.returned.roles:
-            self.failed = 0
+            self.returned, self.failed, self.pause = Returned(set(), 0.0), 0, PAUSE
 
     def node_joined(self) -> None:
         """Worth another attempt."""

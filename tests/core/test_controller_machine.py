@@ -28,6 +28,7 @@ from ft_core.control.events import (
     Tick,
 )
 from ft_core.control.machine import Controller
+from ft_core.control.returning import PAUSE
 from ft_core.leadership.lease import first_epoch
 from ft_core.protocol.groups import runs_of, text_of
 from ft_core.protocol.messages import (
@@ -1241,6 +1242,29 @@ def test_a_replica_group_comes_back_between_two_steps() -> None:
     job.all_report()
     assert job.records_of("returned")[0].roles == (1,)
     assert spare.plan is not None and spare.plan.roles == {0: "node0", 1: "spare"}
+
+
+def test_who_comes_back_in_vain_does_not_keep_the_others_from_training() -> None:
+    """Where a link stays broken, say. The time to the next attempt doubles until a step is done together."""
+    job = ControlPlane(nodes=2, groups=2, policy="shrink")
+    job.all_step(1)
+    lose(job, "node1")
+    for number, pause in enumerate([0.0, PAUSE, 2 * PAUSE]):
+        job.all_report()
+        job.all_step(2 + number)
+        spare = job.join(f"spare{number}")
+        assert pause == 0 or not sent(job.wait(pause - 0.5), SendCounts)
+        assert sent(job.wait(0.6), SendCounts).keys() == {job["node0"].peer}
+        job["node0"].say(OperationCounts(role=0, counts={}))
+        spare.say(Prepared(role=1, counts={}))
+        job["node0"].beat()
+        job["node0"].say(Held(epoch=job.controller.facts.epoch, role=0))
+        job.all_report()
+        assert spare.plan is not None and spare.plan.roles[1] == spare.name
+        if number < 2:
+            lose(job, spare.name)
+    job.all_step(5)
+    assert job.controller._epochs.returning.pause == PAUSE
 
 
 def test_a_job_starts_over_while_a_group_is_ready_to_come_back() -> None:
