@@ -48,7 +48,9 @@ def test_a_node_whose_storage_hangs_trains_recovers_and_connects_anew(
             assert agent._controller is not None
             agent._controller.close()
             await fleet.until(
-                lambda: agent._controller is not None and not agent._controller._writer.is_closing()
+                lambda: (
+                    agent._controller is not None and not agent._controller._connection.transport.is_closing()
+                )
             )
             agent.crash(1)
             await fleet.event("resumed", 4)
