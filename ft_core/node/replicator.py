@@ -13,7 +13,7 @@ from ft_core.errors import TransportError
 from ft_core.net.transport import TcpTransport
 from ft_core.process.inject import Injector
 from ft_core.protocol.messages import NodePlan
-from ft_core.state.placement import replica_nodes, sender, spares_of
+from ft_core.state.placement import Places, replica_nodes, sender, spares_of
 from ft_core.state.store import NodeStore
 
 _DEADLINE = 600.0
@@ -63,15 +63,16 @@ class Replicator:
             raise TransportError(f"version {version} of role {role} is no longer in memory")
         _, buffer = found
         total, started = 0, time.monotonic()
-        places = plan.roles
+        roles = plan.roles
         if adopter is not None:  # what it had alone is where its adopter is
-            places = {**places, role: places[adopter]}
+            roles = {**roles, role: roles[adopter]}
         domains = {node: where.domain for node, where in plan.nodes.items()}
-        spares = spares_of(plan.nodes, places)
+        places = Places(roles, domains, spares_of(plan.nodes, roles))
+        peers = places.ring(ring)
         for index, segment in enumerate(buffer.segments):
-            if sender(segment, places) != role:
+            if sender(segment, roles) != role:
                 continue
-            for node in replica_nodes(segment, places, domains, self.replicas, ring, spares):
+            for node in replica_nodes(segment, places, self.replicas, peers):
                 self._injector.point(role, "h2h", version)
                 sums = list(buffer.checksums(index))
                 total += self._transport.push(

@@ -1,16 +1,30 @@
 from __future__ import annotations
 
+import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
+from ft_core.state import placement
 from ft_core.state.manifest import Segment
-from ft_core.state.placement import replica_nodes, sender, survives
+from ft_core.state.placement import Places, domain_of, sender, survives
 
 
 def unique(role: int) -> Segment:
     return Segment((role,), ())
+
+
+def replica_nodes(
+    segment: Segment,
+    role_nodes: Mapping[int, str],
+    domains: Mapping[str, str],
+    replicas: int,
+    ring: Sequence[int] | None = None,
+    spares: Sequence[str] = (),
+) -> list[str]:
+    places = Places(role_nodes, domains, spares)
+    return placement.replica_nodes(segment, places, replicas, None if ring is None else places.ring(ring))
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -105,3 +119,76 @@ def test_of_a_long_ring_only_the_next_ones_are_looked_at() -> None:
     places = {role: f"n{role}" for role in range(100_000)}
     assert replica_nodes(Segment((99_998,), ()), places, {}, 3, ring) == ["n99999", "n0", "n1"]
     assert ring.looks < 8
+
+
+def one_by_one(
+    source: int, covered: set[str], ring: Sequence[int], where: Mapping[int, str], domains: Mapping[str, str]
+) -> list[str]:
+    """In words: from one role to the next, around the ring; in each domain that has no copy yet, the node
+    that stands where the sender's does in its own."""
+
+    def members(domain: str) -> list[str]:
+        nodes = dict.fromkeys(where[r] for r in ring if r in where)
+        return [node for node in nodes if domain_of(node, domains) == domain]
+
+    at = next((i for i, r in enumerate(ring) if r > source), 0)
+    at = ring.index(source) + 1 if source in ring else at
+    chosen, home = [], where[source]
+    own = members(domain_of(home, domains))
+    for node in [where[r] for r in [*ring[at:], *ring[:at]] if r in where]:
+        if (domain := domain_of(node, domains)) not in covered:
+            covered.add(domain)
+            other = members(domain)
+            mirrored = domain != node and home in own
+            chosen.append(other[own.index(home) % len(other)] if mirrored else node)
+    return chosen
+
+
+def test_what_is_known_of_a_ring_beforehand_gives_what_looking_at_each_role_does() -> None:
+    """Roles in any order on nodes of any domains, labelled or not, some of them nowhere."""
+    rng = random.Random(16)
+    seen = set()
+    for _ in range(400):
+        world, nodes = rng.randint(1, 24), rng.randint(1, 12)
+        scattered = rng.random() < 0.5
+        where = {r: f"n{rng.randrange(nodes) if scattered else r * nodes // world}" for r in range(world)}
+        racks = rng.randint(1, 4)
+        labels = [f"rack{rng.randrange(racks) if scattered else n * racks // nodes}" for n in range(nodes)]
+        domains = {f"n{n}": label for n, label in enumerate(labels) if rng.random() < 0.8}
+        ring: Sequence[int] = range(rng.randrange(2), world, rng.randint(1, 3))
+        if scattered:
+            ring = rng.sample(range(world + 3), rng.randint(1, world))
+        role = rng.randrange(world)
+        covered = {domain_of(where[role], domains)}
+        expected = one_by_one(role, covered, ring, where, domains)
+        if rest := one_by_one(role, covered, sorted(where), where, domains):
+            expected += rest
+        places = Places(where, domains)
+        shared = places.ring(ring)  # of all that are in it, as the planner has it
+        placement.replica_nodes(unique(min(where)), places, 2, shared)
+        assert placement.replica_nodes(unique(role), places, len(expected), shared) == expected
+        for k in range(len(expected)):
+            assert placement.replica_nodes(unique(role), places, k, shared) == expected[:k]
+        seen.add((bool(rest), role in ring))
+    assert len(seen) == 4
+
+
+def test_of_whole_domains_each_ring_is_looked_at_once() -> None:
+    """Sending to them is placed for every role of it."""
+
+    class Nodes(dict[int, str]):
+        looks = 0
+
+        def get(self, role: int, default: object = None) -> str | None:  # type: ignore[override]
+            self.looks += 1
+            return super().get(role)
+
+    world = 4096
+    where = Nodes({role: f"n{role // 8}" for role in range(world)})
+    domains = {f"n{node}": f"rack{node // 64}" for node in range(world // 8)}
+    places = Places(where, domains)
+    ring = places.ring(range(0, world, 8))
+    for role in range(0, world, 8):
+        opposite = (role // 8 + 64) % (world // 8)
+        assert placement.replica_nodes(unique(role), places, 1, ring) == [f"n{opposite}"]
+    assert where.looks < 8 * world // 8, "a few times each"

@@ -13,6 +13,7 @@ from ft_core.cli.planner import command
 from ft_core.cli.planner.razor import summarise
 from ft_core.cli.planner.survival import loss_bound, recovery_probability, ring_survival
 from ft_core.state.manifest import layout
+from ft_core.state.placement import Places
 
 FLAGS = "--parameters 1000000 --nproc-per-node 1"
 
@@ -80,7 +81,7 @@ def test_summary_of_a_live_role() -> None:
     shared = layout((0, 1), [("w", "float32", (4,), 16), ("b", "float32", (2,), 8)])
     own = layout((1,), [("exp_avg", "float32", (6,), 24)])
     nodes = {0: "a", 1: "a", 2: "b"}
-    rows = {row.tensor: row for row in summarise([shared, own], nodes, {}, 1, role=1)}
+    rows = {row.tensor: row for row in summarise([shared, own], Places(nodes, {}), 1, role=1)}
     assert list(rows) == ["exp_avg", "w", "b"]
     assert (rows["exp_avg"].unique, rows["exp_avg"].sent_to, rows["exp_avg"].domains) == (True, ("b",), 2)
     # Held by two roles of one node: replicated, but by role 0.

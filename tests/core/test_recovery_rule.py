@@ -15,7 +15,7 @@ import pytest
 from ft_core.control.decision import Choice, NodeReport, RoleReport, choose_version
 from ft_core.errors import Unrecoverable
 from ft_core.state.manifest import Segment
-from ft_core.state.placement import domain_of, replica_nodes, sender
+from ft_core.state.placement import Places, domain_of, replica_nodes, sender
 
 BEFORE_BARRIER = ("compute", "sync", "commit", "norm", "optimizer", "gather")
 BEFORE_SYNC = ("compute", "commit", "sync", "norm", "optimizer", "gather")
@@ -79,15 +79,15 @@ class SimulatedJob:
         self.pushes: dict[int, list[tuple[str, str]]] = {r: [] for r in range(layout.world)}
         self.replicas: dict[str, dict[str, dict[int, bool]]] = {n: {} for n in self.live}
         self.pace: dict[tuple[str, int], float] = {}
+        places = Places(self.node, self.domains)
         for role in range(layout.world):
             self.pace |= {(kind, role): rng.choice((0.03, 1, 1)) for kind in ("advance", "staged", "push")}
             holders = {layout.stage(role)} | ({(role,)} if layout.unique else set())
             self.segments[role] = [Segment(h, ()) for h in sorted(holders)]
             for segment in self.segments[role]:
                 if sender(segment, self.node) == role:
-                    nodes = replica_nodes(
-                        segment, self.node, self.domains, layout.replicas, layout.stage(role)
-                    )
+                    ring = places.ring(layout.stage(role))
+                    nodes = replica_nodes(segment, places, layout.replicas, ring)
                     self.pushes[role] += [(segment.id, n) for n in nodes]
 
     def slot(self, push: tuple[str, str]) -> dict[int, bool]:

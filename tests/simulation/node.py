@@ -14,7 +14,7 @@ from ft_core.node.machine import Agent
 from ft_core.node.view import Words
 from ft_core.protocol import messages as m
 from ft_core.state.manifest import Segment
-from ft_core.state.placement import replica_nodes, sender, spares_of
+from ft_core.state.placement import Places, replica_nodes, sender, spares_of
 
 from .control import short
 from .store import SimStore
@@ -388,12 +388,13 @@ class SimNode(Process):
         """As `ft_core.node.replicator`: which segments go to which nodes."""
         roles = plan.roles if adopter is None else {**plan.roles, wanted.role: plan.roles[adopter]}
         domains = {name: about.domain for name, about in plan.nodes.items()}
-        spares, k = spares_of(plan.nodes, roles), self.machine.epochs.settings.replicas
+        places = Places(roles, domains, spares_of(plan.nodes, roles))
+        ring, k = places.ring(wanted.ring), self.machine.epochs.settings.replicas
         return [
             (segment, name)
             for segment in self.job.training.segments(wanted.role, adopter is not None)
             if sender(segment, roles) == wanted.role
-            for name in replica_nodes(segment, roles, domains, k, wanted.ring, spares)
+            for name in replica_nodes(segment, places, k, ring)
         ]
 
     def _push(

@@ -17,7 +17,7 @@ from ft_core.errors import ConfigError
 from ft_core.protocol.messages import RoleDescribed
 from ft_core.protocol.table import placed
 from ft_core.state.manifest import Segment
-from ft_core.state.placement import replica_nodes, sender, spares_of
+from ft_core.state.placement import Places, replica_nodes, sender, spares_of
 
 HOURS = 12
 """The time for which FFTrainer gives its recovery probability."""
@@ -64,11 +64,12 @@ def of_running(described: RoleDescribed, as_json: bool) -> int:
     roles, nodes = placed(described.hosts)
     segments = [Segment.of(layout) for layout in state.segments]
     domains = {node: about.domain for node, about in nodes.items()}
-    spares = spares_of(domains, roles)
-    rows = summarise(segments, roles, domains, replicas, state.role, state.ring, spares)
+    where = Places(roles, domains, spares_of(domains, roles))
+    ring = where.ring(state.ring)
+    rows = summarise(segments, where, replicas, state.role, ring)
     unique = sum(s.nbytes for s in segments if len(s.holders) == 1)
     sent = sum(
-        s.nbytes * len(replica_nodes(s, roles, domains, replicas, state.ring, spares))
+        s.nbytes * len(replica_nodes(s, where, replicas, ring))
         for s in segments
         if sender(s, roles) == state.role
     )

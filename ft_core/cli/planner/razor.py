@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ft_core.cli.planner.shape import PlannedJob, Tensor
 from ft_core.state.manifest import Segment
-from ft_core.state.placement import replica_nodes, sender, survives
+from ft_core.state.placement import Places, Ring, replica_nodes, sender, survives
 
 
 @dataclass(frozen=True)
@@ -32,20 +32,14 @@ class TensorRow:
 
 
 def summarise(
-    segments: Iterable[Segment],
-    role_nodes: Mapping[int, str],
-    domains: Mapping[str, str],
-    replicas: int,
-    role: int,
-    ring: Sequence[int] | None = None,
-    spares: Sequence[str] = (),
+    segments: Iterable[Segment], places: Places, replicas: int, role: int, ring: Ring | None = None
 ) -> list[TensorRow]:
-    """The tensors of `role`, largest first. `domains` counts copies that replication adds, too."""
+    """The tensors of `role`, largest first. `TensorRow.domains` counts copies that replication adds, too."""
     rows = []
     for segment in segments:
-        nodes = replica_nodes(segment, role_nodes, domains, replicas, ring, spares)
-        copies = survives(segment, role_nodes, domains, nodes) + 1
-        sent = tuple(nodes) if sender(segment, role_nodes) == role else ()
+        nodes = replica_nodes(segment, places, replicas, ring)
+        copies = survives(segment, places.role_nodes, places.domains, nodes) + 1
+        sent = tuple(nodes) if sender(segment, places.role_nodes) == role else ()
         held = len(segment.holders)
         rows += [
             TensorRow(i.name, i.dtype, i.shape, i.nbytes, held, segment.holders == (role,), copies, sent)
@@ -140,16 +134,18 @@ def plan(job: PlannedJob) -> Plan:
     received: Counter[str] = Counter()
     copies: Counter[int] = Counter()
     same_domain = 0
+    places = Places(hosts.role_nodes, hosts.domains, hosts.spare_nodes)
+    rings: dict[tuple[str, int], Ring] = {}  # by the first of the peers
     for role, stage in enumerate(of_stage):
         for (kind, sharded), nbytes in parts[stage].items():
             holders = job.holders(role, kind, sharded)
             if role != holders[0]:
                 continue
             segment = Segment(tuple(holders), ())
-            ring = model.peers(role, kind)
-            nodes = replica_nodes(
-                segment, hosts.role_nodes, hosts.domains, hosts.replicas, ring, hosts.spare_nodes
-            )
+            peers = model.peers(role, kind)
+            if (ring := rings.get((kind, peers[0]))) is None:
+                ring = rings[kind, peers[0]] = places.ring(peers)
+            nodes = replica_nodes(segment, places, hosts.replicas, ring)
             sent[role] += nbytes * len(nodes)
             received.update(dict.fromkeys(nodes, nbytes))
             copies[survives(segment, hosts.role_nodes, hosts.domains, nodes) + 1] += 1
