@@ -198,7 +198,7 @@ class Opener:
     def _store(self) -> EpochStore:
         with self._lock:
             if self._connected is None:
-                self._connected = connected(self._address, self._secret, self.epoch, self._alive)
+                self._connected = connected(self._address, self._secret, self.epoch, self._role, self._alive)
             store = self._connected
         if not self._alive():  # it ended meanwhile, and `close` may have come too early
             store.close()
@@ -218,28 +218,16 @@ class Opener:
 
     def _meet(self, store: EpochStore, inner: Inner, urgent: bool) -> None:
         # Meeting first means that the blocking part of connecting takes milliseconds.
-        def ask() -> None:
-            self._ask(store, inner, "all", inner.members)
-
-        self._ask(store, inner, "newcomers", self._newcomers)
-        store.meet(f"{inner.group}/met", inner.size, NOW if urgent else PATIENCE, ask)
-
-    def _ask(self, store: EpochStore, inner: Inner, whom: str, roles: Collection[int]) -> None:
-        wanted = [member for member in inner.members if member in roles and member != self._role]
-        if not wanted or store.add(f"{inner.group}/asked/{whom}", 1) > 1:
-            return
-        for member in wanted:
-            number = store.add(f"asks/{member}", 1)
-            store.set(f"ask/{member}/{number}", str(inner.group))
+        newcomers = [role for role in inner.members if role in self._newcomers]
+        asks = newcomers if newcomers != [self._role] else []
+        store.meet(inner.group, inner.members, asks, NOW if urgent else PATIENCE)
 
     def listen(self) -> None:
         """Report the groups that this role is asked to open, until the epoch is over."""
-        number = 1
         try:
             store = self._store()
             while True:
-                self._asked(GroupId.parse(store.next(f"ask/{self._role}/{number}")))
-                number += 1
+                self._asked(store.next_asked())
         except dist.DistStoreError as error:
             # Mostly its node has died, and the next epoch is about to come.
             end = time.monotonic() + STORE_LOST.total_seconds()

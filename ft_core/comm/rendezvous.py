@@ -6,9 +6,12 @@ communicators connect to. The store of an epoch begins with the first worker tha
 when the agent hears that the epoch is over; its connections are closed then, which wakes whoever waits.
 
 A worker has one connection per epoch, which all of its threads use at once. Requests have an `id` that the
-reply repeats; the reply to a request for keys that are not there yet is sent when they are. With the keys
-come those beside them (same path up to the last slash), as gloo asks for one after the other. A value that
-came is not asked for again: what is set in an epoch is set once.
+reply repeats; the reply to a request for keys that are not there yet is sent when they are: nobody looks
+again and again. With the keys come those beside them (same path up to the last slash), as gloo asks for one
+after the other. A value that came is not asked for again: what is set in an epoch is set once.
+
+In a recovery all roles come here at once, and a group of all of them has one meeting: what a request costs
+grows neither with the members of its group nor with those who wait (`benchmarks/rendezvous.py`).
 """
 
 from __future__ import annotations
@@ -20,11 +23,14 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar, assert_never
+from typing import Any, TypeVar, assert_never
 
+import msgspec
 from torch import distributed as dist
 
 from ft_core.errors import AuthenticationError, FtError, ProtocolError
@@ -33,18 +39,20 @@ from ft_core.protocol import door
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.channel import Channel
 from ft_core.protocol.connection import Connection
+from ft_core.protocol.groups import GroupId, roles_in, runs_of, text_of
 from ft_core.protocol.sockets import join_address, listen
 from ft_core.protocol.store import (
     REPLY,
     REQUEST,
     AddTo,
     Answered,
+    Ask,
+    Asked,
     CheckKeys,
     CompareAndSet,
     DeleteKey,
     JoinEpoch,
     Meet,
-    Reply,
     Request,
     SetKey,
     Values,
@@ -65,10 +73,12 @@ MAX_VALUE = 16 << 20
 MAX_EPOCH = 1 << 30
 """Bytes of all keys and values of an epoch."""
 
+SHELF = 512 << 10
+"""Bytes of values that come together: a message is to stay below 1 MiB."""
+
 _KEY_BYTES = 200
 """What a key takes beside its text, roughly."""
 
-_ALL_THERE = "/all"
 _RETRY = 0.05
 
 
@@ -115,11 +125,11 @@ class Stores:
             if epoch < self._first:
                 return
             store = self._epochs.setdefault(epoch, _Store())
-            store.channels.add(channel)
             try:
+                store.join(channel, hello.role)
                 await channel.each(partial(store.handle, channel))
             finally:
-                store.channels.discard(channel)
+                store.leave(channel)
         except (AuthenticationError, ProtocolError) as error:
             self._refusals.add(str(error))
         except (ConnectionError, asyncio.CancelledError):
@@ -130,28 +140,78 @@ class Stores:
             connection.close()
 
 
+@dataclass
+class _Meeting:
+    """Of the members of a group."""
+
+    came: set[int] = field(default_factory=set)
+    waiting: list[tuple[_Channel, int]] = field(default_factory=list)
+    """Whom to tell when all have come, each by the number of its request."""
+
+
+@dataclass
+class _Shelf:
+    """Values of one place, which are brought together."""
+
+    values: dict[str, bytes] = field(default_factory=dict)
+    nbytes: int = 0
+    encoded: msgspec.Raw | None = None
+    """As a message has them, since they were asked for."""
+
+
+@dataclass
+class _Waiter:
+    """Somebody who waits for keys."""
+
+    channel: _Channel
+    number: int
+    keys: list[str]
+    missing: int
+    """How many of them are not there."""
+
+
 class _Store:
     """The keys of one epoch, and who waits for some."""
 
     def __init__(self) -> None:
-        self.channels: set[_Channel] = set()
+        self.channels: dict[_Channel, int] = {}
+        """With the role of each."""
         self._values: dict[str, bytes] = {}
-        self._beside: dict[str, list[str]] = {}
+        self._shelves: dict[str, _Shelf] = {}
+        """By key, of those that were set and not added to, where it is."""
+        self._room: dict[str, _Shelf] = {}
+        """By place, the one that has room."""
         self._bytes = 0
-        self._waiting: dict[str, list[tuple[_Channel, int, list[str]]]] = {}
+        self._waiting: dict[str, list[_Waiter]] = {}
+        self._meetings: dict[str, _Meeting] = {}
+        self._roles: dict[int, _Channel] = {}
+        self._asks: set[tuple[str, str]] = set()
+        """All that was asked: groups and roles."""
+        self._asked: dict[int, list[str]] = {}
+        """By role that is not here yet, the groups that it is asked to open."""
+
+    def join(self, channel: _Channel, role: int) -> None:
+        """A worker has come."""
+        self.channels[channel], self._roles[role] = role, channel
+        for group in self._asked.pop(role, ()):
+            channel.post(Asked(group))
+
+    def leave(self, channel: _Channel) -> None:
+        """It has gone."""
+        if self._roles.get(role := self.channels.pop(channel)) is channel:
+            del self._roles[role]
 
     def handle(self, channel: _Channel, request: Request) -> None:
         """Serve one request. Raises ProtocolError for what is none here, or more than a store takes."""
         match request:
             case SetKey(key, value):
-                self._set(key, value)
-                self._beside.setdefault(_place(key), []).append(key)
+                self._set(key, value, beside=True)
             case WaitForKeys(number, keys):
                 self._wait(channel, number, keys)
-            case Meet(number, key, size):
-                if self._add(key, 1) == size:
-                    self._set(key + _ALL_THERE, b"")
-                self._wait(channel, number, [key + _ALL_THERE])
+            case Meet():
+                self._meet(channel, request)
+            case Ask(group, roles):
+                self._ask(group, roles)
             case AddTo(number, key, amount):
                 channel.post(Answered(number, self._add(key, amount)))
             case CheckKeys(number, keys):
@@ -165,22 +225,83 @@ class _Store:
             case DeleteKey(number, key):
                 there = key in self._values
                 if there:
-                    self._bytes -= len(key) + len(self._values.pop(key)) + _KEY_BYTES
+                    self._take(len(self._values.pop(key)) + len(key), -1)
+                    self._take_down(key)
                 channel.post(Answered(number, there))
             case JoinEpoch():
                 raise ProtocolError(f"{channel.peer} greets once more")
             case _:
                 assert_never(request)
 
-    def _set(self, key: str, value: bytes) -> None:
+    # -- meetings --------------------------------------------------------------------------------
+
+    def _meet(self, channel: _Channel, request: Meet) -> None:
+        group = request.group
+        if (meeting := self._meetings.get(group)) is None:
+            self._take(len(group))
+            meeting = self._meetings[group] = _Meeting()
+        if request.ask is not None:
+            self._ask(group, request.ask)
+        meeting.came.add(self.channels[channel])
+        meeting.waiting.append((channel, request.id))
+        if len(meeting.came) < request.size:
+            return
+        for waiter, number in meeting.waiting:
+            with contextlib.suppress(ConnectionError):  # it is gone: whoever serves it notices
+                waiter.post(Answered(number, True))
+        meeting.waiting.clear()
+
+    def _ask(self, group: str, roles: str) -> None:
+        """Of each group, all members ask the same, and only the first is heard."""
+        if (group, roles) in self._asks:
+            return
+        self._take(len(group) + len(roles))
+        self._asks.add((group, roles))
+        came = meeting.came if (meeting := self._meetings.get(group)) is not None else ()
+        for role in (role for run in roles_in(roles) for role in run if role not in came):
+            if (channel := self._roles.get(role)) is None:
+                self._take(len(group))
+                self._asked.setdefault(role, []).append(group)
+            else:
+                with contextlib.suppress(ConnectionError):
+                    channel.post(Asked(group))
+
+    # -- keys ------------------------------------------------------------------------------------
+
+    def _take(self, nbytes: int, things: int = 1) -> None:
+        """Count what is kept."""
+        self._bytes += things * (nbytes + _KEY_BYTES)
+        if self._bytes > MAX_EPOCH:
+            raise ProtocolError(f"an epoch's store keeps {MAX_EPOCH} bytes at most")
+
+    def _set(self, key: str, value: bytes, beside: bool = False) -> None:
         before = self._values.get(key)
         more = len(value) - len(before) if before is not None else len(key) + len(value) + _KEY_BYTES
         if len(value) > MAX_VALUE or self._bytes + more > MAX_EPOCH:
             raise ProtocolError(f"{len(value)} bytes for key {key[:200]!r} are too much for an epoch's store")
         self._values[key], self._bytes = value, self._bytes + more
+        self._take_down(key)
+        if beside:
+            self._put(key, value)
         for waiter in self._waiting.pop(key, ()):
-            with contextlib.suppress(ConnectionError):  # it is gone: whoever serves it notices
-                self._wait(*waiter)
+            waiter.missing -= 1
+            if not waiter.missing:
+                with contextlib.suppress(ConnectionError):
+                    self._wait(waiter.channel, waiter.number, waiter.keys)
+
+    def _put(self, key: str, value: bytes) -> None:
+        place = _place(key)
+        shelf = self._room.get(place)
+        if shelf is None or shelf.nbytes + len(value) > SHELF:
+            shelf = self._room[place] = _Shelf()
+        shelf.values[key], shelf.encoded = value, None
+        shelf.nbytes += len(value)
+        self._shelves[key] = shelf
+
+    def _take_down(self, key: str) -> None:
+        if (shelf := self._shelves.pop(key, None)) is not None:
+            shelf.nbytes -= len(shelf.values.pop(key))
+            shelf.encoded = None
 
     def _add(self, key: str, amount: int) -> int:
         before = self._values.get(key, b"0")
@@ -190,27 +311,39 @@ class _Store:
         return int(before) + amount
 
     def _wait(self, channel: _Channel, number: int, keys: list[str]) -> None:
-        missing = next((key for key in keys if key not in self._values), None)
-        if missing is None:
-            found = [*keys, *(k for key in keys for k in self._beside.get(_place(key), ()))]
-            channel.post(Values(number, {k: self._values[k] for k in found if k in self._values}))
-        else:
-            self._waiting.setdefault(missing, []).append((channel, number, keys))
+        missing = [key for key in keys if key not in self._values]
+        if not missing:
+            channel.post(Values(number, self._found(keys)))
+            return
+        waiter = _Waiter(channel, number, keys, len(missing))
+        for key in missing:
+            self._waiting.setdefault(key, []).append(waiter)
+
+    def _found(self, keys: list[str]) -> Any:
+        """These, and those beside them: all members of a group ask for the same."""
+        shelf = self._shelves.get(keys[0]) if keys else None
+        if shelf is None or any(key not in shelf.values for key in keys):
+            return {key: self._values[key] for key in keys}
+        if shelf.encoded is None:
+            shelf.encoded = msgspec.Raw(msgspec.json.encode(shelf.values))
+        return shelf.encoded
 
 
 class EpochStore(dist.Store):
     """The store of an epoch as its workers see it, and as torch's C++ does. For any number of threads."""
 
-    def __init__(self, address: str, secret: bytes, epoch: int) -> None:
+    def __init__(self, address: str, secret: bytes, epoch: int, role: int) -> None:
         """Raises OSError or AuthenticationError if nobody of this job answers at `address`."""
         super().__init__()
         self._channel = Channel.connect(address, secret, REPLY, CONNECT_TIMEOUT.total_seconds())
-        self._channel.send(JoinEpoch(epoch))
+        self._channel.send(JoinEpoch(epoch, role))
         self._name = f"the store of epoch {epoch} at {address}"
         self._condition = threading.Condition()
         self._ids = itertools.count()
-        self._replies: dict[int, Reply | None] = {}
+        self._replies: dict[int, Answered | Values | None] = {}
         """By request that somebody waits for, the reply once it is there."""
+        self._asked: deque[str] = deque()
+        """Groups that others ask this role to open."""
         self._brought: dict[str, bytes] = {}
         """Values that have come."""
         self._lost = ""
@@ -225,9 +358,11 @@ class EpochStore(dist.Store):
             while True:
                 reply = self._channel.recv()
                 with self._condition:
-                    if reply.id in self._replies:
+                    if isinstance(reply, Asked):
+                        self._asked.append(reply.group)
+                    elif reply.id in self._replies:
                         self._replies[reply.id] = reply
-                        self._condition.notify_all()
+                    self._condition.notify_all()
         except (OSError, FtError) as error:
             with self._condition:
                 self._lost = str(error) or "the connection was closed"
@@ -247,15 +382,18 @@ class EpochStore(dist.Store):
         self._send(request(number))
         return number
 
-    def _end(self, number: int, within: timedelta | None, last: bool = True) -> Reply | None:
+    def _end(self, number: int, within: timedelta | None, last: bool = True) -> Answered | Values | None:
         """The reply, None when it has not come in time. `last`: it is not waited for again."""
         limit = None if within is None else within.total_seconds()
         with self._condition:
             self._condition.wait_for(lambda: self._lost or self._replies[number] is not None, limit)
             reply = self._replies.pop(number) if last else self._replies[number]
         if reply is None and self._lost:
-            raise dist.DistStoreError(f"{self._name} is gone: {self._lost}")
+            raise self._gone()
         return reply
+
+    def _gone(self) -> dist.DistStoreError:
+        return dist.DistStoreError(f"{self._name} is gone: {self._lost}")
 
     def _ask(self, request: Callable[[int], Request], kind: type[V]) -> V:
         reply = self._end(self._begin(request), CONNECT_TIMEOUT)
@@ -265,17 +403,27 @@ class EpochStore(dist.Store):
             raise dist.DistStoreError(f"{self._name} answered with {reply}")
         return reply.value
 
-    def meet(self, key: str, size: int, patience: timedelta, late: Callable[[], None]) -> None:
-        """Until `size` members have come here. Calls `late` once, if that takes longer than `patience`."""
-        number = self._begin(lambda number: Meet(number, key, size))
+    def meet(
+        self,
+        group: GroupId,
+        members: Collection[int],
+        newcomers: Collection[int],
+        patience: timedelta,
+    ) -> None:
+        """Until all members have come here. `newcomers` among them are asked to, and after `patience` all."""
+        name, first = str(group), text_of(runs_of(newcomers)) if newcomers else None
+        number = self._begin(lambda number: Meet(number, name, len(members), first))
         if self._end(number, patience, last=False) is None:
-            late()
+            self._send(Ask(name, text_of(runs_of(members))))
         self._end(number, None)
 
-    def next(self, key: str) -> str:
-        """Wait without a limit for `key`, and return its value."""
-        self.wait([key], None)
-        return self.get(key).decode()
+    def next_asked(self) -> GroupId:
+        """Wait without a limit for a group that others ask this role to open."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._lost or self._asked)
+            if not self._asked:
+                raise self._gone()
+            return GroupId.parse(self._asked.popleft())
 
     # -- what torch calls --------------------------------------------------------------------------
 
@@ -293,6 +441,11 @@ class EpochStore(dist.Store):
             self.wait([key])
             return self.get(key)
         return value
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """The values of all of these, once there are: one request, as for the addresses of NCCL's roots."""
+        self.wait(keys)
+        return [self.get(key) for key in keys]
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number at `key`, which begins at 0. Returns the sum."""
@@ -332,12 +485,12 @@ class EpochStore(dist.Store):
         return self
 
 
-def connected(address: str, secret: bytes, epoch: int, wanted: Callable[[], bool]) -> EpochStore:
+def connected(address: str, secret: bytes, epoch: int, role: int, wanted: Callable[[], bool]) -> EpochStore:
     """Connect, again and again while `wanted()`, for at most `CONNECT_TIMEOUT`."""
     end = time.monotonic() + CONNECT_TIMEOUT.total_seconds()
     while True:
         try:
-            return EpochStore(address, secret, epoch)
+            return EpochStore(address, secret, epoch, role)
         except (OSError, FtError) as error:
             if not wanted() or time.monotonic() > end:
                 raise dist.DistStoreError(f"no store of epoch {epoch} at {address}: {error}") from error

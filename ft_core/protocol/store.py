@@ -7,16 +7,18 @@ from typing import Annotated
 from msgspec import Meta
 
 from ft_core.protocol.codec import Decoder
-from ft_core.protocol.messages import Epoch, Message
+from ft_core.protocol.messages import Epoch, Message, Role, Roles
 
 Id = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Number = Annotated[int, Meta(ge=-(1 << 62), lt=1 << 62)]
 
 
 class JoinEpoch(Message, frozen=True):
-    """Greets: whose store this connection is for. Not answered; closed if that epoch is over."""
+    """Greets: whose store this connection is for, and who has it. Not answered, but `Asked` may come at any
+    time; closed if that epoch is over."""
 
     epoch: Epoch
+    role: Role
 
 
 class SetKey(Message, frozen=True):
@@ -65,12 +67,20 @@ class WaitForKeys(Message, frozen=True):
     keys: list[str]
 
 
+class Ask(Message, frozen=True):
+    """Have these roles open a group; not those that have come to meet in it. Not answered."""
+
+    group: str
+    roles: Roles
+
+
 class Meet(Message, frozen=True):
-    """Answered by `Values`, once so many have said the same."""
+    """This role has come to open a group. Answered by `Answered`, once so many have. `ask`: roles to ask."""
 
     id: Id
-    key: str
+    group: str
     size: Annotated[int, Meta(ge=1)]
+    ask: Roles | None
 
 
 class Answered(Message, frozen=True):
@@ -87,8 +97,14 @@ class Values(Message, frozen=True):
     values: dict[str, bytes]
 
 
-Request = JoinEpoch | SetKey | AddTo | CompareAndSet | CheckKeys | DeleteKey | WaitForKeys | Meet
-Reply = Answered | Values
+class Asked(Message, frozen=True):
+    """Others open this group, and wait for this role."""
+
+    group: str
+
+
+Request = JoinEpoch | SetKey | AddTo | CompareAndSet | CheckKeys | DeleteKey | WaitForKeys | Ask | Meet
+Reply = Answered | Values | Asked
 
 REQUEST = Decoder[Request](Request)
 REPLY = Decoder[Reply](Reply)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -17,8 +16,10 @@ from ft_core.comm import inner, rendezvous
 from ft_core.comm.inner import start
 from ft_core.comm.rendezvous import EpochStore, Stores
 from ft_core.errors import AuthenticationError
+from ft_core.protocol.groups import GroupId
 
 SECRET = b"s" * 32
+GROUP = GroupId.of(range(2), 0)
 LONG, SHORT = timedelta(seconds=60), timedelta(milliseconds=50)
 
 
@@ -32,7 +33,7 @@ def connect(stores: Stores) -> Iterator[Callable[[int], EpochStore]]:
     made: list[EpochStore] = []
 
     def one(epoch: int = 1) -> EpochStore:
-        made.append(EpochStore(stores.address, SECRET, epoch))
+        made.append(EpochStore(stores.address, SECRET, epoch, len(made)))
         return made[-1]
 
     yield one
@@ -82,13 +83,65 @@ def test_what_torch_asks_of_a_store(connect: Callable[..., EpochStore]) -> None:
     assert b.get("p/k") == b"v"
 
 
-def test_members_meet_and_ask_who_is_late(connect: Callable[..., EpochStore]) -> None:
+def test_with_a_key_come_those_beside_it_as_many_as_a_message_takes(
+    connect: Callable[..., EpochStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b = connect(), connect()
-    late = threading.Event()
-    met = in_thread(lambda: a.meet("group", 2, SHORT, late.set))
-    assert late.wait(60)
-    b.meet("group", 2, LONG, lambda: pytest.fail("nobody is late"))
-    met()
+    monkeypatch.setattr(rendezvous, "SHELF", 1000)
+    for number in range(25):
+        a.set(f"g/{number}", bytes([number]) * 100)
+        a.set(f"h/{number}", b"other")
+    a.add("g/sum", 3)
+    assert a.check(["g/24"])
+    assert b.get("g/13") == bytes([13]) * 100
+    assert set(b._brought) == {f"g/{number}" for number in range(10, 20)}
+    a.set("g/13", b"new")
+    a.delete_key("g/14")
+    assert not a.check(["g/14"]) and connect().get("g/13") == b"new"
+    assert b.multi_get(["g/0", "h/0", "g/24", "g/sum"]) == [bytes(100), b"other", bytes([24]) * 100, b"3"]
+    waiting = in_thread(lambda: dist.PrefixStore("p", b).multi_get(["x", "y", "x"]))
+    a.set("p/x", "1")
+    a.set("p/y", "2")
+    assert [bytes(value) for value in waiting()] == [b"1", b"2", b"1"]
+
+
+def test_members_meet_and_ask_who_is_late(connect: Callable[..., EpochStore]) -> None:
+    a, b, c = connect(), connect(), connect()
+    group = GroupId.of(range(4), 0)
+    met = [in_thread(lambda s=s: s.meet(group, range(4), (), SHORT)) for s in (a, b)]
+    assert c.next_asked() == group
+    d = connect()
+    assert d.next_asked() == group, "who comes later hears of it as well"
+    met += [in_thread(lambda s=s: s.meet(group, range(4), (), LONG)) for s in (c, d)]
+    for result in met:
+        result()
+
+
+def test_who_is_new_is_asked_at_once_and_who_has_come_is_not(connect: Callable[..., EpochStore]) -> None:
+    a, b, c = connect(), connect(), connect()
+    first, second = GroupId.of(range(3), 0), GroupId.of(range(3), 1)
+    for member in (a, b):
+        in_thread(lambda s=member: s.meet(first, range(3), [1, 2], LONG))
+    assert c.next_asked() == first
+    waiting = in_thread(lambda: c.meet(second, range(3), [1], LONG))
+    assert b.next_asked() in (first, second)  # the first, if `a` was there before it
+    while not b.check(["done"]) and not b._asked:
+        b.set("done", "")
+    c.close()
+    with pytest.raises(dist.DistStoreError, match="is gone"):
+        waiting()
+    assert not c._asked, "it was asked once, by two"
+
+
+def test_a_replacement_of_a_members_connection_counts_once(connect: Callable[..., EpochStore]) -> None:
+    """As nobody is two members."""
+    a, b = connect(), connect()
+    group = GroupId.of(range(2), 0)
+    twice = [in_thread(lambda: a.meet(group, range(2), (), LONG)) for _ in range(2)]
+    assert not b.check(["k"])
+    b.meet(group, range(2), (), LONG)
+    for result in twice:
+        result()
 
 
 def test_gloo_connects_over_it(connect: Callable[..., EpochStore]) -> None:
@@ -103,7 +156,7 @@ def test_gloo_connects_over_it(connect: Callable[..., EpochStore]) -> None:
 
 def test_the_end_of_an_epoch_wakes_its_members(stores: Stores, connect: Callable[..., EpochStore]) -> None:
     old, new = connect(1), connect(2)
-    waiting = [in_thread(lambda: old.get("never")), in_thread(lambda: old.meet("g", 2, LONG, lambda: None))]
+    waiting = [in_thread(lambda: old.get("never")), in_thread(lambda: old.meet(GROUP, range(2), (), LONG))]
     new.set("k", "v")
     assert new.check(["k"])
     stores.loop.call_soon_threadsafe(stores.begin, 2)
@@ -129,7 +182,7 @@ def test_a_store_that_goes_is_told_of_if_its_epoch_goes_on(
 
     opener = inner.Opener(1, stores.address, SECRET, 3, alive, lambda _: None)
     listening = in_thread(opener.listen)
-    while not (store := stores._epochs.get(1)) or not store._waiting:
+    while not (store := stores._epochs.get(1)) or not store.channels:
         time.sleep(0.01)
     stores.loop.call_soon_threadsafe(stores.begin, 2)
     listening()
@@ -150,7 +203,7 @@ def test_strangers_have_no_store(stores: Stores) -> None:
     with pytest.raises(RuntimeError):
         dist.TCPStore(host, int(port), None, False, timedelta(seconds=1), wait_for_workers=False)
     with pytest.raises(AuthenticationError):
-        EpochStore(stores.address, b"another job's", 1)
+        EpochStore(stores.address, b"another job's", 1, 0)
     with socket.create_connection((host, int(port)), timeout=60) as stranger, pytest.raises(OSError):
         for _ in range(1 << 10):  # a GiB, which nobody takes
             stranger.sendall(bytes(1 << 20))

@@ -85,7 +85,7 @@ def test_silent_connections_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
                 pass
         held = len(os.listdir("/proc/self/fd")) - before - MANY
         assert held <= door.MAX_GUESTS + 3
-        store = EpochStore(stores.address, SECRET, 1)
+        store = EpochStore(stores.address, SECRET, 1, 0)
         store.set("k", "v")
         assert store.get("k") == b"v"
         store.close()
