@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.common import RECIPE, ROOT, environment, finish, ftrun, parser, read_events, spread, table
 from ft_core.cli import ask
-from ft_core.protocol.messages import JobStatus
+from ft_core.cli.ask import WholeStatus
 
 BASELINE = ROOT / "benchmarks" / "restart_baseline.py"
 NODES, PER_NODE = 2, 2
@@ -127,7 +127,7 @@ class FtJob(Processes):
         flags = (f"--nnodes={NODES}", f"--nproc-per-node={PER_NODE}", "--spares=1", "--respawn")
         self.start([*ftrun(self._job, *flags), str(RECIPE), *MODEL, f"--train-iters={ENDLESS}", "--ft"])
 
-    def _ready(self) -> JobStatus | None:
+    def _ready(self) -> WholeStatus | None:
         """The job's status, once it trains and a spare stands by."""
         if not any(e["event"] == "resumed" for e in read_events(self._job)):
             return None

@@ -15,7 +15,6 @@ from failures import CASES, NODE, STEP, TABLE, Killed, Row, Script
 from harness import Job, Result, Training, check_clean, check_survivors, environment
 
 from ft_core.cli import ask
-from ft_core.protocol.messages import AskNodes, NodesStatus
 
 CHAOS = Path(__file__).parent / "chaos"
 SCRIPTS = {
@@ -108,14 +107,14 @@ def every_row_that_restarts(training: Training, directory: Path) -> tuple[Result
                 job.until((job.job_dir / f"failure-{number}").exists, f"{number}: {row.error}", 150)
                 if row.error == _ORDERED:
                     job.kill_worker(TROUBLED)
-            known = ask.ask(AskNodes(), job.job_dir)
+            with ask.line(job.job_dir) as found:
+                [known] = found.nodes("nodes")
             job.kill_nodes(TROUBLED)
             result = job.finish()
     assert result.code == 0, result.output[-4000:]
     found = [(event["fault"], event["roles"]) for event in result.of("detected")]
     assert found == [(row.fault, [TROUBLED]) for row in rows]
     assert result.recoveries == len(rows)
-    assert isinstance(known, NodesStatus)
     strikes = {node.node: len(node.strikes) for node in known.nodes}  # in the order in which they came
     assert strikes == {"node0": 0, f"node{TROUBLED}": _count(rows[:-1])}
     check_survivors(result, training.world)

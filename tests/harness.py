@@ -24,7 +24,7 @@ from typing import Protocol, TypeVar
 from forked import Forked
 from processes import in_groups
 
-from ft_core.cli import ask, ctl, flags
+from ft_core.cli import ask, flags
 from ft_core.protocol.messages import Inject, Injected
 from ft_core.settings import Settings
 
@@ -359,7 +359,7 @@ class Job:
 
     def status(self) -> dict:
         """What `ftctl status --json` prints, without the seconds that a new interpreter takes."""
-        return ctl.to_json(ask.status(self.job_dir))
+        return ask.status(self.job_dir).to_json()
 
     def console(self) -> str:
         self._output.flush()

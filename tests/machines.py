@@ -18,7 +18,7 @@ from typing import TypeVar
 from harness import ROOT, Result, Training, environment, read_digest, read_logs, read_losses
 from processes import children
 
-from ft_core.cli import ask, ctl
+from ft_core.cli import ask
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ class Machines:
         """Of the leader; raises as `ask.status`."""
         os.environ["FT_JOB_SECRET"] = self._environment["FT_JOB_SECRET"]
         try:
-            return ctl.to_json(ask.status(self.machines[0].job_dir))
+            return ask.status(self.machines[0].job_dir).to_json()
         finally:
             del os.environ["FT_JOB_SECRET"]
 

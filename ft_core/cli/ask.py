@@ -2,17 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
 
 from ft_core import leadership
-from ft_core.errors import ProtocolError
+from ft_core.errors import FtError, ProtocolError
 from ft_core.leadership.base import LeadershipError
 from ft_core.protocol.channel import Channel
-from ft_core.protocol.messages import TO_CTL, AskStatus, CtlHello, FromCtl, JobStatus, ToCtl
+from ft_core.protocol.groups import roles_in
+from ft_core.protocol.messages import (
+    TO_CTL,
+    AskHosts,
+    AskMore,
+    AskRows,
+    AskStatus,
+    CtlHello,
+    Denied,
+    FromCtl,
+    Host,
+    Hosts,
+    HostsFollow,
+    JobStatus,
+    NodesStatus,
+    RolesStatus,
+    RoleStatus,
+    SparesStatus,
+    SpareStatus,
+    ToCtl,
+)
 from ft_core.settings import Settings, read_secret
 
+T = TypeVar("T")
 _TIMEOUT = 10.0
+AT_ONCE = 64
+"""Questions that are put before the first is answered."""
+
+
+class DeniedError(FtError):
+    """The controller cannot answer, and says why."""
 
 
 def find(settings: Settings, job_dir: Path | None) -> str:
@@ -27,27 +60,124 @@ def find(settings: Settings, job_dir: Path | None) -> str:
     return leader.address
 
 
-def ask(question: FromCtl, job_dir: Path | None, address: str = "") -> ToCtl:
-    """Put a question to a job's controller. Raises FtError or OSError when it cannot be asked."""
-    return ask_all([question], job_dir, address)[0]
+class Line:
+    """A connection to a job's controller."""
 
-
-def ask_all(questions: Sequence[FromCtl], job_dir: Path | None, address: str = "") -> list[ToCtl]:
-    """The answers to several questions, in the order in which they come. Raises as `ask`."""
-    address = address or find(Settings.read(job_dir or Path()), job_dir)
-    channel = Channel.connect(address, read_secret(job_dir), TO_CTL, _TIMEOUT)
-    try:
+    def __init__(self, channel: Channel[ToCtl]) -> None:
+        self._channel = channel
         channel.send(CtlHello())
-        for question in questions:
-            channel.send(question)
-        return [channel.recv() for _ in questions]
+
+    def ask(self, question: FromCtl) -> ToCtl:
+        """The answer. Raises OSError or FtError where there is none."""
+        self._channel.send(question)
+        return self._channel.recv()
+
+    def ask_all(self, questions: Iterable[FromCtl]) -> Iterator[ToCtl]:
+        """The answers to any number of questions, in the order in which they come. Raises as `ask`."""
+        left, open_ = deque(questions), 0
+        while left or open_:
+            while left and open_ < AT_ONCE:
+                self._channel.send(left.popleft())
+                open_ += 1
+            yield self._channel.recv()
+            open_ -= 1
+
+    def expect(self, question: FromCtl, kind: type[T]) -> T:
+        """An answer of this kind. Raises as `ask`; DeniedError if there is none."""
+        return _of(kind, self.ask(question))
+
+    def status(self) -> JobStatus:
+        """In a few words. Raises as `ask`."""
+        return self.expect(AskStatus(), JobStatus)
+
+    def roles(self) -> Iterator[RoleStatus]:
+        """Of each role of the plan, as they come. Raises as `ask`."""
+        piece = self.expect(AskRows("roles"), RolesStatus)
+        yield from piece.roles
+        while piece.more:
+            piece = self.expect(AskMore(), RolesStatus)
+            yield from piece.roles
+
+    def spares(self) -> Iterator[SpareStatus]:
+        """Of each node without a role, likewise."""
+        piece = self.expect(AskRows("spares"), SparesStatus)
+        yield from piece.spares
+        while piece.more:
+            piece = self.expect(AskMore(), SparesStatus)
+            yield from piece.spares
+
+    def nodes(self, what: Literal["nodes", "struck"]) -> Iterator[NodesStatus]:
+        """Of all nodes, or of those against which something counts, likewise; in pieces."""
+        piece = self.expect(AskRows(what), NodesStatus)
+        yield piece
+        while piece.more:
+            piece = self.expect(AskMore(), NodesStatus)
+            yield piece
+
+    def hosts(self) -> list[Host]:
+        """Where all roles are. Raises as `ask`; DeniedError before the first plan."""
+        follow = self.expect(AskHosts(), HostsFollow)
+        received = (_of(Hosts, self._channel.recv()) for _ in range(follow.pieces))
+        return [host for piece in received for host in piece.hosts]
+
+
+def _of(kind: type[T], answer: ToCtl) -> T:
+    if isinstance(answer, Denied):
+        raise DeniedError(answer.error)
+    if not isinstance(answer, kind):
+        raise ProtocolError(f"the controller answered {str(answer)[:200]}")
+    return answer
+
+
+@contextlib.contextmanager
+def line(job_dir: Path | None, address: str = "") -> Iterator[Line]:
+    """Connect to a job's controller. Raises FtError or OSError when it cannot be asked."""
+    address = address or find(Settings.read(job_dir or Path()), job_dir)
+    secret = read_secret(job_dir)
+    try:
+        channel = Channel.connect(address, secret, TO_CTL, _TIMEOUT)
+    except OSError as error:
+        raise ConnectionError(
+            f"no controller answers at {address}: {error}. Is the job over, or its controller being started "
+            "again? `ftctl --job-dir DIR events` says what happened last"
+        ) from error
+    try:
+        yield Line(channel)
     finally:
         channel.close()
 
 
-def status(job_dir: Path | None, address: str = "") -> JobStatus:
-    """What a job is doing. Raises as `ask`."""
-    answer = ask(AskStatus(), job_dir, address)
-    if not isinstance(answer, JobStatus):
-        raise ProtocolError(f"the controller answered {answer}")
-    return answer
+def ask(question: FromCtl, job_dir: Path | None, address: str = "") -> ToCtl:
+    """Put a question to a job's controller. Raises as `line`."""
+    with line(job_dir, address) as found:
+        return found.ask(question)
+
+
+@dataclass(frozen=True)
+class WholeStatus:
+    """What a job is doing, with each of its roles and spares: for jobs that are not large."""
+
+    epoch: int
+    phase: str
+    controller_pid: int
+    finished: list[int]
+    roles: list[RoleStatus]
+    spares: list[SpareStatus]
+
+    def to_json(self) -> dict[str, Any]:
+        """What `ftctl status --json` prints."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
+
+
+def finished(status: JobStatus) -> list[int]:
+    """The roles whose script has come to its end."""
+    return [role for run in roles_in(status.finished) for role in run] if status.finished else []
+
+
+def status(job_dir: Path | None, address: str = "") -> WholeStatus:
+    """What a job is doing. Raises as `line`."""
+    with line(job_dir, address) as found:
+        about = found.status()
+        rows = list(found.roles()), list(found.spares())
+    return WholeStatus(about.epoch, about.phase, about.controller_pid, finished(about), *rows)

@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from ft_core.cli.ask import ask, ask_all, status
+from ft_core.cli.ask import line
 from ft_core.errors import FtError
 from ft_core.protocol.flight import POINT_TO_POINT, FlightGroup, FlightLog, FlightRecord, Kind
-from ft_core.protocol.groups import GroupId, Series
+from ft_core.protocol.groups import GroupId, Series, runs_of, text_of
 from ft_core.protocol.messages import Denied, DescribeFlight, RoleFlight
 
 PREFIX = "rank_"
@@ -38,19 +38,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Returns 0, or 1 where a record is missing. Raises FtError or OSError as `ask`, and for a wrong DIR."""
+    """Returns 0, or 1 where a record is missing. Raises as `ask.line`, and FtError for a wrong DIR."""
     if args.dump is None:
-        answer = ask(DescribeFlight(args.role), args.job_dir, args.controller)
-        return _show(answer, args.role, args.json)
+        with line(args.job_dir, args.controller) as found:
+            return _show(found.ask(DescribeFlight(args.role)), args.role, args.json)
     if args.dump.is_dir() and any(args.dump.iterdir()):
         raise FtError(f"{args.dump} is not empty: the analyser takes all files of a directory for one dump")
-    roles = [row.role for row in status(args.job_dir, args.controller).roles]
-    answers = ask_all([DescribeFlight(role) for role in roles], args.job_dir, args.controller)
-    logs = {a.role: a.log for a in answers if isinstance(a, RoleFlight) and a.log is not None}
+    with line(args.job_dir, args.controller) as found:
+        roles = [row.role for row in found.roles()]
+        answers = found.ask_all(DescribeFlight(role) for role in roles)
+        logs = {a.role: a.log for a in answers if isinstance(a, RoleFlight) and a.log is not None}
     write(dump(list(logs.values()), time.time_ns()), args.dump)
     print(f"{args.dump}: flight records of {len(logs)} roles; torchfrtrace {args.dump} compares them")
     if missing := sorted(set(roles) - set(logs)):
-        print(f"ftctl: no flight record of roles {missing}: use --allow-incomplete-ranks", file=sys.stderr)
+        those = text_of(runs_of(missing))
+        print(f"ftctl: no flight record of roles {those}: use --allow-incomplete-ranks", file=sys.stderr)
     return 1 if missing else 0
 
 

@@ -1,18 +1,32 @@
-"""The controller's answers to `ftctl`: status, state of a role, injected failures."""
+"""The controller's answers to `ftctl`: status, state of a role, injected failures.
+
+No message grows with the job: what is of all roles or nodes comes in pieces, each of which is asked for, so
+that no answer holds up what else there is to do.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import TypeVar
 
 from ft_core.control.events import Effect, Peer, Record, Send
 from ft_core.control.facts import Facts
 from ft_core.control.phases import Phase
 from ft_core.control.strikes import place
+from ft_core.protocol.groups import runs_of, text_of
 from ft_core.protocol.messages import (
+    NAMED,
+    AskRows,
     Denied,
     DescribeFlight,
     DescribeRole,
+    DomainSpares,
     Forgiven,
+    HostsFollow,
     Inject,
     Injected,
     JobStatus,
@@ -22,12 +36,22 @@ from ft_core.protocol.messages import (
     NodeStatus,
     RoleDescribed,
     RoleFlight,
+    RoleNamed,
+    RolesStatus,
     RoleState,
     RoleStatus,
+    SparesStatus,
     SpareStatus,
+    Struck,
 )
-from ft_core.protocol.table import hosts_of
+from ft_core.protocol.table import hosts_of, pieces
 
+Row = TypeVar("Row")
+
+ROWS = 1024
+"""Of one message."""
+SLOWEST = 4
+"""Roles that are named."""
 ANSWER = 5.0
 """Seconds that an agent has to answer what `ftctl` asks of it."""
 
@@ -47,6 +71,26 @@ class Questions:
     """Of `ftctl`, that an agent has yet to answer."""
 
     open: list[Question] = field(default_factory=list)
+    _listed: dict[Peer, Iterator[Message]] = field(default_factory=dict)
+    """What is left of the list that somebody reads."""
+
+    def list_rows(self, facts: Facts, peer: Peer, asked: AskRows, now: float) -> list[Effect]:
+        """Its first piece."""
+        match asked.what:
+            case "roles":
+                self._listed[peer] = _in_pieces(RolesStatus, roles(facts))
+            case "spares":
+                self._listed[peer] = _in_pieces(SparesStatus, spares(facts))
+            case _:
+                self._listed[peer] = nodes(facts, now, struck=asked.what == "struck")
+        return self.more(peer)
+
+    def more(self, peer: Peer) -> list[Effect]:
+        """The next piece."""
+        piece = next(self._listed.get(peer, iter(())), None)
+        if piece is None:
+            return [Send(peer, Denied(error="there is no list of which there is more"))]
+        return [Send(peer, piece)]
 
     def ask(self, facts: Facts, peer: Peer, asked: DescribeRole | DescribeFlight, now: float) -> list[Effect]:
         """Ask the agent of the role."""
@@ -58,9 +102,7 @@ class Questions:
 
     def described(self, facts: Facts, state: RoleState) -> list[Effect]:
         """An agent has said what a role's state consists of."""
-        about, replicas = facts.begun, facts.settings.replicas
-        hosts = list(hosts_of(about.roles, about.nodes).values())
-        answer = RoleDescribed(state=state, hosts=hosts, replicas=replicas)
+        answer = RoleDescribed(state=state, replicas=facts.settings.replicas)
         return self._answered(DescribeRole(role=state.role), answer)
 
     def flight(self, record: RoleFlight) -> list[Effect]:
@@ -84,6 +126,7 @@ class Questions:
     def disconnected(self, peer: Peer) -> None:
         """Who has asked is gone."""
         self.open = [question for question in self.open if question.peer != peer]
+        self._listed.pop(peer, None)
 
 
 def inject(facts: Facts, peer: Peer, asked: Inject) -> list[Effect]:
@@ -101,19 +144,34 @@ def inject(facts: Facts, peer: Peer, asked: Inject) -> list[Effect]:
     ]
 
 
-def nodes(facts: Facts, now: float) -> NodesStatus:
-    """All that are there, and those of which something is known."""
+def hosts(facts: Facts, peer: Peer) -> list[Effect]:
+    """Where all roles are."""
+    if facts.plan is None:
+        return [Send(peer, Denied(error="no role is anywhere yet"))]
+    found = pieces(facts.plan_id, hosts_of(facts.plan.roles, facts.plan.nodes).values())
+    return [Send(peer, HostsFollow(len(found))), *(Send(peer, piece) for piece in found)]
+
+
+def nodes(facts: Facts, now: float, struck: bool) -> Iterator[NodesStatus]:
+    """All that are there, and those of which something is known; or those against which something counts."""
     known, limit = facts.strikes, facts.settings
-    avoided, rows, here = known.avoided(now), [], set()
-    for name, node in facts.nodes.items():
-        here.add(where := place(name))
-        roles = facts.hosts.get(name, [])
-        about = known.against(where, now), where in avoided
-        rows.append(NodeStatus(name, node.hello.domain, True, roles, node.idle, *about))
-    for where in sorted(known.places() - here):
-        if against := known.against(where, now):
-            rows.append(NodeStatus(where, "", False, [], 0, against, where in avoided))
-    return NodesStatus(limit.strikes, 60 * limit.strike_minutes, rows)
+    against = {where: known.against(where, now) for where in sorted(known.places())}
+    avoided, here, about = known.avoided(now), set[str](), (limit.strikes, 60 * limit.strike_minutes)
+
+    def there() -> Iterator[NodeStatus]:
+        for name, node in list(facts.nodes.items()):
+            here.add(where := place(name))
+            strikes = against.get(where, [])
+            if strikes or not struck:
+                found = facts.hosts.get(name, [])
+                yield NodeStatus(name, node.hello.domain, True, found, node.idle, strikes, where in avoided)
+
+    def gone() -> Iterator[NodeStatus]:
+        for where, strikes in against.items():
+            if strikes and where not in here:
+                yield NodeStatus(where, "", False, [], 0, strikes, where in avoided)
+
+    return (NodesStatus(*about, rows, more) for rows, more in _pieces(chain(there(), gone())))
 
 
 def forgive(facts: Facts, peer: Peer, node: str, now: float) -> list[Effect]:
@@ -130,44 +188,124 @@ def forgive(facts: Facts, peer: Peer, node: str, now: float) -> list[Effect]:
     ]
 
 
-def status(facts: Facts, phase: Phase, finished: set[int], pid: int) -> JobStatus:
-    """What there is, and where it is."""
-    copies: dict[str, dict[str, list[int]]] = {}
+def roles(facts: Facts) -> Iterator[RoleStatus]:
+    """What there is of each role, and where it is."""
+    left = iter(list(facts.places.items()))
+    while places := dict(islice(left, ROWS)):
+        yield from _roles(facts, places)
+
+
+def _roles(facts: Facts, places: Mapping[int, str]) -> Iterator[RoleStatus]:
+    """Of some: all nodes are looked at for copies of what they have."""
+    segments = {role: list(facts.catalogue.get(role, ())) for role in places}
+    silent = {
+        f"{role}x1": role for role in places if not segments[role]
+    }  # which have not said what they have
+    copies: dict[str, dict[str, list[int]]] = {segment: {} for has in segments.values() for segment in has}
     for node in facts.nodes.values():
         for segment, versions in node.replicas.items():
-            copies.setdefault(segment, {})[node.name] = versions
-    rows = []
-    for role, name in facts.places.items():
+            if segment in copies:
+                copies[segment][node.name] = versions
+            elif silent and (role := silent.get(segment.partition("-")[0])) is not None:
+                segments[role].append(segment)
+                copies[segment] = {node.name: versions}
+    for role, name in places.items():
         host = facts.nodes.get(name)
         beat = host.beats.get(role) if host is not None else None
-        segments = facts.catalogue.get(role, {})
-        kept = {s: held for s, held in copies.items() if s in segments or s.startswith(f"{role}x1-")}
-        rows.append(
-            RoleStatus(
-                role=role,
-                node=name,
-                worker_pid=beat.pid if beat else None,
-                agent_pid=host.hello.pid if host else None,
-                step=beat.step if beat else None,
-                tag=beat.tag if beat else None,
-                held=beat.held if beat else [],
-                replicas=kept,
-                committed=beat.committed if beat else None,
-                waited_s=beat.waited_s if beat else None,
-                h2h_bytes=beat.h2h_bytes if beat else None,
-                h2h_snapshots=beat.h2h_snapshots if beat else None,
-            )
+        yield RoleStatus(
+            role=role,
+            node=name,
+            worker_pid=beat.pid if beat else None,
+            agent_pid=host.hello.pid if host else None,
+            step=beat.step if beat else None,
+            tag=beat.tag if beat else None,
+            held=beat.held if beat else [],
+            replicas={segment: found for segment in segments[role] if (found := copies[segment])},
+            committed=beat.committed if beat else None,
+            waited_s=beat.waited_s if beat else None,
+            h2h_bytes=beat.h2h_bytes if beat else None,
+            h2h_snapshots=beat.h2h_snapshots if beat else None,
         )
-    spares = [
-        SpareStatus(node=node.name, agent_pid=node.hello.pid, idle=node.idle)
-        for node in facts.nodes.values()
-        if node.name not in facts.hosts
-    ]
+
+
+def spares(facts: Facts) -> Iterator[SpareStatus]:
+    """The nodes without a role."""
+    for node in list(facts.nodes.values()):
+        if node.name not in facts.hosts:
+            yield SpareStatus(node=node.name, agent_pid=node.hello.pid, idle=node.idle)
+
+
+def status(facts: Facts, phase: Phase, finished: set[int], pid: int, now: float) -> JobStatus:
+    """In a few words."""
+    settings = facts.settings
+    missing: list[RoleNamed] = []
+    slowest: list[tuple[int, float, int, str]] = []
+    last: tuple[float, float] = math.inf, math.inf
+    without, steps = 0, set[int]()
+    for name, played in facts.hosts.items():
+        beats = node.beats if (node := facts.nodes.get(name)) is not None else {}
+        for role in played:
+            if (beat := beats.get(role)) is None:
+                without += 1
+                if len(missing) < NAMED:
+                    missing.append(RoleNamed(role, name, None, None))
+            else:
+                steps.add(step := beat.step)
+                if step <= last[0] and (step < last[0] or -beat.step_s < last[1]):
+                    slowest = sorted([*slowest, (step, -beat.step_s, role, name)])[:SLOWEST]
+                    last = slowest[-1][:2] if len(slowest) == SLOWEST else last
+    domains: Counter[str] = Counter()
+    ready = 0
+    for name, node in facts.nodes.items():
+        if name not in facts.hosts:
+            domains[node.hello.domain] += 1
+            ready += node.idle >= settings.nproc_per_node
+    struck = _struck(facts, now)
     return JobStatus(
         epoch=facts.epoch,
         phase=phase.name,
         controller_pid=pid,
-        finished=sorted(finished),
-        roles=rows,
-        spares=spares,
+        finished=text_of(runs_of(finished)),
+        roles=len(facts.places),
+        world_size=settings.world_size,
+        missing=without,
+        missing_roles=missing,
+        oldest=min(steps, default=None),
+        newest=max(steps, default=None),
+        slowest=[RoleNamed(role, name, step, -long) for step, long, role, name in slowest],
+        nodes=len(facts.playing()),
+        nodes_expected=settings.nnodes,
+        spares=domains.total(),
+        spares_ready=ready,
+        spare_domains=len(domains),
+        most_spares=[DomainSpares(*found) for found in domains.most_common(NAMED)],
+        strikes=sum(each.strikes for each in struck),
+        limit=settings.strikes,
+        struck=len(struck),
+        most_struck=struck[:NAMED],
     )
+
+
+def _struck(facts: Facts, now: float) -> list[Struck]:
+    """The most often first."""
+    avoided = facts.strikes.avoided(now)
+    found = [
+        Struck(where, len(facts.strikes.against(where, now)), where in avoided)
+        for where in sorted(facts.strikes.places())
+    ]
+    return sorted((each for each in found if each.strikes), key=lambda each: -each.strikes)
+
+
+def _pieces(rows: Iterable[Row]) -> Iterator[tuple[list[Row], bool]]:
+    """`ROWS` at a time, and whether there are more; at least one piece."""
+    left = iter(rows)
+    piece = list(islice(left, ROWS))
+    while True:
+        rest = list(islice(left, ROWS))
+        yield piece, bool(rest)
+        if not (piece := rest):
+            return
+
+
+def _in_pieces(kind: Callable[[list[Row], bool], Message], rows: Iterable[Row]) -> Iterator[Message]:
+    return (kind(piece, more) for piece, more in _pieces(rows))

@@ -177,12 +177,16 @@ class Controller:
 
     def _receive(self, peer: Peer, message: m.Message) -> None:
         if isinstance(message, m.AskStatus):
-            answer = ctl.status(self.facts, self.phase, self._epochs.completion.finished, self._pid)
-            self._epochs.do(Send(peer, answer))
+            finished, now = self._epochs.completion.finished, self._epochs.now
+            self._epochs.do(Send(peer, ctl.status(self.facts, self.phase, finished, self._pid, now)))
+        elif isinstance(message, m.AskRows):
+            self._epochs.do(*self._questions.list_rows(self.facts, peer, message, self._epochs.now))
+        elif isinstance(message, m.AskMore):
+            self._epochs.do(*self._questions.more(peer))
         elif isinstance(message, m.Inject):
             self._epochs.do(*ctl.inject(self.facts, peer, message))
-        elif isinstance(message, m.AskNodes):
-            self._epochs.do(Send(peer, ctl.nodes(self.facts, self._epochs.now)))
+        elif isinstance(message, m.AskHosts):
+            self._epochs.do(*ctl.hosts(self.facts, peer))
         elif isinstance(message, m.Forgive):
             self._epochs.do(*ctl.forgive(self.facts, peer, message.node, self._epochs.now))
             self._epochs.strikes_changed = True

@@ -924,7 +924,18 @@ class CtlHello(Message, frozen=True):
 
 
 class AskStatus(Message, frozen=True):
-    """Roles, workers, versions held, replicas, spares."""
+    """What the job is doing, in a few words however large it is."""
+
+
+class AskRows(Message, frozen=True):
+    """A list of one row for each role, spare, or node; of nodes also those alone against which something
+    counts. It comes in pieces, each asked for by itself: `AskMore` for those after the first."""
+
+    what: Literal["roles", "spares", "nodes", "struck"]
+
+
+class AskMore(Message, frozen=True):
+    """The next piece."""
 
 
 class Inject(Message, frozen=True):
@@ -934,8 +945,8 @@ class Inject(Message, frozen=True):
     node: NodeName | None = None
 
 
-class AskNodes(Message, frozen=True):
-    """All nodes, with their records."""
+class AskHosts(Message, frozen=True):
+    """Where all roles are. Answered by `HostsFollow`, and then by so many `Hosts`."""
 
 
 class Forgive(Message, frozen=True):
@@ -969,15 +980,78 @@ class SpareStatus(Value, frozen=True):
     idle: Number
 
 
+class RoleNamed(Value, frozen=True):
+    """A role that is named in a summary. `step`: that it has done, and `step_s`: how long the last one took;
+    None where nothing is known of its worker."""
+
+    role: Role
+    node: NodeName
+    step: Version | None
+    step_s: float | None
+
+
+class DomainSpares(Value, frozen=True):
+    """A failure domain with spares."""
+
+    domain: str
+    spares: Number
+
+
+class Struck(Value, frozen=True):
+    """A node against which something counts: how many strikes, and whether it is avoided."""
+
+    node: NodeName
+    strikes: Number
+    avoided: bool
+
+
 class JobStatus(Message, frozen=True):
-    """Answers `AskStatus`."""
+    """Answers `AskStatus`. Lists have the first `NAMED` of what they are about."""
 
     epoch: Epoch
     phase: str
     controller_pid: Number
-    finished: list[Role]
+    finished: Annotated[str, Meta(pattern=rf"^({RUNS})?$")]
+    """Roles whose script has come to its end."""
+    roles: Number
+    """Those of the plan; others, of the `world_size`, are away."""
+    world_size: Number
+    missing: Number
+    """Roles of the plan without a worker that is heard of."""
+    missing_roles: list[RoleNamed]
+    oldest: Version | None
+    newest: Version | None
+    """The steps that roles have done, at least and at most."""
+    slowest: list[RoleNamed]
+    """Those that have done the fewest steps; of those that have done as many, those with the longest."""
+    nodes: Number
+    """With roles, and there."""
+    nodes_expected: Number
+    spares: Number
+    spares_ready: Number
+    """Those with as many idle workers as a node has roles."""
+    spare_domains: Number
+    most_spares: list[DomainSpares]
+    strikes: Number
+    """That count, against all nodes."""
+    limit: Number
+    struck: Number
+    """Nodes against which any count."""
+    most_struck: list[Struck]
+
+
+class RolesStatus(Message, frozen=True):
+    """Answers `AskRows`. `more`: there are more."""
+
     roles: list[RoleStatus]
+    more: bool
+
+
+class SparesStatus(Message, frozen=True):
+    """As `RolesStatus`."""
+
     spares: list[SpareStatus]
+    more: bool
 
 
 class NodeStatus(Value, frozen=True):
@@ -994,11 +1068,12 @@ class NodeStatus(Value, frozen=True):
 
 
 class NodesStatus(Message, frozen=True):
-    """Answers `AskNodes`. `limit`: strikes within `seconds`."""
+    """As `RolesStatus`. `limit`: strikes within `seconds`."""
 
     limit: Number
     seconds: float
     nodes: list[NodeStatus]
+    more: bool
 
 
 class Forgiven(Message, frozen=True):
@@ -1015,12 +1090,16 @@ class Injected(Message, frozen=True):
 
 
 class RoleDescribed(Message, frozen=True):
-    """Answers `DescribeRole`: what its agent says, and where all roles are. `replicas`: how many copies of
-    what is unique are kept."""
+    """Answers `DescribeRole`: what its agent says. `replicas`: how many copies of what is unique are kept."""
 
     state: RoleState
-    hosts: list[Host]
     replicas: Number
+
+
+class HostsFollow(Message, frozen=True):
+    """Answers `AskHosts`."""
+
+    pieces: Number
 
 
 class Denied(Message, frozen=True):
@@ -1029,8 +1108,16 @@ class Denied(Message, frozen=True):
     error: str
 
 
-FromCtl = CtlHello | AskStatus | Inject | DescribeRole | DescribeFlight | AskNodes | Forgive
-ToCtl = JobStatus | Injected | RoleDescribed | RoleFlight | NodesStatus | Forgiven | Denied
+NAMED = 16
+"""Of what there is too much of to be listed, so many are named."""
+
+FromCtl = (
+    CtlHello | AskStatus | AskRows | AskMore | AskHosts | Inject | DescribeRole | DescribeFlight | Forgive
+)  # fmt: skip
+ToCtl = (
+    JobStatus | RolesStatus | SparesStatus | NodesStatus | HostsFollow | Hosts | Injected | RoleDescribed
+    | RoleFlight | Forgiven | Denied
+)  # fmt: skip
 
 
 # -- a worker to its agent -----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from deepspeed_jobs import TINY, Pipeline, Zero
 from harness import Job, Result, Training, read_logs, undisturbed
 from planned import described, parameters
 
-from ft_core.cli.ask import ask
+from ft_core.cli import ask
 from ft_core.cli.planner import command
 from ft_core.cli.planner.razor import plan
 from ft_core.cli.planner.shape import PlannedJob
@@ -91,9 +91,9 @@ def protected(
         rows = job.wait_for_snapshots(STEPS + 1)
         planned = {}
         for role in range(training.world):
-            answer = ask(DescribeRole(role), job_dir)
-            assert isinstance(answer, RoleDescribed)
-            command.of_running(answer, as_json=True)
+            with ask.line(job_dir) as found:
+                answer, hosts = found.expect(DescribeRole(role), RoleDescribed), found.hosts()
+            command.of_running(answer, hosts, as_json=True)
             planned[role] = json.loads(capsys.readouterr().out)
         (job_dir / "go").touch()
         return Accounts(job.finish(), rows, planned, read_logs(job_dir))

@@ -34,7 +34,7 @@ from ft_core.protocol.groups import runs_of, text_of
 from ft_core.protocol.messages import (
     Abort,
     AgentHello,
-    AskStatus,
+    AskRows,
     Completed,
     Configure,
     ConfigureAnswer,
@@ -55,7 +55,6 @@ from ft_core.protocol.messages import (
     Inject,
     Injected,
     Issued,
-    JobStatus,
     KeptState,
     KillWorker,
     Leads,
@@ -81,6 +80,7 @@ from ft_core.protocol.messages import (
     RoleFlight,
     RoleHeld,
     RoleLayout,
+    RolesStatus,
     SendCounts,
     SendHeartbeat,
     SendIssued,
@@ -1337,8 +1337,8 @@ def test_ftctl_does_not_wait_for_ever() -> None:
     assert asked == Send(job["node1"].peer, DescribeRole(role=1))
     answers = sent(job.wait(6), Denied)
     assert "does not answer" in answers[ctl].error
-    [status] = sent(job.happens(Received(ctl, AskStatus())), JobStatus).values()
-    assert [(row.role, row.node) for row in status.roles] == [(0, "node0"), (1, "node1")]
+    [status] = sent(job.happens(Received(ctl, AskRows("roles"))), RolesStatus).values()
+    assert [(row.role, row.node) for row in status.roles] == [(0, "node0"), (1, "node1")] and not status.more
     [killed, injected] = job.happens(Received(ctl, Inject(role=1)))[1:]
     assert killed == Send(job["node1"].peer, KillWorker(role=1)) and injected == Send(ctl, Injected(killed=1))
 

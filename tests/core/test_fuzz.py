@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import json
 import re
@@ -306,14 +307,14 @@ def test_a_transport_refuses_nonsense_and_serves(caplog: pytest.LogCaptureFixtur
 
 def test_a_store_refuses_nonsense_and_serves(caplog: pytest.LogCaptureFixture) -> None:
     stores = Stores.in_thread("127.0.0.1", SECRET)
-    good = EpochStore(stores.address, SECRET, 1)
+    good = EpochStore(stores.address, SECRET, 1, 0)
     try:
         good.set("k", "v")
         assert good.check(["k"])
         held = dict(stores._epochs[1]._values)
         with no_memory():
             strangers(stores.address)
-            members(stores.address, SECRET, "store", store.JoinEpoch(1))
+            members(stores.address, SECRET, "store", store.JoinEpoch(1, 0))
         assert stores._epochs[1]._values == held and good.get("k") == b"v"
         assert good.add("n", 2) == 2
     finally:
@@ -356,7 +357,7 @@ def test_a_controller_refuses_nonsense_and_leads(tmp_path: Path) -> None:
                 address = fleet.settings.controller
                 await asyncio.to_thread(members, address, fleet.secret, "controller", messages.CtlHello())
             after = await asyncio.to_thread(status, fleet.job_dir)
-            assert msgspec.structs.replace(after, roles=before.roles) == before
+            assert dataclasses.replace(after, roles=before.roles) == before
             assert {e["event"] for e in fleet.events()[known:]} == {"refused"}
             assert_aggregated([e["reason"] for e in fleet.events("refused")])
             fleet["node0"].crash(0)

@@ -18,13 +18,13 @@ import pytest
 from harness import ROOT, environment, settings_of
 
 from ft_core.cli import ctl, launch
-from ft_core.cli.ask import ask
+from ft_core.cli.ask import WholeStatus, ask
 from ft_core.cli.ask import status as status_of
 from ft_core.cli.flags import parser
 from ft_core.cli.launcher import Launcher
 from ft_core.errors import ConfigError
 from ft_core.process import inject
-from ft_core.protocol.messages import Denied, Inject, JobStatus
+from ft_core.protocol.messages import Denied, Inject
 from ft_core.protocol.sockets import listen
 from ft_core.settings import SECRET_ENV, Settings, read_secret, write_secret
 
@@ -402,7 +402,7 @@ def test_a_long_path_for_temporary_files(tmp_path: Path, monkeypatch: pytest.Mon
     Launcher(tmp_path)
 
 
-def _status(job_dir: Path, job: subprocess.Popen[bytes]) -> JobStatus:
+def _status(job_dir: Path, job: subprocess.Popen[bytes]) -> WholeStatus:
     while job.poll() is None:
         events = job_dir / "events.jsonl"
         if events.exists() and '"decided"' in events.read_text():

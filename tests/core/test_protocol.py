@@ -14,7 +14,6 @@ from core.real_agent import RealAgent
 from msgspec.structs import replace
 
 from ft_core.control import ctl
-from ft_core.control.phases import Running
 from ft_core.errors import TransportError
 from ft_core.node import events as e
 from ft_core.protocol import messages as m
@@ -343,8 +342,7 @@ def test_a_spare_keeps_the_copies_that_one_node_cannot(tmp_path: Path):
         assert [held(spare) for spare in others] == [[[4], [4]], []]
 
         def shown() -> list[list[dict[str, list[int]]]]:
-            status = ctl.status(fleet.facts, Running(), set(), 0)
-            return [list(row.replicas.values()) for row in status.roles]
+            return [list(row.replicas.values()) for row in ctl.roles(fleet.facts)]
 
         await fleet.until(lambda: shown() == [[{"other": [4]}]] * 2)
         await node.end()

@@ -20,7 +20,7 @@ from ft_core.control.strikes import _KEPT, TRIES, Strikes, of_node
 from ft_core.errors import ConfigError
 from ft_core.node.oom import OomKiller, own_cgroup
 from ft_core.protocol.messages import (
-    AskNodes,
+    AskRows,
     Denied,
     Fault,
     Forgive,
@@ -167,7 +167,7 @@ def test_strikes_are_known_to_a_successor() -> None:
 def test_ftctl_shows_and_forgives() -> None:
     job = ControlPlane(nodes=2, spares=1)
     crashes(job, 1, 2, 3)
-    answer = sent(job.happens(Received(99, AskNodes())), NodesStatus)[99]
+    answer = sent(job.happens(Received(99, AskRows("nodes"))), NodesStatus)[99]
     rows = {row.node: row for row in answer.nodes}
     assert [rows[name].avoided for name in ("node0", "node1", "node2")] == [True, False, False]
     assert [s.fault for s in rows["node0"].strikes] == 3 * [Fault.CRASHED] and not rows["node0"].roles

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -14,9 +15,10 @@ from typing import Any
 
 from ft_core import plugins
 from ft_core.cli import ask, flags
+from ft_core.cli.ask import Line
 from ft_core.cli.planner import shape as planner
 from ft_core.errors import ConfigError, FtError
-from ft_core.protocol.messages import DescribeRole, JobStatus, ToCtl
+from ft_core.protocol.messages import JobStatus
 from ft_core.settings import Settings
 
 _LAUNCHERS = {
@@ -118,11 +120,11 @@ class Case:
     job_dir: Path | None = None
     controller: str = ""
     status: JobStatus | None = None
-    """The controller's answer to `ftctl status`."""
+    """The controller's answer."""
     silence: str = ""
     """Why there is none."""
-    ask: Callable[[DescribeRole], ToCtl] | None = None
-    """Puts a further question to the controller."""
+    line: Callable[[], AbstractContextManager[Line]] | None = None
+    """Connects to the controller, for further questions."""
     root: Path = Path("/")
 
     @property
@@ -185,9 +187,10 @@ def case(job_dir: Path | None, controller: str, words: Sequence[str]) -> Case:
     facts |= {"job_dir": job_dir, "controller": controller}
     begun = job_dir is None or (job_dir / "events.jsonl").exists()
     if named and controller and begun and facts.get("launcher") != "ftrun":
-        facts["ask"] = lambda question: ask.ask(question, job_dir, controller)
+        facts["line"] = lambda: ask.line(job_dir, controller)
         try:
-            facts["status"] = ask.status(job_dir, controller)
+            with ask.line(job_dir, controller) as found:
+                facts["status"] = found.status()
         except (FtError, OSError) as error:
             facts["silence"] = str(error)
     return Case(**facts)

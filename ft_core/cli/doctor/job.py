@@ -9,13 +9,24 @@ from collections.abc import Container, Iterator, Mapping
 
 from ft_core.cli.doctor.case import Case, Check, Finding, fail, judge, ok, warn
 from ft_core.errors import FtError
-from ft_core.protocol.messages import Denied, DescribeRole, NodeAddress, RoleDescribed, RoleState, RoleStatus
+from ft_core.protocol.messages import (
+    NAMED,
+    Denied,
+    DescribeRole,
+    NodeAddress,
+    RoleDescribed,
+    RoleState,
+    RoleStatus,
+    ToCtl,
+)
 from ft_core.protocol.sockets import split_address
 from ft_core.protocol.table import placed
 from ft_core.state.manifest import Segment
 from ft_core.state.placement import domain_of, survives
 
 _REACH = 3.0
+LOOKED_AT = 64
+"""Roles, and nodes, of all that there are."""
 _CALM = ("forming", "running", "done")
 """Phases in which nobody waits for anything."""
 
@@ -56,40 +67,54 @@ def spares(case: Case) -> Iterator[Finding]:
     """Somebody is there to take a lost node's roles."""
     if case.status is None or case.settings is None:
         return
-    ready = [s.node for s in case.status.spares if s.idle >= case.settings.nproc_per_node]
-    found = f"{len(ready)} of {len(case.status.spares)} spare nodes have their workers up"
+    status = case.status
+    found = f"{status.spares_ready:,} of {status.spares:,} spare nodes have their workers up"
     advice = f"ftrun --join {case.controller} on a free machine: without a spare a lost node is waited for"
-    yield judge("spares", found, advice, bad=not ready)
+    yield judge("spares", found, advice, bad=not status.spares_ready)
 
 
 def replicas(case: Case) -> Iterator[Finding]:
-    """Every segment has complete copies in k + 1 failure domains right now; and the agents can be reached."""
-    if case.status is None or case.ask is None or case.settings is None or not case.status.roles:
+    """Every segment has complete copies in k + 1 failure domains right now; and the agents can be reached.
+    Of many roles some are looked at."""
+    if case.status is None or case.line is None or case.settings is None or not case.status.roles:
         return
-    k = case.settings.replicas
-    alive = {row.node for row in case.status.roles if row.agent_pid is not None}
-    alive |= {spare.node for spare in case.status.spares}
+    k, every = case.settings.replicas, -(-case.status.roles // LOOKED_AT)
     few: list[str] = []
-    nodes: Mapping[str, NodeAddress] = {}
-    least, domains = len(case.status.roles), 0
-    for row in case.status.roles:
-        try:
-            state = case.ask(DescribeRole(row.role))
-        except (FtError, OSError) as error:
-            state = Denied(str(error))
-        if not isinstance(state, RoleDescribed):
-            few.append(f"role {row.role}: {state.error if isinstance(state, Denied) else state}")
+    try:
+        with case.line() as found:
+            rows, alive = [], set[str]()
+            for number, row in enumerate(found.roles()):
+                alive |= {row.node} if row.agent_pid is not None else set()
+                rows += [row] * (number % every == 0)
+            alive |= {spare.node for spare in found.spares()}
+            roles, nodes = placed(found.hosts())
+            answers: dict[int, ToCtl] = {}
+            refused: list[str] = []
+            for answer in found.ask_all(DescribeRole(row.role) for row in rows):
+                if isinstance(answer, RoleDescribed):
+                    answers[answer.state.role] = answer
+                elif isinstance(answer, Denied):
+                    refused.append(answer.error)
+    except (FtError, OSError) as error:
+        yield fail("replicas", f"the controller did not say: {error}", "try again")
+        return
+    domains = len(_domains(nodes))
+    least = case.status.roles
+    for row in rows:
+        if not isinstance(described := answers.get(row.role), RoleDescribed):
+            why = next((each for each in refused if f"role {row.role} " in f"{each} "), "no answer")
+            few.append(f"role {row.role}: {why}")
             continue
-        roles, nodes = placed(state.hosts)
-        domains = len(_domains(nodes))
-        found = _copies(row, state.state, roles, nodes, alive)
-        if found < min(k, domains - 1):
+        copies = _copies(row, described.state, roles, nodes, alive)
+        if copies < min(k, domains - 1):
             few.append(f"role {row.role} on {row.node}")
-        least = min(least, found)
+        least = min(least, copies)
+    of_some = f" (of {len(rows)} of the {case.status.roles:,} roles)" if every > 1 else ""
     if few:
         yield fail(
             "replicas",
-            f"{len(few)} roles have too few copies for {k} lost failure domains: {'; '.join(few[:3])}",
+            f"{len(few)} roles have too few copies for {k} lost failure domains{of_some}: "
+            f"{'; '.join(few[:3])}",
             "if training has begun and it stays so: look for `not replicated` in the console, and for "
             "domains that are really one (--ft-domain)",
         )
@@ -97,8 +122,15 @@ def replicas(case: Case) -> Iterator[Finding]:
         found_domains = f"there are {domains} failure domain(s) only, and k is {k}"
         yield warn("replicas", found_domains, "use more nodes, spares, or truthful --ft-domain labels")
     else:
-        yield ok("replicas", f"verified copies suffice after the loss of any {least} failure domain(s)")
-    yield from _reachable({node: about for node, about in nodes.items() if node in alive})
+        text = f"verified copies suffice after the loss of any {least} failure domain(s){of_some}"
+        yield ok("replicas", text)
+    yield from _reachable({name: nodes[name] for name in _some(nodes, alive)}, len(alive))
+
+
+def _some(nodes: Mapping[str, NodeAddress], alive: Container[str]) -> list[str]:
+    """Those that are there; of many, some."""
+    found = [name for name in nodes if name in alive]
+    return found[:: -(-len(found) // LOOKED_AT) or 1]
 
 
 def _domains(nodes: Mapping[str, NodeAddress]) -> set[str]:
@@ -125,8 +157,8 @@ def _copies(
     return worst if segments and row.held else -1
 
 
-def _reachable(nodes: Mapping[str, NodeAddress]) -> Iterator[Finding]:
-    """From here: the machine on which a firewall is wrong is not always the first."""
+def _reachable(nodes: Mapping[str, NodeAddress], of: int) -> Iterator[Finding]:
+    """From here: the machine on which a firewall is wrong is not always the first. `of`: nodes in all."""
     deaf = []
     for node, about in nodes.items():
         try:
@@ -134,7 +166,9 @@ def _reachable(nodes: Mapping[str, NodeAddress]) -> Iterator[Finding]:
         except OSError as error:
             deaf.append(f"{node} at {about.data}: {error}")
     advice = "let the nodes reach each other on all ephemeral ports; state comes from there in a recovery"
-    found = "; ".join(deaf) if deaf else f"all {len(nodes)} answer"
+    all_answer = f"all {of} answer" if len(nodes) == of else f"{len(nodes)} of {of:,} were asked, and answer"
+    found = "; ".join(deaf[:NAMED]) + f" and {len(deaf) - NAMED} others" * (len(deaf) > NAMED)
+    found = found if deaf else all_answer
     yield judge("agents", found, advice, bad=bool(deaf), fatal=bool(deaf))
 
 

@@ -14,7 +14,7 @@ from ft_core.cli.planner.razor import Plan, plan, summarise
 from ft_core.cli.planner.shape import DataParallel, Framework, Hosts, PlannedJob, Storage
 from ft_core.cli.planner.survival import failure_probability, loss_bound, recovery_probability
 from ft_core.errors import ConfigError
-from ft_core.protocol.messages import RoleDescribed
+from ft_core.protocol.messages import Host, RoleDescribed
 from ft_core.protocol.table import placed
 from ft_core.state.manifest import Segment
 from ft_core.state.placement import Places, replica_nodes, sender, spares_of
@@ -58,10 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser, frameworks: Iterable[Framewor
     ours.add_argument("--json", action="store_true", help="the same, for programs")
 
 
-def of_running(described: RoleDescribed, as_json: bool) -> int:
-    """Print the plan of a role of a running job, from what its agent says of it."""
+def of_running(described: RoleDescribed, hosts: Iterable[Host], as_json: bool) -> int:
+    """Print the plan of a role of a running job, from what its agent says of it. `hosts`: all of the job."""
     state, replicas = described.state, described.replicas
-    roles, nodes = placed(described.hosts)
+    roles, nodes = placed(hosts)
     segments = [Segment.of(layout) for layout in state.segments]
     domains = {node: about.domain for node, about in nodes.items()}
     where = Places(roles, domains, spares_of(domains, roles))

@@ -1,0 +1,135 @@
+"""`ftctl events`: what has happened in a job, out of `events.jsonl` in its directory.
+
+The file is read line by line, however long it is, and of a job that is over as well. Where any node may lead
+the job, each leader has written its own, on its machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ft_core.errors import ConfigError
+from ft_core.protocol.groups import runs_of, text_of
+
+LAST = 20
+_KEYS = {"event", "epoch", "time", "roles", "reason"}
+_NAMED = 8
+"""Runs of roles that are shown."""
+_WIDTH = 160
+"""Characters of a reason, of which the first line is shown."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of the command."""
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--last", type=_count, default=LAST, metavar="N", help=f"so many, the newest last; {LAST}"
+    )
+    parser.add_argument("--all", action="store_true", help="from the first on, as they are read")
+    parser.add_argument(
+        "--event", action="append", metavar="NAME", help="of this kind; may be given several times"
+    )
+    parser.add_argument("--role", type=int, metavar="N", help="that are about this role")
+    parser.add_argument("--node", metavar="NAME", help="that name this node, as NAME or NAME+hex")
+    parser.add_argument("--epoch", type=int, metavar="N", help="of this epoch")
+    parser.add_argument("--json", action="store_true", help="the lines as they are in the file")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of events")
+    return int(text)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print them; returns 1 if there is none. Raises ConfigError where there is no such file, and OSError."""
+    if args.job_dir is None:
+        raise ConfigError("events are in the job's directory: give --job-dir, before the word events")
+    found: Iterable[tuple[str, dict[str, Any]]] = _chosen(args.job_dir / "events.jsonl", args)
+    if not args.all:
+        found = _newest(found, args.last)
+    none = True
+    for line, event in found:
+        none = False
+        print(line if args.json else text(event))
+    if none:
+        print("ftctl: no event is like that", file=sys.stderr)
+    return int(none)
+
+
+def _newest(found: Iterable[tuple[str, dict[str, Any]]], count: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """As lines until the last is known: an event of all roles takes ten times as much."""
+    for line in deque((line for line, _ in found), maxlen=count):
+        yield line, json.loads(line)
+
+
+def _chosen(path: Path, args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Those that are asked for, with their lines."""
+    # Most lines of a long file are read no further than it takes to see that they are of another kind.
+    names = [f'"event": {json.dumps(name)}' for name in args.event or ()]
+    try:
+        file = path.open(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path.parent} has no events.jsonl: no controller has run with this directory"
+        ) from None
+    with file:
+        for number, line in enumerate(file, 1):
+            if names and not any(name in line for name in names):
+                continue
+            try:
+                event = json.loads(line)
+                if not event.keys() >= _KEYS:
+                    raise ValueError("it lacks what all have")
+                fits = _fits(event, args)
+            except (ValueError, TypeError, AttributeError):
+                if line.endswith("\n"):  # else it is being written, or its writer has died
+                    print(f"ftctl: line {number} of {path} is no event", file=sys.stderr)
+                continue
+            if fits:
+                yield line.rstrip("\n"), event
+
+
+def _fits(event: dict[str, Any], args: argparse.Namespace) -> bool:
+    if args.event and event["event"] not in args.event:
+        return False
+    if args.epoch is not None and event["epoch"] != args.epoch:
+        return False
+    if args.role is not None and args.role not in event["roles"]:
+        moved = event.get("moved") or {}
+        if str(args.role) not in moved:
+            return False
+    return args.node is None or _names(event, args.node)
+
+
+def _names(event: dict[str, Any], node: str) -> bool:
+    moved = event.get("moved") or {}
+    named = [event.get("node"), event.get("replaced"), *(event.get("nodes") or ()), *moved.values()]
+    if any(isinstance(name, str) and node in (name, name.partition("+")[0]) for name in named):
+        return True
+    words = event["reason"].replace(",", " ").replace(":", " ").split()
+    return any(node in (word, word.partition("+")[0]) for word in words)
+
+
+def text(event: dict[str, Any]) -> str:
+    """One line of a person's size, whatever the event has."""
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
+    runs = runs_of(set(event["roles"]))
+    roles = text_of(runs[:_NAMED]) + f" and {sum(map(len, runs[_NAMED:])):,} more" * (len(runs) > _NAMED)
+    parts = [f"role {roles}"] if roles else []
+    if (version := event.get("version")) is not None and not event["reason"]:
+        parts.append(f"version {version}")
+    if node := event.get("node"):
+        parts.append(str(node))
+    reason = event["reason"].partition("\n")[0]
+    if reason:
+        parts.append(reason if len(reason) <= _WIDTH else f"{reason[:_WIDTH]} ...")
+    return f"{at}  epoch {event['epoch']:<4} {event['event']:<20} {', '.join(parts)}".rstrip()
