@@ -24,7 +24,7 @@ class Arbiter:
 
     def __init__(self, job: SimJob) -> None:
         self.world: World = job.world
-        self._network = job.network
+        self._network, self._outcome = job.network, job.outcome
         self.term = 0
         """The newest that was granted."""
         self.holder: SimController | None = None
@@ -36,26 +36,31 @@ class Arbiter:
         self, process: Process, machine: str, question: Callable[[], T], answer: Callable[[T | None], None]
     ) -> None:
         """`answer` is called once, with None if there was none in time; what was asked may have happened."""
-        waits = True
+        there, back = self.world.delay(), self.world.delay()
 
-        def answered(value: T | None) -> None:
-            nonlocal waits
-            if waits:
-                waits = False
-                answer(value)
-
-        def there() -> bool:
+        def reached() -> bool:
             return not self.down and self._network.joins(machine, MACHINE)
 
-        def asked() -> None:
-            if there():
-                value = question()
-                self.world.at(
-                    self.world.delay(), lambda: process.do(lambda: answered(value)) if there() else None
-                )
+        def none_after(seconds: float) -> None:
+            process.later(max(0.0, seconds), lambda: answer(None))
 
-        self.world.at(self.world.delay(), asked)
-        process.later(_LOST, lambda: answered(None))
+        def asked() -> None:
+            if not reached():
+                none_after(_LOST - there)
+                return
+            value = question()
+            if there + back < _LOST:
+                self.world.at(back, lambda: answered(value))
+            else:
+                none_after(_LOST - there)
+
+        def answered(value: T) -> None:
+            if reached():
+                process.do(lambda: answer(value))
+            else:
+                none_after(_LOST - there - back)
+
+        self.world.at(there, asked)
 
     @property
     def leader(self) -> SimController | None:
@@ -68,6 +73,7 @@ class Arbiter:
             return 0
         self.term = max(self.term, floor) + 1
         self.holder, self._until = candidate, self.world.now + lease.SECONDS
+        self._outcome.terms += 1
         self.world.trace(f"{candidate.name} leads in term {self.term}")
         return self.term
 

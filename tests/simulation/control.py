@@ -60,7 +60,7 @@ class SimController(Process):
     def _tick(self) -> None:
         self.handle(ev.Tick())
         if self.code is None and self.leads:
-            self.later(TICK, self._tick)
+            self.later(4 * TICK if self.job.shape.brief else TICK, self._tick)
 
     # -- the lease -----------------------------------------------------------------------------
 
@@ -83,6 +83,8 @@ class SimController(Process):
     def _lead(self, found: lease.Lease) -> None:
         self.leads, self._lease, self._ending = True, found, False
         settled = self.awake + lease.settled_after(lease.LOOK)
+        if self.job.shape.brief:  # it decides as early as it may
+            self.later(lease.settled_after(lease.LOOK), lambda: self.handle(ev.Tick()))
         about = self.job.settings, "/job", self._ids, dict(self.job.recorded)
         self.machine = Controller(*about, term=found.term, settled=settled)
         self.world.trace(f"{self.name} on {self.machine_name} knows that it leads in term {found.term}")
@@ -183,7 +185,7 @@ class SimController(Process):
         if not isinstance(event, ev.Tick | ev.Received) or (
             isinstance(event, ev.Received) and not isinstance(event.message, m.Heartbeat)
         ):
-            self.world.trace(f"{self.name} <- {short(event)}")
+            self.world.trace(f"{self.name} <- ", event)
         effects = self.machine.handle(event, self.awake)
         self.job.decides(self, effects)
         if self.acts_late and decides(effects):
@@ -206,7 +208,7 @@ class SimController(Process):
         match effect:
             case ev.Send(peer, message):
                 if (link := self.links.get(peer)) is not None:
-                    self.world.trace(f"{self.name} -> {self.nodes[peer].name}: {short(message)}")
+                    self.world.trace(f"{self.name} -> {self.nodes[peer].name}: ", message)
                     self.job.sent(message)
                     link.send(1, message)
             case ev.Close(peer):
@@ -283,9 +285,3 @@ def decides(effects: list[ev.Effect]) -> bool:
     """Whether the job's epoch ends or begins with these, or the job does."""
     said = [e.message for e in effects if isinstance(e, ev.Send)]
     return any(isinstance(message, m.Abort | m.OwnPlan | m.SharedPlan | m.Shutdown) for message in said)
-
-
-def short(event: object) -> str:
-    """For a trace."""
-    text = repr(event)
-    return text if len(text) < 400 else text[:400] + "..."

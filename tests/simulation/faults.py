@@ -62,7 +62,11 @@ def stop_worker(job: SimJob, rng: Random) -> None:
 
 def kill_node(job: SimJob, rng: Random) -> None:
     """A machine is lost, with all its memory; another comes, or not."""
-    if node := some(job, rng):
+    _kill(job, rng, some(job, rng))
+
+
+def _kill(job: SimJob, rng: Random, node: SimNode | None) -> None:
+    if node is not None:
         node.vanished = rng.random() < 0.5
         node.kill()
         job.machine_ends(node)
@@ -73,10 +77,13 @@ def kill_node(job: SimJob, rng: Random) -> None:
 def stop_node(job: SimJob, rng: Random) -> None:
     """A virtual machine stalls."""
     if node := some(job, rng):
-        seconds = rng.choice((0.3, 1.0, 1.9, 3.0, 4.0, 5.0, 12.0))
-        alone = rng.random() < 0.3
-        job.world.trace(f"{'the agent of ' if alone else ''}{node.name} stalls for {seconds} s")
-        node.stall(seconds, alone)
+        _stall(job, rng, node, alone=rng.random() < 0.3)
+
+
+def _stall(job: SimJob, rng: Random, node: SimNode, alone: bool) -> None:
+    seconds = rng.choice((0.3, 1.0, 1.9, 3.0, 4.0, 5.0, 12.0))
+    job.world.trace(f"{'the agent of ' if alone else ''}{node.name} stalls for {seconds} s")
+    node.stall(seconds, alone)
 
 
 def stop_everything(job: SimJob, rng: Random) -> None:
@@ -176,6 +183,22 @@ def leader_stops_in_the_act(job: SimJob, rng: Random) -> None:
     job.controller.acts_late = True
 
 
+def kill_leaders_machine(job: SimJob, rng: Random) -> None:
+    """With all that it has of the job."""
+    _kill(job, rng, _beside(job))
+
+
+def stop_leaders_machine(job: SimJob, rng: Random) -> None:
+    """It stalls."""
+    if (node := _beside(job)) is not None:
+        _stall(job, rng, node, alone=False)
+
+
+def _beside(job: SimJob) -> SimNode | None:
+    """The node on the leader's machine."""
+    return next((node for node in job.live() if node.machine_name == job.controller.machine_name), None)
+
+
 def leader_cut_off(job: SimJob, rng: Random) -> None:
     """From whoever keeps its lease."""
     _cut_off(job, rng, job.controller.machine_name)
@@ -227,6 +250,22 @@ def leader_has_a_bad_clock(job: SimJob, rng: Random) -> None:
         node_cut_off(job, rng)
     if rng.random() < 0.5:  # when there is another leader
         job.world.at(2.0 + 4 * rng.random(), lambda: kill_worker(job, rng))
+
+
+def leader_goes_on(job: SimJob, rng: Random) -> None:
+    """It does not notice that its lease has run out, another leads by then, and a worker is lost: it decides
+    what to do about that. An agent may not be able to look who leads."""
+    leader = job.controller
+    job.world.trace(f"the clock of {leader.name} stands still, and nothing tells it that it does not lead")
+    leader.wild = True
+    leader.runs_at(0.0)
+    cut_off = {leader.machine_name}
+    if (node := some(job, rng)) is not None and rng.random() < 0.7:
+        cut_off.add(node.machine_name)
+    job.network.severed |= {(name, MACHINE) for name in cut_off}
+    lost = 2.0 + 6.0 * rng.random()
+    job.world.at(lost, lambda: kill_worker(job, rng))
+    job.not_before = job.world.now + lost + 1.0
 
 
 def terminate_node(job: SimJob, rng: Random) -> None:
@@ -380,6 +419,22 @@ ELECTION: dict[Fault, int] = {
 }
 """For a job whose leader is elected."""
 
+LEADERS: dict[Fault, int] = {
+    **ELECTION,
+    leader_goes_on: 6,
+    kill_worker: 8,
+    kill_leaders_machine: 4,
+    stop_leaders_machine: 3,
+    stop_node: 1,
+    break_connection: 1,
+    stop_everything: 1,
+    cut: 2,
+    sever: 2,
+    terminate_node: 1,
+    join: 1,
+}
+"""For a schedule that is about them alone."""
+
 FAULTS: dict[Fault, int] = {
     kill_worker: 6,
     hang_worker: 1,
@@ -411,11 +466,13 @@ def some(job: SimJob, rng: Random) -> SimNode | None:
 
 def schedule(job: SimJob, rng: Random) -> float:
     """Draw a schedule of faults, some near to each other or at a certain message. When the last is over."""
-    count = rng.choice((1, 1, 2, 2, 3, 4, 6))
+    count = rng.choice((2, 3, 4) if job.shape.brief else (1, 1, 2, 2, 3, 4, 6))
     span = rng.choice((2.0, 4.0, 8.0))
-    at = rng.random() * 3.0
+    at = rng.random() * (5.0 if job.shape.brief else 3.0)
     faults = FAULTS | (STORAGE if job.shape.durable or job.shape.saves else {})
-    if job.shape.elects:
+    if job.shape.brief:
+        faults = LEADERS
+    elif job.shape.elects:
         faults = {fault: faults.get(fault, 0) + ELECTION.get(fault, 0) for fault in (*faults, *ELECTION)}
     for _ in range(count):
         fault = rng.choices(list(faults), list(faults.values()))[0]
@@ -430,6 +487,8 @@ def schedule(job: SimJob, rng: Random) -> float:
         else:
             job.world.at(at, strike)
         at += rng.choice((0.0, 0.05, 0.5, span)) * rng.random()
-    if job.shape.elects:  # it takes its time until there is another leader
+    if job.shape.brief:
+        at += rng.choice((0.0, 3.0))
+    elif job.shape.elects:  # it takes its time until there is another leader
         at += rng.choice((0.0, 4.0, 9.0))
     return at + 1.0

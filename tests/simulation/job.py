@@ -31,6 +31,8 @@ _CALM = 12.0
 _LIMIT = 400.0
 """Seconds after the last fault in which the job must have done steps, or ended with the reason."""
 _STEPS = 2
+_SILENCE = 6.0
+"""Seconds."""
 _ANSWER = 4.0
 """Seconds within which a node was asked about another, has tried, and its answer is here."""
 SHORT = 2.0
@@ -65,6 +67,11 @@ class Shape:
     """The version with which a first part of the script ends."""
     elects: bool = False
     """The controller is on any of the nodes, by a lease, and not on a machine of its own."""
+    cut_short: bool = False
+    """It ends with the last fault."""
+    brief: bool = False
+    """It is about who leads: what a job does all the time it does more seldom, once it trains again after the
+    last fault, that is all, and it is not asked whether a node was lost in vain."""
 
     @property
     def redundancy(self) -> m.Redundancy:
@@ -85,6 +92,8 @@ class Outcome:
     """Of nodes, their agents, or everything."""
     evictions: int = 0
     """Of nodes that live."""
+    terms: int = 0
+    """Leaders, where they are elected."""
     short: int = 0
     """Of those, nodes that were stopped for a short while, and taken for lost because of their silence."""
 
@@ -107,8 +116,8 @@ class SimJob:
             Command("train.py"),
             controller="10.0.0.1:1",
             spares=shape.spares,
-            heartbeat=0.5,
-            heartbeats_missed=12,
+            heartbeat=_SILENCE / (3 if shape.brief else 12),
+            heartbeats_missed=3 if shape.brief else 12,
             strikes=2,
             strike_minutes=1 / 3,
             quiesce_timeout=6.0,
@@ -122,7 +131,7 @@ class SimJob:
             for segment in self.training.segments(role):
                 self.owners.setdefault(segment.id, []).append(role)
         self.steps = 1 << 30
-        self.step = 0.6
+        self.step = 2.5 if shape.brief else 0.6
         """Seconds of a step's forward and backward."""
         self.network = Network()
         self.storage = Storage(self)
@@ -252,6 +261,8 @@ class SimJob:
                 f"11: {node.name} obeys term {term} ({type(message).__name__}), and term {self.decided} has "
                 "decided"
             )
+        if self.arbiter is not None and term < self.arbiter.term and isinstance(message, m.SharedPlan):
+            self._ailed.add(node.name)  # the next leader does not know that plan, and goes on without it
 
     def live(self) -> list[SimNode]:
         return [node for node in self.nodes if node.alive]
@@ -347,7 +358,8 @@ class SimJob:
             if well and not any(map(self._ails, self.live())):
                 raise Violation(f"6: the link between {machines} is well, and {event.reason}")
         back = self.named(event.more["node"]) if event.event == "given_up" else None
-        if back is not None and not self._in_trouble(back) and back.name not in self._ailed:
+        needless = back is not None and not self._in_trouble(back) and back.name not in self._ailed
+        if back is not None and needless and not self.shape.brief:
             raise Violation(f"6: {back.name} is well, and is given up")
         if event.event == "hang" and event.more["explained"]:
             self._check_blame(controller, event)
@@ -370,8 +382,8 @@ class SimJob:
                 raise Violation(f"6: a second node is taken for lost for one broken link: {reason}")
             self._linked = controller.machine.facts.epoch
             self.memory_lost(node)
-        if "no heartbeat" in reason:
-            if not self._in_trouble(node):
+        if "no heartbeat" in reason and not self.shape.brief:
+            if not self._in_trouble(node, controller):
                 raise Violation(f"6: {node.name} is well, and is taken for lost: {reason}")
             if "though" not in reason and not self._ails(node) and self._spoken_for(node, controller):
                 raise Violation(f"6: others reach {node.name}, and it is taken for lost: {reason}")
@@ -418,9 +430,13 @@ class SimJob:
         ]
         return self._exposed | {node.machine_name for node in out}
 
-    def _in_trouble(self, node: SimNode) -> bool:
-        """Whether it is, or was of late, stopped, cut off or without a connection of its own fault."""
-        needed = [self.controller.machine_name, *([MACHINE] if self.arbiter is not None else [])]
+    def _in_trouble(self, node: SimNode, controller: SimController | None = None) -> bool:
+        """Whether it is, or was of late, stopped, cut off or without a connection of its own fault, to that
+        controller."""
+        needed = [
+            (controller or self.controller).machine_name,
+            *([MACHINE] if self.arbiter is not None else []),
+        ]
         return self._ails(node) or not all(self.network.joins(node.machine_name, each) for each in needed)
 
     def _ails(self, node: SimNode) -> bool:
@@ -506,6 +522,9 @@ class SimJob:
         if self.poison or self.errors.fatal or self.shape.brings in ("different", "impossible"):
             return True
         reason, storage = self.outcome.reason, self.storage
+        # The only node that a new leader sees was told to end, and others are with its predecessor yet.
+        if self.shape.brief and "told to end (SIGTERM)" in reason:
+            return True
         if "cannot be read" in reason:
             return storage.was_in_trouble
         # Before the first step after a checkpoint was read it is the copy, by role, of what that has read.
@@ -520,7 +539,7 @@ class SimJob:
 
     def check(self, controller: SimController) -> None:
         """After every event of the controller."""
-        if self._out:
+        if self._out and controller.term >= self.decided:
             seen = controller.machine.facts.nodes
             self._out = {name: since for name, since in self._out.items() if name not in seen}
         if not self._exposed:
@@ -545,21 +564,23 @@ class SimJob:
         world = self.world
         world.run(last_fault, lambda: self.over)
         world.run(self.not_before, lambda: self.over)
-        if self.over:
+        if self.over or self.shape.cut_short:
             return self.outcome
         self._heal()
         healed, reached = world.now, self.training.newest
         limit = healed + _LIMIT
-        world.run(healed + _CALM, lambda: self.over)
-        world.run(limit, lambda: self.over or self.training.newest > reached + _STEPS)
-        if not self.over and self.training.newest <= reached + _STEPS:
+        steps = 1 if self.shape.brief else _STEPS
+        if not self.shape.brief:
+            world.run(healed + _CALM, lambda: self.over)
+        world.run(limit, lambda: self.over or self.training.newest > reached + steps)
+        if not self.over and self.training.newest <= reached + steps:
             raise Violation(f"5: {_LIMIT:g} s after the last fault no step was done; {self._where()}")
         if self.shape.brings in ("different", "impossible"):
             if self.training.newest:
                 raise Violation(f"8: the scripts bring {self.shape.brings} settings, and a step was done")
             if not self.over:
                 raise Violation(f"8: the scripts bring {self.shape.brings} settings; {self._where()}")
-        if self.over:
+        if self.over or self.shape.brief:
             return self.outcome
         known = self.controller.machine.facts.nodes
         out = [node.name for node in self.live() if node.name not in known and not node.leaving]
@@ -601,8 +622,13 @@ class SimJob:
             self.arbiter.down = False
         for node in self.live():
             node.healed()
-        for _ in range(self.shape.nodes - len([node for node in self.live() if not node.leaving])):
-            self.join()
+        stay = [node for node in self.live() if not node.leaving]
+        if self.shape.brief:  # in the place of each: a job that has yet to begin waits long for others
+            for rank in set(range(self.shape.nodes)) - {node.rank for node in stay}:
+                self.join(rank)
+        else:
+            for _ in range(self.shape.nodes - len(stay)):
+                self.join()
 
     def _where(self) -> str:
         lines = [f"{self.controller.name}: {self.controller.machine.phase!r}"]

@@ -129,7 +129,7 @@ def a_successor_waits_for_nobody() -> None:
     """A new controller takes over at once: who has not greeted it yet counts as lost."""
 
     def mutated(self: Controller, phase: Rebuilding) -> None:
-        phase.heard_at = float("-inf")
+        phase.began = phase.heard_at = float("-inf")
         self._arriving = 0
         rebuild(self, phase)
 

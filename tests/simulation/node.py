@@ -16,7 +16,6 @@ from ft_core.protocol import messages as m
 from ft_core.state.manifest import Segment
 from ft_core.state.placement import Places, replica_nodes, sender, spares_of
 
-from .control import short
 from .store import SimStore
 from .workers import SimWorker, to_layout
 from .world import Link, Process, Violation
@@ -163,7 +162,7 @@ class SimNode(Process):
     def _hear(self, link: Link, message: object) -> None:
         if self.link is not link:
             return
-        self.world.trace(f"{self.name} <- {short(message)}")
+        self.world.trace(f"{self.name} <- ", message)
         if isinstance(message, m.Leads):
             self.follower.led_by(message.term)
             self._led = message.term
@@ -189,7 +188,7 @@ class SimNode(Process):
 
         def arrive() -> None:
             if worker.alive or number <= worker.outbox:
-                self.world.trace(f"{self.name} <- {worker.name}: {short(message)}")
+                self.world.trace(f"{self.name} <- {worker.name}: ", message)
                 self.handle(ev.FromWorker(worker.number, message))  # type: ignore[arg-type]
 
         self.later(0.001, arrive)

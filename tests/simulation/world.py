@@ -32,17 +32,19 @@ class World:
 
     def run(self, until: float, over: Callable[[], bool]) -> None:
         """Until then, or until it is `over`."""
-        while self._queue and self._queue[0][0] <= until and not over():
-            self.now, _, call = heapq.heappop(self._queue)
+        queue = self._queue
+        while queue and queue[0][0] <= until and not over():
+            self.now, _, call = heapq.heappop(queue)
             self.events += 1
             call()
         if not over():
             self.now = max(self.now, until)
 
-    def trace(self, text: str) -> None:
-        """For whoever repeats a schedule."""
+    def trace(self, text: str, about: object = None) -> None:
+        """For whoever repeats a schedule. `about`: an event, of which not more than a line is shown."""
         if self.lines is not None:
-            self.lines.append(f"{self.now:8.3f} {text}")
+            shown = "" if about is None else repr(about)
+            self.lines.append(f"{self.now:8.3f} {text}{shown[:400]}{'...' if len(shown) > 400 else ''}")
 
     def delay(self) -> float:
         """Of a message: short as a rule, and now and then not."""
