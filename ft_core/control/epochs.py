@@ -125,7 +125,7 @@ class Epochs:
             if epoch > max(phase.newest, self.facts.plan_epoch):
                 phase.newest, phase.asked_at = epoch, float("-inf")
         elif epoch > self.facts.plan_epoch:
-            self.phase = Rebuilding(epoch, self.now)
+            self.phase = Rebuilding(epoch, self.now, self.now)
 
     @property
     def planned(self) -> bool:

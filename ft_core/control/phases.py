@@ -22,6 +22,7 @@ class Rebuilding:
     name: ClassVar[str] = "rebuilding"
     newest: int
     """The epoch of the newest plan that is known to be somewhere."""
+    began: float
     heard_at: float
     """When somebody who knows the secret last came, or said who he is."""
     asked_at: float = float("-inf")

@@ -7,8 +7,10 @@ from ft_core.control.facts import Facts, epoch_of
 from ft_core.control.phases import Rebuilding
 from ft_core.protocol.messages import Plan, SendState
 
-GRACE = 2.0
-"""Seconds without news that it waits for the nodes of the plan it was told of."""
+GRACE = 1.5
+"""Seconds that the nodes of the plan have to come, once the first has told of it."""
+QUIET = 1.0
+"""Seconds without news that they are waited for in any case."""
 REPEAT = 1.0
 """Seconds after which another is asked for the plan."""
 
@@ -32,7 +34,8 @@ def complete(facts: Facts, phase: Rebuilding, arriving: int, now: float) -> bool
     """Whether it has heard from everybody, spares with their copies included, or it is clear who does not
     come."""
     quiet = now - phase.heard_at
-    late = quiet > GRACE and (not arriving or quiet > facts.settings.silence_limit)
+    waits = arriving and quiet <= facts.settings.silence_limit
+    late = now - phase.began > GRACE and quiet > QUIET and not waits
     return late or not set(facts.begun.nodes) - set(facts.nodes)
 
 

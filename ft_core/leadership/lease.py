@@ -28,7 +28,7 @@ DRIFT = 0.1
 """By what part of a time two clocks may differ over it."""
 LOOK = 0.5
 """Seconds between two looks of a process at who leads, in a job of ordinary size."""
-SLACK = 1.5
+SLACK = 1.0
 """Seconds more that a look may take, or fail, before an agent does not know whom to obey."""
 DOUBT = 10.0
 """Seconds for which it waits for a look then, and what it was told waits with it, before it hangs up: to its
