@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
+import etcd_members
 import pytest
 from harness import ROOT
 
@@ -71,3 +72,12 @@ def test_the_control_plane_of_many_roles() -> None:
     assert phases.keys() == {"start", "steady", "a node lost", "1 % of nodes lost", "controller restarted"}
     assert 0 < result["plan_everywhere_s"] <= phases["a node lost"]["seconds"]
     assert 0 < phases["a node lost"]["plan_bytes"] < 10_000 and 0 < result["largest_message"] < 10_000
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@etcd_members.needed
+def test_leaders_that_are_lost() -> None:
+    result = run("succession", "--quick")
+    assert len(result["kills"]) == 2 and result["different"] == 0
+    assert all(kill["led"] > 0 for kill in result["kills"])
