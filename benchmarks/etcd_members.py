@@ -18,7 +18,8 @@ from ft_core.protocol.sockets import reserve
 class Members:
     """Use as a context manager: nothing of them is left behind."""
 
-    def __init__(self, count: int = 3) -> None:
+    def __init__(self, count: int = 3, *flags: str) -> None:
+        self._flags = flags
         self._directory = Path(tempfile.mkdtemp(prefix="ft-etcd-"))
         reserved = [reserve("127.0.0.1") for _ in range(2 * count)]
         ports = [each.getsockname()[1] for each in reserved]
@@ -35,7 +36,7 @@ class Members:
         command += ["--listen-peer-urls", mine, "--initial-advertise-peer-urls", mine]
         command += ["--listen-client-urls", client, "--advertise-client-urls", client]
         all_of_them = ",".join(f"m{at}={peer}" for at, peer in enumerate(self._peers))
-        command += ["--initial-cluster", all_of_them, "--unsafe-no-fsync"]
+        command += ["--initial-cluster", all_of_them, "--unsafe-no-fsync", *self._flags]
         with (self._directory / f"log{number}").open("ab") as output:
             return subprocess.Popen(command, stdout=output, stderr=output)
 

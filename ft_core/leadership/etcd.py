@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ft_core.errors import ConfigError
 from ft_core.leadership import lease
 from ft_core.leadership.base import Grant, Leader, LeadershipError, Notes
 from ft_core.leadership.http import Client
@@ -153,14 +154,22 @@ class Etcd:
         with contextlib.suppress(LeadershipError):
             self._ask("lease/revoke", {"ID": number})
 
-    def _ask(self, what: str, body: Mapping[str, Any], again: bool = True) -> dict[str, Any]:
+    def _ask(self, what: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        if os.environ.get(USER) and not self._token:  # without one etcd does not ask for it, but refuses
+            self._log_in()
+        status, answer = self._send(what, body)
+        if status == 401 and self._token:  # tokens run out
+            self._log_in()
+            status, answer = self._send(what, body)
+        return self._checked(what, status, answer)
+
+    def _send(self, what: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
         try:
-            status, answer = self._client.ask("POST", f"/v3/{what}", body)
+            return self._client.ask("POST", f"/v3/{what}", body)
         except LeadershipError as error:
             raise LeadershipError(f"{self.place}: {error}") from None
-        if status == 401 and again and os.environ.get(USER):
-            self._log_in()
-            return self._ask(what, body, again=False)
+
+    def _checked(self, what: str, status: int, answer: dict[str, Any]) -> dict[str, Any]:
         if status != 200:
             raise LeadershipError(f"{self.place}: {what}: status {status}: {str(answer)[:200]}")
         return answer
@@ -171,9 +180,8 @@ class Etcd:
     def _log_in(self) -> None:
         name, _, password = os.environ[USER].partition(":")
         self._token = ""
-        self._token = self._ask("auth/authenticate", {"name": name, "password": password}, again=False)[
-            "token"
-        ]
+        what, who = "auth/authenticate", {"name": name, "password": password}
+        self._token = self._checked(what, *self._send(what, who))["token"]
 
 
 USER, CA, CERTIFICATE, KEY = (f"ETCDCTL_{name}" for name in ("USER", "CACERT", "CERT", "KEY"))
@@ -181,9 +189,15 @@ USER, CA, CERTIFICATE, KEY = (f"ETCDCTL_{name}" for name in ("USER", "CACERT", "
 
 
 def _context() -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=os.environ.get(CA))
-    if certificate := os.environ.get(CERTIFICATE):
-        context.load_cert_chain(certificate, os.environ.get(KEY))
+    try:
+        context = ssl.create_default_context(cafile=os.environ.get(CA))
+        if certificate := os.environ.get(CERTIFICATE):
+            context.load_cert_chain(certificate, os.environ.get(KEY))
+    except OSError as error:
+        files = ", ".join(
+            f"{name} {os.environ[name]}" for name in (CA, CERTIFICATE, KEY) if name in os.environ
+        )
+        raise ConfigError(f"etcds://: {error}: {files}") from None
     return context
 
 

@@ -22,7 +22,7 @@ from ft_core.control.events import LauncherGone, Record
 from ft_core.control.keeper import Granted, Keeper, Over
 from ft_core.control.shell import Office, Shell
 from ft_core.errors import ConfigError
-from ft_core.leadership import kubernetes, lease
+from ft_core.leadership import etcd, kubernetes, lease
 from ft_core.leadership.base import Fixed, Leader, Leadership, LeadershipError, Notes
 from ft_core.leadership.http import Client
 from ft_core.leadership.kubernetes import Kubernetes
@@ -359,6 +359,60 @@ def test_of_three_members_one_may_die() -> None:
             one.renew(second)
         members.start(1)
         assert until_it_answers(one).term == 2
+
+
+@etcd_members.needed
+def test_etcd_is_asked_by_name_and_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    may = {"permType": "READWRITE", "key": _base64("jobs/"), "range_end": _base64("jobs0")}
+    with Members(1) as members:
+        admin = members.leadership("jobs/llm")
+        for what, body in (
+            ("user/add", {"name": "root", "password": "secret"}),
+            ("role/add", {"name": "root"}),
+            ("user/grant", {"user": "root", "role": "root"}),
+            ("user/add", {"name": "ft", "password": "with:a:colon"}),
+            ("role/add", {"name": "ft"}),
+            ("role/grant", {"name": "ft", "perm": may}),
+            ("user/grant", {"user": "ft", "role": "ft"}),
+            ("enable", {}),
+        ):
+            admin._ask(f"auth/{what}", body)
+        with pytest.raises(LeadershipError, match="user name is empty"):
+            admin.look()
+        monkeypatch.setenv(etcd.USER, "ft:wrong")
+        with pytest.raises(LeadershipError, match="invalid user ID or password"):
+            admin.look()
+        monkeypatch.setenv(etcd.USER, "ft:with:a:colon")
+        first = admin.acquire("one:1", 0)
+        assert first is not None and admin.renew(first) and admin.look() == Leader(1, "one:1")
+        admin._token = "one.that.has.run.out"
+        assert admin.renew(first) and admin.note(first, Notes())
+        with pytest.raises(LeadershipError, match="permission denied"):
+            members.leadership("not a job").look()
+
+
+@etcd_members.needed
+def test_where_etcd_is_full_a_leader_goes_on_and_nobody_follows() -> None:
+    with Members(1, "--quota-backend-bytes=200000") as members:
+        one = members.leadership("job")
+        first = one.acquire("one:1", 0)
+        assert first is not None
+        with pytest.raises(LeadershipError, match="database space exceeded"):
+            for number in range(1000):  # it counts what is written now and then
+                one._ask("kv/put", {"key": _base64(str(number)), "value": _base64("x" * 20_000)})
+                time.sleep(0.02)
+        assert one.renew(first) and one.look() == Leader(1, "one:1")
+        with pytest.raises(LeadershipError, match="database space exceeded"):
+            one.resign(first, 0)
+        assert one.renew(first) and one.resign(first)
+        with pytest.raises(LeadershipError, match="database space exceeded"):
+            one.acquire("one:1", 0)
+
+
+def test_a_certificate_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(etcd.CA, "/nowhere/ca.pem")
+    with pytest.raises(ConfigError, match=r"No such file or directory: ETCDCTL_CACERT /nowhere/ca\.pem"):
+        leadership.at("etcds://a:2379/jobs/llm", b"secret", 2)
 
 
 def test_what_kubernetes_refuses_is_said(tmp_path: Path) -> None:
