@@ -50,10 +50,12 @@ class _Counting(rendezvous._Store):
 
 
 def _store(orders: Connection) -> None:
-    """A process that has the stores, as an agent does. Each word is answered with the requests so far."""
+    """A process that has the stores, as an agent does. Each word is answered with the requests so far, and
+    the most CPU seconds that they have taken before anybody else had a turn."""
     raise_limit()
     rendezvous._Store = _Counting  # type: ignore[misc]
     stores = rendezvous.Stores("127.0.0.1", SECRET)
+    held = [0.0]
 
     async def run() -> None:
         def fail(error: Exception) -> None:
@@ -61,6 +63,11 @@ def _store(orders: Connection) -> None:
 
         serving = asyncio.ensure_future(stores.serve(fail))
         asyncio.get_running_loop().add_reader(orders.fileno(), answer)
+        while not serving.done():  # what else the agent's loop has to do comes no sooner
+            begun = time.thread_time()
+            await asyncio.sleep(0)
+            held[0] = max(held[0], time.thread_time() - begun)
+            await asyncio.sleep(0.01)
         await serving
 
     def answer() -> None:
@@ -68,7 +75,7 @@ def _store(orders: Connection) -> None:
             orders.recv()
         except EOFError:
             os._exit(0)
-        orders.send(dict(_Counting.requests))
+        orders.send((dict(_Counting.requests), held[0]))
 
     orders.send(stores.address)
     asyncio.run(run())
@@ -84,10 +91,10 @@ class Store:
         self.pid = self._process.pid or 0
         self.address: str = self._orders.recv()
 
-    def requests(self) -> dict[str, int]:
-        """So far, by kind."""
+    def requests(self) -> tuple[dict[str, int], float]:
+        """So far, by kind; and the most CPU seconds for which the event loop was held up."""
         self._orders.send(None)
-        found: dict[str, int] = self._orders.recv()
+        found: tuple[dict[str, int], float] = self._orders.recv()
         return found
 
     def memory_mb(self) -> float:
@@ -144,7 +151,7 @@ def real(size: int) -> dict[str, Any]:
         members.append((own, process))
     try:
         sockets = [own.recv() for own, _ in members]
-        requests = store.requests()
+        requests, _ = store.requests()
         return {"size": size, "requests": requests, "sockets_per_member": max(sockets)}
     finally:
         for own, process in members:
@@ -196,7 +203,7 @@ def simulated(members: int, layout: str, processes: int) -> dict[str, Any]:
                 raise TimeoutError(f"not through after {PATIENCE:.0f} s: {found}")
         seconds = max(seen.last for seen in found) - begun
         cpu = cpu_seconds(store.pid) - cpu
-        requests = store.requests()
+        requests, held = store.requests()
         total = sum(requests.values())
         return {
             "members": shape.roles,
@@ -208,6 +215,7 @@ def simulated(members: int, layout: str, processes: int) -> dict[str, Any]:
             "seconds": seconds,
             "store_cpu_s": cpu,
             "requests_per_cpu_s": total / cpu if cpu else math.inf,
+            "loop_held_cpu_s": held,
             "longest_wait_s": max(seen.longest for seen in found),
             "bytes_to_a_member": sum(seen.received for seen in found) / shape.roles,
             "largest_message": max(seen.largest for seen in found),

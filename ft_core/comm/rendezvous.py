@@ -24,10 +24,11 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar, assert_never
 
 import msgspec
@@ -53,6 +54,7 @@ from ft_core.protocol.store import (
     DeleteKey,
     JoinEpoch,
     Meet,
+    Reply,
     Request,
     SetKey,
     Values,
@@ -61,6 +63,7 @@ from ft_core.protocol.store import (
 
 log = logging.getLogger(__name__)
 _Channel = AsyncChannel[Request]
+T = TypeVar("T")
 V = TypeVar("V", int, bool, bytes)
 _NUMBER = re.compile(rb"-?[0-9]{1,19}")
 
@@ -75,6 +78,9 @@ MAX_EPOCH = 1 << 30
 
 SHELF = 512 << 10
 """Bytes of values that come together: a message is to stay below 1 MiB."""
+
+AT_ONCE = 256
+"""Replies that nothing comes in between."""
 
 _KEY_BYTES = 200
 """What a key takes beside its text, roughly."""
@@ -246,10 +252,8 @@ class _Store:
         meeting.waiting.append((channel, request.id))
         if len(meeting.came) < request.size:
             return
-        for waiter, number in meeting.waiting:
-            with contextlib.suppress(ConnectionError):  # it is gone: whoever serves it notices
-                waiter.post(Answered(number, True))
-        meeting.waiting.clear()
+        waiting, meeting.waiting = meeting.waiting, []
+        _by_and_by(lambda to: _post(to[0], Answered(to[1], True)), iter(waiting))
 
     def _ask(self, group: str, roles: str) -> None:
         """Of each group, all members ask the same, and only the first is heard."""
@@ -258,13 +262,14 @@ class _Store:
         self._take(len(group) + len(roles))
         self._asks.add((group, roles))
         came = meeting.came if (meeting := self._meetings.get(group)) is not None else ()
+        here = []
         for role in (role for run in roles_in(roles) for role in run if role not in came):
             if (channel := self._roles.get(role)) is None:
                 self._take(len(group))
                 self._asked.setdefault(role, []).append(group)
             else:
-                with contextlib.suppress(ConnectionError):
-                    channel.post(Asked(group))
+                here.append(channel)
+        _by_and_by(lambda channel: _post(channel, Asked(group)), iter(here))
 
     # -- keys ------------------------------------------------------------------------------------
 
@@ -283,11 +288,15 @@ class _Store:
         self._take_down(key)
         if beside:
             self._put(key, value)
-        for waiter in self._waiting.pop(key, ()):
-            waiter.missing -= 1
-            if not waiter.missing:
-                with contextlib.suppress(ConnectionError):
-                    self._wait(waiter.channel, waiter.number, waiter.keys)
+        if (waiting := self._waiting.pop(key, None)) is not None:
+            _by_and_by(self._came, iter(waiting))
+
+    def _came(self, waiter: _Waiter) -> None:
+        """One of its keys."""
+        waiter.missing -= 1
+        if not waiter.missing:
+            with contextlib.suppress(ConnectionError):
+                self._wait(waiter.channel, waiter.number, waiter.keys)
 
     def _put(self, key: str, value: bytes) -> None:
         place = _place(key)
@@ -327,6 +336,20 @@ class _Store:
         if shelf.encoded is None:
             shelf.encoded = msgspec.Raw(msgspec.json.encode(shelf.values))
         return shelf.encoded
+
+
+def _post(channel: _Channel, reply: Reply) -> None:
+    with contextlib.suppress(ConnectionError):  # it is gone: whoever serves it notices
+        channel.post(reply)
+
+
+def _by_and_by(step: Callable[[T], None], rest: Iterator[T]) -> None:
+    """For each: some now, the others later. The agent has more to do than to answer all roles at once."""
+    some = list(islice(rest, AT_ONCE))
+    for each in some:
+        step(each)
+    if len(some) == AT_ONCE:
+        asyncio.get_running_loop().call_soon(_by_and_by, step, rest)
 
 
 class EpochStore(dist.Store):

@@ -81,3 +81,16 @@ def test_leaders_that_are_lost() -> None:
     result = run("succession", "--quick")
     assert len(result["kills"]) == 2 and result["different"] == 0
     assert all(kill["led"] > 0 for kill in result["kills"])
+
+
+@pytest.mark.exhaustive
+def test_what_members_ask_of_their_store() -> None:
+    result = run("rendezvous", "--members", "256", "--real", "2", "4")
+    assert [row["sockets_per_member"] for row in result["groups"]] == [2, 4]
+    for row in result["groups"]:
+        assert row["requests"]["Meet"] == row["requests"]["SetKey"] == row["size"]
+    (found,) = result["sizes"]
+    asked, members = found["requests"], 256  # TP 8, PP 16: all, data, tensor, pipeline and model parallel
+    assert asked["Meet"] == asked["WaitForKeys"] == members * 5
+    assert asked["SetKey"] == 2 + 128 + 32 + 16 + 2  # an address for each 128 members of a group
+    assert asked.keys() == {"Meet", "WaitForKeys", "SetKey"}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,9 +19,11 @@ from ft_core.comm.inner import start
 from ft_core.comm.rendezvous import EpochStore, Stores
 from ft_core.errors import AuthenticationError
 from ft_core.protocol.groups import GroupId
+from ft_core.protocol.store import Ask, Meet, SetKey, WaitForKeys
 
 SECRET = b"s" * 32
 GROUP = GroupId.of(range(2), 0)
+COUNT = 5000
 LONG, SHORT = timedelta(seconds=60), timedelta(milliseconds=50)
 
 
@@ -131,6 +135,34 @@ def test_who_is_new_is_asked_at_once_and_who_has_come_is_not(connect: Callable[.
     with pytest.raises(dist.DistStoreError, match="is gone"):
         waiting()
     assert not c._asked, "it was asked once, by two"
+
+
+def test_an_agent_has_other_things_to_do_than_to_answer_all_roles_at_once() -> None:
+    class Told:
+        peer = "a member"
+
+        def post(self, reply: object) -> None:
+            told.append(reply)
+
+    async def all_meet() -> list[int]:
+        store, group, members = rendezvous._Store(), f"0-{COUNT - 1}:1#0", [Told() for _ in range(COUNT)]
+        seen = []
+        for role, member in enumerate(members):
+            store.join(member, role)  # type: ignore[arg-type]
+            store.handle(member, WaitForKeys(0, ["key"]))  # type: ignore[arg-type]
+        for request in (SetKey("key", b""), Ask(group, f"0-{COUNT - 1}:1")):
+            store.handle(members[0], request)  # type: ignore[arg-type]
+        for member in members:
+            store.handle(member, Meet(1, group, COUNT, None))  # type: ignore[arg-type]
+        while not seen or seen[-1] < len(told):
+            seen.append(len(told))
+            await asyncio.sleep(0)
+        return seen
+
+    told: list[object] = []
+    seen = asyncio.run(all_meet())
+    assert len(told) == 3 * COUNT, "values, asks, and that all have come"
+    assert max(b - a for a, b in pairwise([0, *seen])) <= 3 * rendezvous.AT_ONCE
 
 
 def test_a_replacement_of_a_members_connection_counts_once(connect: Callable[..., EpochStore]) -> None:
