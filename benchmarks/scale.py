@@ -37,6 +37,17 @@ PATIENCE = 300.0
 """Seconds for each phase."""
 
 
+def own_core() -> set[int]:
+    """That of the controller."""
+    return {min(os.sched_getaffinity(0))}
+
+
+def fleets_cores() -> set[int]:
+    """The others, if there are any: what simulates the agents takes nothing of the controller's."""
+    cores = os.sched_getaffinity(0)
+    return cores - own_core() if len(cores) > 1 else cores
+
+
 class Job:
     """One simulated job."""
 
@@ -67,9 +78,10 @@ class Job:
             own, other = context.Pipe()
             part = {name: rank for name, rank in names.items() if rank % processes == number}
             self._of |= dict.fromkeys(part, number)
-            arguments = (layout, address, secret, self.settings.heartbeat, part, other)
+            arguments = (layout, address, secret, self.settings, part, other)
             self._processes.append(context.Process(target=serve, args=arguments, daemon=True))
             self._processes[-1].start()
+            os.sched_setaffinity(self._processes[-1].pid or 0, fleets_cores())
             self._fleets.append(own)
         self.controller = self._start_controller()
 
@@ -77,7 +89,9 @@ class Job:
         command = [sys.executable, "-m", "ft_core.control", "--job-dir", str(self.job_dir), *flags]
         if profile := os.environ.get("FT_PROFILE"):
             command[1:2] = ["-m", "cProfile", "-o", f"{profile}{len(flags)}", "-m"]
-        return subprocess.Popen(command, env=environment())
+        process = subprocess.Popen(command, env=environment())
+        os.sched_setaffinity(process.pid, own_core())
+        return process
 
     def start(self) -> None:
         """All agents connect."""

@@ -18,17 +18,22 @@ from typing import Any
 
 import msgspec
 
+from ft_core.node.machine import SAME
 from ft_core.protocol import messages as m
 from ft_core.protocol.codec import encode
 from ft_core.protocol.framing import HEADER, Frames
 from ft_core.protocol.groups import roles_in, text_of
 from ft_core.protocol.handshake import Handshake
+from ft_core.protocol.pulses import Seal, sender
 from ft_core.protocol.sockets import split_address
 from ft_core.protocol.table import Received, hosts_of, pieces
+from ft_core.settings import Settings
 from ft_core.state.manifest import Segment
 
 STEP = 5.0
 """Seconds."""
+COPIED, OPTIMIZER = 0.2, 0.1
+"""Of a step: when the copy of the one before is complete, and how long its optimizer takes."""
 _AGAIN = 0.05
 _EPOCH = re.compile(rb'"epoch":(\d+)')
 _ID = re.compile(rb'"state":{"id":"([^"]*)"')
@@ -102,9 +107,13 @@ class Told:
 class Fleet:
     """The agents of one process."""
 
-    def __init__(self, layout: Layout, controller: str, secret: bytes, heartbeat: float) -> None:
-        self.layout, self.secret, self.heartbeat = layout, secret, heartbeat
+    def __init__(self, layout: Layout, controller: str, secret: bytes, settings: Settings) -> None:
+        self.layout, self.secret = layout, secret
+        self.every, self.again = settings.pulse, SAME * settings.silence_limit
         self.host, self.port = split_address(controller)
+        self.session = ""
+        """Of the controller that agents have met last."""
+        self._seal, self._datagrams = Seal(secret), sender(controller)
         self.told = Told()
         self.nodes: dict[str, Agent] = {}
         self.plan: m.NodePlan | None = None
@@ -133,14 +142,21 @@ class Fleet:
         self.stopped, self.begun = None, (version + 1, _steps())
 
     async def beat(self) -> None:
-        """For all agents, spread over the time between two beats."""
+        """For all agents, spread over the time between two beats: what is new, and that they live."""
         parts = 50
         while True:
             for part in range(parts):
                 begun = time.monotonic()
                 for agent in list(self.nodes.values())[part::parts]:
                     agent.beat()
-                await asyncio.sleep(max(0.0, begun + self.heartbeat / parts - time.monotonic()))
+                    self._pulse(agent.name)
+                await asyncio.sleep(max(0.0, begun + self.every / parts - time.monotonic()))
+
+    def _pulse(self, name: str) -> None:
+        """As the process beside an agent."""
+        if self.session:
+            with contextlib.suppress(OSError):  # nobody listens, while the controller is restarted
+                self._datagrams.send(self._seal.pack(m.Pulse(self.session, name, time.monotonic_ns(), 0.0)))
 
 
 class Agent(asyncio.Protocol):
@@ -162,6 +178,8 @@ class Agent(asyncio.Protocol):
         self._frames: Frames | None = None
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
+        self._beat: tuple[float, object] = 0.0, None
+        """When it has beaten last, and what it said."""
 
     async def connect(self) -> None:
         """Until there is a connection."""
@@ -272,13 +290,20 @@ class Agent(asyncio.Protocol):
         return [(role - self.fleet.layout.per_node) % self.fleet.layout.roles for role in self.roles]
 
     def beat(self) -> None:
-        """A heartbeat."""
+        """A heartbeat, if there is news. Of a step there are three: its end, its copy, its optimizer."""
         if self._frames is None:
             return
-        version = self.fleet.version
-        trained = [version - 1, version]
+        version, into = self.fleet.version, time.monotonic() % STEP / STEP
+        copied, optimizer = into > COPIED, into > 1 - OPTIMIZER
+        now, before = time.monotonic(), self._beat
+        news = version, copied, optimizer, self.epoch, self.begun, tuple(self.roles)
+        if news == before[1] and now - before[0] < self.fleet.again:
+            return
+        self._beat = now, news
+        trained = [version - 1, version] if copied else [version - 1]
+        tag = -1 if optimizer else version
         beats = {
-            role: m.RoleBeat(role + 1, version, version, trained, version, STEP, 0.0, 0, 0)
+            role: m.RoleBeat(role + 1, version, tag, trained, trained[-1], STEP, 0.0, 0, 0)
             for role in self.roles
         }
         replicas = {self.fleet.layout.segments(role)[1][0]: trained for role in self._kept()}
@@ -317,7 +342,9 @@ class Agent(asyncio.Protocol):
             case b"Shutdown":
                 told.wrong.append(f"{self.name}: {body[:200]!r}")
                 self.die()
-            case b"Leads" | b"NodesChanged" | b"KeepStrikes" | b"Release":
+            case b"Leads":
+                self.fleet.session = msgspec.json.decode(body, type=m.Leads).session
+            case b"NodesChanged" | b"KeepStrikes" | b"Release":
                 pass
             case kind:
                 told.wrong.append(f"{self.name} was sent {kind!r}")
@@ -379,14 +406,14 @@ def serve(
     layout: Layout,
     controller: str,
     secret: bytes,
-    heartbeat: float,
+    settings: Settings,
     names: dict[str, int],
     orders: Connection,
 ) -> None:
     """A process of agents, which does what it is told over `orders`: `start`, `kill` nodes, `told`."""
 
     async def run() -> None:
-        fleet = Fleet(layout, controller, secret, heartbeat)
+        fleet = Fleet(layout, controller, secret, settings)
         first = layout.roles // layout.per_node
         for name, rank in names.items():
             roles = range(rank * layout.per_node, (rank + 1) * layout.per_node) if 0 <= rank < first else ()

@@ -18,6 +18,8 @@ from ft_core.errors import ConfigError
 
 SECRET_ENV = "FT_JOB_SECRET"
 POLICIES = ("wait", "shrink", "stop")
+WORDS = 10_000
+"""That a controller is to hear in a second from all nodes together, while nothing happens."""
 FLAGS = {
     "replicas": "--ft-replicas",
     "spares": "--spares",
@@ -135,6 +137,12 @@ class Settings:
     def silence_limit(self) -> float:
         """Seconds without a word after which a node counts as lost."""
         return self.heartbeat * self.heartbeats_missed
+
+    @property
+    def pulse(self) -> float:
+        """Seconds between two words of a node, that it lives or what is new: in a large job not all say
+        something in every heartbeat, but never so seldom that one which is lost makes a node suspicious."""
+        return max(self.heartbeat, min(self.size[0] / WORDS, self.silence_limit / 8))
 
     @property
     def first_nodes(self) -> int:

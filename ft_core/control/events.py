@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ft_core.protocol.messages import AgentHello, Message
+from ft_core.protocol.messages import AgentHello, Message, Pulse
 
 Peer = int
 
@@ -32,6 +32,13 @@ class Received:
 
     peer: Peer
     message: Message
+
+
+@dataclass(frozen=True)
+class Pulsed:
+    """A node says that it lives, or somebody says it again."""
+
+    pulse: Pulse
 
 
 @dataclass(frozen=True)
@@ -83,8 +90,8 @@ class Failed:
 
 
 Event = (
-    Greeted | Received | Disconnected | Admitted | Arriving | Refused | Tick | Terminate | LauncherGone
-    | Failed
+    Greeted | Received | Pulsed | Disconnected | Admitted | Arriving | Refused | Tick | Terminate
+    | LauncherGone | Failed
 )  # fmt: skip
 
 

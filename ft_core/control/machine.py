@@ -27,6 +27,7 @@ from ft_core.control.events import (
     Greeted,
     LauncherGone,
     Peer,
+    Pulsed,
     Received,
     Refused,
     Resign,
@@ -73,8 +74,7 @@ class Controller:
         self._questions = ctl.Questions()
         self._termination = Termination()
         self._pid = pid
-        self._pulses: dict[Peer, m.NodeName] = {}
-        """Connections of the processes beside agents."""
+        self._session = ids()
         self._arriving = 0
         """Connections that have not said yet who they are."""
         self._told_to_end: set[m.NodeName] = set()
@@ -94,6 +94,8 @@ class Controller:
             self._greet(event.peer, event.hello)
         elif isinstance(event, Received):
             self._receive(event.peer, event.message)
+        elif isinstance(event, Pulsed):
+            self._pulsed(event.pulse)
         elif isinstance(event, Tick):
             self._tick()
         elif isinstance(event, Disconnected):
@@ -124,7 +126,7 @@ class Controller:
         if hello.term > facts.term:
             self._epochs.do(Resign(hello.term))
             return
-        self._epochs.do(Send(peer, m.Leads(facts.term)))
+        self._epochs.do(Send(peer, m.Leads(facts.term, self._session)))
         self._heard()
         if isinstance(self.phase, Done):  # it has come while the others are told
             self._epochs.do(Send(peer, m.Shutdown(code=self.phase.code)), Close(peer))
@@ -136,6 +138,7 @@ class Controller:
         known = facts.nodes.get(node.name)
         if known is not None:
             self._epochs.do(Close(known.peer))
+            node.sight.pulses = known.sight.pulses
         facts.add(node)
         self._epochs.watch.greeted(node.name)
         self._epochs.look_for_plan(epoch_of(node.greeted_with))
@@ -163,6 +166,12 @@ class Controller:
         self._epochs.do(*self._epochs.returning.back(node, set(node.holdings.roles)))
         self._epochs.decide_if_ready()
 
+    def _pulsed(self, pulse: m.Pulse) -> None:
+        """A node that has greeted lives, unless this was said to another controller."""
+        node = self.facts.nodes.get(pulse.node)
+        if node is not None and pulse.session == self._session:
+            node.sight.pulse(self._epochs.now, pulse.number, pulse.stalled)
+
     def _heard(self) -> None:
         """Of somebody who knows the secret."""
         if isinstance(self.phase, Rebuilding):
@@ -170,7 +179,6 @@ class Controller:
 
     def _disconnected(self, peer: Peer) -> None:
         self._questions.disconnected(peer)
-        self._pulses.pop(peer, None)
         if (node := self.facts.peers.get(peer)) is not None:
             node.sight.gone_since = self._epochs.now
             self.facts.gone.add(node.name)
@@ -192,11 +200,6 @@ class Controller:
             self._epochs.strikes_changed = True
         elif isinstance(message, m.DescribeRole | m.DescribeFlight):
             self._epochs.do(*self._questions.ask(self.facts, peer, message, self._epochs.now))
-        elif isinstance(message, m.PulseHello):
-            self._pulses[peer] = message.node
-        elif isinstance(message, m.Pulse):
-            if (beside := self.facts.nodes.get(self._pulses[peer])) is not None:
-                beside.sight.pulse(self._epochs.now, message.stalled)
         elif (node := self.facts.peers.get(peer)) is None:
             self._epochs.do(
                 Close(peer)

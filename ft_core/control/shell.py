@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from ft_core.control import pulses
 from ft_core.control.events import (
     Admitted,
     Arriving,
@@ -30,6 +31,7 @@ from ft_core.control.events import (
     Greeted,
     LauncherGone,
     Peer,
+    Pulsed,
     Received,
     Record,
     Refused,
@@ -60,9 +62,9 @@ from ft_core.protocol.messages import (
     CtlHello,
     FromAgent,
     FromCtl,
-    FromPulse,
-    PulseHello,
+    Pulse,
 )
+from ft_core.protocol.pulses import receiver
 from ft_core.protocol.sockets import listen
 from ft_core.settings import Settings, read_secret
 
@@ -73,10 +75,9 @@ PORT_RETRY = 0.2
 LAST_LINES = 3.0
 """Seconds that files, the console and the nodes have, each, to take what is still to be told at the end."""
 
-Client = AsyncChannel[FromAgent | FromPulse | FromCtl]
+Client = AsyncChannel[FromAgent | FromCtl]
 _MAY_SAY: dict[type, tuple[type, ...]] = {
     AgentHello: get_args(FromAgent),
-    PulseHello: get_args(FromPulse),
     CtlHello: get_args(FromCtl),
 }
 """By the greeting, what comes after it."""
@@ -148,12 +149,14 @@ class Shell:
     async def _serve(self) -> int | None:
         self._done = asyncio.get_running_loop().create_future()
         tasks = Tasks(self._fail)
-        tasks.spawn(door.serve(await self._listen(), "the controller", self._accept))
+        listener, datagrams = await self._listen()
+        tasks.spawn(door.serve(listener, "the controller", self._accept))
         if self._office is None:  # or it goes when its node does, see `control.candidate`
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._handle, Terminate())
         tasks.spawn(self._tick())
         try:
-            code = await self._done
+            with pulses.heard(datagrams, self._secret, self._pulsed, self._refusals.add):
+                code = await self._done
             sigterm.ignore()
         finally:
             tasks.cancel()
@@ -167,13 +170,19 @@ class Shell:
                 await asyncio.gather(*flushed, return_exceptions=True)
         return code
 
-    async def _listen(self) -> socket.socket:
+    async def _listen(self) -> tuple[socket.socket, socket.socket]:
+        """For connections, and for pulses at the same port."""
         address = self.settings.controller if self._office is None else self._office.address
         host, port = address.rsplit(":", 1)
         said = False
         while True:
             try:
-                return listen(host, int(port))
+                listener = listen(host, int(port))
+                try:
+                    return listener, receiver(host, listener.getsockname()[1])
+                except OSError as error:
+                    listener.close()
+                    raise OSError(error.errno, f"for datagrams (UDP): {error.strerror}") from None
             except OSError as error:
                 if self._failed_before is None:
                     raise ConfigError(f"the controller cannot listen at {host}:{port}: {error}") from None
@@ -308,7 +317,7 @@ class Shell:
         peer = next(self._numbers)
         self._channels[peer] = channel
 
-        def received(message: FromAgent | FromPulse | FromCtl) -> None:
+        def received(message: FromAgent | FromCtl) -> None:
             if type(message) not in says or type(message) in _MAY_SAY:
                 raise ProtocolError(f"{channel.peer} may not send {type(message).__name__}")
             self._handle(Received(peer, message))
@@ -316,12 +325,13 @@ class Shell:
         try:
             if isinstance(hello, AgentHello):
                 self._handle(Greeted(peer, hello))
-            elif isinstance(hello, PulseHello):
-                self._handle(Received(peer, hello))
             await channel.each(received)
         finally:
             del self._channels[peer]
             self._handle(Disconnected(peer))
+
+    def _pulsed(self, pulse: Pulse) -> None:
+        self._handle(Pulsed(pulse))
 
     def _arrive(self, change: int) -> None:
         self._arriving += change

@@ -72,6 +72,8 @@ class Sight:
     """Of the process beside its agent, or of the agent where there is none."""
     pulsed: float = -math.inf
     """When the process beside its agent said last that the machine lives."""
+    pulses: int = -1
+    """The number of that word."""
     answers: dict[NodeName, Reach] = field(default_factory=dict)
     """By witness, whether it reaches the node, since that was heard last."""
     asked: float = -math.inf
@@ -88,8 +90,11 @@ class Sight:
         if self.pulsed == -math.inf:
             self.rhythm.beat(now)
 
-    def pulse(self, now: float, stalled: float) -> None:
-        """Its machine lives, and its agent did something `stalled` seconds ago."""
+    def pulse(self, now: float, number: int, stalled: float) -> None:
+        """Its machine lives, and its agent did something `stalled` seconds ago, unless that is said again."""
+        if number <= self.pulses:
+            return
+        self.pulses = number
         self.rhythm.beat(now)
         self.pulsed = now
         if now - stalled > self.heard:

@@ -47,7 +47,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     collector.exempt()
     settings, loop = Settings.read(args.job_dir), pulse.Loop()
-    about = read_secret(args.job_dir), args.node, settings.heartbeat
+    about = read_secret(args.job_dir), args.node, settings.pulse
     orphans.own(pulse.start(loop, *about))  # before there is any thread
     log_to_console()
     os.environ.setdefault("OMP_NUM_THREADS", "1")

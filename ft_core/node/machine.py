@@ -181,7 +181,9 @@ class Agent:
 
     def _tick(self) -> None:
         beat, now = self.epochs.heartbeat(), self.epochs.now
-        if beat != self._beat[1] or now - self._beat[0] >= self.epochs.settings.silence_limit * SAME:
+        settings, ago = self.epochs.settings, now - self._beat[0]
+        news = beat != self._beat[1] and ago >= settings.pulse - settings.heartbeat / 2
+        if news or ago >= settings.silence_limit * SAME:
             self._beat = now, beat
             self.epochs.post(beat)
         self.epochs.do(*self._termination.pass_on(self.crew.playing()))

@@ -7,7 +7,6 @@ busy, and nobody is told that an agent lives whose loop is dead.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import mmap
@@ -16,16 +15,12 @@ import signal
 import time
 from typing import NoReturn
 
-from ft_core.errors import AuthenticationError, ProtocolError
-from ft_core.protocol import handshake
-from ft_core.protocol.channel import Channel
-from ft_core.protocol.messages import FROM_CONTROLLER, Pulse, PulseHello
+from ft_core.protocol.messages import Pulse
+from ft_core.protocol.pulses import Seal, sender
 
 _PR_SET_PDEATHSIG = 1
-_SLOWLY = 5.0
-"""Seconds that the controller's machine may take a pulse in."""
-_ADDRESS = 300
-"""Bytes of a controller's address, at most."""
+_CONTROLLER = 400
+"""Bytes of a controller's address and session, at most."""
 
 
 class Loop:
@@ -33,7 +28,7 @@ class Loop:
     forked later."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 16 + _ADDRESS)
+        self._memory = mmap.mmap(-1, 16 + _CONTROLLER)
         self._turned, self._length = (ctypes.c_int64.from_buffer(self._memory, at) for at in (0, 8))
         self.turned()
 
@@ -45,18 +40,20 @@ class Loop:
         """Seconds."""
         return max(0.0, (time.monotonic_ns() - self._turned.value) / 1e9)
 
-    def met(self, address: str) -> None:
-        """The agent has heard from its controller there."""
-        text = address.encode()[:_ADDRESS]
+    def met(self, address: str, session: str) -> None:
+        """The agent has heard from its controller there, which calls itself so."""
+        text = f"{session} {address}".encode()[:_CONTROLLER]
         if self._memory[16 : 16 + len(text)] != text or self._length.value != len(text):
             self._length.value = 0
             self._memory[16 : 16 + len(text)] = text
             self._length.value = len(text)
 
     @property
-    def controller(self) -> str:
-        """The address of the controller that the agent has met last; empty before."""
-        return self._memory[16 : 16 + self._length.value].decode(errors="replace")
+    def controller(self) -> tuple[str, str]:
+        """Address and session of the controller that the agent has met last; empty before."""
+        text = self._memory[16 : 16 + self._length.value].decode(errors="replace")
+        session, _, address = text.partition(" ")
+        return address, session
 
 
 def start(loop: Loop, secret: bytes, node: str, every: float) -> int:
@@ -73,19 +70,22 @@ def start(loop: Loop, secret: bytes, node: str, every: float) -> int:
 
 
 def _serve(agent: int, loop: Loop, secret: bytes, node: str, every: float) -> NoReturn:
-    while True:
-        # Another one may lead by now; the agent will say so if something is wrong.
-        with contextlib.suppress(OSError, AuthenticationError, ProtocolError):
-            if controller := loop.controller:
-                channel = Channel.connect(controller, secret, FROM_CONTROLLER, handshake.SECONDS)
-                try:
-                    channel.settimeout(_SLOWLY)
-                    channel.send(PulseHello(node))
-                    while os.getppid() == agent and loop.controller == controller:
-                        channel.send(Pulse(loop.stalled()))
-                        time.sleep(every)
-                finally:
-                    channel.close()
-        if os.getppid() != agent:
-            os._exit(0)
+    seal, sock, whom = Seal(secret), None, ("", "")
+    while os.getppid() == agent:
+        try:
+            if sock is None or loop.controller != whom:
+                if sock is not None:
+                    sock.close()
+                whom, sock = loop.controller, None
+                sock = sender(whom[0]) if whom[0] else None
+            if sock is not None:
+                sock.send(seal.pack(Pulse(whom[1], node, time.monotonic_ns(), loop.stalled())))
+        except (
+            OSError,
+            ValueError,
+        ):  # the agent tells what is wrong; a name may be another machine's by now
+            if sock is not None:
+                sock.close()
+            sock = None
         time.sleep(every)
+    os._exit(0)

@@ -241,7 +241,7 @@ class NodeShell:
                     if not isinstance(first, m.Leads):
                         raise ProtocolError(f"{address} does not say in which term it leads")
                     follower.led_by(first.term)
-                    self._loop.met(address)
+                    self._loop.met(address, first.session)
                     while True:
                         message = await channel.recv()
                         if not await self._looker.counts():

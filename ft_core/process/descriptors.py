@@ -31,11 +31,11 @@ def raise_limit() -> int:
 def check_limit(who: str, nodes: int, roles: int, roles_per_node: int) -> None:
     """Raise the limit, and say so if it does not suffice for a job of so many nodes (with spares) and roles.
 
-    The hungriest are the controller, to which all nodes connect twice, and the agent of role 0, to which all
-    workers do, in two epochs for a moment.
+    The hungriest are the controller, to which all nodes connect, again before the end of the last connection
+    was seen, and the agent of role 0, to which all workers do, in two epochs for a moment.
     """
     limit = raise_limit()
-    needed = _OWN + MAX_GUESTS + max(2 * nodes, 2 * roles + _PER_WORKER * (roles_per_node + 1))
+    needed = _OWN + MAX_GUESTS + max(nodes + nodes // 8, 2 * roles + _PER_WORKER * (roles_per_node + 1))
     if limit < needed:
         log.warning(
             "%s may have %d files and connections open, and may need %d with %d roles on %d nodes. When they "

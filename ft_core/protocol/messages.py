@@ -36,6 +36,8 @@ Number = Annotated[int, Meta(ge=-_WORD, le=_WORD)]
 Size = Annotated[int, Meta(ge=0, le=_WORD)]
 SegmentId = str
 NodeName = str
+Session = Annotated[str, Meta(pattern=r"^[0-9a-z]{1,64}$")]
+"""The name of one controller's process, which no other has: pulses for another do not count."""
 PlanId = Annotated[str, Meta(pattern=r"^([0-9]{1,18}-[0-9a-z]{1,64})?$")]
 """Epoch and name of a plan, of which two controllers may make one each; empty where there is none."""
 CheckpointName = Annotated[str, Meta(pattern=r"^step-[0-9]{1,18}-")]
@@ -720,19 +722,16 @@ FromAgent = (
 # -- the process beside an agent to the controller ------------------------------------------------------
 
 
-class PulseHello(Message, frozen=True):
-    """It greets, for this node; its pulses follow, and nothing is answered."""
-
-    node: NodeName
-
-
 class Pulse(Message, frozen=True):
-    """The node lives. `stalled`: seconds since the event loop of its agent went round."""
+    """The node lives. A datagram: see `protocol.pulses`."""
 
+    session: Session
+    """Of the controller that its agent has met."""
+    node: NodeName
+    number: Size
+    """Higher than that of all that the node has sent before."""
     stalled: Annotated[float, Meta(ge=0)]
-
-
-FromPulse = PulseHello | Pulse
+    """Seconds since the event loop of its agent went round."""
 
 
 # -- the controller to an agent ------------------------------------------------------------------------
@@ -742,6 +741,7 @@ class Leads(Message, frozen=True):
     """The first word to an agent: in which term this controller leads."""
 
     term: Term
+    session: Session
 
 
 class Abort(Message, frozen=True):
@@ -1441,8 +1441,9 @@ ToWorker = (
 # -- what each end of a connection decodes -------------------------------------------------------------
 
 FROM_CONTROLLER = Decoder[ToAgent](ToAgent)
-FROM_CLIENT = Decoder[FromAgent | FromPulse | FromCtl](FromAgent | FromPulse | FromCtl)
-"""Of the controller: an agent, the process beside it, or `ftctl`."""
+FROM_CLIENT = Decoder[FromAgent | FromCtl](FromAgent | FromCtl)
+"""Of the controller: an agent, or `ftctl`."""
+FROM_PULSE = Decoder[Pulse](Pulse)
 TO_CTL = Decoder[ToCtl](ToCtl)
 FROM_WORKER = Decoder[FromWorker](FromWorker)
 TO_WORKER = Decoder[ToWorker](ToWorker)

@@ -24,11 +24,20 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def reserve(host: str) -> socket.socket:
-    """A free port while this socket is open: nobody is given it by chance, and who asks for it gets it."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind((host, 0))
-    return sock
+    """A free port while this socket is open: nobody is given it by chance, and who asks for it gets it. At
+    present nobody uses it for datagrams either."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    while True:
+        sock = socket.socket(family)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, 0))
+        with socket.socket(family, socket.SOCK_DGRAM) as datagrams:
+            try:
+                datagrams.bind((host, sock.getsockname()[1]))
+            except OSError:
+                sock.close()
+                continue
+        return sock
 
 
 def own_host(towards: str) -> str:

@@ -4,7 +4,8 @@
 #
 #   HEAD=node0:29400 NNODES=4 NODE_RANK=2 JOB_DIR=/local/job FT_JOB_SECRET=... recipes/megatron/node.sh [arguments]
 #
-#   HEAD           HOST:PORT of the controller, which node 0 starts; the port must be free there
+#   HEAD           HOST:PORT of the controller, which node 0 starts; the port must be free there, and both TCP and UDP
+#                  get through to it
 #   NNODES         nodes that train; those with a number of NNODES and more stand by
 #   NODE_RANK      this node's number (default: Slurm's, or the index that Kubernetes gives to a pod)
 #   NPROC          workers per node (default: one per GPU)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from ft_core.control.events import (
     End,
     Event,
     Greeted,
+    Pulsed,
     Received,
     Record,
     Resign,
@@ -70,6 +72,7 @@ from ft_core.protocol.messages import (
     Prepare,
     Prepared,
     ProbeNodes,
+    Pulse,
     Reach,
     Redundancy,
     Release,
@@ -835,7 +838,7 @@ def test_a_leader_decides_nothing_while_somebody_may_obey_another() -> None:
     job.start_controller(term=2, settled=job.now + 5)
     for name in ("node0", "node2"):
         effects = job[name].greet()
-        assert effects[0] == Send(job[name].peer, Leads(term=2))
+        assert effects[0] == Send(job[name].peer, Leads(2, job.controller._session))
     job.wait(0.1)
     tell(job)
     assert not sent(job.wait(4.5), Abort) and job.phase == "rebuilding"
@@ -1395,6 +1398,30 @@ def test_who_has_left_while_another_waits_is_found() -> None:
     assert job.done == End(1) and "role 0 came to the end of its script after step 4" in job.said[0]
 
 
+def test_a_pulse_counts_once_for_a_node_that_is_there_and_for_this_controller() -> None:
+    job = ControlPlane(nodes=2)
+    job.all_step(1)
+    sight = job.controller.facts.nodes["node0"].sight
+    session = job.controller._session
+
+    def pulse(session: str, node: str, number: int) -> None:
+        assert job.controller.handle(Pulsed(Pulse(session, node, number, 0.0)), job.now) == []
+
+    pulse("another", "node0", 9)
+    pulse(session, "nobody", 9)
+    assert sight.pulses == -1 and sight.pulsed == -math.inf
+    pulse(session, "node0", 5)
+    first = sight.pulsed
+    job.now += 1.0
+    for number in (5, 4):  # somebody says it again
+        pulse(session, "node0", number)
+    assert sight.pulsed == first < job.now
+    job["node0"].greet()
+    assert job.controller.facts.nodes["node0"].sight.pulses == 5, "of the same controller"
+    pulse(session, "node0", 6)
+    assert job.controller.facts.nodes["node0"].sight.pulsed == job.now
+
+
 def test_all_come_to_the_end() -> None:
     job = ControlPlane(nodes=2)
     job.all_step(1)
@@ -1407,4 +1434,8 @@ def test_all_come_to_the_end() -> None:
     late = Agent(job, "late", -1)
     job.agents["late"] = late
     effects, peer = late.greet(), late.peer
-    assert effects == [Send(peer, Leads(term=1)), Send(peer, Shutdown(code=0)), Close(peer)]
+    assert effects == [
+        Send(peer, Leads(1, job.controller._session)),
+        Send(peer, Shutdown(code=0)),
+        Close(peer),
+    ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hmac
 import itertools
 import json
 import re
@@ -36,7 +37,7 @@ from ft_core.comm.rendezvous import EpochStore, Stores
 from ft_core.errors import ProtocolError
 from ft_core.net.transport import TcpTransport
 from ft_core.process import refusals
-from ft_core.protocol import door, handshake, messages, store, transfers
+from ft_core.protocol import door, handshake, messages, pulses, store, transfers
 from ft_core.protocol.codec import MAX_BYTES, Decoder, encode
 from ft_core.protocol.framing import HEADER, Frames
 from ft_core.protocol.sockets import listen, split_address
@@ -53,6 +54,7 @@ LISTENERS: dict[str, tuple[Any, Decoder[Any]]] = {
     "agent": (messages.FromWorker, messages.FROM_WORKER),
     "transport": (transfers.Request, transfers.REQUEST),
     "store": (store.Request, store.REQUEST),
+    "pulses": (messages.Pulse, messages.FROM_PULSE),
 }
 """By who listens, what it takes."""
 CLIENTS: dict[str, tuple[Any, Decoder[Any]]] = {
@@ -258,6 +260,18 @@ def greeted(address: str, secret: bytes) -> tuple[socket.socket, Frames]:
     return sock, hands.frames(client=True)
 
 
+def datagrams(address: str, secret: bytes) -> None:
+    """Of strangers, and nonsense of one who knows the secret."""
+    pulse = pulses.Seal(secret).pack(messages.Pulse("1a", "node0", 1, 0.0))
+    sealed = pulses.Seal(secret)
+    bodies = [pulse[:4] + hmac.digest(sealed._key, body, "sha256") + body for body in hostile("pulses")]
+    other = pulses.Seal(b"another").pack(messages.Pulse("1a", "node0", 1, 0.0))
+    with pulses.sender(address) as sock:
+        for word in (b"", b"GET /", other, pulse[:-1], pulse * 9, bytes(60_000), *bodies):
+            with contextlib.suppress(OSError):  # larger than what can be sent at all
+                sock.send(word)
+
+
 def unsealed(frames: Frames) -> bytes:
     return HEADER.pack(b"FTW1", 2, 0, bytes(32)) + b"{}"
 
@@ -355,6 +369,7 @@ def test_a_controller_refuses_nonsense_and_leads(tmp_path: Path) -> None:
             with no_memory():
                 await asyncio.to_thread(strangers, fleet.settings.controller)
                 address = fleet.settings.controller
+                await asyncio.to_thread(datagrams, address, fleet.secret)
                 await asyncio.to_thread(members, address, fleet.secret, "controller", messages.CtlHello())
             after = await asyncio.to_thread(status, fleet.job_dir)
             assert dataclasses.replace(after, roles=before.roles) == before

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import re
 import resource
 import signal
 import socket
@@ -187,7 +188,7 @@ async def ready(
 ) -> tuple[AsyncChannel[FromAgent | FromCtl], FromAgent | FromCtl]:
     """The agent's connection once both of its workers wait for a role, and its newest message."""
     channel = await AsyncChannel.accept(connection, agent.secret, FROM_CLIENT)
-    channel.post(Leads(1))
+    channel.post(Leads(1, "a"))
     message = await channel.recv()
     while not (isinstance(message, Heartbeat | Idle) and message.idle == 2):
         message = await channel.recv()
@@ -449,3 +450,15 @@ def test_a_controller_that_cannot_be_understood_ends_the_agent(tmp_path: Path) -
         server.cancel()
 
     play(test, tmp_path / "job", nodes=1, replicas=0)
+
+
+def test_a_controller_whose_port_is_taken_for_datagrams_says_so(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
+        taken.bind(("127.0.0.1", 0))
+        job(tmp_path / "job", taken.getsockname()[1])
+        command = [sys.executable, "-m", "ft_core.control", "--job-dir", str(tmp_path / "job")]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert re.search(
+        r"ftrun: the controller cannot listen at 127.0.0.1:\d+: .*for datagrams \(UDP\)", done.stderr
+    )

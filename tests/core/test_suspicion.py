@@ -115,7 +115,7 @@ def beside(sight: Sight, until: float, stalled_since: float) -> None:
     now = sight.heard
     while now < until:
         now += 0.5
-        sight.pulse(now, max(0.0, now - stalled_since))
+        sight.pulse(now, sight.pulses + 1, max(0.0, now - stalled_since))
 
 
 def test_an_agent_that_is_held_up_on_a_machine_that_lives_has_the_whole_limit() -> None:
@@ -134,3 +134,16 @@ def test_a_machine_that_is_silent_is_judged_by_the_rhythm_of_what_is_beside_its_
     sight.answers = {"b": "silent"}
     assert not lost(sight, 35.0)
     assert lost(sight, 35.1) == "no heartbeat for 5.0 s, and b cannot reach it either"
+
+
+def test_where_no_pulse_comes_through_the_agents_heartbeats_are_its_rhythm() -> None:
+    """They come every two seconds while nothing changes, of a limit of ten."""
+    sight, now = Sight(0.0), 0.0
+    for number in range(1, 40):
+        before, now = now, now + (2.0 if number % 3 else 0.5)
+        assert sight.lively(now - 1e-6, BOUND) and not lost(sight, now - 1e-6), before
+        sight.hear(now)
+        sight.beat(now)
+    sight.answers = {"b": "silent"}
+    assert not lost(sight, now + BOUND / 2)
+    assert lost(sight, now + BOUND + 0.1)

@@ -182,7 +182,7 @@ class SimController(Process):
         if not self._lease.holds(self.clock):
             self._resign("its lease may have run out")
             return
-        if not isinstance(event, ev.Tick | ev.Received) or (
+        if not isinstance(event, ev.Tick | ev.Received | ev.Pulsed) or (
             isinstance(event, ev.Received) and not isinstance(event.message, m.Heartbeat)
         ):
             self.world.trace(f"{self.name} <- ", event)

@@ -24,7 +24,7 @@ from .errors import Errors, moved
 from .node import SimNode
 from .storage import Storage, preloaded
 from .training import Content, Training
-from .world import Link, Network, Process, Violation, World
+from .world import Link, Network, Violation, World
 
 _CALM = 12.0
 """Seconds after the last fault in which every node that is well must have come back."""
@@ -134,6 +134,8 @@ class SimJob:
         self.step = 2.5 if shape.brief else 0.6
         """Seconds of a step's forward and backward."""
         self.network = Network()
+        self.datagrams = world.rng.random() < 0.8
+        """Whether a firewall lets any through."""
         self.storage = Storage(self)
         self.saved: tuple[int, Content] | None = None
         """The script's own newest checkpoint."""
@@ -206,20 +208,31 @@ class SimJob:
     def pid(self) -> int:
         return next(self._pids)
 
-    def connect(
-        self, node: SimNode, process: Process | None = None, to: SimController | None = None
-    ) -> Link | None:
-        """A node, or that process of it, tries to reach the controller."""
+    def connect(self, node: SimNode, to: SimController | None = None) -> Link | None:
+        """A node tries to reach the controller."""
         controller = to or self.controller
         if not controller.alive or controller.code is not None or not controller.leads:
             return None
         machines = node.machine_name, controller.machine_name
         if not self.network.joins(*machines):
             return None
-        link = Link(self.world, (process or node, controller), machines, self.network)
+        link = Link(self.world, (node, controller), machines, self.network)
         controller.connected.append(link)
         controller.do(lambda: controller.accept(node, link))
         return link
+
+    def send_pulse(self, node: SimNode, met: SimController, pulse: m.Pulse) -> None:
+        """To where the node has met that controller; another one may be there by now. It may be lost on the
+        way, come late, and come again."""
+        controller, rng = met if self.arbiter is not None else self.controller, self.world.rng
+        if not self.datagrams or not self.network.passes(node.machine_name, controller.machine_name):
+            return
+        draw = rng.random()
+        for _ in range(0 if draw < 0.02 else 2 if draw < 0.04 else 1):
+            late = rng.choice((1.0, 10.0)) if rng.random() < 0.01 else 0.0
+            self.world.at(
+                late + self.world.delay(), lambda: controller.do(lambda: controller.handle(ev.Pulsed(pulse)))
+            )
 
     def restart_controller(self) -> None:
         """It has died: `ftrun` starts another."""
@@ -387,7 +400,9 @@ class SimJob:
                 raise Violation(f"6: {node.name} is well, and is taken for lost: {reason}")
             if "though" not in reason and not self._ails(node) and self._spoken_for(node, controller):
                 raise Violation(f"6: others reach {node.name}, and it is taken for lost: {reason}")
-            limit = 0.7 * self.settings.silence_limit if node.agent_alone else SHORT
+            # Nothing tells an agent that is held up from its machine where no pulse comes through.
+            held_up = node.agent_alone and self.datagrams
+            limit = 0.7 * self.settings.silence_limit if held_up else SHORT
             if node.trouble <= limit and self.network.joins(node.machine_name, controller.machine_name):
                 self.outcome.short += 1
                 raise Violation(f"6: {node.name} was stopped for {node.trouble} s, and is lost: {reason}")

@@ -60,8 +60,8 @@ def a_busy_agent_is_a_silent_machine() -> None:
     """That something on the machine goes on says nothing for its agent."""
     pulse = Sight.pulse
 
-    def mutated(self: Sight, now: float, stalled: float) -> None:
-        pulse(self, now, stalled)
+    def mutated(self: Sight, now: float, number: int, stalled: float) -> None:
+        pulse(self, now, number, stalled)
         self.pulsed = 0.0
 
     Sight.pulse = mutated  # type: ignore[method-assign]

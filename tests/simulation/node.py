@@ -16,12 +16,12 @@ from ft_core.protocol import messages as m
 from ft_core.state.manifest import Segment
 from ft_core.state.placement import Places, replica_nodes, sender, spares_of
 
+from .control import SimController
 from .store import SimStore
 from .workers import SimWorker, to_layout
 from .world import Link, Process, Violation
 
 if TYPE_CHECKING:
-    from .control import SimController
     from .job import SimJob
 
 _RECONNECT = 1.5
@@ -73,6 +73,8 @@ class SimNode(Process):
         self._turned = 0.0
         self._led = 0
         """In which term the controller leads that it has met last."""
+        self._met: tuple[SimController, m.Session] | None = None
+        """Whom its agent has heard from last, and what he calls himself."""
         self._deferred: deque[tuple[float, object]] = deque()
         """What was said and is not clear to count, and when."""
         self.later(0.05 + self.world.rng.random() * 0.5, self._begin)
@@ -95,15 +97,13 @@ class SimNode(Process):
         self._tick()
         self._pulse()
 
-    def _pulse(self, link: Link | None = None) -> None:
+    def _pulse(self) -> None:
         """As `ft_core.node.pulse`."""
-        again = link is None or not link.open or self._leader not in (None, link.ends[1])
-        lost = self.job.arbiter is not None and self._leader is None
-        if again and not lost and (link := self.job.connect(self, self.beside, self._leader)) is not None:
-            link.send(0, m.PulseHello(self.name))
-        if link is not None:
-            link.send(0, m.Pulse(self.world.now - self._turned))
-        self.beside.later(self.job.settings.heartbeat, lambda: self._pulse(link))
+        if self._met is not None:
+            controller, session = self._met
+            number, stalled = round(self.world.now * 1e6), self.world.now - self._turned
+            self.job.send_pulse(self, controller, m.Pulse(session, self.name, number, stalled))
+        self.beside.later(self.job.settings.pulse, self._pulse)
 
     def _tick(self) -> None:
         self._turned = self.world.now
@@ -166,6 +166,9 @@ class SimNode(Process):
         if isinstance(message, m.Leads):
             self.follower.led_by(message.term)
             self._led = message.term
+            controller = link.ends[1]
+            assert isinstance(controller, SimController)
+            self._met = controller, message.session
         self._deferred.append((self.clock, message))
         self._hear_deferred()
 

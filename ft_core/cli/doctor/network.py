@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ft_core.cli.doctor.case import Case, Check, Finding, fail, judge, ok, warn
+from ft_core.protocol.pulses import receiver
 from ft_core.protocol.sockets import listen, split_address
 
 _SLOW = 1.0
@@ -88,7 +89,7 @@ def ports(case: Case) -> Iterator[Finding]:
 
 def _controller(host: str, address: str, port: int) -> Iterator[Finding]:
     try:
-        with listen(address, port):
+        with listen(address, port), receiver(address, port):
             yield ok("controller's address", f"port {port} is free on {host}, which is this machine")
         return
     except OSError as error:
