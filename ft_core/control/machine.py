@@ -87,6 +87,14 @@ class Controller:
         """What the job is doing."""
         return self._epochs.phase
 
+    @property
+    def busy(self) -> bool:
+        """Whether somebody waits for this controller, or soon may."""
+        phase = self.phase
+        return not isinstance(phase, Waiting | Done) and not (
+            isinstance(phase, Running) and self._epochs.progress.all_stepped
+        )
+
     def handle(self, event: Event, now: float) -> list[Effect]:
         """What to do about `event`, in order. `now`: seconds for which this process was awake."""
         self._epochs.now, self._epochs.effects = now, []

@@ -49,6 +49,7 @@ from ft_core.leadership.base import Notes
 from ft_core.leadership.lease import Lease, clock
 from ft_core.process import parent, sigterm
 from ft_core.process.awake import AwakeClock
+from ft_core.process.collector import WhenQuiet
 from ft_core.process.outlet import FileOutlet, say
 from ft_core.process.refusals import Refusals
 from ft_core.process.tasks import Tasks
@@ -129,6 +130,7 @@ class Shell:
             settled=settled,
         )
         self.clock = AwakeClock(2 * TICK)
+        self._collector = WhenQuiet()
         self._refusals = Refusals(lambda reason: self._handle(Refused(reason)))
         self._numbers = itertools.count()
         self._channels: dict[Peer, Client] = {}
@@ -141,6 +143,7 @@ class Shell:
         try:
             return await self._serve()
         finally:
+            self._collector.close()
             for outlet in (self.events, self._samples):
                 outlet.close()
                 if not await asyncio.to_thread(outlet.flush, LAST_LINES):
@@ -199,6 +202,7 @@ class Shell:
             self.clock.tick()
             self._refusals.tick()
             self._handle(Tick())
+            self._collector.tick(self.machine.busy, self.clock.now)
 
     # -- events and effects --------------------------------------------------------------------
 

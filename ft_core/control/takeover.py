@@ -10,7 +10,8 @@ from ft_core.protocol.messages import Plan, SendState
 GRACE = 1.5
 """Seconds that the nodes of the plan have to come, once the first has told of it."""
 QUIET = 1.0
-"""Seconds without news that they are waited for in any case."""
+"""Seconds without news that they are waited for in any case; or as long as it took the others to come, which is
+longer where there are thousands of them."""
 REPEAT = 1.0
 """Seconds after which another is asked for the plan."""
 
@@ -33,9 +34,10 @@ def ask(facts: Facts, phase: Rebuilding, now: float) -> list[Effect]:
 def complete(facts: Facts, phase: Rebuilding, arriving: int, now: float) -> bool:
     """Whether it has heard from everybody, spares with their copies included, or it is clear who does not
     come."""
-    quiet = now - phase.heard_at
-    waits = arriving and quiet <= facts.settings.silence_limit
-    late = now - phase.began > GRACE and quiet > QUIET and not waits
+    quiet, limit = now - phase.heard_at, facts.settings.silence_limit
+    waits = arriving and quiet <= limit
+    rest = max(QUIET, min(phase.heard_at - phase.began, limit))
+    late = now - phase.began > GRACE and quiet > rest and not waits
     return late or not set(facts.begun.nodes) - set(facts.nodes)
 
 

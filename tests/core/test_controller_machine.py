@@ -971,6 +971,22 @@ def test_a_node_that_died_with_the_controller_is_missed() -> None:
     assert job.records_of("decided")[1].more["moved"] == {1: "node2"}
 
 
+def test_where_nodes_take_long_to_come_back_the_last_ones_have_longer() -> None:
+    job = ControlPlane(nodes=4)
+    job.all_step(1)
+    restart(job, "node0")
+    job.wait(0.1)
+    tell(job)
+    for name in ("node1", "node2"):
+        job.wait(takeover.GRACE - 0.5)
+        job[name].greet()
+    job.wait(takeover.GRACE + 2.5)
+    assert job.phase == "rebuilding", "it took the others three seconds"
+    job["node3"].greet()
+    job.wait(0.1)
+    assert job.phase == "running" and not job.records_of("detected")
+
+
 def test_a_successor_waits_for_spares_and_their_copies() -> None:
     job = ControlPlane(nodes=2, spares=1)
     job.all_step(1)
