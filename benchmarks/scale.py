@@ -16,6 +16,7 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -28,18 +29,42 @@ from typing import Any
 
 from benchmarks.common import cpu_seconds, environment, finish, parser, read_events, table
 from benchmarks.scale_fleet import Layout, Told, serve
+from ft_core.control.shell import TICK
+from ft_core.control.suspicion import RETURN_GRACE
 from ft_core.settings import Command, Settings, write_secret
 
 PER_NODE = 8
 LAYOUTS = {"data": (1, 1), "model": (8, 16)}
 """Tensor and pipeline parallel size."""
-PATIENCE = 300.0
+PROFILED = """
+import cProfile, os, runpy, signal, sys, time
+profile, running, count = cProfile.Profile(time.process_time), False, 0
+def toggle(*_):
+    global running, count, profile
+    running = not running
+    if running:
+        profile.enable()
+    else:
+        profile.disable()
+        profile.dump_stats(f"{os.environ['FT_PROFILE']}.{os.getpid()}.{count}")
+        profile, count = cProfile.Profile(time.process_time), count + 1
+signal.signal(signal.SIGUSR2, toggle)
+sys.argv[0] = "ft_core.control"
+runpy.run_module("ft_core.control", run_name="__main__", alter_sys=True)
+"""
+"""With `FT_PROFILE` each phase of the controller's work leaves a profile in a file that begins with this."""
+PATIENCE = 900.0
 """Seconds for each phase."""
 
 
 def own_core() -> set[int]:
     """That of the controller."""
     return {min(os.sched_getaffinity(0))}
+
+
+def waited_for_core(pid: int) -> float:
+    """Seconds for which a process could have run, and others had its core."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
 def fleets_cores() -> set[int]:
@@ -87,8 +112,8 @@ class Job:
 
     def _start_controller(self, *flags: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "ft_core.control", "--job-dir", str(self.job_dir), *flags]
-        if profile := os.environ.get("FT_PROFILE"):
-            command[1:2] = ["-m", "cProfile", "-o", f"{profile}{len(flags)}", "-m"]
+        if os.environ.get("FT_PROFILE"):
+            command[1:3] = ["-c", PROFILED]
         process = subprocess.Popen(command, env=environment())
         os.sched_setaffinity(process.pid, own_core())
         return process
@@ -161,30 +186,45 @@ class Job:
     def measured(self, found: dict[str, float]) -> Iterator[None]:
         """What a phase takes of the controller, and what the nodes are sent in it."""
         pid, begun = self.controller.pid, time.monotonic()
-        cpu, received = cpu_seconds(pid), self.told().received
+        if profiled := bool(os.environ.get("FT_PROFILE") and self.told().plans):
+            self.controller.send_signal(signal.SIGUSR2)
+        cpu, received, waited = cpu_seconds(pid), self.told().received, waited_for_core(pid)
         yield
         if self.controller.pid != pid:
-            cpu = 0.0
+            cpu = waited = 0.0
+        elif profiled:
+            self.controller.send_signal(signal.SIGUSR2)
         found["seconds"] = time.monotonic() - begun
         found["controller_cpu_s"] = cpu_seconds(self.controller.pid) - cpu
+        found["no_core_s"] = waited_for_core(self.controller.pid) - waited
         found["bytes_per_node"] = (self.told().received - received) / len(self.names)
         status = Path(f"/proc/{self.controller.pid}/status").read_text()
         found["memory_mb"] = int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
     def recovery(self, names: list[str]) -> dict[str, float]:
-        """These nodes are lost at once: until the last node has the plan, until all have done a step."""
+        """These nodes are lost at once: until the last node has the plan; then until all have done a step.
+
+        What simulates the agents needs more time for its part than the controller, and as many machines
+        would need next to none. So the seconds that count are those that the controller takes: its CPU time,
+        and the time for which it waits by itself. It works with one thread.
+        """
         found: dict[str, float] = {}
-        epoch = max(self.told().plans)
-        resumed = len(self.events("resumed"))
-        begun = time.monotonic()
+        resumed: dict[str, float] = {}
+        epoch, resumes = max(self.told().plans), len(self.events("resumed"))
+        self._order("restoring", True)
         with self.measured(found):
+            begun = time.monotonic()
             self.kill(names)
             self.until(lambda: self.planned() > epoch)
-            self.until(lambda: len(self.events("resumed")) > resumed)
         told = self.told()
         newest = max(told.plans)
-        found["plan_everywhere_s"] = told.last[newest] - begun
         found["plan_bytes"] = told.planned_bytes[newest] / told.plans[newest]
+        found["plan_everywhere_s"] = RETURN_GRACE + TICK + found["controller_cpu_s"]
+        found["with_agents_s"] = told.last[newest] - begun
+        with self.measured(resumed):
+            self._order("restoring", False)
+            self.until(lambda: len(self.events("resumed")) > resumes)
+        found["resumed_cpu_s"] = resumed["controller_cpu_s"]
         return found
 
     def planned(self) -> int:
@@ -245,7 +285,8 @@ def measure(roles: int, layout: str, seconds: float, processes: int, silence: fl
 
 def text(rows: list[dict[str, Any]]) -> str:
     """A table of all sizes, with the power of the size by which each figure grows."""
-    names = ["plan_everywhere_s", "controller_cpu_s", "bytes_per_node", "plan_bytes", "memory_mb", "seconds"]
+    names = ["plan_everywhere_s", "with_agents_s", "controller_cpu_s", "resumed_cpu_s", "bytes_per_node"]
+    names += ["plan_bytes", "memory_mb", "seconds"]
     lines = []
     for phase in rows[0]["phases"]:
         for name in ["cores", *names]:

@@ -111,6 +111,8 @@ class Fleet:
         self.layout, self.secret = layout, secret
         self.every, self.again = settings.pulse, SAME * settings.silence_limit
         self.host, self.port = split_address(controller)
+        self.restoring = False
+        """Whether workers take their time to have their state."""
         self.session = ""
         """Of the controller that agents have met last."""
         self._seal, self._datagrams = Seal(secret), sender(controller)
@@ -172,7 +174,7 @@ class Agent(asyncio.Protocol):
         self.killed = False
         self._pieces: list[bytes] = []
         """Messages about who is where, of the plan that comes next."""
-        self._own_bytes = 0
+        self._own_bytes = self._version = 0
         self._said: list[m.FromRoles] = []
         self._hands: Handshake | None = None
         self._frames: Frames | None = None
@@ -376,7 +378,13 @@ class Agent(asyncio.Protocol):
             self.roles = self.first
         if not self.roles and (host := fleet.hosts.get(self.name)) is not None and host.roles:
             self.roles = [role for run in roles_in(host.roles) for role in run]
-        self._said = list(self._progress(_number(_VERSION, body)))
+        self._version = _number(_VERSION, body)
+        if not fleet.restoring:
+            self.train()
+
+    def train(self) -> None:
+        """Its workers have their state of the newest plan, and do a step."""
+        self._said = list(self._progress(self._version))
         self.send(*self._said)
 
     def _progress(self, version: int) -> Iterator[m.FromRoles]:
@@ -434,6 +442,10 @@ def serve(
                 beats = asyncio.ensure_future(fleet.beat())
                 for agent in fleet.nodes.values():
                     agent._again()
+            elif order == "restoring":
+                fleet.restoring = argument
+                for agent in [] if argument else fleet.nodes.values():
+                    agent.train()
             elif order == "kill":
                 for name in argument:
                     fleet.nodes.pop(name).die()

@@ -286,7 +286,8 @@ def test_a_controller_of_thousands_of_roles_is_restarted(tmp_path: Path):
         await fleet.start_controller(process=True)
         await fleet.event("controller_restarted", seconds=60)
         assert len(fleet.events("joined")) == nodes
-        assert not fleet.events("detected") and not fleet.events("decided")
+        assert not (lost := [event["reason"] for event in fleet.events("detected")]), lost[:3]
+        assert not fleet.events("decided")
         asked = [
             node
             for node in fleet.nodes.values()
