@@ -43,6 +43,7 @@ class Quiescing:
     """An epoch has ended: its workers leave what they are in, their nodes report what they hold."""
 
     name: ClassVar[str] = "quiescing"
+    since: float
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Waiting:
     """All have reported; something is missing without which the job cannot go on."""
 
     name: ClassVar[str] = "waiting"
+    since: float
     """When the epoch ended."""
 
 

@@ -10,8 +10,8 @@ from ft_core.protocol.messages import Plan, SendState
 GRACE = 1.5
 """Seconds that the nodes of the plan have to come, once the first has told of it."""
 QUIET = 1.0
-"""Seconds without news that they are waited for in any case; or as long as it took the others to come, which is
-longer where there are thousands of them."""
+"""Seconds without news that they are waited for in any case; or as long as it took the others to come, which
+is longer where there are thousands of them."""
 REPEAT = 1.0
 """Seconds after which another is asked for the plan."""
 
