@@ -32,6 +32,7 @@ from ft_core.state.manifest import Segment
 
 STEP = 5.0
 """Seconds."""
+AT_ONCE = 64
 COPIED, OPTIMIZER = 0.2, 0.1
 """Of a step: when the copy of the one before is complete, and how long its optimizer takes."""
 _AGAIN = 0.05
@@ -111,6 +112,8 @@ class Fleet:
         self.layout, self.secret = layout, secret
         self.every, self.again = settings.pulse, SAME * settings.silence_limit
         self.host, self.port = split_address(controller)
+        self.doorstep = asyncio.Semaphore(AT_ONCE)
+        """Agents that may shake hands at once: thousands in one process would be too slow for it."""
         self.restoring = False
         """Whether workers take their time to have their state."""
         self.session = ""
@@ -180,6 +183,8 @@ class Agent(asyncio.Protocol):
         self._frames: Frames | None = None
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
+        self._shaken: asyncio.Future[None]
+        """Of the newest connection: whether it stands, or has ended before."""
         self._beat: tuple[float, object] = 0.0, None
         """When it has beaten last, and what it said."""
 
@@ -187,8 +192,11 @@ class Agent(asyncio.Protocol):
         """Until there is a connection."""
         loop = asyncio.get_running_loop()
         while not self.killed:
+            self._shaken = loop.create_future()
             try:
-                await loop.create_connection(lambda: self, self.fleet.host, self.fleet.port)
+                async with self.fleet.doorstep:
+                    await loop.create_connection(lambda: self, self.fleet.host, self.fleet.port)
+                    await self._shaken
                 return
             except OSError:
                 await asyncio.sleep(_AGAIN)
@@ -210,7 +218,9 @@ class Agent(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.fleet.told.connected -= self._frames is not None
         self._transport = self._frames = None
-        if not self.killed:
+        if not self._shaken.done():
+            self._shaken.set_exception(ConnectionResetError())  # `connect` tries again
+        elif not self.killed:
             asyncio.get_running_loop().call_later(_AGAIN, self._again)
 
     def _again(self) -> None:
@@ -245,6 +255,7 @@ class Agent(asyncio.Protocol):
         del buffer[: hands.PROOF_BYTES]
         self._frames = hands.frames(client=True)
         self.fleet.told.connected += 1
+        self._shaken.set_result(None)
         self.send(self._hello())
         return True
 
