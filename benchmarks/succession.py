@@ -69,10 +69,13 @@ class Kill:
     """Until all roles had finished a step again, where something that trains was killed."""
     otherwise: float | None
     """The same with a leader that lives."""
+    decided: float | None = None
+    """How much later it was decided what to do than with a leader that lives: the rest is a recovery like any
+    other, of which the start of a script's process takes most."""
 
     @property
     def later(self) -> float | None:
-        """How much."""
+        """How much later all had finished a step."""
         if self.recovered is None or self.otherwise is None:
             return None
         return self.recovered - self.otherwise
@@ -125,6 +128,7 @@ def summary(kills: list[Kill]) -> dict[str, Any]:
             "recovered": [kill.recovered for kill in chosen],
             "otherwise": [kill.otherwise for kill in chosen],
             "later": [kill.later for kill in chosen],
+            "decided": [kill.decided for kill in chosen],
         }
         known = {name: [v for v in values if v is not None] for name, values in times.items()}
         found[kind] = {name: spread(values) for name, values in known.items() if values}
@@ -148,10 +152,10 @@ def report(kills: list[Kill], jobs: list[dict[str, Any]], late: int) -> str:
     rows: list[list[Any]] = []
     for number, kill in enumerate(kills, 1):
         gap = f"{kill.gap:.2f} ({kill.usual:.2f})"
-        repaired = [shown(value) for value in (kill.recovered, kill.otherwise, kill.later)]
+        repaired = [shown(value) for value in (kill.recovered, kill.otherwise, kill.later, kill.decided)]
         rows.append([f"{number} {kill.kind}", kill.etcd, shown(kill.led), kill.steps, gap, *repaired])
     header = ["killed", "etcd", "led by another after", "steps", "longest gap (usual)", "recovered"]
-    every = table([*header, "otherwise", "later"], rows)
+    every = table([*header, "otherwise", "later", "decided later"], rows)
     kinds: list[list[Any]] = []
     for kind, chosen in by_kind(kills):
         led, later = spread([kill.led for kill in chosen]), [k.later for k in chosen if k.later is not None]
@@ -301,6 +305,12 @@ class Job:
         found = [e["monotonic"] for e in events if e["event"] == "resumed" and e["epoch"] == epoch]
         return found[-1] if found and found[-1] > after else None
 
+    def decided(self, after: float) -> float:
+        """When the first epoch was begun after that."""
+        return min(
+            e["monotonic"] for e in self.events() if e["event"] == "decided" and e["monotonic"] > after
+        )
+
     def leader(self, status: WholeStatus) -> Machine:
         return next(m for m in self.running() if status.controller_pid in m.children())
 
@@ -341,11 +351,12 @@ def kill(running: Job, dice: random.Random, etcd: Members | None) -> Kill:
     leader = running.leader(status)
     hosts = [running.host(status, role) for role in range(NODES)]
     kind = "trains" if leader in hosts else dice.choice(("alone", "worker", "worker"))
-    otherwise = None
+    otherwise, soon, decided = None, 0.0, None
     if kind != "alone":  # the same, while there is a leader
         role = next(role for role, host in enumerate(hosts) if host is not leader)
         at = hosts[role].kill() if kind == "trains" else kill_worker(status, role)
         otherwise = running.until(lambda: running.resumed(at), "recovery") - at
+        soon = running.decided(at) - at
         if kind == "trains":
             running.start()
         status = running.until_calm()
@@ -366,13 +377,24 @@ def kill(running: Job, dice: random.Random, etcd: Members | None) -> Kill:
     recovered = None
     if kind != "alone":
         recovered = running.until(lambda: running.resumed(max(led, at)), "recovery") - failed
+        decided = running.decided(led) - failed - soon
     running.until(lambda: running.step() > before + 3, "steps")
     times = [when for _, when in running.steps()]
     between = [(a, b - a) for a, b in itertools.pairwise(times) if b > at and a < led + 0.5]
     if etcd is not None:
         etcd.start(which)
     return Kill(
-        *(kind, lost, led - at, len(done), max(gap for _, gap in between), usual, recovered, otherwise)
+        *(
+            kind,
+            lost,
+            led - at,
+            len(done),
+            max(gap for _, gap in between),
+            usual,
+            recovered,
+            otherwise,
+            decided,
+        )
     )
 
 
