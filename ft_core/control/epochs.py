@@ -85,6 +85,8 @@ class Epochs:
         """Why, the exit code should it be the last, and the roles that were lost."""
         self._shortage = ""
         """What was said last of what the job waits for."""
+        self._others_plan = False
+        """Whether the plan is a former controller's: how far its roles have come is known from them alone."""
 
     def do(self, *effects: Effect) -> None:
         self.effects += effects
@@ -140,7 +142,7 @@ class Epochs:
             return  # several were asked
         self.facts.take(state)
         self.facts.strikes.take(told.strikes, self.now)
-        self._begin(state)
+        self._begin(state, others=True)
         self.returning.taken_over(self.now)
         for node in list(self.facts.nodes.values()):
             if self.was_given_up(node):
@@ -170,8 +172,8 @@ class Epochs:
 
     # -- plans -------------------------------------------------------------------------------------
 
-    def _begin(self, plan: m.Plan) -> None:
-        self.facts.plan, self.progress = plan, Progress(plan)
+    def _begin(self, plan: m.Plan, others: bool = False) -> None:
+        self.facts.plan, self.progress, self._others_plan = plan, Progress(plan), others
         self._own, self._whole = {}, []
 
     def _start(self, start: Start, counts: Sequence[tuple[int, m.Counts]] = ()) -> None:
@@ -671,7 +673,7 @@ class Epochs:
         may live, and hold what is missing."""
         facts = self.facts
         # Of those who train while nobody hears them it is not known how far they have come.
-        unknown = facts.initial is not None and not facts.playing()
+        unknown = (facts.initial is not None or self._others_plan) and not facts.playing()
         if isinstance(outcome, Start):
             older = outcome.version is None or outcome.version < facts.reached - 1
             bad = (facts.trained and older) or (unknown and outcome.origin != "memory")

@@ -287,8 +287,12 @@ class Facts:
     @property
     def forgotten(self) -> bool:
         """Whether steps were done, and all who did them are lost, with a controller that knew what they held:
-        nobody is left who knows of more than the first plan."""
-        return self.initial is None and self.resumed >= max(1, self.started_over)
+        nobody is left who knows of more than the first plan. It may be on record nowhere, if a leader was
+        lost that could not write its notes; but where there are copies of two versions a step was done."""
+        if self.initial is not None:
+            return False
+        copies = (held for node in self.nodes.values() for held in node.holdings.replicas.values())
+        return self.resumed >= max(1, self.started_over) or len({v for held in copies for v in held}) > 1
 
     def fill_catalogue(self, roles: Collection[int]) -> None:
         """What these said of their segments was lost with their nodes, or with a controller: what others hold

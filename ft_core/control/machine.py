@@ -79,6 +79,8 @@ class Controller:
         """Connections that have not said yet who they are."""
         self._told_to_end: set[m.NodeName] = set()
         """Nodes that were; if that is all that there are, the job was."""
+        self._to_dismiss: set[m.NodeName] = set()
+        """Those of them that nobody needs, and that have yet to hear that they may."""
         self._not_written = (0, -1)
         """The epoch and version of the last durable checkpoint that failed."""
 
@@ -313,8 +315,8 @@ class Controller:
                 self._epochs.record("leaving", f"node {node.name} was told to end (SIGTERM)", node=node.name)
                 self._told_to_end = {*(self._told_to_end & facts.nodes.keys()), node.name}
                 self._epochs.leaving |= bool(facts.hosts) and self._told_to_end == facts.nodes.keys()
-                if not self._epochs.leaving and node.name not in facts.hosts:
-                    self._epochs.do(Send(node.peer, m.Shutdown(code=ENDED)))
+                self._to_dismiss |= {node.name} - facts.hosts.keys()
+                self._dismiss()
             case m.Left():
                 self._termination.node_left(node.name, now)
             case m.RestoreFailed() | m.NoIdleWorker() | m.Held():
@@ -397,6 +399,14 @@ class Controller:
             return
         self._epochs.do(*self._script.answer_all())
 
+    def _dismiss(self) -> None:
+        """Nodes that were told to end, and that nobody needs, may; once nobody may obey another any more."""
+        if self._epochs.now < self._epochs.settled or self._epochs.leaving:
+            return
+        names, self._to_dismiss = sorted(self._to_dismiss - self.facts.hosts.keys()), set()
+        nodes = [node for name in names if (node := self.facts.nodes.get(name)) is not None]
+        self._epochs.do(*(Send(node.peer, m.Shutdown(code=ENDED)) for node in nodes))
+
     def _node_left(self, name: str) -> None:
         """All workers of a node have died of SIGTERM, which it had from outside."""
         if (node := self.facts.nodes.get(name)) is None:
@@ -419,6 +429,7 @@ class Controller:
 
     def _tick(self) -> None:
         now = self._epochs.now
+        self._dismiss()
         for name in self._termination.nodes_left(now):
             self._node_left(name)
         if reason := self._termination.overdue(now):

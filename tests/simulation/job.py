@@ -170,8 +170,8 @@ class SimJob:
         """Nodes whose memory is lost since everything was in enough of them."""
         self._out: dict[str, float] = {}
         """Nodes that live, and are lost to the controller: since when."""
-        self._linked = 0
-        """The epoch that a broken link has begun."""
+        self._linked = 0, ""
+        """The epoch that a broken link has begun, and the machine that was replaced."""
         self._given_up: set[str] = set()
         """Nodes without which the job has gone on."""
         self._ailed: set[str] = set()
@@ -356,7 +356,8 @@ class SimJob:
                     self._is_lost(node, event.reason, controller)
         if event.event == "controller_restarted":
             self._look(controller)
-        if event.event == "starting_over" and not self.storage.complete():
+        said = event.event == "starting_over" or "it is damaged" in event.reason
+        if said and not self.storage.complete():
             self.training.least = 0  # what a former job has left is damaged, and it is said
         if event.event in ("state_restored", "resumed", "communicators_ready"):
             plan = controller.machine.facts.begun
@@ -391,9 +392,10 @@ class SimJob:
             return
         self.outcome.evictions += 1
         if "its link" in reason:
-            if self._linked == controller.machine.facts.epoch:
+            epoch, machine = self._linked  # it may have come back as a spare, with the link broken yet
+            if epoch == controller.machine.facts.epoch and machine != node.machine_name:
                 raise Violation(f"6: a second node is taken for lost for one broken link: {reason}")
-            self._linked = controller.machine.facts.epoch
+            self._linked = controller.machine.facts.epoch, node.machine_name
             self.memory_lost(node)
         if "no heartbeat" in reason and not self.shape.brief:
             if not self._in_trouble(node, controller):
@@ -537,9 +539,9 @@ class SimJob:
         if self.poison or self.errors.fatal or self.shape.brings in ("different", "impossible"):
             return True
         reason, storage = self.outcome.reason, self.storage
-        # The only node that a new leader sees was told to end, and others are with its predecessor yet.
-        if self.shape.brief and "told to end (SIGTERM)" in reason:
-            return True
+        # All that a new controller sees were told to end; others are with its predecessor yet, or lost.
+        if "told to end (SIGTERM)" in reason:
+            return self.shape.brief or all(node.leaving for node in self.live())
         if "cannot be read" in reason:
             return storage.was_in_trouble
         # Before the first step after a checkpoint was read it is the copy, by role, of what that has read.
