@@ -40,12 +40,18 @@ FAILED_ONCE = {
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
 
+FAILED_ONCE_ABOUT_LEADERS = {
+    101778: "a successor saw no node with a role: they were with its predecessor yet; and began anew",
+}
+
 FOUND_BY = {
     "what_to_prepare_is_said_once": 7051,
     "a_busy_agent_is_a_silent_machine": 6126,
     "a_successor_is_not_told_of_steps": 5221,
-    "newcomers_have_no_records": 1520,
-    "one_copy_is_enough": 485,
+    "newcomers_have_no_records": 9804,
+    "one_copy_is_enough": 8830,
+    "commit_after_the_barrier": 8830,
+    "out_of_sight_is_dead": 12102,
     "a_role_comes_back_to_an_older_epoch": 10674,
     "strikes_are_forgotten_by_a_new_controller": 298,
 }
@@ -77,6 +83,11 @@ def test_short_schedules_about_leaders() -> None:
 @pytest.mark.parametrize("seed", FAILED_ONCE)
 def test_what_failed_once(seed: int) -> None:
     assert failure(seed) is None
+
+
+@pytest.mark.parametrize("seed", FAILED_ONCE_ABOUT_LEADERS)
+def test_what_failed_once_about_leaders(seed: int) -> None:
+    assert failure(seed, leaders=True) is None
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
