@@ -401,7 +401,7 @@ class Controller:
 
     def _dismiss(self) -> None:
         """Nodes that were told to end, and that nobody needs, may; once nobody may obey another any more."""
-        if self._epochs.now < self._epochs.settled or self._epochs.leaving:
+        if not self._to_dismiss or self._epochs.now < self._epochs.settled or self._epochs.leaving:
             return
         names, self._to_dismiss = sorted(self._to_dismiss - self.facts.hosts.keys()), set()
         nodes = [node for name in names if (node := self.facts.nodes.get(name)) is not None]
