@@ -39,6 +39,7 @@ from ft_core.protocol.messages import (
 from ft_core.settings import Settings, read_secret
 
 T = TypeVar("T")
+P = TypeVar("P", RolesStatus, SparesStatus, NodesStatus)
 _TIMEOUT = 10.0
 AT_ONCE = 64
 """Questions that are put before the first is answered."""
@@ -92,26 +93,22 @@ class Line:
 
     def roles(self) -> Iterator[RoleStatus]:
         """Of each role of the plan, as they come. Raises as `ask`."""
-        piece = self.expect(AskRows("roles"), RolesStatus)
-        yield from piece.roles
-        while piece.more:
-            piece = self.expect(AskMore(), RolesStatus)
-            yield from piece.roles
+        return (row for piece in self._pieces("roles", RolesStatus) for row in piece.roles)
 
     def spares(self) -> Iterator[SpareStatus]:
         """Of each node without a role, likewise."""
-        piece = self.expect(AskRows("spares"), SparesStatus)
-        yield from piece.spares
-        while piece.more:
-            piece = self.expect(AskMore(), SparesStatus)
-            yield from piece.spares
+        return (row for piece in self._pieces("spares", SparesStatus) for row in piece.spares)
 
     def nodes(self, what: Literal["nodes", "struck"]) -> Iterator[NodesStatus]:
         """Of all nodes, or of those against which something counts, likewise; in pieces."""
-        piece = self.expect(AskRows(what), NodesStatus)
+        return self._pieces(what, NodesStatus)
+
+    def _pieces(self, what: Literal["roles", "spares", "nodes", "struck"], kind: type[P]) -> Iterator[P]:
+        """Of a list."""
+        piece = self.expect(AskRows(what), kind)
         yield piece
         while piece.more:
-            piece = self.expect(AskMore(), NodesStatus)
+            piece = self.expect(AskMore(), kind)
             yield piece
 
     def hosts(self) -> list[Host]:
