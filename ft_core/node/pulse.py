@@ -80,10 +80,8 @@ def _serve(agent: int, loop: Loop, secret: bytes, node: str, every: float) -> No
                 sock = sender(whom[0]) if whom[0] else None
             if sock is not None:
                 sock.send(seal.pack(Pulse(whom[1], node, time.monotonic_ns(), loop.stalled())))
-        except (
-            OSError,
-            ValueError,
-        ):  # the agent tells what is wrong; a name may be another machine's by now
+        except (OSError, ValueError):
+            # The agent tells what is wrong; a name may be another machine's by now.
             if sock is not None:
                 sock.close()
             sock = None

@@ -15,7 +15,7 @@ from ft_core.errors import AuthenticationError, ProtocolError
 from ft_core.protocol import handshake
 from ft_core.protocol.codec import encode
 from ft_core.protocol.messages import FROM_PULSE, Pulse
-from ft_core.protocol.sockets import split_address
+from ft_core.protocol.sockets import family_of, split_address
 
 MAX_BYTES = 1024
 """Of a datagram."""
@@ -55,7 +55,7 @@ class Seal:
 
 def receiver(host: str, port: int) -> socket.socket:
     """A socket for those that are sent to this address. Raises OSError."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM)
+    sock = socket.socket(family_of(host), socket.SOCK_DGRAM)
     try:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
@@ -71,7 +71,7 @@ def receiver(host: str, port: int) -> socket.socket:
 def sender(address: str) -> socket.socket:
     """A socket whose datagrams go there. Raises OSError."""
     host, port = split_address(address)
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM)
+    sock = socket.socket(family_of(host), socket.SOCK_DGRAM)
     try:
         sock.setblocking(False)
         sock.connect((host, port))

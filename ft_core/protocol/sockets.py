@@ -9,6 +9,11 @@ import time
 from typing import Any
 
 
+def family_of(host: str) -> socket.AddressFamily:
+    """Of an internet address, or a name."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def listen(host: str, port: int = 0) -> socket.socket:
     """A listening TCP socket on this interface alone; port 0 picks a free one (see `getsockname`).
 
@@ -19,19 +24,17 @@ def listen(host: str, port: int = 0) -> socket.socket:
         sock.bind(host.removeprefix("unix:"))
         sock.listen(1024)
         return sock
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=1024)
+    return socket.create_server((host, port), family=family_of(host), backlog=1024)
 
 
 def reserve(host: str) -> socket.socket:
     """A free port while this socket is open: nobody is given it by chance, and who asks for it gets it. At
     present nobody uses it for datagrams either."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
-        sock = socket.socket(family)
+        sock = socket.socket(family_of(host))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, 0))
-        with socket.socket(family, socket.SOCK_DGRAM) as datagrams:
+        with socket.socket(sock.family, socket.SOCK_DGRAM) as datagrams:
             try:
                 datagrams.bind((host, sock.getsockname()[1]))
             except OSError:
@@ -43,8 +46,7 @@ def reserve(host: str) -> socket.socket:
 def own_host(towards: str) -> str:
     """This machine's address for whoever is at "host:port"; loopback stays loopback. Raises OSError."""
     host, port = split_address(towards)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))  # sends nothing; the kernel picks the interface
         return str(probe.getsockname()[0])
 
