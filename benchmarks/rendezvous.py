@@ -24,16 +24,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from benchmarks.common import cpu_seconds, finish, parser, table
-from benchmarks.rendezvous_members import Layout, Seen, serve
+from benchmarks.rendezvous_members import Seen, groups_of, serve
+from benchmarks.simulated import LAYOUTS, PER_NODE, Layout
 from ft_core.comm import rendezvous
 from ft_core.process.descriptors import raise_limit
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.groups import GroupId
 from ft_core.protocol.store import Request
 
-LAYOUTS = {"data": (1, 1), "model": (8, 16)}
-"""Tensor and pipeline parallel size."""
-PER_NODE = 8
 PATIENCE = 600.0
 SECRET = b"of this benchmark"
 _context = multiprocessing.get_context("spawn")
@@ -165,9 +163,7 @@ def real(size: int) -> dict[str, Any]:
 
 def simulated(members: int, layout: str, processes: int) -> dict[str, Any]:
     """One size."""
-    tensor, pipeline = LAYOUTS[layout]
-    unit = math.lcm(tensor * pipeline, PER_NODE)
-    shape = Layout(-(-members // unit) * unit, tensor, pipeline)
+    shape = Layout.of(layout, members)
     newcomers = frozenset(range(PER_NODE, 2 * PER_NODE))
     store = Store()
     fleets: list[Connection] = []
@@ -208,7 +204,7 @@ def simulated(members: int, layout: str, processes: int) -> dict[str, Any]:
         return {
             "members": shape.roles,
             "layout": layout,
-            "groups_per_member": len(shape.groups(0)),
+            "groups_per_member": len(groups_of(shape, 0)),
             "requests": requests,
             "requests_per_member": total / shape.roles,
             "connected_s": connected,

@@ -14,54 +14,28 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from multiprocessing.connection import Connection
 
 import msgspec
 
+from benchmarks.simulated import AGAIN, AT_ONCE, Client, Layout
 from ft_core.comm.process_group import OPENERS
 from ft_core.protocol import store as s
-from ft_core.protocol.codec import encode
-from ft_core.protocol.framing import HEADER, Frames
 from ft_core.protocol.groups import GroupId, runs_of, text_of
-from ft_core.protocol.handshake import Handshake
 from ft_core.protocol.sockets import split_address
 
 PER_ROOT = 128
 """Members of a group for which one of them says an address."""
 ADDRESS = bytes(128)
 """An `ncclUniqueId`."""
-_AGAIN = 0.05
-AT_ONCE = 64
-"""Handshakes of one process under way: what many machines do at once waits for one core here."""
 _REPLY = msgspec.json.Decoder(s.Reply)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The groups that training uses: `tensor` roles in a row share a layer, `pipeline` stages come last."""
-
-    roles: int
-    tensor: int = 1
-    pipeline: int = 1
-
-    def groups(self, role: int) -> list[Sequence[int]]:
-        """All roles, data, tensor, pipeline and model parallel; those of more than one."""
-        stage = self.roles // self.pipeline
-        tensor = range(role // self.tensor * self.tensor, (role // self.tensor + 1) * self.tensor)
-        first = role // stage * stage + role % self.tensor
-        model = [t % stage + at for at in range(0, self.roles, stage) for t in tensor]
-        found = [
-            group
-            for group in (
-                range(self.roles),
-                range(first, role // stage * stage + stage, self.tensor),
-                tensor,
-                range(role % stage, self.roles, stage),
-                sorted(model),
-            )
-            if len(group) > 1
-        ]
-        return list({(group[0], group[1], len(group)): group for group in found}.values())
+def groups_of(layout: Layout, role: int) -> list[Sequence[int]]:
+    """The members of each; a group that is another one too is one."""
+    found = [runs[0] if len(runs) == 1 else [*chain.from_iterable(runs)] for runs in layout.groups(role)]
+    return list({(group[0], group[1], len(group)): group for group in found}.values())
 
 
 @dataclass
@@ -92,25 +66,17 @@ class Group:
         self.roots = range(0, len(members), PER_ROOT)
 
 
-class Member(asyncio.Protocol):
+class Member(Client):
     """One worker's side of it."""
 
     def __init__(self, seen: Seen, secret: bytes, epoch: int, role: int, groups: list[Group]) -> None:
+        super().__init__(secret, "the store")
         self._seen, self._role, self._epoch = seen, role, epoch
-        self._hands = Handshake(secret, "the store")
-        self._frames: Frames | None = None
-        self._buffer = bytearray()
         self._left = deque(groups)
         self._asked: dict[int, tuple[str, Group, float]] = {}
         """By request: what it is, the group, and when it was sent."""
         self._number = self._open = 0
         self.greeted = asyncio.get_running_loop().create_future()
-        self.transport: asyncio.Transport
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        transport.write(self._hands.hello)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.greeted.done():
@@ -118,48 +84,29 @@ class Member(asyncio.Protocol):
         elif self._left or self._open:
             self._seen.lost.append(f"role {self._role}: {exc}")
 
-    def data_received(self, data: bytes) -> None:
-        self._seen.received += len(data)
-        self._buffer += data
-        if self._frames is None and not self._shake():
-            return
-        at, buffer = 0, self._buffer
-        while len(buffer) - at >= HEADER.size:
-            _, length, _, _ = HEADER.unpack_from(buffer, at)
-            if len(buffer) - at < HEADER.size + length:
-                break
-            at += HEADER.size
-            self._answered(bytes(buffer[at : at + length]))
-            at += length
-        del buffer[:at]
+    def came(self, nbytes: int) -> None:
+        """As `Client.came`."""
+        self._seen.received += nbytes
 
-    def _shake(self) -> bool:
-        hands, buffer = self._hands, self._buffer
-        if len(buffer) >= hands.HELLO_BYTES and not hands._nonces:
-            self.transport.write(hands.answer(bytes(buffer[: hands.HELLO_BYTES])))
-            del buffer[: hands.HELLO_BYTES]
-        if not hands._nonces or len(buffer) < hands.PROOF_BYTES:
-            return False
-        hands.confirm(bytes(buffer[: hands.PROOF_BYTES]))
-        del buffer[: hands.PROOF_BYTES]
-        self._frames = hands.frames(client=True)
+    def greets(self) -> None:
+        """As `Client.greets`."""
         self._seen.connected += 1
-        self._send(s.JoinEpoch(self._epoch, self._role))
+        self.send(s.JoinEpoch(self._epoch, self._role))
         self.greeted.set_result(None)
         self._go_on()
-        return True
+
+    def leave(self) -> None:
+        """At once."""
+        if self._transport is not None:
+            self._transport.abort()
 
     def _next(self) -> int:
         self._number += 1
         return self._number
 
-    def _send(self, request: s.Request) -> None:
-        assert self._frames is not None
-        self.transport.write(self._frames.pack(encode(request)))
-
     def _ask(self, what: str, group: Group, request: s.Request) -> None:
         self._asked[request.id] = what, group, time.monotonic()  # type: ignore[union-attr]
-        self._send(request)
+        self.send(request)
 
     def _go_on(self) -> None:
         """Open more groups, as many at a time as workers do."""
@@ -172,7 +119,8 @@ class Member(asyncio.Protocol):
             self._seen.through += 1
             self._seen.last = time.monotonic()
 
-    def _answered(self, body: bytes) -> None:
+    def heard(self, body: bytes) -> None:
+        """As `Client.heard`."""
         self._seen.largest = max(self._seen.largest, len(body))
         reply = _REPLY.decode(body)
         if isinstance(reply, s.Asked):
@@ -184,7 +132,7 @@ class Member(asyncio.Protocol):
             keys = [f"{group.name}/nccl//{root}" for root in group.roots]
             for root, key in zip(group.roots, keys, strict=True):
                 if group.members[root] == self._role:
-                    self._send(s.SetKey(key, ADDRESS))
+                    self.send(s.SetKey(key, ADDRESS))
             self._ask("open", group, s.WaitForKeys(self._next(), keys))
         else:
             self._open -= 1
@@ -207,7 +155,7 @@ def serve(
         groups: dict[int, list[Group]] = {}
         shared: dict[tuple[int, int, int], Group] = {}
         for role in roles:
-            for members in layout.groups(role):
+            for members in groups_of(layout, role):
                 place = members[0], len(members), members[1]
                 if place not in shared:
                     shared[place] = Group(members, newcomers)
@@ -227,7 +175,7 @@ def serve(
                         kept.append(member)
                         return
                     except OSError:
-                        await asyncio.sleep(_AGAIN)
+                        await asyncio.sleep(AGAIN)
 
         orders.send("ready")
         await asyncio.to_thread(orders.recv)
@@ -247,6 +195,6 @@ def serve(
                     task.result()
             orders.send(seen)
         for member in kept:
-            member.transport.abort()
+            member.leave()
 
     asyncio.run(run())

@@ -28,14 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import cpu_seconds, environment, finish, parser, read_events, table
-from benchmarks.scale_fleet import Layout, Told, serve
+from benchmarks.scale_fleet import Sharded, Told, serve
+from benchmarks.simulated import LAYOUTS, PER_NODE
 from ft_core.control.shell import TICK
 from ft_core.control.suspicion import RETURN_GRACE
 from ft_core.settings import Command, Settings, write_secret
 
-PER_NODE = 8
-LAYOUTS = {"data": (1, 1), "model": (8, 16)}
-"""Tensor and pipeline parallel size."""
 PROFILED = """
 import cProfile, os, runpy, signal, sys, time
 profile, running, count = cProfile.Profile(time.process_time), False, 0
@@ -76,7 +74,7 @@ def fleets_cores() -> set[int]:
 class Job:
     """One simulated job."""
 
-    def __init__(self, layout: Layout, job_dir: Path, processes: int, silence: float) -> None:
+    def __init__(self, layout: Sharded, job_dir: Path, processes: int, silence: float) -> None:
         nodes = layout.roles // PER_NODE
         self.spares = 2 + nodes // 50
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -239,9 +237,7 @@ class Job:
 
 def measure(roles: int, layout: str, seconds: float, processes: int, silence: float) -> dict[str, Any]:
     """One size."""
-    tensor, pipeline = LAYOUTS[layout]
-    unit = math.lcm(tensor * pipeline, PER_NODE)
-    shape = Layout(-(-roles // unit) * unit, PER_NODE, tensor, pipeline)
+    shape = Sharded.of(layout, roles)
     phases: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="ft-scale-") as where:
         job = Job(shape, Path(where), processes, silence)

@@ -18,12 +18,10 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.simulated import AGAIN, AT_ONCE, PER_NODE, Client, Layout
 from ft_core.node.machine import SAME
 from ft_core.protocol import messages as m
-from ft_core.protocol.codec import encode
-from ft_core.protocol.framing import HEADER, Frames
 from ft_core.protocol.groups import roles_in, text_of
-from ft_core.protocol.handshake import Handshake
 from ft_core.protocol.pulses import Seal, sender
 from ft_core.protocol.sockets import split_address
 from ft_core.protocol.table import Received, hosts_of, pieces
@@ -32,35 +30,15 @@ from ft_core.state.manifest import Segment
 
 STEP = 5.0
 """Seconds."""
-AT_ONCE = 64
 COPIED, OPTIMIZER = 0.2, 0.1
 """Of a step: when the copy of the one before is complete, and how long its optimizer takes."""
-_AGAIN = 0.05
 _EPOCH = re.compile(rb'"epoch":(\d+)')
 _ID = re.compile(rb'"state":{"id":"([^"]*)"')
 _VERSION = re.compile(rb'"version":(\d+|null)')
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Who has what of a job's state: `tensor` roles in a row share a layer, `pipeline` stages come last, as
-    Megatron counts ranks; the optimizer's state is sharded over all data-parallel peers."""
-
-    roles: int
-    per_node: int
-    tensor: int = 1
-    pipeline: int = 1
-
-    @property
-    def data(self) -> int:
-        """How many replicas of the model there are."""
-        return self.roles // (self.tensor * self.pipeline)
-
-    def peers(self, role: int) -> range:
-        """The roles with the same parameters."""
-        stage = self.tensor * self.data
-        first = role // stage * stage + role % self.tensor
-        return range(first, first + stage, self.tensor)
+class Sharded(Layout):
+    """Who has what of a job's state: that of the optimizer is sharded over all data-parallel peers."""
 
     def segments(self, role: int) -> list[tuple[str, range]]:
         """Parameters, and a shard of the optimizer's state: by id, their holders."""
@@ -72,13 +50,8 @@ class Layout:
         return m.ReplicaGroup(index, self.data, m.Redundancy.ADOPTABLE)
 
     def counts(self, role: int) -> dict[str, int]:
-        """Of operations on record, by group: all, data, tensor, pipeline and model parallel."""
-        stage = self.tensor * self.data
-        tensor = range(role // self.tensor * self.tensor, (role // self.tensor + 1) * self.tensor)
-        # The replica of the model that the role is of: its tensor groups in all stages.
-        model = [range(t, t + self.tensor) for t in range(tensor[0] % stage, self.roles, stage)]
-        groups = [[range(self.roles)], [self.peers(role)], [tensor], [range(role % stage, self.roles, stage)]]
-        return {f"{text_of(runs)}#0": 20 for runs in [*groups, model] if sum(map(len, runs)) > 1}
+        """Of operations on record, by group."""
+        return {f"{text_of(runs)}#0": 20 for runs in self.groups(role)}
 
 
 @cache
@@ -108,7 +81,7 @@ class Told:
 class Fleet:
     """The agents of one process."""
 
-    def __init__(self, layout: Layout, controller: str, secret: bytes, settings: Settings) -> None:
+    def __init__(self, layout: Sharded, controller: str, secret: bytes, settings: Settings) -> None:
         self.layout, self.secret = layout, secret
         self.every, self.again = settings.pulse, SAME * settings.silence_limit
         self.host, self.port = split_address(controller)
@@ -164,10 +137,11 @@ class Fleet:
                 self._datagrams.send(self._seal.pack(m.Pulse(self.session, name, time.monotonic_ns(), 0.0)))
 
 
-class Agent(asyncio.Protocol):
+class Agent(Client):
     """One simulated agent, and its connection."""
 
     def __init__(self, fleet: Fleet, name: str, rank: int, roles: list[int]) -> None:
+        super().__init__(fleet.secret, "the controller")
         self.fleet, self.name, self.rank = fleet, name, rank
         self.first = roles
         """Roles of its, once it has a plan."""
@@ -179,10 +153,6 @@ class Agent(asyncio.Protocol):
         """Messages about who is where, of the plan that comes next."""
         self._own_bytes = self._version = 0
         self._said: list[m.FromRoles] = []
-        self._hands: Handshake | None = None
-        self._frames: Frames | None = None
-        self._transport: asyncio.Transport | None = None
-        self._buffer = bytearray()
         self._shaken: asyncio.Future[None]
         """Of the newest connection: whether it stands, or has ended before."""
         self._beat: tuple[float, object] = 0.0, None
@@ -199,7 +169,7 @@ class Agent(asyncio.Protocol):
                     await self._shaken
                 return
             except OSError:
-                await asyncio.sleep(_AGAIN)
+                await asyncio.sleep(AGAIN)
 
     def die(self) -> None:
         """All at once."""
@@ -209,60 +179,28 @@ class Agent(asyncio.Protocol):
 
     # -- the connection --------------------------------------------------------------------------
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport, self._frames, self._buffer = transport, None, bytearray()
-        self._hands = Handshake(self.fleet.secret, "the controller")
-        transport.write(self._hands.hello)
-
     def connection_lost(self, exc: Exception | None) -> None:
         self.fleet.told.connected -= self._frames is not None
         self._transport = self._frames = None
         if not self._shaken.done():
             self._shaken.set_exception(ConnectionResetError())  # `connect` tries again
         elif not self.killed:
-            asyncio.get_running_loop().call_later(_AGAIN, self._again)
+            asyncio.get_running_loop().call_later(AGAIN, self._again)
 
     def _again(self) -> None:
         task = asyncio.ensure_future(self.connect())
         _tasks.add(task)
         task.add_done_callback(_tasks.discard)
 
-    def data_received(self, data: bytes) -> None:
-        self.fleet.told.received += len(data)
-        self._buffer += data
-        if self._frames is None and not self._shake():
-            return
-        at, buffer = 0, self._buffer
-        while len(buffer) - at >= HEADER.size:
-            _, length, _, _ = HEADER.unpack_from(buffer, at)
-            if len(buffer) - at < HEADER.size + length:
-                break
-            at += HEADER.size
-            self._on_message(bytes(buffer[at : at + length]))
-            at += length
-        del buffer[:at]
+    def came(self, nbytes: int) -> None:
+        """As `Client.came`."""
+        self.fleet.told.received += nbytes
 
-    def _shake(self) -> bool:
-        hands, buffer = self._hands, self._buffer
-        assert hands is not None and self._transport is not None
-        if len(buffer) >= hands.HELLO_BYTES and not hands._nonces:
-            self._transport.write(hands.answer(bytes(buffer[: hands.HELLO_BYTES])))
-            del buffer[: hands.HELLO_BYTES]
-        if not hands._nonces or len(buffer) < hands.PROOF_BYTES:
-            return False
-        hands.confirm(bytes(buffer[: hands.PROOF_BYTES]))
-        del buffer[: hands.PROOF_BYTES]
-        self._frames = hands.frames(client=True)
+    def greets(self) -> None:
+        """As `Client.greets`."""
         self.fleet.told.connected += 1
         self._shaken.set_result(None)
         self.send(self._hello())
-        return True
-
-    def send(self, *messages: m.Message) -> None:
-        """Nothing happens if there is no connection."""
-        if self._frames is not None and self._transport is not None:
-            self._transport.write(b"".join(self._frames.pack(encode(message)) for message in messages))
 
     # -- what it says ----------------------------------------------------------------------------
 
@@ -292,7 +230,7 @@ class Agent(asyncio.Protocol):
             roles=roles,
             replicas=replicas,
             segments={name: text_of([held]) for name, held in segments.items()},
-            idle=1 if self.roles else layout.per_node + 1,
+            idle=1 if self.roles else PER_NODE + 1,
             store="10.0.0.1:40002",
             master="10.0.0.1:40003",
             configured=None,
@@ -300,7 +238,7 @@ class Agent(asyncio.Protocol):
 
     def _kept(self) -> list[int]:
         """Roles of the node before it, of which it keeps copies."""
-        return [(role - self.fleet.layout.per_node) % self.fleet.layout.roles for role in self.roles]
+        return [(role - PER_NODE) % self.fleet.layout.roles for role in self.roles]
 
     def beat(self) -> None:
         """A heartbeat, if there is news. Of a step there are three: its end, its copy, its optimizer."""
@@ -320,12 +258,13 @@ class Agent(asyncio.Protocol):
             for role in self.roles
         }
         replicas = {self.fleet.layout.segments(role)[1][0]: trained for role in self._kept()}
-        idle = 1 if self.roles else self.fleet.layout.per_node + 1
+        idle = 1 if self.roles else PER_NODE + 1
         self.send(m.Heartbeat(self.epoch, self.begun, beats, idle, replicas))
 
     # -- what it is told -------------------------------------------------------------------------
 
-    def _on_message(self, body: bytes) -> None:
+    def heard(self, body: bytes) -> None:
+        """As `Client.heard`."""
         told = self.fleet.told
         told.largest = max(told.largest, len(body))
         if body[:1] != b"{":
@@ -422,7 +361,7 @@ def _number(pattern: re.Pattern[bytes], body: bytes) -> int:
 
 
 def serve(
-    layout: Layout,
+    layout: Sharded,
     controller: str,
     secret: bytes,
     settings: Settings,
@@ -433,9 +372,9 @@ def serve(
 
     async def run() -> None:
         fleet = Fleet(layout, controller, secret, settings)
-        first = layout.roles // layout.per_node
+        first = layout.roles // PER_NODE
         for name, rank in names.items():
-            roles = range(rank * layout.per_node, (rank + 1) * layout.per_node) if 0 <= rank < first else ()
+            roles = range(rank * PER_NODE, (rank + 1) * PER_NODE) if 0 <= rank < first else ()
             fleet.nodes[name] = Agent(fleet, name, rank if rank < first else -1, list(roles))
         beats: asyncio.Future[None] | None = None
         inbox: asyncio.Queue[Any] = asyncio.Queue()
