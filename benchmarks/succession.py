@@ -13,7 +13,6 @@ Each of the last three is paired with the same failure a little earlier, while t
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import random
@@ -28,9 +27,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.common import ROOT, environment, finish, parser, printed, read_events, spread, table
+from benchmarks.common import ROOT, environment, finish, parser, printed, spread, table
 from benchmarks.etcd_members import Members
 from benchmarks.loaded import digest, undisturbed
+from benchmarks.machines import Machine, events_of
 from ft_core.cli import ask
 from ft_core.cli.ask import WholeStatus
 from ft_core.errors import FtError
@@ -173,37 +173,6 @@ def report(kills: list[Kill], jobs: list[dict[str, Any]], late: int) -> str:
 # -- a job -----------------------------------------------------------------------------------------
 
 
-class Machine:
-    """An `ftrun`, and all that it has started."""
-
-    def __init__(self, ftrun: subprocess.Popen[bytes], job_dir: Path) -> None:
-        self.ftrun, self.job_dir = ftrun, job_dir
-
-    @property
-    def runs(self) -> bool:
-        return self.ftrun.poll() is None
-
-    def children(self) -> list[int]:
-        """Those that it has started itself."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):  # it has ended
-                if int(path.read_text().rpartition(")")[2].split()[1]) == self.ftrun.pid:
-                    found.append(int(path.parent.name))
-        return found
-
-    def kill(self) -> float:
-        """As if its power failed. Returns when."""
-        self.ftrun.send_signal(signal.SIGSTOP)  # it would start what dies once more
-        began = time.monotonic()
-        for pid in self.children():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-        self.ftrun.kill()
-        self.ftrun.wait()
-        return began
-
-
 class Job:
     """On several machines, all of them here."""
 
@@ -245,9 +214,8 @@ class Job:
         return [machine for machine in self.machines if machine.runs]
 
     def events(self) -> list[dict[str, Any]]:
-        """Of all leaders, in the order of their terms."""
-        found = [event for machine in self.machines for event in read_events(machine.job_dir)]
-        return sorted(found, key=lambda event: (event["term"], event["monotonic"]))
+        """Of all leaders."""
+        return events_of(self.machines)
 
     def status(self) -> WholeStatus | None:
         """As the leader sees it; None if there is none."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,32 +14,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from harness import ROOT, Result, Training, environment, read_digest, read_logs, read_losses
-from processes import children
 
+from benchmarks import machines
 from ft_core.cli import ask
 
 T = TypeVar("T")
 
 
 @dataclass
-class Machine:
+class Machine(machines.Machine):
     """One of them."""
 
-    ftrun: subprocess.Popen[bytes]
-    job_dir: Path
     spare: bool
-
-    def kill(self) -> None:
-        """As if its power failed."""
-        self.ftrun.send_signal(signal.SIGSTOP)  # it would start what dies once more
-        for pid in children(self.ftrun.pid):
-            os.killpg(pid, signal.SIGKILL)
-        self.ftrun.kill()
-        self.ftrun.wait()
-
-    def has(self, pid: int) -> bool:
-        """Whether its `ftrun` has started that process."""
-        return pid in children(self.ftrun.pid)
 
 
 class Machines:
@@ -81,22 +65,17 @@ class Machines:
 
     def __exit__(self, error: object, *_: object) -> None:
         for machine in self.machines:
-            if machine.ftrun.poll() is None:
+            if machine.runs:
                 machine.kill()
         self._output.close()
         shutil.rmtree(self._temporary)
 
     def running(self) -> list[Machine]:
-        return [machine for machine in self.machines if machine.ftrun.poll() is None]
+        return [machine for machine in self.machines if machine.runs]
 
     def events(self, name: str = "") -> list[dict]:
         """Of all leaders, in the order of their terms."""
-        found = []
-        for machine in self.machines:
-            path = machine.job_dir / "events.jsonl"
-            text = path.read_text() if path.exists() else ""
-            found += [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-        found.sort(key=lambda event: (event["term"], event["monotonic"]))
+        found = machines.events_of(self.machines)
         return [event for event in found if not name or event["event"] == name]
 
     def status(self) -> dict:
@@ -115,7 +94,7 @@ class Machines:
                 pid = self.status()["controller_pid"]
             except Exception:
                 return None
-            return next(((machine, pid) for machine in self.running() if machine.has(pid)), None)
+            return next(((machine, pid) for machine in self.running() if pid in machine.children()), None)
 
         return self.until(found, "leader")
 
