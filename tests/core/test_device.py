@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,27 +54,48 @@ class OnGpu(Model):
             yield StateTensor(t.name, t.tensor.as_subclass(OnDevice), t.holders, t.volatile)
 
 
-def snapshots(
-    gpu: Gpu, memory: RoleMemory, epoch_is_over: Callable[[], bool] = lambda: False
-) -> tuple[Model, Snapshotter]:
-    model = OnGpu()
-
-    def allocate(slot: int, segments: Any) -> list[int]:
-        return memory.allocate(slot, segments).memory.address
-
-    def staged(version: int) -> None:
-        [(_, buffer)] = [memory.find(version) or pytest.fail("it is said before it is so")]
-        gpu.log.append(("staged", buffer.version))
-
-    def asked() -> bool:
-        gpu.log.append("epoch")
-        return epoch_is_over()
-
-    return model, Snapshotter(model, allocate, staged, epoch_is_over=asked)
+Snapshots = Callable[..., tuple[Model, Snapshotter]]
 
 
-def test_a_copy_from_a_gpu_has_its_order(gpu: Gpu) -> None:
-    _, snapshotter = snapshots(gpu, RoleMemory())
+@pytest.fixture
+def snapshots(gpu: Gpu) -> Iterator[Snapshots]:
+    """A model on the GPU and what copies it; what that has locked is unlocked before the GPU goes."""
+    threads = []
+
+    def made(
+        memory: RoleMemory, epoch_is_over: Callable[[], bool] = lambda: False
+    ) -> tuple[Model, Snapshotter]:
+        model = OnGpu()
+
+        def allocate(slot: int, segments: Any) -> list[int]:
+            return memory.allocate(slot, segments).memory.address
+
+        def staged(version: int) -> None:
+            [(_, buffer)] = [memory.find(version) or pytest.fail("it is said before it is so")]
+            gpu.log.append(("staged", buffer.version))
+
+        def asked() -> bool:
+            gpu.log.append("epoch")
+            return epoch_is_over()
+
+        snapshotter = Snapshotter(model, allocate, staged, epoch_is_over=asked)
+        threads.append(snapshotter._thread)
+        return model, snapshotter
+
+    yield made
+    for thread in threads:
+        thread.shutdown()
+    gc.collect()
+
+
+def let_go(snapshotter: Snapshotter) -> None:
+    """Nothing but the caller has it, or any of its memory, any more."""
+    snapshotter._thread.shutdown()  # it says that a copy is done a moment before it lets go of it
+    gc.collect()
+
+
+def test_a_copy_from_a_gpu_has_its_order(gpu: Gpu, snapshots: Snapshots) -> None:
+    _, snapshotter = snapshots(RoleMemory())
     for version in (1, 2):
         gpu.log.clear()
         snapshotter.stage(version)
@@ -94,11 +114,11 @@ def test_a_copy_from_a_gpu_has_its_order(gpu: Gpu) -> None:
         assert last_copy < len(gpu.log) - 2 and gpu.log[-2:] == ["copied", ("staged", version)]
 
 
-def test_what_an_aborted_exchange_left_is_no_version(gpu: Gpu) -> None:
+def test_what_an_aborted_exchange_left_is_no_version(gpu: Gpu, snapshots: Snapshots) -> None:
     """The epoch ends while the device is still busy with the step that made the state."""
     over = threading.Event()
     memory = RoleMemory()
-    model, snapshotter = snapshots(gpu, memory, over.is_set)
+    model, snapshotter = snapshots(memory, over.is_set)
     snapshotter.stage(1)
     snapshotter.wait()
     slot, buffer = memory.find(1) or pytest.fail("there is no copy")
@@ -118,28 +138,26 @@ def test_what_an_aborted_exchange_left_is_no_version(gpu: Gpu) -> None:
     assert torch.equal(model.shard, right)
 
 
-def test_memory_is_unlocked_before_it_is_unmapped(gpu: Gpu) -> None:
-    model, snapshotter = snapshots(gpu, RoleMemory())
+def test_memory_is_unlocked_before_it_is_unmapped(gpu: Gpu, snapshots: Snapshots) -> None:
+    model, snapshotter = snapshots(RoleMemory())
     for version in range(4):
         model.late = torch.ones(version + 1)  # another layout, so other memory
         snapshotter.stage(version)
         snapshotter.wait()
         gc.collect()
         assert list(gpu.pinned.values()) == [DEVICE] * min(version + 1, 2)
+    let_go(snapshotter)
     del snapshotter
-    end = time.monotonic() + 30  # its thread says that a copy is done a moment before it lets go of it
-    while gpu.pinned and time.monotonic() < end:
-        gc.collect()
     assert not gpu.pinned
 
 
-def test_memory_that_is_loaded_from_is_locked_too(gpu: Gpu) -> None:
+def test_memory_that_is_loaded_from_is_locked_too(gpu: Gpu, snapshots: Snapshots) -> None:
     memory = RoleMemory()
-    _, snapshotter = snapshots(gpu, memory)
+    _, snapshotter = snapshots(memory)
     snapshotter.stage(1)
     snapshotter.wait()
     slot, buffer = memory.find(1) or pytest.fail("there is no copy")
-    _, successor = snapshots(gpu, memory)
+    _, successor = snapshots(memory)
     successor.load(slot, buffer.memory.address, buffer.segments, 1)
     assert len(gpu.pinned) == 2, "one mapping of each"
 
@@ -154,27 +172,29 @@ def test_state_on_the_host_locks_no_memory(gpu: Gpu) -> None:
     assert gpu.log == [1] and not gpu.pinned
 
 
-def test_memory_that_cannot_be_locked_is_told_of(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_cannot_be_locked_is_told_of(
+    gpu: Gpu, snapshots: Snapshots, caplog: pytest.LogCaptureFixture
+) -> None:
     gpu.refuse = 2
     memory = RoleMemory()
-    _, snapshotter = snapshots(gpu, memory)
+    _, snapshotter = snapshots(memory)
     snapshotter.stage(1)
     snapshotter.wait()
     assert memory.versions() == [1]
     assert "cannot be page-locked (CUDA error 2: error 2, in words)" in caplog.text
     assert "ulimit -l" in caplog.text
     assert not gpu.pending_error(), "the next kernel of the training thread would be blamed"
-    del snapshotter
-    gc.collect()
 
 
-def test_memory_that_stays_locked_is_told_of(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
-    _, snapshotter = snapshots(gpu, RoleMemory())
+def test_memory_that_stays_locked_is_told_of(
+    gpu: Gpu, snapshots: Snapshots, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, snapshotter = snapshots(RoleMemory())
     snapshotter.stage(1)
     snapshotter.wait()
     gpu.refuse = 713
+    let_go(snapshotter)
     del snapshotter
-    gc.collect()
     assert "stay page-locked (CUDA error 713)" in caplog.text
 
 

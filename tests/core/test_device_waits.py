@@ -20,7 +20,7 @@ from waiting import wait_for_value
 from ft_core.adapter import Redundancy, ReplicaGroup, StateTensor
 from ft_core.errors import EpochChanged
 from ft_core.protocol.messages import Abort
-from ft_core.state.memory import IN_OPTIMIZER, Word
+from ft_core.state.memory import IN_OPTIMIZER, SnapshotBuffer, Word
 from ft_core.worker import session as session_module
 from ft_core.worker.session import Session
 
@@ -82,13 +82,16 @@ class Checking(Agent):
 
     def staged(self, version: int) -> None:
         """Version v has seen v steps, each of one forward pass."""
-        self.versions.append(version)
         found = self.memory.find(version)
         if found is None:
             self.wrong.append(f"version {version} is overwritten before it is committed")
-            return
-        for index, segment in enumerate(found[1].segments):
-            flat = torch.frombuffer(bytearray(found[1].data(index)), dtype=torch.uint8)
+        else:
+            self._compare(version, found[1])
+        self.versions.append(version)  # now, since who waits for it looks at what was wrong
+
+    def _compare(self, version: int, buffer: SnapshotBuffer) -> None:
+        for index, segment in enumerate(buffer.segments):
+            flat = torch.frombuffer(bytearray(buffer.data(index)), dtype=torch.uint8)
             for item in segment.items:
                 if item.name in ("weight", "statistic"):
                     content = flat[item.offset : item.offset + item.nbytes].view(torch.float32)
