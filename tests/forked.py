@@ -14,16 +14,16 @@ import ctypes
 import importlib
 import json
 import os
-import random
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import IO, Any, NoReturn
+
+from ports import free_port
 
 _PR_SET_PDEATHSIG = 1
 _POLL = 0.05
@@ -111,7 +111,7 @@ def _import(script: Path) -> None:
 
 def _run(request: dict[str, Any]) -> list[int]:
     """The exit codes of all ranks; -9 where one was killed, since another had failed or time was up."""
-    port, server = _free_port(), os.getpid()
+    port, server = free_port(), os.getpid()
     ranks: list[int] = []
     for rank in range(request["world"]):
         pid = os.fork()
@@ -176,14 +176,6 @@ def _die_with(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # it had ended before
-
-
-def _free_port() -> int:
-    """One below those that the kernel gives to connections: no other program comes by it a moment later."""
-    while True:
-        with contextlib.suppress(OSError), socket.socket() as free:
-            free.bind(("127.0.0.1", random.randrange(15000, 30000)))
-            return int(free.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import contextlib
 import itertools
 import json
 import signal
-import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Collection
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
+from ports import free_port
 
 from ft_core.control.facts import Facts
 from ft_core.control.shell import Shell
@@ -423,10 +423,9 @@ class Fleet:
     ) -> None:
         """`groups`: replica groups, of roles in a row. `ranks`: those of the nodes that are simulated, if not
         all. `settings`: as in `ft_core.settings`."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
         about: Event = {"replicas": 1 if nodes > 1 else 0, "spares": spares, "heartbeat": 0.1, **settings}
-        self.settings = Settings(nodes, nproc, Command("train.py"), controller=f"127.0.0.1:{port}", **about)
+        about["controller"] = f"127.0.0.1:{free_port()}"
+        self.settings = Settings(nodes, nproc, Command("train.py"), **about)
         self.job_dir, self.groups = job_dir, groups
         self.resumes = False
         """Whether the script, started again, goes on from a checkpoint of its own."""
@@ -516,7 +515,7 @@ class Fleet:
         found = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
         return [event for event in found if not name or event["event"] == name]
 
-    async def until(self, condition: Callable[[], object], seconds: float = 20) -> None:
+    async def until(self, condition: Callable[[], object], seconds: float = 60) -> None:
         """Until `condition` is true."""
         end = time.monotonic() + seconds
         while not condition():
@@ -525,7 +524,7 @@ class Fleet:
                 self._running.result()  # an error of the controller's own
             await asyncio.sleep(0.01)
 
-    async def event(self, name: str, count: int = 1, seconds: float = 20) -> Event:
+    async def event(self, name: str, count: int = 1, seconds: float = 60) -> Event:
         """Until `count` events of that name are recorded; the last of them."""
         await self.until(lambda: len(self.events(name)) >= count, seconds)
         return self.events(name)[count - 1]

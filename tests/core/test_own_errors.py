@@ -24,6 +24,7 @@ from core.fleet import Fleet, play
 from core.plans import messages_of, plan_of
 from core.real_agent import RealAgent
 from harness import environment
+from ports import free_port
 from processes import children
 
 from ft_core.cli.launcher import Launcher
@@ -256,16 +257,14 @@ def test_a_client_tells_another_service_from_another_secret():
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(ProtocolError, match="does not speak this protocol"):
-            Channel.connect(f"127.0.0.1:{sock.getsockname()[1]}", b"secret", FROM_CONTROLLER, 5.0)
+            Channel.connect(f"127.0.0.1:{sock.getsockname()[1]}", b"secret", FROM_CONTROLLER, 60.0)
         thread.join()
 
 
 def test_a_controller_that_fails_is_replaced_and_fails_for_good_when_it_meets_the_same_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    settings = job(tmp_path / "job", port)
+    settings = job(tmp_path / "job", free_port())
     launcher = Launcher(tmp_path / "job")
     over = threading.Event()
     codes: list[int] = []
@@ -275,7 +274,7 @@ def test_a_controller_that_fails_is_replaced_and_fails_for_good_when_it_meets_th
         while not over.is_set():
             with contextlib.suppress(OSError):
                 channel = Channel.connect(
-                    settings.controller, read_secret(tmp_path / "job"), FROM_CONTROLLER, 5.0
+                    settings.controller, read_secret(tmp_path / "job"), FROM_CONTROLLER, 60.0
                 )
                 channel.send(HELLO)
                 channel.recv()
@@ -307,8 +306,7 @@ def test_an_agent_that_fails_as_it_starts_is_started_again_a_few_times(
 ):
     """A file may not be as large as the memory that it shares with workers. Then with stand-ins: one
     that is killed is none of those that fail."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        job(tmp_path / "job", free.getsockname()[1])
+    job(tmp_path / "job", free_port())
     launcher, limits = Launcher(tmp_path / "job"), resource.getrlimit(resource.RLIMIT_FSIZE)
     launcher.standalone = True
     try:
@@ -445,7 +443,7 @@ def test_a_controller_that_cannot_be_understood_ends_the_agent(tmp_path: Path) -
         agent = RealAgent(settings, fleet.job_dir, "agent", 0)
         agent.serve()
         with pytest.raises(ProtocolError, match="Welcome"):
-            await asyncio.wait_for(agent._done, 10)
+            await asyncio.wait_for(agent._done, 60)
         assert len(greeted) == 3
         server.cancel()
 
