@@ -154,7 +154,8 @@ class GroupJob:
         process.start()
         theirs.close()
         sender.close()
-        self.processes[role], self._controls[role], self._ups[role] = process, control, up
+        with self._condition:
+            self.processes[role], self._controls[role], self._ups[role] = process, control, up
 
     def _route(self) -> None:
         while True:
@@ -162,7 +163,8 @@ class GroupJob:
                 try:
                     message = up.recv()  # type: ignore[union-attr]
                 except (EOFError, OSError):
-                    self._ups = {r: u for r, u in self._ups.items() if u is not up}
+                    with self._condition:  # a newcomer may be added
+                        self._ups = {r: u for r, u in self._ups.items() if u is not up}
                     continue
                 kind, role, *values = message
                 if kind == "fetch":

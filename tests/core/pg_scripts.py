@@ -145,9 +145,10 @@ def data_parallel(rank: int, group: Any) -> list[Any]:
 
 
 def plain_gloo(rank: int, world: int, port: int, sender: Any) -> None:
-    """The reference: the same collectives over torch's own gloo."""
+    """The reference: the same collectives over torch's own gloo, with a store at that port."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    store = dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     sender.send(every_collective(rank, world, dist.group.WORLD))
     dist.barrier()
 
@@ -294,13 +295,20 @@ def _block(how: str, role: int, world: int, lost: int) -> None:
     raise AssertionError("was not woken")
 
 
-def settled() -> tuple[int, int]:
-    """Threads and descriptors once what belongs to an older epoch has been given back."""
+def settled(enough: tuple[int, int] | None = None) -> tuple[int, int]:
+    """Threads and descriptors once what belongs to an older epoch has been given back.
+
+    `enough`: they are to come down to that, however slow the machine is.
+    """
     samples = []
-    for _ in range(20):
+    while True:
         time.sleep(0.05)
         samples.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
-    return min(s[0] for s in samples), min(s[1] for s in samples)
+        least = min(s[0] for s in samples), min(s[1] for s in samples)
+        if len(samples) >= (20 if enough is None else 600) or (
+            enough is not None and least[0] <= enough[0] and least[1] <= enough[1]
+        ):
+            return least
 
 
 def endure(worker: Any, epochs: int) -> dict[str, Any]:
@@ -320,7 +328,7 @@ def endure(worker: Any, epochs: int) -> dict[str, Any]:
                 dist.barrier(group=group)
             times.append(time.monotonic() - start)
             if worker.epoch in (5, epochs + 1):
-                use.append(settled())
+                use.append(settled((use[0][0] + 3, use[0][1] + 3) if use else None))
             worker.tell("round", worker.epoch)
             if worker.epoch > epochs:
                 return {"use": use, "times": times}
@@ -346,19 +354,26 @@ def fail_alone(worker: Any) -> None:
 
 
 def interrupted(worker: Any) -> dict[str, Any]:
-    """Role 0 has a signal while it waits in a collective for role 1."""
+    """Role 0 has a signal while it waits in a collective for role 1, which comes once it was sent."""
     dist.init_process_group("gloo")
     worker.begin_training()
     dist.barrier()
-    if worker.role == 1:
-        time.sleep(0.5)
 
     def handler(*_: object) -> None:
         raise KeyError("own")
 
+    def interrupt() -> None:
+        while not any(record.under_way for record in own_log(worker).records):
+            time.sleep(0.001)
+        time.sleep(0.1)  # issued; now it waits
+        os.kill(os.getpid(), signal.SIGUSR1)
+        dist.send(torch.zeros(1), 1)
+
     signal.signal(signal.SIGUSR1, handler)
     if worker.role == 0:
-        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGUSR1]).start()
+        threading.Thread(target=interrupt).start()
+    else:
+        dist.recv(torch.zeros(1), 0)
     error, one = None, torch.ones(1)
     try:
         dist.all_reduce(one)

@@ -15,17 +15,15 @@ from ft_core.comm.works import is_transport_error
 @pytest.fixture(scope="module")
 def reference() -> list[dict[str, Any]]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = store.port
-    del store
     pipes, processes = [], []
     for rank in range(4):
         ours, theirs = CONTEXT.Pipe()
-        processes.append(CONTEXT.Process(target=pg_scripts.plain_gloo, args=(rank, 4, port, theirs)))
+        processes.append(CONTEXT.Process(target=pg_scripts.plain_gloo, args=(rank, 4, store.port, theirs)))
         processes[-1].start()
         pipes.append(ours)
     results = [p.recv() for p in pipes]
     for process in processes:
-        process.join(20)
+        process.join(60)
         process.kill()
     return results
 
