@@ -352,7 +352,7 @@ class Job:
     def ctl(self, *arguments: str) -> str:
         command = [sys.executable, "-m", "ft_core.cli.ctl", "--job-dir", str(self.job_dir), *arguments]
         done = subprocess.run(
-            command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=30
+            command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=60
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -469,7 +469,7 @@ def check_clean(result: Result) -> None:
     """No process of any node is left; an agent leads a process group with all its workers in it."""
     groups = {event["agent_pid"] for event in result.of("joined")}
     assert groups, "no node has ever joined: there is nothing to look for"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while left := in_groups(groups):
         assert time.monotonic() < deadline, f"still running: {left}"
         time.sleep(0.05)

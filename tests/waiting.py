@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def wait_for_value(read: Callable[[], Any], expected: Any, seconds: float = 20) -> None:
+def wait_for_value(read: Callable[[], Any], expected: Any, seconds: float = 60) -> None:
     """Until `read` gives what is expected."""
     end = time.monotonic() + seconds
     while (found := read()) != expected:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_for_value
 
 from ft_core.errors import AuthenticationError, ProtocolError
 from ft_core.protocol import door, handshake, sockets
@@ -90,7 +91,7 @@ def pair(
         through.append(Middle(address, change))
         address = through[0].address
     try:
-        client = Channel.connect(address, secret, ANYTHING, 5)
+        client = Channel.connect(address, secret, ANYTHING, 60)
         return client, accepted.result()
     finally:
         listener.close()
@@ -160,13 +161,14 @@ def test_timeout_in_recv_loses_nothing(pool: ThreadPoolExecutor) -> None:
     client, server = pair(pool, through=middle, change=hold_back)
     middle[0].arm()
     client.send({"late": True})
+    wait_for_value(lambda: len(raw), 1)
     server.settimeout(0.05)
     for _ in range(2):
         with pytest.raises(TimeoutError):
             server.recv()
     middle[0].change = lambda data: raw[0][20:]
     client.send({})  # its bytes are replaced by the rest of the first frame
-    server.settimeout(5)
+    server.settimeout(60)
     assert server.recv() == {"late": True}
     for end in (client, server, middle[0], listener):
         end.close()
@@ -177,7 +179,7 @@ def test_wrong_secret_at_the_client(pool: ThreadPoolExecutor) -> None:
     accepted = pool.submit(lambda: Channel.accept(listener.accept()[0], SECRET, ANYTHING))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(AuthenticationError, match=address + " refused"):
-        Channel.connect(address, b"other", ANYTHING, 5)
+        Channel.connect(address, b"other", ANYTHING, 60)
     with pytest.raises(AuthenticationError, match=r"127\.0\.0\.1:\d+ does not know this job's secret"):
         accepted.result()
     listener.close()
@@ -197,7 +199,7 @@ def test_server_that_does_not_know_the_secret(pool: ThreadPoolExecutor) -> None:
     fake = pool.submit(impostor)
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(AuthenticationError, match=address + " does not know"):
-        Channel.connect(address, SECRET, ANYTHING, 5)
+        Channel.connect(address, SECRET, ANYTHING, 60)
     fake.result()
     listener.close()
 
@@ -322,7 +324,7 @@ def test_blocking_client_and_asyncio_server(tmp_path: Path, family: str) -> None
         server = asyncio.create_task(door.serve(sock, "a test", connected))
 
         def talk() -> None:
-            channel = Channel.connect(address, SECRET, ANYTHING, 5)
+            channel = Channel.connect(address, SECRET, ANYTHING, 60)
             for i in range(3):
                 channel.send({"i": i})
                 assert channel.recv() == {"echo": {"i": i}}
@@ -484,7 +486,7 @@ def test_a_connection_to_a_peer_that_acknowledges_nothing_ends(monkeypatch: pyte
         channel = await AsyncChannel.connect(address_of(listener), SECRET, ANYTHING)
         await taken
         channel.post({"x": "x" * (MAX_BYTES // 2)})
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             with pytest.raises(ConnectionError):
                 await channel.recv()
         channel.close()
@@ -507,7 +509,7 @@ def test_asyncio_server_refuses_strangers() -> None:
         server = asyncio.create_task(door.serve(listener := listen("127.0.0.1"), "a test", connected))
         address = address_of(listener)
         with pytest.raises(AuthenticationError, match="refused"):
-            await asyncio.to_thread(Channel.connect, address, b"other", ANYTHING, 5)
+            await asyncio.to_thread(Channel.connect, address, b"other", ANYTHING, 60)
         assert "does not know" in await refused.get()
         _, writer = await asyncio.open_connection("127.0.0.1", int(address.split(":")[1]))
         writer.close()
@@ -574,7 +576,7 @@ def test_a_server_of_another_version_is_not_talked_to(pool: ThreadPoolExecutor, 
         AuthenticationError, match=f"{address} speaks version 1 .* this process version {handshake.VERSION}: "
     ):
         if kind == "thread":
-            Channel.connect(address, SECRET, ANYTHING, 5)
+            Channel.connect(address, SECRET, ANYTHING, 60)
         else:
             asyncio.run(AsyncChannel.connect(address, SECRET, ANYTHING))
     assert served.result().startswith(HELLO) and len(served.result()) == 40, "the version, and no proof"

@@ -120,7 +120,7 @@ def test_a_node_is_told_to_end(tmp_path: Path):
         joined = job.join()
         spare = job.wait_for("joined", 3)[-1]
         joined.terminate()  # it has no role yet
-        assert joined.wait(20) == 143
+        assert joined.wait(60) == 143
         assert [e["node"] for e in job.wait_for("spare_lost")] == [spare["node"]]
         agent = next(e["agent_pid"] for e in job.events() if e["event"] == "joined" and e["node"] == "node1")
         os.kill(agent, signal.SIGTERM)
@@ -151,7 +151,7 @@ def test_a_successor_is_told_when_it_is_ready(tmp_path: Path):
         process.stdin.flush()
         assert process.stdout.readline() == "handles it\n"
         assert departure.pass_on(process.pid, even_so=False)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 LEAVES_A_CHILD = """

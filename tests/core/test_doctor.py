@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from harness import ROOT, Job, Layout, environment
 from planned import FRAMEWORKS as PLANNERS
+from waiting import wait_for_value
 
 from ft_core.cli import ctl
 from ft_core.cli.doctor import case as doctor_case
@@ -322,5 +323,5 @@ def test_a_running_job(tmp_path: Path) -> None:
         assert "waiting" in found["controller"].found and "role 1" in found["replicas"].found
         job.process.send_signal(signal.SIGSTOP)  # it would start the controller again
         os.kill(job.status()["controller_pid"], signal.SIGKILL)
-        assert "no answer" in findings()["controller"].found
+        wait_for_value(lambda: "no answer" in findings()["controller"].found, True)
         assert ctl.main(["--job-dir", str(job.job_dir), "doctor"]) == 1

@@ -166,7 +166,7 @@ def test_a_message_is_lost_and_said_again(tmp_path: Path, kind: type[Message], s
         fleet[node].on(kind, lose)
         fleet["node0"].crash(0)
         if kind in ABORTED and not (kind is m.WorkerLost and node == "node1"):
-            await asyncio.wait_for(lost.wait(), 10)
+            await asyncio.wait_for(lost.wait(), 60)
         await fleet.until(lambda: fleet.events("resumed")[-1]["epoch"] == fleet["node2"].epoch > 1)
         for name in ("node0", "node1"):
             assert fleet[name].epoch == fleet["node2"].epoch

@@ -148,6 +148,7 @@ def test_stopped_receiver_hits_the_deadline(mine: TcpTransport, peer: Peer) -> N
 
     with pytest.raises(TransportError, match=r"in time|deadline"):
         push(mine, peer.address, make(64 * CHUNK), gate=stop, deadline=1)
+    peer.process.send_signal(signal.SIGSTOP)  # where it took a second to come so far
     with pytest.raises(TransportError):
         mine.request(peer.address, StrikeCopy("x", 1), 0.2)
     peer.process.send_signal(signal.SIGCONT)
@@ -357,13 +358,13 @@ def test_connections_are_reused_and_rebuilt(mine: TcpTransport) -> None:
     server = TcpTransport(store, SECRET, answer=entries)
     port = int(server.address.rsplit(":", 1)[1])
     for i in range(20):
-        assert mine.request(server.address, FetchEntries(0, f"0-1:1#{i}", 0), 5) == EntriesFound(
+        assert mine.request(server.address, FetchEntries(0, f"0-1:1#{i}", 0), 60) == EntriesFound(
             {f"0-1:1#{i}": []}
         )
     assert len(server._server._threads) == 1
     server.close()
     with pytest.raises(TransportError):
-        mine.request(server.address, FetchEntries(0, "0-1:1#0", 0), 5)
+        mine.request(server.address, FetchEntries(0, "0-1:1#0", 0), 60)
     echo = listen("127.0.0.1", port)  # another process on the same port, as after a restart
     with ThreadPoolExecutor(1) as pool:
 
@@ -374,17 +375,17 @@ def test_connections_are_reused_and_rebuilt(mine: TcpTransport) -> None:
             channel.close()
 
         served = pool.submit(serve)
-        assert mine.request(server.address, FetchEntries(0, "0-1:1#0", 0), 5) == Accepted()
+        assert mine.request(server.address, FetchEntries(0, "0-1:1#0", 0), 60) == Accepted()
         served.result()
     echo.close()
 
 
 def test_error_of_an_answer_reaches_the_asker(mine: TcpTransport, peer: Peer) -> None:
     with pytest.raises(TransportError, match="no such thing"):
-        mine.request(peer.address, FetchProgress(0), 5)
+        mine.request(peer.address, FetchProgress(0), 60)
     assert peer.ask("versions") == {}
     with pytest.raises(TransportError, match="answers no questions"):
-        mine.request(mine.address, FetchProgress(0), 5)
+        mine.request(mine.address, FetchProgress(0), 60)
 
 
 def entries(question: Question) -> Found:
@@ -444,8 +445,8 @@ GOOD = {
     ids=repr,
 )
 def test_nonsense_is_answered_and_the_server_lives(mine: TcpTransport, message: dict[str, Any]) -> None:
-    channel = Channel.connect(mine.address, SECRET, ANSWER, 5)
-    channel.settimeout(10)
+    channel = Channel.connect(mine.address, SECRET, ANSWER, 60)
+    channel.settimeout(60)
     channel.send(message)  # type: ignore[arg-type]
     reply = channel.recv()
     assert isinstance(reply, Failed) and reply.error and not reply.corrupt
@@ -453,14 +454,14 @@ def test_nonsense_is_answered_and_the_server_lives(mine: TcpTransport, message: 
         channel.recv()
     channel.close()
     with pytest.raises(TransportError, match="answers no questions"):
-        mine.request(mine.address, FetchProgress(0), 5)
+        mine.request(mine.address, FetchProgress(0), 60)
 
 
 @pytest.fixture
 def pushing(mine: TcpTransport) -> Iterator[tuple[Channel[Answer], str]]:
     """A connection on which a push has begun, and its token."""
-    channel = Channel.connect(mine.address, SECRET, ANSWER, 5)
-    channel.settimeout(10)
+    channel = Channel.connect(mine.address, SECRET, ANSWER, 60)
+    channel.settimeout(60)
     channel.send(GOOD)  # type: ignore[arg-type]
     begun = channel.recv()
     assert isinstance(begun, PushBegun)
