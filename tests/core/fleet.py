@@ -209,7 +209,6 @@ class Node:
             )
         gone = {segment(r): v for r, v in self.versions.items() if r not in self.roles_here()}
         replicas = {name: list(versions) for name, versions in (self.replicas | gone).items()}
-        all_roles = range(self.fleet.settings.world_size)
         held = {*replicas, *(segment(role) for role in self.roles_here() if self.versions.get(role))}
         return m.Holdings(
             epoch=self.epoch,
@@ -218,7 +217,7 @@ class Node:
             parts=[],
             roles=roles,
             replicas=replicas,
-            segments={segment(role): self.fleet.held_by(role) for role in all_roles if segment(role) in held},
+            segments={name: self.fleet.held_by(role) for role, name in sorted((_role(n), n) for n in held)},
             idle=self.idle,
             store="127.0.0.1:1",
             master="127.0.0.1:2",
@@ -309,7 +308,8 @@ class Node:
                     self.plans.append(plan)
                     self._apply(plan)
             case m.NodesChanged(id=name, nodes=nodes) if self.plan is not None and name == self.plan.id:
-                idle = {node for node in self.plan.nodes if node not in self.plan.roles.values()}
+                hosts = set(self.plan.roles.values())
+                idle = {node for node in self.plan.nodes if node not in hosts}
                 now = {**self.plan.nodes, **dict.fromkeys(idle if message.all else ()), **nodes}
                 there = {node: about for node, about in now.items() if about is not None}
                 self.plan = replace(self.plan, nodes=there)
@@ -542,6 +542,11 @@ class Fleet:
         """The name of a role's state."""
         holders = self.holders(role)
         return f"{holders[0]}x{len(holders)}-{holders[0]:08x}"
+
+
+def _role(segment: str) -> int:
+    """The first of those that have this state."""
+    return int(segment.partition("x")[0])
 
 
 def play(test: Callable[[Fleet], Awaitable[None]], job_dir: Path, **settings: Any) -> None:

@@ -48,13 +48,14 @@ def test_a_controller_that_was_stopped_holds_nobody_for_lost(tmp_path: Path):
         await fleet.event("resumed")
         assert fleet._process is not None
         fleet._process.send_signal(signal.SIGSTOP)
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(3)
         fleet._process.send_signal(signal.SIGCONT)
         fleet["node0"].crash(0)
         assert (await fleet.event("decided", 2))["moved"] == {"0": "node0"}
         assert not lost(fleet)
 
-    play(test, tmp_path / "job", nodes=8, **SHORT)
+    # A limit of two seconds: the nodes are in this process, which the machine may stall for less.
+    play(test, tmp_path / "job", nodes=8, heartbeat=0.4, heartbeats_missed=5)
 
 
 def test_a_controller_that_was_held_up_holds_nobody_for_lost(tmp_path: Path):
@@ -284,7 +285,7 @@ def test_a_controller_of_thousands_of_roles_is_restarted(tmp_path: Path):
         for number in range(nodes):
             told(fleet.join(f"node{number}"))
         await fleet.start_controller(process=True)
-        await fleet.event("controller_restarted", seconds=60)
+        await fleet.event("controller_restarted", seconds=150)
         assert len(fleet.events("joined")) == nodes
         assert not (lost := [event["reason"] for event in fleet.events("detected")]), lost[:3]
         assert not fleet.events("decided")
