@@ -34,9 +34,9 @@ from harness import (
     reference,
     settings_of,
 )
+from ports import free_port
 
 from ft_core.cli.ask import status
-from ft_core.protocol.sockets import listen
 from ft_core.settings import SECRET_ENV, Settings
 
 RECIPES = ROOT / "recipes" / "megatron"
@@ -122,11 +122,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 @pytest.fixture(autouse=True)
 def secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET_ENV, SECRET)
-
-
-def free_port() -> int:
-    with listen("127.0.0.1") as sock:
-        return int(sock.getsockname()[1])
 
 
 def until(condition: Callable[[], bool], process: subprocess.Popen[bytes], what: str) -> None:
@@ -226,7 +221,8 @@ def test_kubernetes(start: Callable[..., subprocess.Popen[bytes]], tmp_path: Pat
     """The first pod is deleted, and the controller with it; the one that replaces it takes the job over."""
     _, container, values = pod()
     about = {**values, "HEAD": f"127.0.0.1:{free_port()}", "NNODES": "2", "NPROC": "1"}
-    about |= {"SCRIPT": str(RECIPES / "pretrain_gpt_core.py")}
+    gate = tmp_path / "gate"
+    about |= {"SCRIPT": str(ROOT / "tests/megatron/gated.py"), "FT_TEST_GATE": str(gate)}
 
     def begin(index: int, volume: str) -> subprocess.Popen[bytes]:
         given = {**about, "JOB_COMPLETION_INDEX": str(index), "JOB_DIR": str(tmp_path / "job" / volume)}
@@ -236,11 +232,12 @@ def test_kubernetes(start: Callable[..., subprocess.Popen[bytes]], tmp_path: Pat
     volumes = tmp_path / "job"
     until(lambda: any(step(volumes / f"pod-{i}") >= 3 for i in range(2)), first, "step 3")
     first.terminate()
-    assert first.wait(20) == 143
+    gate.touch()
+    assert first.wait(60) == 143
     again = begin(0, "pod-new")
     new = volumes / "pod-new" / "0"
     assert again.wait(90) == 0
-    assert [other.wait(30) for other in others] == [0, 0]
+    assert [other.wait(60) for other in others] == [0, 0]
     told = [*events(volumes / "pod-0" / "0"), *events(new)]
     assert [e["roles"] for e in told if e["event"] == "decided"] == [[], [0]]  # by the old one or the new one
     assert len([e for e in told if e["event"] == "controller_restarted"]) == 1
@@ -267,20 +264,20 @@ def test_command_lines(
     assert job["parallelism"] == pods > nodes and job["completionMode"] == "Indexed"
     for index in (0, pods - 1):
         given = {**values, "JOB_COMPLETION_INDEX": str(index), "FT_FLAGS": "--ft-replicas 2 --ft-policy stop"}
-        assert start(*container["command"], *container["args"], **given).wait(30) == 0
+        assert start(*container["command"], *container["args"], **given).wait(60) == 0
         settings, words = recorded(records)
         assert (settings.nnodes, settings.controller) == (nodes, values["HEAD"])
         assert (settings.replicas, settings.policy) == (2, "stop")
         assert words[words.index("--node-rank") + 1] == str(index)
         assert settings.command.target == values["SCRIPT"] and "--ft" in settings.command.arguments
         assert words[words.index("--job-dir") + 1] == f"{values['JOB_DIR']}/{index}"
-    assert start(RECIPES / "one_machine.sh", NNODES="3", NPROC="2", SPARES="2").wait(30) == 0
+    assert start(RECIPES / "one_machine.sh", NNODES="3", NPROC="2", SPARES="2").wait(60) == 0
     settings, words = recorded(records)
     assert (settings.nnodes, settings.nproc_per_node, settings.spares) == (3, 2, 2)
     assert "--standalone" in words and "--ft" in settings.command.arguments
     assert (
         start(RECIPES / "one_machine.sh", *TINY, "--ft", SCRIPT=str(RECIPES / "pretrain_gpt_core.py")).wait(
-            30
+            60
         )
         == 0
     )
