@@ -334,32 +334,31 @@ def fails(call: Callable[[], object]) -> BaseException:
 
 
 def test_gloo_nobody_comes() -> None:
-    groups = pair(0.3)
-    error = fails(lambda: groups[0].allreduce([torch.ones(4)]).wait())
+    groups, soon = pair(60), dist.AllreduceOptions()
+    soon.timeout = timedelta(seconds=0.3)
+    error = fails(lambda: groups[0].allreduce([torch.ones(4)], soon).wait())
     assert faults.classify(error) is Fault.TRANSPORT, error
 
 
-def test_gloo_the_other_is_gone() -> None:
+def test_gloo_the_other_is_gone(tmp_path: Path) -> None:
     read, write = os.pipe()
-    path = f"/tmp/ft-faults-{os.getpid()}"
+    path = str(tmp_path / "store")
     child = os.fork()
     if not child:
-        groups = gloo(dist.FileStore(path, 2), 1, 20)
+        groups = gloo(dist.FileStore(path, 2), 1, 60)
         os.write(write, b"x")
         os._exit(0 if groups else 1)
-    try:
-        group = gloo(dist.FileStore(path, 2), 0, 20)
-        os.read(read, 1)
-        os.waitpid(child, 0)
-        error = fails(lambda: group.allreduce([torch.ones(4)]).wait())
-    finally:
-        os.unlink(path)
+    group = gloo(dist.FileStore(path, 2), 0, 60)
+    os.read(read, 1)
+    os.waitpid(child, 0)
+    error = fails(lambda: group.allreduce([torch.ones(4)]).wait())
     assert faults.classify(error) is Fault.TRANSPORT, error
 
 
 def test_a_store_without_the_key_and_without_a_server() -> None:
     soon = timedelta(seconds=0.3)
-    server = [dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=soon)]
+    server = [dist.TCPStore("127.0.0.1", 0, is_master=True)]
+    server[0].set_timeout(soon)
     missing = fails(lambda: server[0].get("x"))
     assert faults.classify(missing) is Fault.TRANSPORT, missing
     port = server.pop().port
