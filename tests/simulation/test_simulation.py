@@ -45,15 +45,19 @@ FAILED_ONCE_ABOUT_LEADERS = {
 }
 
 FOUND_BY = {
-    "what_to_prepare_is_said_once": 7051,
+    "what_to_prepare_is_said_once": 837,
     "a_busy_agent_is_a_silent_machine": 6126,
     "a_successor_is_not_told_of_steps": 5221,
     "newcomers_have_no_records": 9804,
     "one_copy_is_enough": 8830,
     "commit_after_the_barrier": 8830,
     "out_of_sight_is_dead": 12102,
-    "a_role_comes_back_to_an_older_epoch": 10674,
+    "a_role_comes_back_to_an_older_epoch": 3873,
     "strikes_are_forgotten_by_a_new_controller": 298,
+    "strikes_never_decay": 1822,
+    "what_was_lost_on_the_way_is_unknown": 1614,
+    "a_pause_of_the_controller_counts": 705,
+    "silence_alone_is_a_verdict": 505,
 }
 """Seeds that find mutations which few do: tried first, for time."""
 
