@@ -46,6 +46,7 @@ def test_a_worker_that_is_stopped_is_read_and_found(tmp_path: Path, monkeypatch:
 
         roles = range(LAYOUT.world)
         job.until(lambda: all((gate / str(role)).exists() for role in roles), "all roles at the gate")
+        job.until(lambda: not any(waits(role) for role in roles), "the end of what went on apart")
         healthy, stopped = tmp_path / "healthy", tmp_path / "stopped"
         assert "4 roles" in job.ctl("flight", f"--dump={healthy}")
         before = {role: flight(role) for role in roles}
