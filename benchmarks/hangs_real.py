@@ -27,6 +27,7 @@ from ft_core.comm import backend
 from ft_core.comm.process_group import Communicators
 from ft_core.comm.rendezvous import Stores
 from ft_core.node.flight import Recorded, read
+from ft_core.process.awake import AwakeClock
 from ft_core.protocol.flight import FlightLog
 from ft_core.state.memory import ControlBlock, SharedMemory, Word
 
@@ -44,8 +45,9 @@ LAYOUTS = (
     Layout(dp=4, ep=2),
     Layout(tp=2, dp=4, ep=2),
 )
-QUIET = 1.0
-"""Seconds in which no role begins or ends an operation, where all hang."""
+QUIET = 2.0
+"""Seconds in which no role begins or ends an operation, where all hang; those that the machine stalls for do
+not count."""
 PATIENCE = 60.0
 """Seconds in which something becomes of it."""
 _SECRET = b"of roles that hang"
@@ -188,9 +190,11 @@ def run(layout: Layout, fault: Fault) -> Outcome:
 
 def _watch(there: list[Recorded], pipes: list[Any]) -> Outcome:
     moments: object = None
-    since = start = time.monotonic()
+    clock = AwakeClock(0.2)
+    since, start = clock.now, time.monotonic()
     ended = 0
     while time.monotonic() < start + PATIENCE:
+        clock.tick()
         ready: list[Any] = connection.wait(pipes, 0.05)
         for pipe in ready:
             try:
@@ -205,7 +209,7 @@ def _watch(there: list[Recorded], pipes: list[Any]) -> Outcome:
         logs = [read(each, False) for each in there if each.role >= 0]
         newest = [[(r.started, r.ended) for r in log.records] for log in logs]
         if newest != moments or len(logs) < len(there) or not all(log.records for log in logs):
-            moments, since = newest, time.monotonic()
-        elif time.monotonic() > since + QUIET:
+            moments, since = newest, clock.now
+        elif clock.now > since + QUIET:
             return Outcome("hung", logs)
     raise TimeoutError(f"nothing has become of it in {PATIENCE:.0f} s")
