@@ -134,7 +134,7 @@ class Launcher:
                 if agent.returncode < 0 and again and not self._sigterms:
                     self._agents.remove(agent)
                     self.agent(f"node{next(self.numbers)}", -1, "", failures)
-            if all(a.poll() is not None for a in self._agents):
+            if not self._running:
                 if self.standalone and self._given_up and not self._sigterms:
                     print(_ALL_FAILED, file=sys.stderr, flush=True)
                     return 1

@@ -335,6 +335,29 @@ def test_an_agent_that_fails_as_it_starts_is_started_again_a_few_times(
     assert capfd.readouterr().err.count("none is left") == 1
 
 
+def test_an_agent_that_ends_while_it_is_looked_whether_any_is_left_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It has not been counted as one that has ended yet."""
+
+    class Ends:
+        pid, returncode = 2**22 + 1, None  # none that Linux gives
+
+        def __init__(self, codes: list[int | None]) -> None:
+            self.codes = codes
+
+        def poll(self) -> int | None:
+            self.returncode = self.codes.pop(0) if len(self.codes) > 1 else self.codes[0]
+            return self.returncode
+
+    agents = [Ends([None, -9]), Ends([0])]
+    launcher = Launcher(tmp_path)
+    launcher.respawn = True
+    monkeypatch.setattr(launcher, "_start", lambda *_: agents.pop(0))
+    launcher.agent("node", 0, "")
+    assert launcher.wait() == 0 and not agents
+
+
 def test_a_hello_of_another_version_is_refused_and_costs_no_controller(tmp_path: Path):
     """Whichever field of a hello it has not."""
 
