@@ -282,9 +282,13 @@ def test_a_controller_of_thousands_of_roles_is_restarted(tmp_path: Path):
         await fleet.stop_controller()
         roles = {role: f"node{role // nproc}" for role in range(nodes * nproc)}
         told_plan.append(plan_of(fleet.settings, roles, fleet.segment, "127.0.0.1:2"))
+        greets = asyncio.Event()
         for number in range(nodes):
             told(fleet.join(f"node{number}"))
+            fleet[f"node{number}"].delay(m.AgentHello, greets.wait())
         await fleet.start_controller(process=True)
+        await fleet.until(lambda: all(node.connections for node in fleet.nodes.values()))
+        greets.set()
         await fleet.event("controller_restarted", seconds=150)
         assert len(fleet.events("joined")) == nodes
         assert not (lost := [event["reason"] for event in fleet.events("detected")]), lost[:3]
