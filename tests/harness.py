@@ -24,7 +24,7 @@ from typing import Protocol, TypeVar
 from forked import Forked
 from processes import in_groups
 
-from ft_core.cli import ask, flags
+from ft_core.cli import ask, flags, goodput
 from ft_core.protocol.messages import Inject, Injected
 from ft_core.settings import Settings
 
@@ -473,3 +473,15 @@ def check_clean(result: Result) -> None:
     while left := in_groups(groups):
         assert time.monotonic() < deadline, f"still running: {left}"
         time.sleep(0.05)
+    check_accounted(result)
+
+
+def check_accounted(result: Result) -> None:
+    """Every second of the job is accounted for, by the controller as by the events alone."""
+    told = [event for event in result.events if "spent" in event][-1]
+    assert told["event"] == "goodput", f"the job's end does not say what its time went to: {told}"
+    read, seconds = goodput.seconds(result.events), told["spent"]["seconds"]
+    wall = told["time"] - result.events[0]["time"]
+    assert abs(sum(seconds.values()) - wall) < 0.01 * wall + 0.1, f"{seconds} in {wall} s"
+    apart = sum(abs(read[cause] - seconds.get(cause, 0.0)) for cause in read) / 2
+    assert apart < 0.01 * wall + 0.1, f"the controller says {seconds}, its events {read}"

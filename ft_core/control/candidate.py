@@ -10,6 +10,8 @@ import logging
 import signal
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from ft_core import leadership
 from ft_core.control.keeper import Granted, Keeper, Over
 from ft_core.control.shell import Office, Shell
@@ -44,9 +46,7 @@ async def serve(settings: Settings, job_dir: Path, begins: bool) -> int:
             if isinstance(granted, Over):
                 return granted.code
             log.info("this node leads the job, in term %d", granted.lease.term)
-            office = Office(
-                *(granted.lease, keeper, address, granted.notes.recorded, settled_after(elected.every))
-            )
+            office = Office(*(granted.lease, keeper, address, granted.notes, settled_after(elected.every)))
             code = await _lead(Shell(settings, job_dir, granted.notes.failed, office), keeper, granted.notes)
             if code is not None:
                 return code
@@ -73,7 +73,7 @@ async def _lead(shell: Shell, keeper: Keeper, notes: Notes) -> int | None:
         code = await shell.run()
     except Exception:
         before = notes.failed if clock() - began < _LASTING else 0
-        await asyncio.to_thread(keeper.leave, Notes(shell.recorded, before + 1))
+        await asyncio.to_thread(keeper.leave, replace(shell.notes, failed=before + 1))
         raise
     if code is None:
         keeper.resign(floor=shell.newer)

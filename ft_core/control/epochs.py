@@ -24,6 +24,7 @@ from ft_core.control.durable_names import Checkpoints
 from ft_core.control.events import Close, Effect, End, Record, Say, Send
 from ft_core.control.facts import ALL_IS_LOST, Facts, Node, completed, epoch_of, records
 from ft_core.control.forming import first_places
+from ft_core.control.goodput import Account
 from ft_core.control.hangs.detector import Blame, Detector, Puzzle
 from ft_core.control.hangs.finding import Finding
 from ft_core.control.links import Broken, Pair
@@ -33,6 +34,7 @@ from ft_core.control.returning import Returning
 from ft_core.control.samples import Samples
 from ft_core.control.watch import Watch
 from ft_core.protocol import messages as m
+from ft_core.protocol.goodput import Cause, in_words
 from ft_core.protocol.table import changes, hosts_of, pieces
 
 log = logging.getLogger(__name__)
@@ -43,6 +45,9 @@ REPEAT = 1.0
 """Seconds after which a plan is sent again to a node that has not begun it."""
 STANDBY_GRACE = 20.0
 """Seconds that a healthy node has to bring up a standby before a crashed worker's role moves elsewhere."""
+GOODPUT = 60.0
+"""Seconds of the wall clock, at most, between two events that say what the job's time went to; a step may be
+longer."""
 
 
 class Epochs:
@@ -68,7 +73,13 @@ class Epochs:
         """Whether the agents have yet to be told."""
         self.leaving = False
         """Whether SIGTERM has come: what ends because of it is not replaced."""
-        self.now = 0.0
+        self.account: Account
+        """Of the job's time."""
+        self._cut: dict[Cause, float] = {}
+        """What of it was cut off of a step, and no event has said yet."""
+        self._told: tuple[Cause | None, float] = None, 0.0
+        """What the newest event says that it goes to, and when that was."""
+        self.now = self.wall = 0.0
         self.effects: list[Effect] = []
         """Of the event that is being handled."""
         self._ids, self._recorded = ids, dict(recorded)
@@ -95,11 +106,39 @@ class Epochs:
         """A line of `events.jsonl`."""
         self.do(Record(name, self.facts.epoch, reason, tuple(roles), more))
 
+    def _time_goes_to(self, cause: Cause | None = None, epoch: int | None = None) -> dict[str, Any]:
+        """For the event that says so: what the job's time goes to from now on (as before, if not said)."""
+        account = self.account
+        if cause is not None or not account.trains:
+            self._cut |= account.to(cause or account.now, self.wall, epoch)
+        about: dict[str, Any] = {"spent": account.spent(self.wall)}
+        if self._cut:
+            about["unfinished"], self._cut = self._cut, {}
+        self._told = account.now, self.wall
+        return about
+
+    def begin(self, account: Account, first: bool) -> None:
+        """This controller begins, in the `first` one's place or as that."""
+        self.account, self._told = account, (account.now, self.wall)
+        if first:
+            nnodes, workers = self.facts.settings.nnodes, self.facts.settings.nproc_per_node
+            self.record("started", f"{nnodes} nodes of {workers} workers", **self._time_goes_to())
+
+    def tell_of_time(self) -> None:
+        """Now and then, and where no other event says what it goes to."""
+        if isinstance(self.phase, Rebuilding | Done):
+            return
+        (cause, told), account = self._told, self.account
+        due = self.wall - told >= GOODPUT and (not account.trains or account.open(self.wall) < 1e-6)
+        if due or account.now is not cause:
+            about = self._time_goes_to()
+            self.record("goodput", in_words(account.seconds), **about)
+
     def _once(self, name: str, reason: str = "", **more: Any) -> None:
         """Record what comes once an epoch: those who tell of it tell a restarted controller again."""
         if self._recorded.get(name, 0) < self.facts.epoch:
             self._recorded[name] = self.facts.epoch
-            self.record(name, reason, **more)
+            self.record(name, reason, **more, **self._time_goes_to())
         self.facts.resumed = self._recorded.get("resumed", 0)
 
     # -- controllers and nodes that come back ------------------------------------------------------
@@ -154,7 +193,10 @@ class Epochs:
         self.phase = Running()
         if facts.trained:
             facts.fill_catalogue(range(facts.settings.world_size))
-        self.record("controller_restarted", f"plan of epoch {plan.epoch} taken over")
+        restoring = Cause.START_UP if plan.origin == "initial" else Cause.RESTORING
+        self._cut |= self.account.taken_over(plan.epoch, takeover.steps(facts), restoring, self.wall)
+        reason = f"plan of epoch {plan.epoch} taken over"
+        self.record("controller_restarted", reason, **self._time_goes_to())
         if self.end_if_finished():
             return
         self.hear_of_parts(facts.nodes.values())
@@ -197,6 +239,8 @@ class Epochs:
         self.phase, self._shortage = Running(), ""
         moved = {role: node for role, node in start.roles.items() if role in start.lost}
         about = {"version": start.version, "origin": start.origin, "moved": moved}
+        cause = Cause.START_UP if start.origin == "initial" else Cause.RESTORING
+        about |= self._time_goes_to(Cause.UNKNOWN if self.unprotected else cause, facts.epoch)
         self.tell_of_strikes()  # so that whoever has the plan knows of the failures before it
         self.record("decided", f"version {start.version} ({start.origin})", start.lost, **about)
         self._send_plans(before)
@@ -297,10 +341,14 @@ class Epochs:
         due = self.progress.heard(message)
         if isinstance(message, m.Stepped):
             facts.seen_at([message.version])
+            self.account.stepped(message.version, self.wall)
             if due is not None:
                 self.returning.stepped()
         if due is not None:
             name, about = due
+            if isinstance(message, m.Restored):
+                share = len(facts.places) / facts.settings.world_size
+                self._cut |= self.account.begins(facts.epoch, message.version, share, self.wall)
             self._once(name, **about)
             if name == "resumed":
                 facts.compact_catalogue()  # while nobody waits for it
@@ -366,9 +414,16 @@ class Epochs:
         else:
             self.fail(where, [role], strikes.exit_code(lost), fault=lost.fault)
 
+    def runs_unprotected(self) -> None:
+        """The script does without fault tolerance."""
+        if not self.unprotected:
+            self.unprotected = True
+            self._cut |= self.account.to(Cause.UNKNOWN, self.wall)
+
     def suspected(self, node: Node, role: int, reason: str) -> None:
         """A worker saw connections break in this epoch."""
         self.watch.suspected(node.name, reason, self.now)
+        self.account.wrong(self.wall)
         self.record("suspected", reason, [role])
         self._end_if_missed()
 
@@ -413,6 +468,7 @@ class Epochs:
         for one. If it had none, nobody stops: the others are told where no more copies are to be kept.
         """
         self.facts.drop(node)
+        self.account.wrong(self.wall - node.sight.silence(self.now))
         if fault is m.Fault.NODE:
             self.watch.miss([node.name], self.now)
         self.do(Close(node.peer))
@@ -465,7 +521,7 @@ class Epochs:
         self.returning.epoch_ends(self.now)
         self.phase = Quiescing(self.now)
         self.checkpoints = self.checkpoints.forgotten()
-        self.record(event, reason, roles, **more)
+        self.record(event, reason, roles, **more, **self._time_goes_to(Cause.DECISION))
         self.do(*self.facts.to_all(m.Abort(epoch=self.facts.epoch)))
         self.decide_if_ready()
 
@@ -550,6 +606,7 @@ class Epochs:
             self._replace(verdict.finding)
         elif isinstance(verdict, Puzzle):
             found = verdict.finding
+            self.account.wrong(self.wall - self.hangs.quiet(self.now))
             log.warning("nothing moves, and it is not clear who is to blame: %s", found.words)
             self.record("hang", f"not explained: {found.words}", found.roles, explained=False)
             if verdict.hopeless:
@@ -559,6 +616,7 @@ class Epochs:
     def _replace(self, found: Finding) -> None:
         """Workers that hang are as good as dead: from here on it is a crash like any other."""
         log.error("%s: replaced, for it holds the others up", found.words)
+        self.account.wrong(self.wall - self.hangs.quiet(self.now))
         self.record("hang", found.words, found.culprits, explained=True)
         for role in [*found.culprits, *([found.witness] if found.witness >= 0 else [])]:
             node = self.facts.nodes.get(self.facts.places[role])
@@ -612,7 +670,7 @@ class Epochs:
         facts = self.facts
         roles, in_vain = first_places(facts, self.now - self.phase.joined_at)
         if in_vain and self._is_news(what := explain.missing_at_the_start(in_vain)):
-            self.record("waiting", what)
+            self.record("waiting", what, **self._time_goes_to(Cause.WAITING))
             log.warning("%s", what)
         if roles is None or (durable := self.durable(set(roles.values()))) is None:
             return
@@ -687,7 +745,8 @@ class Epochs:
                 f"nodes {explain.some(missed)} cannot be reached, and without them {explain.loses(outcome)}"
             )
             if self._is_news(what):
-                self.record("unreachable", f"{what}: waiting for them for {facts.settings.silence_limit:g} s")
+                reason = f"{what}: waiting for them for {facts.settings.silence_limit:g} s"
+                self.record("unreachable", reason, **self._time_goes_to(Cause.WAITING))
                 log.warning("%s; waiting for them for %g s", what, facts.settings.silence_limit)
             self.do(*self.watch.look_for(missed, self.now))
         return bool(missed)
@@ -734,7 +793,9 @@ class Epochs:
 
     def _say_it_waits(self, what: str, roles: list[int]) -> None:
         how = explain.how_to_join(self.facts)
-        self.record("waiting", f"{what}: {how}", roles)
+        running = isinstance(self.phase, Running)
+        about = {} if running else self._time_goes_to(Cause.WAITING)
+        self.record("waiting", f"{what}: {how}", roles, **about)
         log.warning("%s; waiting for a node: %s", what, how)
 
     def end(self, code: int, reason: str, shown: str = "") -> None:
@@ -742,6 +803,10 @@ class Epochs:
         if isinstance(self.phase, Done):
             return
         self.phase = Done(code)
+        if code == 0:
+            self.account.finished(self.wall)
+        about = self._time_goes_to(Cause.UNKNOWN)
+        self.record("goodput", in_words(self.account.seconds), **about)
         self.record("finished" if code == 0 else "stopped", reason)
         if code:
             self.do(Say(f"ftrun: the job stops: {shown or reason}"))

@@ -36,6 +36,7 @@ from ft_core.control.events import (
     Tick,
 )
 from ft_core.control.facts import Facts, Node, epoch_of, versions
+from ft_core.control.goodput import Account
 from ft_core.control.groups import Groups
 from ft_core.control.phases import Done, Forming, Phase, Rebuilding, Running, Waiting
 from ft_core.control.script_settings import ScriptSettings, answer, spares_started, warn_of_spares
@@ -43,6 +44,7 @@ from ft_core.control.termination import Termination
 from ft_core.errors import ConfigError
 from ft_core.process.sigterm import ENDED
 from ft_core.protocol import messages as m
+from ft_core.protocol.goodput import Spent
 from ft_core.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -64,13 +66,18 @@ class Controller:
         pid: int = 0,
         term: int = 1,
         settled: float = 0.0,
+        spent: Spent | None = None,
+        ago: float = 0.0,
     ) -> None:
         """`ids` draws names, lower-case letters and digits, that nobody else draws. `recorded`: of events
         that come once an epoch, the newest epoch that has them. `pid` is what `ftctl` is told. It leads in
-        `term`, and decides nothing before the time `settled`: until then somebody may obey another."""
+        `term`, and decides nothing before the time `settled`: until then somebody may obey another. `spent`:
+        what the job's time went to until so many seconds `ago`, as a predecessor has noted it."""
         self.facts = Facts(settings, job_dir, Groups(settings.start), term)
         self._epochs = Epochs(self.facts, ids, recorded, settled)
         self._script = ScriptSettings()
+        self._spent = spent, ago
+        self._began = False
         self._questions = ctl.Questions()
         self._termination = Termination()
         self._pid = pid
@@ -97,9 +104,24 @@ class Controller:
             isinstance(phase, Running) and self._epochs.progress.all_stepped
         )
 
-    def handle(self, event: Event, now: float) -> list[Effect]:
-        """What to do about `event`, in order. `now`: seconds for which this process was awake."""
-        self._epochs.now, self._epochs.effects = now, []
+    @property
+    def account(self) -> Account:
+        """Of the job's time; there once anything has happened."""
+        return self._epochs.account
+
+    def handle(self, event: Event, now: float, wall: float | None = None) -> list[Effect]:
+        """What to do about `event`, in order. `now`: seconds for which this process was awake; `wall`: all
+        seconds, if it was not always."""
+        epochs = self._epochs
+        epochs.now, epochs.wall, epochs.effects = now, now if wall is None else wall, []
+        if not self._began:
+            (spent, ago), self._began = self._spent, True
+            epochs.begin(Account(epochs.wall, spent, ago), first=spent is None)
+        self._handle(event)
+        epochs.tell_of_time()
+        return epochs.effects
+
+    def _handle(self, event: Event) -> None:
         if isinstance(event, Greeted):
             self._greet(event.peer, event.hello)
         elif isinstance(event, Received):
@@ -128,7 +150,6 @@ class Controller:
             self._epochs.end(1, f"{FAILURES} controllers in a row have failed, this one of {event.error}")
         else:
             assert_never(event)
-        return self._epochs.effects
 
     def _greet(self, peer: Peer, hello: m.AgentHello) -> None:
         """An agent is there, or again. Its greeting is a report too."""
@@ -234,6 +255,8 @@ class Controller:
             self._epochs.hangs.beat(message.roles, self._epochs.now)
             self._epochs.remind(node, message.epoch, set(message.roles))
             self._epochs.do(*self._epochs.returning.beat(facts, node.name))
+            if message.epoch == facts.epoch and isinstance(self.phase, Running):
+                self._epochs.account.heard(message.roles, self._epochs.wall)
             # Kept here, because a node that is lost takes what it said with it.
             facts.seen_at(beat.step for beat in message.roles.values())
         elif isinstance(message, m.NodesProbed):
@@ -290,7 +313,7 @@ class Controller:
                 self._epochs.do(*self._epochs.returning.held(facts, role, now))
                 self._epochs.return_if_due()
             case m.Unprotected():
-                self._epochs.unprotected = True
+                self._epochs.runs_unprotected()
             case m.Suspect(epoch=epoch, role=role, reason=reason):
                 if epoch == facts.epoch:
                     self._epochs.suspected(node, role, reason)

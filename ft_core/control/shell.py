@@ -12,10 +12,11 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
+
+import msgspec
 
 from ft_core.control import pulses
 from ft_core.control.events import (
@@ -57,6 +58,7 @@ from ft_core.protocol import door
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.codec import encode
 from ft_core.protocol.connection import Connection
+from ft_core.protocol.goodput import Spent
 from ft_core.protocol.messages import (
     FROM_CLIENT,
     AgentHello,
@@ -92,8 +94,8 @@ class Office:
     keeper: Keeper
     address: str
     """Where it is to listen."""
-    recorded: Mapping[str, int]
-    """By its predecessors: event -> the newest epoch that has it."""
+    notes: Notes
+    """Of its predecessors."""
     settled: float
     """Seconds of its own before which it may decide nothing."""
 
@@ -120,14 +122,16 @@ class Shell:
         self._secret = read_secret(job_dir)
         self.events, self._samples = FileOutlet(job_dir / "events.jsonl"), FileOutlet(job_dir / ledger.NAME)
         if office is None:
-            self.recorded, settled = _recorded(job_dir / "events.jsonl"), 0.0
+            self.notes, settled = _notes(job_dir / "events.jsonl"), 0.0
         else:
-            self.recorded, settled = dict(office.recorded), office.settled
+            self.notes, settled = office.notes, office.settled
         self.machine = Controller(
-            *(settings, str(job_dir), lambda: secrets.token_hex(4), self.recorded),
+            *(settings, str(job_dir), lambda: secrets.token_hex(4), self.notes.recorded),
             pid=os.getpid(),
             term=self._lease.term,
             settled=settled,
+            spent=self.notes.spent,
+            ago=time.time() - self.notes.at,
         )
         self.clock = AwakeClock(2 * TICK)
         self._collector = WhenQuiet()
@@ -212,7 +216,7 @@ class Shell:
         if not self._leads():
             return
         try:
-            effects = self.machine.handle(event, self.clock.now)
+            effects = self.machine.handle(event, self.clock.now, time.monotonic())
             if self._leads():  # that may have taken its time
                 self._agree(effects)
         except Exception as error:
@@ -276,9 +280,14 @@ class Shell:
 
     def _note(self, record: Record) -> None:
         """For a successor on another machine."""
-        if self._office is not None and self.recorded.get(record.event, 0) < record.epoch:
-            self.recorded[record.event] = record.epoch
-            self._office.keeper.note(Notes(dict(self.recorded), self._failed_before or 0))
+        spent, at = record.more.get("spent"), time.time()
+        news = spent is not None or self.notes.recorded.get(record.event, 0) < record.epoch
+        if self._office is None or not news:
+            return
+        recorded = {**self.notes.recorded, record.event: record.epoch}
+        about = (self.notes.spent, self.notes.at) if spent is None else (spent, at)
+        self.notes = Notes(recorded, self._failed_before or 0, *about)
+        self._office.keeper.note(self.notes)
 
     def _fail(self, error: Exception) -> None:
         """An error of this controller's own: a successor goes on from what the agents know, a few times."""
@@ -286,7 +295,7 @@ class Shell:
             return
         if self._failed_before is not None and self._failed_before + 1 >= FAILURES:
             log.critical("this controller fails as well", exc_info=error)
-            self._agree(self.machine.handle(Failed(repr(error)), self.clock.now))
+            self._agree(self.machine.handle(Failed(repr(error)), self.clock.now, time.monotonic()))
         else:
             self._done.set_exception(error)
 
@@ -353,19 +362,22 @@ def _line(record: Record, term: int) -> str:
         "reason": record.reason,
         **record.more,
     }
-    return json.dumps(line) + "\n"
+    return json.dumps(line, default=msgspec.to_builtins) + "\n"
 
 
-def _recorded(path: Path) -> dict[str, int]:
-    """Event -> the newest epoch that has it."""
+def _notes(path: Path) -> Notes:
+    """What predecessors have left, on this machine."""
     found: dict[str, int] = {}
+    spent, at = None, 0.0
     try:
         lines = path.read_text().splitlines() if path.is_file() else []
     except OSError as error:
         log.warning("%s: %s; some events may come twice", path, error)
-        return found
+        return Notes()
     for line in lines:
         with contextlib.suppress(ValueError):  # torn by the death of its writer
             event = json.loads(line)
             found[event["event"]] = event["epoch"]
-    return found
+            if "spent" in event:
+                spent, at = event["spent"], event["time"]
+    return Notes(found, spent=spent and msgspec.convert(spent, Spent), at=at)

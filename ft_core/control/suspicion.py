@@ -100,6 +100,10 @@ class Sight:
         if now - stalled > self.heard:
             self.hear(now - stalled)
 
+    def silence(self, now: float) -> float:
+        """Seconds since it was heard last, or its connection broke."""
+        return now - (self.heard if self.gone_since is None else self.gone_since)
+
     def lively(self, now: float, bound: float) -> bool:
         """Whether nothing is to be suspected: it is there, and was heard of late. `bound`: the limit of
         silence."""

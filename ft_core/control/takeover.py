@@ -31,6 +31,12 @@ def ask(facts: Facts, phase: Rebuilding, now: float) -> list[Effect]:
     return [Send(asked.peer, SendState())]
 
 
+def steps(facts: Facts) -> int:
+    """The newest version that a role of the plan has where it plays, as far as it is known."""
+    held = (held for node in facts.playing() for held in node.holdings.roles.values())
+    return max((version for each in held for version in each.versions), default=0)
+
+
 def complete(facts: Facts, phase: Rebuilding, arriving: int, now: float) -> bool:
     """Whether it has heard from everybody, spares with their copies included, or it is clear who does not
     come."""

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from ft_core.errors import FtError
 from ft_core.leadership import lease
+from ft_core.protocol.goodput import Spent
 
 
 class LeadershipError(FtError):
@@ -25,6 +26,10 @@ class Notes(Struct, frozen=True):
     """Event -> the newest epoch that has it."""
     failed: int = 0
     """Leaders in a row, up to the last, that have failed of an error of their own."""
+    spent: Spent | None = None
+    """What the job's time went to."""
+    at: float = 0.0
+    """Until this time, in seconds since 1970."""
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from ft_core.control.events import (
 from ft_core.control.machine import Controller
 from ft_core.control.returning import PAUSE
 from ft_core.leadership.lease import first_epoch
+from ft_core.protocol.goodput import Spent
 from ft_core.protocol.groups import runs_of, text_of
 from ft_core.protocol.messages import (
     Abort,
@@ -269,6 +270,9 @@ class ControlPlane:
         self.peers, self.pids, self._names = itertools.count(), itertools.count(1000), itertools.count()
         self.agents: dict[str, Agent] = {}
         self.records: list[Record] = []
+        self.recorded_at: list[tuple[float, Record]] = []
+        self.spent: tuple[Spent | None, float] = None, 0.0
+        """What the job's time went to, as the newest record that says it has it, and when that was."""
         self.done: End | None = None
         self.said: list[str] = []
         self.start_controller()
@@ -280,7 +284,8 @@ class ControlPlane:
         """The first, or another in its place."""
         recorded = {record.event: record.epoch for record in self.records}
         about = self.settings, "/job", lambda: f"{next(self._names):x}", recorded
-        self.controller = Controller(*about, term=term, settled=settled)
+        spent, at = self.spent
+        self.controller = Controller(*about, term=term, settled=settled, spent=spent, ago=self.now - at)
 
     def group(self, role: int) -> ReplicaGroup:
         index = role * self.groups // self.settings.world_size
@@ -316,6 +321,9 @@ class ControlPlane:
                 by_peer[effect.peer].hears(effect.message)
             elif isinstance(effect, Record):
                 self.records.append(effect)
+                self.recorded_at.append((self.now, effect))
+                if "spent" in effect.more:
+                    self.spent = effect.more["spent"], self.now
             elif isinstance(effect, End):
                 self.done = effect
             elif isinstance(effect, Say):

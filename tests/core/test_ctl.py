@@ -20,7 +20,7 @@ from ft_core.cli import ctl, events, nodes, status
 from ft_core.cli.ask import Line
 from ft_core.cli.doctor import job as doctor
 from ft_core.cli.doctor.case import Case, Level
-from ft_core.control.events import Disconnected, Received, Send
+from ft_core.control.events import Arriving, Disconnected, Received, Send
 from ft_core.control.facts import Node
 from ft_core.control.machine import Controller
 from ft_core.control.phases import Running
@@ -44,6 +44,7 @@ class Large:
             hosting, PER_NODE, Command("train.py"), replicas=1, controller="h:1", spares=spares
         )
         self.controller = Controller(settings, "/job", lambda: "x", {}, pid=7)
+        self.controller.handle(Arriving(0), 0.0)
         self.facts = facts = self.controller.facts
         names = [f"node-{number:05}+{number:06x}" for number in range(hosting + spares)]
         places = {role: names[role // PER_NODE] for role in range(hosting * PER_NODE)}

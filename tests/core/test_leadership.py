@@ -16,6 +16,7 @@ from typing import Any, cast
 import etcd_members
 import pytest
 from etcd_members import Members
+from msgspec.structs import replace
 from ports import free_port
 
 from ft_core import leadership
@@ -32,6 +33,7 @@ from ft_core.node import looker as looking
 from ft_core.node.looker import Looker
 from ft_core.protocol import messages as m
 from ft_core.protocol.async_channel import AsyncChannel
+from ft_core.protocol.goodput import Cause, Spent
 from ft_core.settings import Command, Settings, read_secret, write_secret
 
 SECONDS = lease.SECONDS
@@ -525,6 +527,10 @@ def test_a_spare_begins_no_job_that_is_over(tmp_path: Path) -> None:
 # -- the processes -------------------------------------------------------------------------------------
 
 
+PAST = Notes({"resumed": 3}, spent=Spent(Cause.PRODUCTIVE, {Cause.PRODUCTIVE: 100.0}, epoch=3), at=1000.0)
+"""What a predecessor has left."""
+
+
 class Orders:
     """In the place of a keeper: what the controller wants of it."""
 
@@ -548,7 +554,7 @@ class Elected:
         self.secret, self.orders = read_secret(directory), Orders()
         self.address = f"127.0.0.1:{free_port()}"
         self.lease = Lease(5, 1000.0, lease.clock())
-        about = (self.lease, cast(Keeper, self.orders), self.address, {"resumed": 3}, 0.0)
+        about = (self.lease, cast(Keeper, self.orders), self.address, PAST, 0.0)
         self.shell = Shell(settings, directory, 0, Office(*about))
         self.running = asyncio.ensure_future(self.shell.run())
 
@@ -581,7 +587,13 @@ def test_a_controller_without_its_lease_decides_nothing_and_hangs_up(tmp_path: P
         assert isinstance(first := await node.recv(), m.Leads) and first.term == 5
         for epoch in (3, 4):
             elected.shell._note(Record("resumed", epoch))
-        assert elected.orders.noted == [Notes({"resumed": 4})]  # of epoch 3 a predecessor has
+        assert elected.orders.noted == [replace(PAST, recorded={"resumed": 4})]  # of epoch 3 one has
+        account = elected.shell.machine.account
+        assert account.seconds == dict.fromkeys(Cause, 0.0) | {Cause.PRODUCTIVE: 100.0}
+        assert account.open(time.monotonic()) == pytest.approx(time.time() - PAST.at, abs=60)
+        spent = Spent(Cause.WAITING, epoch=4)
+        elected.shell._note(Record("waiting", 4, more={"spent": spent}))
+        assert elected.orders.noted[-1].spent == spent and elected.orders.noted[-1].at > PAST.at
         elected.lease.ends()
         assert await elected.running is None and elected.shell.newer == 0
         assert m.Shutdown not in {type(message) for message in await said(node)}

@@ -166,6 +166,7 @@ def test_a_job_ends_though_its_disk_is_full_and_nobody_reads_its_console(tmp_pat
             os.close(reader)
     assert (tmp_path / "done-0").exists() and (tmp_path / "done-1").exists()
     events = [json.loads(line) for line in (tmp_path / "job" / "events.jsonl").read_text().splitlines()]
-    assert [e["event"] for e in events] == ["joined", "joined", "decided", "finished"]
+    all_of_them = ["started", "joined", "joined", "decided", "goodput", "finished"]
+    assert [e["event"] for e in events] == all_of_them
     for log in (tmp_path / "job").glob("logs/role-*/*.log"):
         assert log.stat().st_size == 1_000_000

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ft_core.control import events as ev
 from ft_core.control.machine import Controller
 from ft_core.leadership import lease
 from ft_core.protocol import messages as m
 
+from . import time_account
+from .time_account import Watched
 from .world import Call, Link, Process
 
 if TYPE_CHECKING:
@@ -46,8 +48,12 @@ class SimController(Process):
         self.leads = job.arbiter is None
         self._floor, self._ending = 0, False
         self._lease = lease.Lease(1)
-        self.machine = Controller(job.settings, "/job", self._ids, dict(job.recorded))
+        self._time: Watched
+        self._handled = 0.0
+        """When the newest event was."""
+        self.machine = Controller(job.settings, "/job", self._ids, {})
         if job.arbiter is None:
+            self.machine = self._machine()
             self.later(0.0, self._tick)
         else:
             self.runs_at(1 + 0.05 * (2 * self.world.rng.random() - 1))
@@ -56,6 +62,14 @@ class SimController(Process):
     @property
     def term(self) -> int:
         return self._lease.term
+
+    def _machine(self, term: int = 1, **about: Any) -> Controller:
+        """It goes on from what its predecessors have left."""
+        job = self.job
+        spent, at = job.spent
+        self._time = job.time.controller(term, spent, at)
+        past = {"term": term, "spent": spent, "ago": self.world.now - at}
+        return Controller(job.settings, "/job", self._ids, dict(job.recorded), **about, **past)
 
     def _tick(self) -> None:
         self.handle(ev.Tick())
@@ -85,8 +99,7 @@ class SimController(Process):
         settled = self.awake + lease.settled_after(lease.LOOK)
         if self.job.shape.brief:  # it decides as early as it may
             self.later(lease.settled_after(lease.LOOK), lambda: self.handle(ev.Tick()))
-        about = self.job.settings, "/job", self._ids, dict(self.job.recorded)
-        self.machine = Controller(*about, term=found.term, settled=settled)
+        self.machine = self._machine(term=found.term, settled=settled)
         self.world.trace(f"{self.name} on {self.machine_name} knows that it leads in term {found.term}")
         self._tick()
         self._renew(found)
@@ -186,7 +199,9 @@ class SimController(Process):
             isinstance(event, ev.Received) and not isinstance(event.message, m.Heartbeat)
         ):
             self.world.trace(f"{self.name} <- ", event)
-        effects = self.machine.handle(event, self.awake)
+        self._handled = self.world.now
+        effects = self.machine.handle(event, self.awake, self._handled)
+        self._time.check(self.machine.account, self.world.now)
         self.job.decides(self, effects)
         if self.acts_late and decides(effects):
             self.acts_late = False
@@ -219,7 +234,11 @@ class SimController(Process):
                     f"{self.name} records {effect.event}: {effect.reason} {list(effect.roles)} {effect.more}"
                 )
                 self.job.record(self, effect)
-                self._note(lambda: self._recorded(effect.event, effect.epoch))
+                at = self._handled
+                line = time_account.line(effect, self.term, at)
+                self.job.time.said += 1
+                self._write(lambda: self.job.time.write(line))
+                self._note(lambda: self._recorded(effect, at))
             case ev.Enter(line):
                 part = self.job.ledger.setdefault(self.term, [])  # on its own machine
                 self._write(lambda: part.append(line))
@@ -243,9 +262,11 @@ class SimController(Process):
         else:
             arbiter.ask(self, self.machine_name, lambda: arbiter.note(self, term, write), lambda _: None)
 
-    def _recorded(self, event: str, epoch: int) -> None:
+    def _recorded(self, record: ev.Record, at: float) -> None:
         known = self.job.recorded
-        known[event] = max(known.get(event, 0), epoch)
+        known[record.event] = max(known.get(record.event, 0), record.epoch)
+        if (spent := record.more.get("spent")) is not None and at >= self.job.spent[1]:
+            self.job.spent = spent, at
 
     def _write(self, line: Call) -> None:
         """As `FileOutlet`: what cannot be written waits, and is lost with this process."""

@@ -15,6 +15,7 @@ from ft_core.cli import ledger_check
 from ft_core.control import events as ev
 from ft_core.elastic.rules import Deal
 from ft_core.protocol import messages as m
+from ft_core.protocol.goodput import Spent
 from ft_core.settings import Command, Settings
 from ft_core.state import durable
 
@@ -23,6 +24,7 @@ from .control import SimController, decides
 from .errors import Errors, moved
 from .node import SimNode
 from .storage import Storage, preloaded
+from .time_account import TimeAccount
 from .training import Content, Training
 from .world import Link, Network, Violation, World
 
@@ -149,6 +151,10 @@ class SimJob:
         """By term."""
         self.recorded: dict[str, int] = {}
         """What can be read in events.jsonl."""
+        self.spent: tuple[Spent | None, float] = None, 0.0
+        """What the job's time went to, as it is read there, and until when."""
+        self.time = TimeAccount(world)
+        """The same, as it has to be."""
         self.disk_full = False
         """That which the controller's files are on."""
         self.poison: tuple[int, int] | None = None
@@ -518,6 +524,7 @@ class SimJob:
         """The controller has ended the job."""
         self.over = True
         self.outcome.code = code
+        self.time.compare(self.controller.machine.account, self.shape.elects)
         if code == 0:
             done = self.training.finished.get(self.steps, set())
             if (len(done) < self.training.roles and self.shape.policy != "shrink") or not done:

@@ -14,6 +14,7 @@ from ft_core.control import decision
 from ft_core.control.epochs import Epochs
 from ft_core.control.events import Record
 from ft_core.control.facts import Facts, Node
+from ft_core.control.goodput import Account
 from ft_core.control.machine import Controller
 from ft_core.control.phases import Rebuilding
 from ft_core.control.returning import Returning
@@ -26,6 +27,7 @@ from ft_core.node import said
 from ft_core.node.events import Commit, DropAfter
 from ft_core.node.machine import Agent
 from ft_core.protocol import messages as m
+from ft_core.protocol.goodput import Cause
 from ft_core.worker.events import AbortBefore, SayQuiesced
 from ft_core.worker.machine import WorkerMachine
 from ft_core.worker.states import Leaving, Training
@@ -338,6 +340,28 @@ def a_leader_is_obeyed_until_a_newer_one_is_known() -> None:
     Follower.obeys = lambda self, now: self._speaker == self.term  # type: ignore[method-assign]
 
 
+def a_step_that_is_cut_off_is_no_time() -> None:
+    """What an epoch's end cuts off of a step is not accounted for."""
+
+    def cut(self: Account, wall: float) -> dict[Cause, float]:
+        self._mark = wall
+        return {}
+
+    Account._cut = cut  # type: ignore[method-assign]
+
+
+def a_successor_is_the_first() -> None:
+    """A controller that takes over does not know how long ago its predecessor noted what time went to."""
+    original = Account.__init__
+    Account.__init__ = lambda self, wall, past=None, ago=0.0: original(self, wall, past)  # type: ignore[misc,method-assign]
+
+
+def steps_are_done_again_unseen() -> None:
+    """What was reached before is not known in the events that an epoch ends with."""
+    original = Account.spent
+    Account.spent = lambda self, wall: replace(original(self, wall), redone=0.0)  # type: ignore[method-assign]
+
+
 ELECTED: dict[str, Callable[[], None]] = {
     mutation.__name__: mutation
     for mutation in (
@@ -383,5 +407,8 @@ MUTATIONS: dict[str, Callable[[], None]] = {
         what_is_staged_between_epochs_is_sent,
         a_role_comes_back_to_an_older_epoch,
         where_scripts_begin_is_unknown,
+        a_step_that_is_cut_off_is_no_time,
+        a_successor_is_the_first,
+        steps_are_done_again_unseen,
     )
 }

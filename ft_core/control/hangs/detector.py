@@ -104,6 +104,10 @@ class Detector:
         self._replaced: dict[int, int] = {}
         """And in those before, as far as the job has not left that step behind."""
 
+    def quiet(self, now: float) -> float:
+        """Seconds since anything moved."""
+        return now - self._moved
+
     def rests(self, now: float) -> None:
         """Nothing that could hang is under way."""
         self._plan, self._moved = "", now

@@ -1,0 +1,161 @@
+"""What the job's time goes to: an account of every second since it began, by `Cause`.
+
+Pure, from events and time. The sum is the wall clock by construction: what is accounted for is so up to a
+*mark*, which then moves. While roles train it moves with each step that is seen to be done, since only then
+is it known that the time was well spent; else with each event. What an epoch's end cuts off of a step is
+split there: from the first sign of the failure on it was detection, and before that work that is lost.
+
+It goes on from its predecessor's (`Spent`), on whatever machine that was. Its size is that of the job.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ft_core.protocol.goodput import Cause, Spent
+from ft_core.protocol.messages import RoleBeat
+
+_DIGITS = 3
+
+
+class Account:
+    """One controller's. All times are of the wall clock, in seconds since whenever."""
+
+    def __init__(self, wall: float, past: Spent | None = None, ago: float = 0.0) -> None:
+        """`past`: what a predecessor has noted, so many seconds ago."""
+        self._mark = wall - max(0.0, ago) - past.open if past is not None else wall
+        past = past or Spent(Cause.START_UP)
+        self.now, self.epoch = past.now, past.epoch
+        self.seconds = dict.fromkeys(Cause, 0.0) | past.seconds
+        """Up to the mark."""
+        self.version, self.reached, self.share = past.version, past.reached, past.share
+        self.step = past.step
+        """Seconds that a step has taken last; 0 before any."""
+        self.steps_redone = 0
+        """That this controller has seen."""
+        self._redone, self._waited = past.redone, past.waited
+        self._goal = past.reached
+        """The version up to which steps are done again in this epoch."""
+        self._waits: dict[int, float] = {}
+        """What each role had waited for copies when it was first heard of in this epoch."""
+        self._longest = 0.0
+        """The most that any of them has waited since; and what of it was accounted for."""
+        self._counted = 0.0
+        self._wrong = math.inf
+        """When the first sign of a failure was, since the last step."""
+        self._blind = self.now is Cause.PRODUCTIVE
+        """Whether what happened since the mark was not seen."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether time goes to steps."""
+        return self.now is Cause.PRODUCTIVE
+
+    def open(self, wall: float) -> float:
+        """Seconds that are not accounted for yet."""
+        return max(0.0, wall - self._mark)
+
+    def spent(self, wall: float) -> Spent:
+        """For events, and for a successor."""
+        seconds = {cause: round(s, _DIGITS) for cause, s in self.seconds.items() if s}
+        return Spent(
+            *(self.now, seconds, self.epoch, self.version, self.reached, self.share),
+            *(round(s, _DIGITS) for s in (self.step, self._redone, self._waited, self.open(wall))),
+        )
+
+    # -- what the job does -------------------------------------------------------------------------
+
+    def to(self, cause: Cause, wall: float, epoch: int | None = None) -> dict[Cause, float]:
+        """From now on its time goes to this; `epoch`: that was decided on. Returns what was cut off of a
+        step, if roles were training, by what it went to."""
+        cut = self._cut(wall) if self.trains else {}
+        self._pass(self.now, wall)
+        self.now, self._blind = cause, False
+        self.epoch = self.epoch if epoch is None else epoch
+        return cut
+
+    def begins(self, epoch: int, version: int, share: float, wall: float) -> dict[Cause, float]:
+        """All roles have their state, that of `version`, and train from now on. Said again, it is no news.
+        Returns what `to` does."""
+        if self.trains and self.epoch == epoch:
+            return {}
+        cut = self.to(Cause.PRODUCTIVE, wall, epoch)
+        self.version, self.share, self._goal = version, share, self.reached
+        self._redone = self._waited = self._longest = self._counted = 0.0
+        self._waits.clear()
+        self._wrong = math.inf
+        return cut
+
+    def stepped(self, version: int, wall: float) -> None:
+        """Some role has done this many steps; so had all, but for the last one's end."""
+        steps = version - self.version
+        if not self.trains or steps <= 0:
+            return
+        self.step = self.open(wall) / steps
+        self._steps(steps, self.open(wall))
+        self._wrong, self._blind = math.inf, False
+
+    def heard(self, beats: Mapping[int, RoleBeat], wall: float) -> None:
+        """A node says, in this epoch, how far its roles are."""
+        if not self.trains or not beats:
+            return
+        for role, beat in beats.items():
+            waited = beat.waited_s - self._waits.setdefault(role, beat.waited_s)
+            if waited > self._longest:
+                self._longest = waited
+        self.stepped(max(beat.step for beat in beats.values()), wall)
+
+    def wrong(self, since: float) -> None:
+        """Something may have failed at that time."""
+        self._wrong = min(self._wrong, since)
+
+    def finished(self, wall: float) -> None:
+        """The script has come to its end: what it did after its last step is as good as a step."""
+        if self.trains:
+            self._steps(0, self.open(wall))
+
+    def taken_over(self, epoch: int, version: int, restoring: Cause, wall: float) -> dict[Cause, float]:
+        """It is known that this epoch is under way, and how many steps are done in it. `restoring`: what its
+        time goes to before all have their state. Returns what `to` does."""
+        if self.epoch != epoch or self.now not in (Cause.PRODUCTIVE, restoring):
+            return self.to(restoring, wall, epoch)
+        if self.trains and (steps := version - self.version) > 0:
+            # They were done somewhen; if what comes now is a failure, that was somewhen, too.
+            self._steps(steps, min(self.open(wall), steps * self.step))
+        return {}
+
+    # -- marks -------------------------------------------------------------------------------------
+
+    def _pass(self, cause: Cause, until: float) -> None:
+        """All time since the mark went to this."""
+        self.seconds[cause] += self.open(until)
+        self._mark = max(self._mark, until)
+
+    def _steps(self, steps: int, seconds: float) -> None:
+        """So many seconds since the mark went to so many steps."""
+        waited = min(seconds, self._longest - self._counted)
+        again = max(0, min(self.version + steps, self._goal) - self.version)
+        redone = (seconds - waited) * again / steps if steps else 0.0
+        good = seconds - waited - redone
+        self._counted = self._longest
+        self._waited += waited
+        self._redone += redone
+        self.steps_redone += again
+        self.seconds[Cause.SAVING] += waited
+        self.seconds[Cause.REDONE] += redone
+        self.seconds[Cause.PRODUCTIVE] += good * self.share
+        self.seconds[Cause.DEGRADED] += good * (1 - self.share)
+        self._mark += seconds
+        self.version += steps
+        self.reached = max(self.reached, self.version)
+
+    def _cut(self, wall: float) -> dict[Cause, float]:
+        """The epoch ends within a step."""
+        whole = self.open(wall)
+        noticing = min(whole, max(0.0, wall - self._wrong))
+        lost = {Cause.UNKNOWN if self._blind else Cause.REDONE: whole - noticing, Cause.DETECTION: noticing}
+        for cause, seconds in lost.items():
+            self.seconds[cause] += seconds
+        self._mark = max(self._mark, wall)
+        return {cause: round(s, _DIGITS) for cause, s in lost.items() if s >= 10**-_DIGITS}

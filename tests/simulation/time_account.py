@@ -1,0 +1,104 @@
+"""Where a job's time went, held against the clock and against what its events say by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ft_core.cli import goodput
+from ft_core.control import events as ev
+from ft_core.control.goodput import Account
+from ft_core.protocol.goodput import Spent
+
+from .world import Violation, World
+
+_ROUNDED = 0.01
+"""Seconds of each sum that are lost when it is written."""
+
+
+def line(record: ev.Record, term: int, at: float) -> goodput.Line:
+    """As `events.jsonl` has it."""
+    about = {"event": record.event, "epoch": record.epoch, "term": term, "monotonic": at, "time": at}
+    found: Any = msgspec.json.decode(msgspec.json.encode({**about, **record.more}))
+    return found
+
+
+class Watched:
+    """The account of one controller."""
+
+    def __init__(self, before: dict[Any, float], began: float | None, passed: int) -> None:
+        self._before, self._passed = before, passed
+        self.began = began
+        """When the job did, as far as is known."""
+
+    def check(self, account: Account, now: float) -> None:
+        """After every event."""
+        total = sum(account.seconds.values()) + account.open(now)
+        if self.began is None:
+            self.began = now - total
+        if abs(total - (now - self.began)) > _ROUNDED * (1 + self._passed):
+            since = now - self.began
+            raise Violation(
+                f"12: {total:.3f} s are accounted for, {since:.3f} s have passed: {account.seconds}"
+            )
+        for cause, seconds in account.seconds.items():
+            if seconds < self._before.get(cause, 0.0) - _ROUNDED:
+                raise Violation(f"12: {cause} was {self._before[cause]:.3f} s, and is {seconds:.3f} s")
+        self._before = dict(account.seconds)
+
+
+class TimeAccount:
+    """Of one job."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._lines: list[goodput.Line] = []
+        self._newest: Watched | None = None
+        self._passed = 0
+        self.said = 0
+        """Lines, in the file or not."""
+        self._unnoted = 0.0
+        """Seconds between what a successor was left, where that was not the last, and its own first word."""
+        self._left, self._lost = (0, 0.0), False
+        """The newest term, and when what its leader was left is of; and whether that was not the last."""
+
+    def write(self, line: goodput.Line) -> None:
+        """It is in the file, and not lost with a disk that is full."""
+        self._lines.append(line)
+        term, at = self._left
+        if "spent" in line and line["term"] < term:  # of a leader that does not know yet that it is none
+            self._lost = True
+        elif "spent" in line and self._lost:
+            self._unnoted += line["time"] - at
+            self._lost = False
+
+    def controller(self, term: int, spent: Spent | None, at: float) -> Watched:
+        """One leads in this term, with what was left by its predecessors at that time."""
+        newest = max((each["time"] for each in self._lines if "spent" in each), default=at)
+        if spent is None:
+            self._unnoted += newest
+            self._newest = Watched({}, None, 0)
+            return self._newest
+        self._passed += 1
+        self._left, self._lost = (term, at), newest > at
+        began = self._newest.began if self._newest is not None else None
+        self._newest = Watched(dict(spent.seconds), began, self._passed)
+        return self._newest
+
+    def compare(self, account: Account, elected: bool) -> None:
+        """At the end: what the events say, and what the controller does."""
+        lines = goodput.in_order(self._lines)
+        read = goodput.seconds(lines)
+        total = sum(account.seconds.values())
+        # The end is said once whoever keeps the lease has agreed; and not at all where the disk is full.
+        late = abs(sum(read.values()) - total)
+        allowed = 0.01 * total + 0.1 + self._unnoted + late
+        if elected and len(self._lines) < self.said:
+            return  # successors were left what no file has
+        apart = sum(abs(read[cause] - seconds) for cause, seconds in account.seconds.items()) / 2
+        if apart > allowed:
+            raise Violation(
+                f"12: {apart:.2f} s of {total:.2f} s are accounted for otherwise than events say:\n"
+                f"  account {account.seconds}\n  events  {read}"
+            )
