@@ -20,11 +20,13 @@ from functools import cache
 from getpass import getuser
 from pathlib import Path
 from typing import Protocol, TypeVar
+from urllib import request
 
 from forked import Forked
 from processes import in_groups
 
 from ft_core.cli import ask, flags, goodput
+from ft_core.protocol.goodput import Cause
 from ft_core.protocol.messages import Inject, Injected
 from ft_core.settings import Settings
 
@@ -275,6 +277,14 @@ class Job:
         )
         return self._joined[-1]
 
+    def metrics(self) -> dict[str, float]:
+        """What the controller serves, by name with its labels."""
+        url = (self.job_dir / "http").read_text().strip()
+        with request.urlopen(f"{url}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, _, value in pairs}
+
     def events(self) -> list[dict]:
         path = self.job_dir / "events.jsonl"
         text = path.read_text() if path.exists() else ""
@@ -429,9 +439,12 @@ def check_random_kills(
                 os.killpg(agent, signal.SIGKILL)
             else:
                 os.kill(agent if kind == "agent" else worker, signal.SIGKILL)
-        job.wait_for_epoch("resumed", epoch + 1, timeout=120)
+        resumed = job.wait_for_epoch("resumed", epoch + 1, timeout=120)
+        job.wait_for_step(resumed["version"] + 1)
+        metrics = job.metrics()
         result = job.finish(timeout=200)
     check_identical(result, training, iterations, again=again * kills)
+    check_metrics(metrics, result)
     check_survivors(result, training.world)
     check_clean(result)
     assert result.recoveries == kills
@@ -474,6 +487,14 @@ def check_clean(result: Result) -> None:
         assert time.monotonic() < deadline, f"still running: {left}"
         time.sleep(0.05)
     check_accounted(result)
+
+
+def check_metrics(metrics: dict[str, float], result: Result) -> None:
+    """Read after the last recovery, what was lost is what the events alone say, of the whole job's time."""
+    read = goodput.seconds(result.events)
+    for cause in set(read) - {Cause.PRODUCTIVE, Cause.UNKNOWN}:
+        lost = metrics[f'ft_lost_seconds_total{{cause="{cause}"}}']
+        assert abs(lost - read[cause]) < 0.01 * sum(read.values()), f"{cause}: {lost} s, {read[cause]} s"
 
 
 def check_accounted(result: Result) -> None:

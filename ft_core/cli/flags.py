@@ -18,6 +18,7 @@ from ft_core.elastic.rules import INTERVENTIONS
 from ft_core.errors import ConfigError
 from ft_core.leadership import is_elected
 from ft_core.process import inject
+from ft_core.protocol.sockets import split_address
 from ft_core.settings import POLICIES, Command, Settings
 
 _DEFAULT_PORT = 29400
@@ -187,6 +188,13 @@ def parser() -> argparse.ArgumentParser:
         "3/60; 0: all are used)",
     )
     f.add_argument(
+        "--ft-http",
+        default=Settings.http,
+        metavar="HOST:PORT",
+        help="where the controller serves /metrics, /healthz and /readyz, to whoever can reach it there; "
+        "default: on loopback, at a free port, which the job directory's file http names",
+    )
+    f.add_argument(
         "--ft-inject", default="", help="failures on purpose: ROLE@POINT:STEP[:HOW],... (for drills)"
     )
     p.add_argument(
@@ -264,6 +272,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         tee=int(streams),
         log_prefix=args.tee is not None,
         inject=args.ft_inject,
+        http=_http(args.ft_http),
         **given,
         given=sorted(given),
     )
@@ -314,6 +323,15 @@ def _strikes(text: str) -> tuple[int, float]:
     if found is None or (found[2] is None and int(found[1])) or (found[2] and not float(found[2])):
         raise ConfigError(f"--ft-strikes {text!r}: give N/MINUTES, or 0")
     return int(found[1]), float(found[2] or 60)
+
+
+def _http(text: str) -> str:
+    try:
+        if split_address(text)[1] < 1 << 16:
+            return text
+    except ValueError:
+        pass
+    raise ConfigError(f"--ft-http {text!r}: give HOST:PORT")
 
 
 def _gpus() -> int:

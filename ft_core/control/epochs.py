@@ -32,6 +32,7 @@ from ft_core.control.phases import Done, Forming, Phase, Quiescing, Rebuilding, 
 from ft_core.control.progress import Progress
 from ft_core.control.returning import Returning
 from ft_core.control.samples import Samples
+from ft_core.control.tally import Tally
 from ft_core.control.watch import Watch
 from ft_core.protocol import messages as m
 from ft_core.protocol.goodput import Cause, in_words
@@ -73,6 +74,8 @@ class Epochs:
         """Whether the agents have yet to be told."""
         self.leaving = False
         """Whether SIGTERM has come: what ends because of it is not replaced."""
+        self.tally = Tally()
+        """For metrics."""
         self.account: Account
         """Of the job's time."""
         self._cut: dict[Cause, float] = {}
@@ -341,7 +344,7 @@ class Epochs:
         due = self.progress.heard(message)
         if isinstance(message, m.Stepped):
             facts.seen_at([message.version])
-            self.account.stepped(message.version, self.wall)
+            self._tally_steps(lambda: self.account.stepped(message.version, self.wall))
             if due is not None:
                 self.returning.stepped()
         if due is not None:
@@ -349,11 +352,25 @@ class Epochs:
             if isinstance(message, m.Restored):
                 share = len(facts.places) / facts.settings.world_size
                 self._cut |= self.account.begins(facts.epoch, message.version, share, self.wall)
+            if name == "resumed":
+                self.tally.resumed(self.account.seconds, facts.begun.origin, self.wall)
             self._once(name, **about)
             if name == "resumed":
                 facts.compact_catalogue()  # while nobody waits for it
             if name == "resumed" and facts.resumes and "resumes" not in self._recorded:
                 self._once("resumes", reason="started again, the script goes on from its newest checkpoint")
+
+    def heard(self, node: Node, beat: m.Heartbeat) -> None:
+        """A node says how far its roles are."""
+        self.tally.beat(node.beats, beat.roles)
+        if beat.epoch == self.facts.epoch and isinstance(self.phase, Running):
+            self._tally_steps(lambda: self.account.heard(beat.roles, self.wall))
+
+    def _tally_steps(self, account: Callable[[], None]) -> None:
+        before = self.account.version
+        account()
+        if (steps := self.account.version - before) > 0:
+            self.tally.steps.add(self.account.step, steps)
 
     def end_if_finished(self) -> bool:
         if not self.completion.over(self.facts.places):
@@ -393,7 +410,7 @@ class Epochs:
         where = f"worker {lost.pid} of role {role} on {node.name}: {lost.exit}"
         facts, same_again = self.facts, self.facts.strikes.again(lost)
         facts.seen_at([lost.step])
-        self._strike(strikes.of_worker(lost, node.name))
+        self._strike(strikes.of_worker(lost, node.name), node.hello.domain)
         if self.returning.concerns(role):
             self.do(*self.returning.fail(facts, where))
             return
@@ -438,12 +455,13 @@ class Epochs:
         short = explain.script_error(lost, self.facts.job_dir)
         self.end(strikes.exit_code(lost), f"{where}\n{lost.traceback}", f"{where}\n{short}")
 
-    def _strike(self, strike: m.Strike) -> None:
+    def _strike(self, strike: m.Strike, domain: str) -> None:
         """Count a failure, here and for a successor."""
         facts, before = self.facts, self.facts.strikes.avoided(self.now)
         if not facts.strikes.add(strike, self.now):
             return
         self.strikes_changed = True
+        self.tally.failed(strike.fault, strike.place, domain)
         for place in sorted(facts.strikes.avoided(self.now) - before):
             count = len(facts.strikes.against(place, self.now))
             reason = explain.avoided(place, count, facts.settings)
@@ -474,7 +492,7 @@ class Epochs:
         self.do(Close(node.peer))
         if self.returning.on(node.name):
             self.do(*self.returning.fail(self.facts, f"node {node.name} is lost"))
-        self._strike(strikes.of_node(node.name, node.hello.pid, fault))
+        self._strike(strikes.of_node(node.name, node.hello.pid, fault), node.hello.domain)
         roles = self.facts.hosts.get(node.name, [])
         if roles:
             self.fail(f"node {node.name} lost: {why}", roles, fault=fault)
@@ -521,7 +539,10 @@ class Epochs:
         self.returning.epoch_ends(self.now)
         self.phase = Quiescing(self.now)
         self.checkpoints = self.checkpoints.forgotten()
-        self.record(event, reason, roles, **more, **self._time_goes_to(Cause.DECISION))
+        about = self._time_goes_to(Cause.DECISION)
+        if event == "detected":
+            self.tally.noticed(self.account.seconds, about.get("unfinished", {}), self.wall)
+        self.record(event, reason, roles, **more, **about)
         self.do(*self.facts.to_all(m.Abort(epoch=self.facts.epoch)))
         self.decide_if_ready()
 

@@ -56,6 +56,11 @@ class Account:
         """Seconds that are not accounted for yet."""
         return max(0.0, wall - self._mark)
 
+    def until(self, wall: float) -> dict[Cause, float]:
+        """The seconds by cause, but for those of a step under way: they are somebody's once it is done."""
+        late = 0.0 if self.trains else self.open(wall)
+        return {**self.seconds, self.now: self.seconds[self.now] + late}
+
     def spent(self, wall: float) -> Spent:
         """For events, and for a successor."""
         seconds = {cause: round(s, _DIGITS) for cause, s in self.seconds.items() if s}

@@ -40,6 +40,7 @@ from ft_core.control.goodput import Account
 from ft_core.control.groups import Groups
 from ft_core.control.phases import Done, Forming, Phase, Rebuilding, Running, Waiting
 from ft_core.control.script_settings import ScriptSettings, answer, spares_started, warn_of_spares
+from ft_core.control.tally import Numbers, counted
 from ft_core.control.termination import Termination
 from ft_core.errors import ConfigError
 from ft_core.process.sigterm import ENDED
@@ -108,6 +109,38 @@ class Controller:
     def account(self) -> Account:
         """Of the job's time; there once anything has happened."""
         return self._epochs.account
+
+    def numbers(self, wall: float, since_1970: float) -> Numbers:
+        """For metrics, as of now: the same moment by the wall clock and in seconds since 1970."""
+        facts, epochs, account = self.facts, self._epochs, self._epochs.account
+        settings, tally, groups = facts.settings, epochs.tally, facts.groups.membership.groups
+        there = round(groups * len(facts.places) / settings.world_size)
+        at = tally.durable
+        return Numbers(
+            job={
+                "job": facts.plan.job if facts.plan is not None else "",
+                "nodes": str(settings.nnodes),
+                "workers": str(settings.world_size),
+                "replicas": str(settings.replicas),
+                "policy": settings.policy,
+                "term": str(facts.term),
+            },
+            phase=self.phase.name,
+            epoch=facts.epoch,
+            step=account.version,
+            spares=sum(name not in facts.hosts and node.idle > 0 for name, node in facts.nodes.items()),
+            groups=(there, groups - there) if groups else None,
+            failures=dict(tally.failures),
+            recoveries=dict(tally.recoveries),
+            recovery={phase: counted(each) for phase, each in tally.phases.items()},
+            steps=counted(tally.steps),
+            steps_redone=account.steps_redone,
+            seconds=account.until(wall),
+            waited=tally.waited,
+            sent=tally.sent,
+            durable=None if at is None else since_1970 - (wall - at),
+            suspects=epochs.hangs.suspects,
+        )
 
     def handle(self, event: Event, now: float, wall: float | None = None) -> list[Effect]:
         """What to do about `event`, in order. `now`: seconds for which this process was awake; `wall`: all
@@ -249,14 +282,13 @@ class Controller:
         elif isinstance(message, m.Hosts):
             node.hosts += message.hosts
         elif isinstance(message, m.Heartbeat):
+            self._epochs.heard(node, message)
             node.beat(message)
             node.sight.beat(self._epochs.now)
             self._epochs.watch.beat(message, self._epochs.now)
             self._epochs.hangs.beat(message.roles, self._epochs.now)
             self._epochs.remind(node, message.epoch, set(message.roles))
             self._epochs.do(*self._epochs.returning.beat(facts, node.name))
-            if message.epoch == facts.epoch and isinstance(self.phase, Running):
-                self._epochs.account.heard(message.roles, self._epochs.wall)
             # Kept here, because a node that is lost takes what it said with it.
             facts.seen_at(beat.step for beat in message.roles.values())
         elif isinstance(message, m.NodesProbed):
@@ -322,6 +354,7 @@ class Controller:
                     self._reconsider()
             case m.DurableWritten(role=role, version=version):
                 self._epochs.record("durable", roles=[role], version=version)
+                self._epochs.tally.written(version, facts.settings.world_size, self._epochs.wall)
             case m.DurableFailed(version=version):
                 # One event a checkpoint: the other roles' parts fail of the same, or because this one did.
                 if (facts.epoch, version) != self._not_written:

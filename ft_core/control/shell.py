@@ -42,6 +42,7 @@ from ft_core.control.events import (
     Terminate,
     Tick,
 )
+from ft_core.control.http import Numbering, Server
 from ft_core.control.keeper import Keeper
 from ft_core.control.machine import FAILURES, Controller
 from ft_core.elastic import ledger
@@ -158,6 +159,8 @@ class Shell:
         tasks = Tasks(self._fail)
         listener, datagrams = await self._listen()
         tasks.spawn(door.serve(listener, "the controller", self._accept))
+        self._handle(Arriving(0))  # it begins
+        http = self._serve_http()
         if self._office is None:  # or it goes when its node does, see `control.candidate`
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._handle, Terminate())
         tasks.spawn(self._tick())
@@ -167,6 +170,8 @@ class Shell:
             sigterm.ignore()
         finally:
             tasks.cancel()
+            if http is not None:
+                http.close()
         if code is None:
             for channel in self._channels.values():
                 channel.close()
@@ -176,6 +181,17 @@ class Shell:
                 flushed = (channel.drain() for channel in self._channels.values())
                 await asyncio.gather(*flushed, return_exceptions=True)
         return code
+
+    def _serve_http(self) -> Server | None:
+        """No job ends, or waits, because of who looks at it."""
+        take = lambda: self.machine.numbers(time.monotonic(), time.time())  # noqa: E731
+        try:
+            server = Server(self.settings.http, Numbering(asyncio.get_running_loop(), take))
+        except OSError as error:
+            log.warning("no metrics: --ft-http %s: %s", self.settings.http, error)
+            return None
+        server.start(self.job_dir)
+        return server
 
     async def _listen(self) -> tuple[socket.socket, socket.socket]:
         """For connections, and for pulses at the same port."""

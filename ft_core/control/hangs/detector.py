@@ -104,6 +104,11 @@ class Detector:
         self._replaced: dict[int, int] = {}
         """And in those before, as far as the job has not left that step behind."""
 
+    @property
+    def suspects(self) -> int:
+        """Roles without whom nothing moves just now."""
+        return len(self._suspects)
+
     def quiet(self, now: float) -> float:
         """Seconds since anything moved."""
         return now - self._moved

@@ -1,0 +1,121 @@
+"""The controller's metrics as Prometheus reads them, made of `Numbers`, outside of its event loop.
+
+How many lines there are depends on what there is to tell apart, never on the number of roles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from importlib import metadata
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from ft_core.control.phases import Done, Forming, Quiescing, Rebuilding, Running, Waiting
+from ft_core.control.tally import SECONDS, Numbers
+from ft_core.protocol.goodput import Cause
+
+PHASES = tuple(each.name for each in (Forming, Rebuilding, Running, Quiescing, Waiting, Done))
+_BOUNDS = [*map(str, SECONDS), "+Inf"]
+KIND = "text/plain; version=0.0.4; charset=utf-8"
+"""Of the text."""
+
+
+def families(found: Numbers) -> Iterator[Metric]:
+    """All metrics, each with what it means."""
+    yield InfoMetricFamily("ft_job", "The job, as it was started.", {"version": version(), **found.job})
+    phase = GaugeMetricFamily(
+        "ft_phase", "What the job is doing: 1 for that phase, else 0.", labels=["phase"]
+    )
+    for name in PHASES:
+        phase.add_metric([name], float(name == found.phase))
+    yield phase
+    yield GaugeMetricFamily("ft_epoch", "The newest epoch; each recovery begins another.", found.epoch)
+    yield GaugeMetricFamily("ft_step", "Steps that are done, in the epoch under way.", found.step)
+    yield GaugeMetricFamily("ft_spares", "Nodes without a role that have idle workers.", found.spares)
+    groups = GaugeMetricFamily("ft_replica_groups", "Replica groups: there, or away.", labels=["state"])
+    for state, count in zip(("there", "away"), found.groups or (), strict=False):
+        groups.add_metric([state], count)
+    yield groups
+    failures = CounterMetricFamily(
+        "ft_failures", "What has failed, of which class and where.", labels=["class", "node", "domain"]
+    )
+    for labels, count in found.failures.items():
+        failures.add_metric(labels, count)
+    yield failures
+    recoveries = CounterMetricFamily(
+        "ft_recoveries", "Recoveries, by where the state came from.", labels=["origin"]
+    )
+    for origin in ("memory", "durable", "initial"):
+        recoveries.add_metric([origin], found.recoveries.get(origin, 0))
+    yield recoveries
+    recovery = HistogramMetricFamily(
+        "ft_recovery_seconds", "What recoveries took, by phase; total: with the first step.", labels=["phase"]
+    )
+    for name, (counts, total) in found.recovery.items():
+        recovery.add_metric([name], _buckets(counts), total)
+    yield recovery
+    steps = HistogramMetricFamily("ft_step_seconds", "What steps took, those that are done again too.")
+    steps.add_metric([], _buckets(found.steps[0]), found.steps[1])
+    yield steps
+    yield CounterMetricFamily("ft_steps_redone", "Steps that were done again.", found.steps_redone)
+    yield CounterMetricFamily(
+        "ft_productive_seconds",
+        "Of the wall clock, what went to steps that count.",
+        found.seconds[Cause.PRODUCTIVE],
+    )
+    lost = CounterMetricFamily(
+        "ft_lost_seconds", "Of the wall clock, what went to anything else.", labels=["cause"]
+    )
+    for cause, seconds in found.seconds.items():
+        if cause is not Cause.PRODUCTIVE:
+            lost.add_metric([cause], seconds)
+    yield lost
+    yield CounterMetricFamily(
+        "ft_commit_wait_seconds", "Seconds that steps waited for copies, of all roles.", found.waited
+    )
+    yield CounterMetricFamily("ft_h2h_bytes", "Bytes of copies that nodes sent each other.", found.sent)
+    durable = GaugeMetricFamily(
+        "ft_durable_last_success_timestamp_seconds",
+        "When a durable checkpoint was complete last.",
+        labels=["tier"],
+    )
+    if found.durable is not None:
+        durable.add_metric(["durable"], found.durable)
+    yield durable
+    yield GaugeMetricFamily(
+        "ft_hang_suspects", "Roles that others wait for longer than usual.", found.suspects
+    )
+
+
+def text(found: Numbers) -> bytes:
+    """What Prometheus reads."""
+
+    class All(Collector):
+        def collect(self) -> Iterator[Metric]:
+            return families(found)
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(All())
+    return generate_latest(registry)
+
+
+@cache
+def version() -> str:
+    """Of this software; empty where it was not installed."""
+    try:
+        return metadata.version("ft-training")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _buckets(counts: list[int]) -> list[tuple[str, float]]:
+    return list(zip(_BOUNDS, map(float, counts), strict=True))

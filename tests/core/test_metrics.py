@@ -1,0 +1,323 @@
+"""The controller's metrics: what they say, who reads them, and that nobody who reads them is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib import request
+
+import pytest
+from core.test_controller_machine import ControlPlane
+from harness import environment
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ports import free_port
+from waiting import wait_for_value
+
+from ft_core.control import http as served
+from ft_core.control import tally as tallied
+from ft_core.control.http import CONNECTIONS, Numbering, Server
+from ft_core.control.metrics import text
+from ft_core.control.tally import Durations, Numbers, Tally
+from ft_core.protocol.messages import Fault
+from ft_core.settings import Command, Settings, write_secret
+
+NAMES = """ft_job_info ft_phase ft_epoch ft_step ft_spares ft_replica_groups ft_failures_total
+ft_recoveries_total ft_recovery_seconds ft_steps_redone_total ft_productive_seconds_total
+ft_lost_seconds_total ft_step_seconds ft_commit_wait_seconds_total ft_h2h_bytes_total
+ft_durable_last_success_timestamp_seconds ft_hang_suspects"""
+
+
+def numbers(job: ControlPlane) -> Numbers:
+    return job.controller.numbers(job.now, 1e9 + job.now)
+
+
+def samples(job: ControlPlane) -> dict[str, float]:
+    """By name with its labels."""
+    lines = text(numbers(job)).decode().splitlines()
+    return {name: float(value) for name, value in (x.rsplit(" ", 1) for x in lines if x[0] != "#")}
+
+
+def recovered(**about: Any) -> ControlPlane:
+    """A node was lost, and a spare has its roles."""
+    job = ControlPlane(nodes=2, spares=1, **about)
+    job.wait(2.0)
+    job.all_step(1)
+    job.wait(5.0)
+    job["node1"].hangs_up()
+    job.wait(1.0)
+    job.all_report("node0", "node2")
+    job.wait(1.5)
+    job.all_step(2)
+    return job
+
+
+def test_what_a_recovery_leaves() -> None:
+    found = samples(recovered())
+    assert found['ft_failures_total{class="node",domain="node1",node="node1"}'] == 1
+    assert found['ft_recoveries_total{origin="memory"}'] == 1 and found["ft_epoch"] == 2
+    assert found['ft_phase{phase="running"}'] == 1 and found['ft_phase{phase="waiting"}'] == 0
+    assert (found["ft_step"], found["ft_spares"]) == (2, 0)
+    for phase in ("detection", "decision", "waiting", "restoring", "total"):
+        assert found[f'ft_recovery_seconds_count{{phase="{phase}"}}'] == 1
+    assert found['ft_recovery_seconds_sum{phase="restoring"}'] == pytest.approx(1.5)
+    assert found['ft_recovery_seconds_sum{phase="detection"}'] == pytest.approx(0.35, abs=0.06)
+    lost = sum(seconds for name, seconds in found.items() if name.startswith("ft_lost_seconds_total"))
+    assert lost + found["ft_productive_seconds_total"] == pytest.approx(recovered().now, abs=0.01)
+
+
+def test_all_names_are_there() -> None:
+    families = set(re.findall(r"^# TYPE (\w+) ", text(numbers(recovered())).decode(), re.M))
+    assert families == set(NAMES.split())
+
+
+def test_of_many_roles_there_is_no_more_to_read() -> None:
+    few, many = samples(ControlPlane(nodes=2)), samples(ControlPlane(nodes=24, nproc=8))
+    assert few.keys() - many.keys() == {x for x in few if x.startswith("ft_job_info")} and len(few) == len(
+        many
+    )
+
+
+def test_places_are_told_apart_as_far_as_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tallied, "PLACES", 3)
+    tally = Tally()
+    for number in (0, 1, 2, 3, 4, 0):
+        tally.failed(Fault.NODE, f"node{number}", "rack")
+    assert tally.failures == {
+        ("node", "node0", "rack"): 2,
+        **{("node", f"node{number}", "rack"): 1 for number in (1, 2)},
+        ("node", "other", "other"): 2,
+    }
+
+
+def test_durations() -> None:
+    found = Durations()
+    found.add(0.1)
+    found.add(0.3, 2)
+    found.add(1e6)
+    assert found.cumulative() == [1, 1, 3, 3, 3, 3, 3, 3, 3, 3, 3, 4] and found.total == pytest.approx(
+        1e6 + 0.7
+    )
+
+
+def test_a_durable_checkpoint_is_whole_once_all_parts_are() -> None:
+    tally = Tally()
+    for version, at in ((10, 1.0), (10, 2.0), (20, 3.0)):
+        tally.written(version, 2, at)
+    assert tally.durable == 2.0
+    for version in range(30, 80):
+        tally.written(version, 2, 9.0)
+    assert len(tally._parts) <= tallied.VERSIONS and tally.durable == 2.0
+
+
+def test_promtool_finds_nothing_wrong() -> None:
+    if (promtool := shutil.which("promtool")) is None:
+        pytest.skip("promtool was not found: what it says of the metrics was left out (Debian: prometheus)")
+    found = text(numbers(recovered()))
+    done = subprocess.run([promtool, "check", "metrics"], input=found, capture_output=True, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+# -- who reads ---------------------------------------------------------------------------------------
+
+
+class Loop:
+    """An event loop that has numbers."""
+
+    def __init__(self) -> None:
+        self.loop, self.asked = asyncio.new_event_loop(), 0
+        self._found = numbers(recovered())
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread.start()
+        self.server = Server("127.0.0.1:0", Numbering(self.loop, self._take))
+
+    def _take(self) -> Numbers:
+        self.asked += 1
+        return self._found
+
+    def close(self) -> None:
+        self.server._close()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loop]:
+    found = Loop()
+    found.server.start(tmp_path_factory.mktemp("http"))
+    yield found
+    found.close()
+
+
+def ask(server: Server, path: str, method: str = "GET") -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    with contextlib.closing(connection):
+        connection.request(method, path)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+
+def test_what_is_served(loop: Loop) -> None:
+    code, body = ask(loop.server, "/metrics")
+    assert code == 200 and b"ft_epoch 2.0\n" in body
+    assert ask(loop.server, "/metrics", "HEAD") == (200, b"")
+    assert ask(loop.server, "/healthz") == (200, b"ok\n") == ask(loop.server, "/readyz?verbose")
+    assert ask(loop.server, "/<script>") == (404, b"not found\n")
+    for method in ("POST", "PUT", "DELETE", "TRACE", "<b>"):
+        assert ask(loop.server, "/metrics", method) == (501, b"no such request\n")
+
+
+def test_many_who_ask_are_one_question(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served, "FRESH", 60.0)
+    ask(loop.server, "/metrics")
+    asked = loop.asked
+    for _ in range(10):
+        ask(loop.server, "/metrics")
+    assert loop.asked == asked
+
+
+def serving() -> int:
+    """How many threads serve a connection."""
+    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
+
+
+def test_those_who_say_and_read_nothing_hold_nobody_up(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than there are threads, and their time is not over."""
+    monkeypatch.setattr(served._Handler, "timeout", 600.0)
+    with contextlib.ExitStack() as stack:
+        for number in range(CONNECTIONS + 8):
+            idle = socket.create_connection(("127.0.0.1", loop.server.server_port))
+            stack.enter_context(idle)
+            idle.sendall(b"GET /metrics HTTP/1.1\r\n" if number % 2 else b"")
+        assert ask(loop.server, "/metrics")[0] == 200
+        wait_for_value(lambda: serving() <= CONNECTIONS, True)
+    wait_for_value(serving, 0)
+
+
+def test_a_controller_that_is_busy_is_said_to_be(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served, "SECONDS", 0.1)
+    monkeypatch.setattr(served, "FRESH", 0.0)
+    goes_on = threading.Event()
+    loop.loop.call_soon_threadsafe(goes_on.wait)
+    try:
+        assert ask(loop.server, "/healthz") == (503, b"the controller does not answer\n")
+    finally:
+        goes_on.set()
+
+
+def test_who_leads_again_has_the_port_again(loop: Loop, tmp_path: Path) -> None:
+    first = Server(f"127.0.0.1:{free_port()}", loop.server.numbers)
+    first.start(tmp_path)
+    assert ask(first, "/healthz")[0] == 200
+    first.close()
+    second = Server(first.url.removeprefix("http://"), loop.server.numbers)
+    second.start(tmp_path)
+    assert ask(second, "/healthz")[0] == 200 and first.url == second.url
+    second.close()
+
+
+LINES = st.binary(max_size=200) | st.sampled_from(
+    [b"GET /metrics HTTP/1.1", b"GET /<script>alert(1)</script> HTTP/1.1", b"GET / HTTP/9.9", b"GET"]
+)
+HEADERS = st.lists(
+    st.binary(max_size=60) | st.sampled_from([b"Host: x", b"Content-Length: -1", b"a" * 70_000])
+)
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@given(line=LINES, headers=HEADERS, ends=st.booleans())
+def test_whatever_is_asked_is_answered_without_repeating_it(
+    loop: Loop, line: bytes, headers: list[bytes], ends: bool
+) -> None:
+    with socket.create_connection(("127.0.0.1", loop.server.server_port), 30) as client:
+        with contextlib.suppress(OSError):  # it has hung up already
+            client.sendall(b"\r\n".join([line, *headers]) + b"\r\n\r\n" * ends)
+            client.shutdown(socket.SHUT_WR)
+        said = b""
+        with contextlib.suppress(OSError):
+            while found := client.recv(1 << 16):
+                said += found
+    head = said.partition(b"\r\n\r\n")[0]
+    if said.startswith(b"HTTP/"):
+        assert re.match(rb"HTTP/1\.0 (200 OK|4\d\d [\w -]+|50[135] [\w -]+)\r\n", head + b"\r\n"), head
+        assert b"script" not in said
+    assert b"Traceback" not in said
+    assert ask(loop.server, "/healthz")[0] == 200
+
+
+# -- a controller's process --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """Starts one, and returns its base URL."""
+    with contextlib.ExitStack() as stack:
+
+        def start(**about: Any) -> str:
+            address = f"127.0.0.1:{free_port()}"
+            Settings(2, 1, Command("train.py"), controller=address, **about).write(tmp_path)
+            write_secret(tmp_path)
+            command = [sys.executable, "-m", "ft_core.control", "--job-dir", str(tmp_path)]
+            process = stack.enter_context(subprocess.Popen(command, env=environment()))
+            stack.callback(process.kill)
+            wait_for_value((tmp_path / "http").exists, True)
+            return (tmp_path / "http").read_text().strip()
+
+        yield start
+
+
+def get(url: str) -> tuple[int, str]:
+    try:
+        with request.urlopen(url, timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except request.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_a_job_that_forms(controller: Callable[..., str]) -> None:
+    url = controller()
+    assert url.startswith("http://127.0.0.1:")
+    assert get(f"{url}/healthz") == (200, "ok\n") and get(f"{url}/readyz") == (503, "forming\n")
+    assert 'ft_phase{phase="forming"} 1.0' in get(f"{url}/metrics")[1]
+
+
+def test_a_prometheus_reads_it(controller: Callable[..., str], tmp_path: Path) -> None:
+    if (prometheus := shutil.which("prometheus")) is None:
+        pytest.skip("prometheus was not found: that one reads the metrics was left out (Debian: prometheus)")
+    target = controller().removeprefix("http://")
+    scrape = [{"job_name": "ft", "static_configs": [{"targets": [target]}]}]
+    config = {"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": scrape}
+    (tmp_path / "prometheus.yml").write_text(json.dumps(config))
+    address = f"127.0.0.1:{free_port()}"
+    flags = {
+        "config.file": tmp_path / "prometheus.yml",
+        "storage.tsdb.path": tmp_path / "data",
+        "web.listen-address": address,
+    }
+    command = [prometheus, *(f"--{name}={value}" for name, value in flags.items())]
+    query = f"http://{address}/api/v1/query?query=ft_lost_seconds_total"
+
+    def found() -> dict[str, float]:
+        with contextlib.suppress(OSError, ValueError):
+            answer = json.loads(get(query)[1])["data"]["result"]
+            return {each["metric"]["cause"]: float(each["value"][1]) for each in answer}
+        return {}
+
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, **quiet) as process:
+        try:
+            wait_for_value(lambda: found().get("start_up", 0.0) > 1, True, 60)
+        finally:
+            process.kill()
