@@ -5,6 +5,16 @@ from __future__ import annotations
 FAILED = 70
 """Exit code of a controller that has failed of an error of its own; `ftrun` starts another."""
 
+EXIT_CODES = {
+    "0": "the job has finished: every role's script has, with 0",
+    "1": "the job was stopped, and its last event, `stopped`, says why; or this node has no place in it",
+    "2": "flags or settings cannot work, and nothing was started; or this node was never let into the job",
+    "130": "Ctrl-C: everything here was ended at once",
+    "143": "the job, or its part here, was told to end by SIGTERM, and its script does not handle that",
+    "any other": "the script's own, of the worker that the job ended of",
+}
+"""Of `ftrun`, and what each means."""
+
 FAILED_NOTE = "failed"
 """The file that an agent that fails of an error of its own leaves in the directory for its sockets."""
 

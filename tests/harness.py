@@ -26,6 +26,7 @@ from forked import Forked
 from processes import in_groups
 
 from ft_core.cli import ask, flags, goodput
+from ft_core.control.recorded import ACCOUNT, ALWAYS, EVENTS
 from ft_core.protocol.goodput import Cause
 from ft_core.protocol.messages import Inject, Injected
 from ft_core.settings import Settings
@@ -487,6 +488,9 @@ def check_clean(result: Result) -> None:
         assert time.monotonic() < deadline, f"still running: {left}"
         time.sleep(0.05)
     check_accounted(result)
+    for event in result.events:
+        other = event.keys() - {*ALWAYS, *ACCOUNT, *EVENTS[event["event"]].fields}
+        assert not other, f"the reference of events does not describe {other} of {event}"
 
 
 def check_metrics(metrics: dict[str, float], result: Result) -> None:

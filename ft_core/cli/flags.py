@@ -55,7 +55,9 @@ def parser() -> argparse.ArgumentParser:
     t.add_argument(
         "--master-addr", "--master_addr", default="127.0.0.1", help="the controller's host, another way"
     )
-    t.add_argument("--master-port", "--master_port", type=int, default=_DEFAULT_PORT)
+    t.add_argument(
+        "--master-port", "--master_port", type=int, default=_DEFAULT_PORT, help="and its port there"
+    )
     t.add_argument(
         "--rdzv-id", "--rdzv_id", default="", help="accepted and ignored: the job directory is the job"
     )

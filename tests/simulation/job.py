@@ -13,6 +13,7 @@ from typing import Any
 
 from ft_core.cli import ledger_check
 from ft_core.control import events as ev
+from ft_core.control.recorded import EVENTS
 from ft_core.elastic.rules import Deal
 from ft_core.protocol import messages as m
 from ft_core.protocol.goodput import Spent
@@ -355,6 +356,8 @@ class SimJob:
         """A line of events.jsonl."""
         if controller.term < self.decided:
             return  # of one that does not know yet that nobody obeys it
+        if event.event not in EVENTS:
+            raise Violation(f"an event is not described: {event}")
         self.outcome.events[event.event] += 1
         if (found := _LOST.match(event.reason)) is not None:  # to the job it is, though it may live
             for node in self.nodes:

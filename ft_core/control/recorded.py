@@ -1,0 +1,132 @@
+"""Every event of `events.jsonl`: when it comes, and what belongs to it. The reference is made of this.
+
+What is recorded and not described here is an error, and the other way round: `tests/core/test_reference.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a line of `events.jsonl` tells of, in Markdown."""
+
+    when: str
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """That such a line may have besides `ALWAYS` and `ACCOUNT`."""
+
+
+ALWAYS: Mapping[str, str] = {
+    "event": "its name, see below",
+    "epoch": "the newest one then; an event that ends an epoch has the number of the next",
+    "term": "of the leader that has written it; 1 where the controller is not elected",
+    "monotonic": "seconds, of the machine that it was written on",
+    "time": "seconds since 1970",
+    "roles": "that it is about",
+    "reason": "for people: what happened and, if something must be done, what",
+}
+"""Fields of every line."""
+
+ACCOUNT: Mapping[str, str] = {
+    "spent": "what the job's time went to until then, see [goodput](operations.md#goodput)",
+    "unfinished": "what was cut off of the step under way, in seconds by cause",
+}
+"""Fields of those lines that begin or end what the job's time goes to."""
+
+_NODE = {"node": "which"}
+_VERSION = {"version": "which"}
+
+EVENTS: Mapping[str, Event] = {
+    "started": Event("the job's first controller begins"),
+    "joined": Event(
+        "an agent has connected",
+        {"node": "which", "agent_pid": "of its process", "domain": "its failure domain"},
+    ),
+    "decided": Event(
+        "an epoch begins: at the start, and in every recovery. `roles`: that were lost",
+        {
+            "version": "that it goes on from; `null`: as the script begins",
+            "origin": "where its state comes from: `initial`, `memory`, `durable`",
+            "moved": "lost role → its node now",
+        },
+    ),
+    "configured": Event(
+        "the script has brought settings of its own; `reason` has them. Again if it therefore starts from a "
+        "durable checkpoint"
+    ),
+    "state_restored": Event("all roles have their state", {"version": "of it", "pids": "role → its worker"}),
+    "communicators_ready": Event("the survivors' groups are connected again"),
+    "resumed": Event("every role has finished a step in this epoch", _VERSION),
+    "resumes": Event(
+        "once a job: started again, the script goes on from its own newest checkpoint, which is what the job "
+        "falls back to"
+    ),
+    "starting_over": Event(
+        "memory does not suffice, and all scripts are started again: from their own newest checkpoint, if "
+        "there is one. `reason` says what was lost"
+    ),
+    "hang": Event(
+        "nothing moves. `roles`: who holds the others up, `reason`: who waits for it in what, and what it "
+        "does. Its worker is replaced. Of what is not clear nothing is replaced: `reason` begins with `not "
+        "explained`, and `roles` are those that it may be",
+        {"explained": "whether it is"},
+    ),
+    "detected": Event(
+        "a failure; ends the epoch unless it is ending already",
+        {
+            "fault": "its [class](failure_model.md#what-an-error-leads-to), where a worker or a node is lost",
+        },
+    ),
+    "avoided": Event(
+        "a node has failed so often that it is not used while there is another "
+        "([its record](operations.md#a-nodes-record))",
+        _NODE,
+    ),
+    "forgiven": Event("`ftctl nodes forgive`", _NODE),
+    "suspected": Event("a worker saw a communicator break; ends nothing by itself"),
+    "link": Event(
+        "two nodes live and do not reach each other; one of them is replaced",
+        {"nodes": "the two", "replaced": "which of them"},
+    ),
+    "unreachable": Event(
+        "more nodes are out of sight than copies cover; the job waits for them before it is given up; "
+        "`reason` names them"
+    ),
+    "waiting": Event("no worker for a lost role; `reason` has the command that helps"),
+    "spare_lost": Event("a node without roles has gone", _NODE),
+    "given_up": Event(
+        "a node that was thought lost is back, too late: it ends its workers and joins again as a spare",
+        _NODE,
+    ),
+    "left": Event("replica groups are away from this epoch on; `roles`: theirs"),
+    "preparing": Event("workers of replica groups that were away start, while the others train"),
+    "held": Event("the others stop at the end of a step, for groups that are ready to come back"),
+    "returning": Event("an epoch ends for replica groups to come back in the next"),
+    "returned": Event("they take part from this epoch on"),
+    "not_returning": Event("they could not come back, and leave again; it is tried once more, later"),
+    "durable": Event("a role's part of a durable checkpoint is written", _VERSION),
+    "durable_failed": Event(
+        "one could not be written, and was deleted; the last complete ones are as they were. One event a "
+        "checkpoint: the node's log has each role's",
+        _VERSION,
+    ),
+    "injected": Event("`ftctl kill`"),
+    "ledger": Event(
+        "roles disagree on what a step trained; `reason` has both accounts. Never, but for an error in this "
+        "software"
+    ),
+    "controller_restarted": Event("a new controller has taken over"),
+    "leaving": Event("a node has got SIGTERM", _NODE),
+    "refused": Event(
+        "a connection without the secret, or of another version; ten a minute, then one with the number of "
+        "the rest"
+    ),
+    "goodput": Event(
+        "once a minute at most, and at the end: `reason` says in words what the job's time went to"
+    ),
+    "finished": Event("every role's script is done"),
+    "stopped": Event("the job is over without that; `reason` says why"),
+}
+"""By name."""

@@ -1,0 +1,84 @@
+"""Fills `docs/reference.md` in from the code, as a hook of mkdocs."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ft_core.cli.flags import parser
+from ft_core.control.metrics import families
+from ft_core.control.recorded import ACCOUNT, ALWAYS, EVENTS
+from ft_core.control.tally import SECONDS, Numbers
+from ft_core.errors import EXIT_CODES
+from ft_core.protocol.goodput import Cause
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """In Markdown."""
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def flags() -> str:
+    """All of `ftrun`, by group."""
+    found = []
+    for group in parser()._action_groups:
+        rows = [_flag(action) for action in group._group_actions if action.option_strings]
+        if rows:
+            found.append(f"### {(group.title or '').capitalize()}\n\n{table(('flag', ''), rows)}")
+    return "\n\n".join(found)
+
+
+def _flag(action: argparse.Action) -> tuple[str, str]:
+    value = action.metavar or ("{" + ",".join(map(str, action.choices)) + "}" if action.choices else "")
+    if not value and action.nargs != 0:
+        value = action.dest.upper()
+    names = ", ".join(f"`{name}`" for name in action.option_strings)
+    said = (action.help or "").replace("%%", "%")
+    if action.nargs != 0 and action.default not in (None, "") and "default" not in said:
+        said += f"{'; ' if said else ''}default: {action.default}"
+    return f"{names} {f'`{value}`' if value else ''}".strip(), said
+
+
+def events() -> str:
+    """All, with what belongs to each."""
+    rows = (
+        (f"`{name}`", event.when, "; ".join(f"`{name}`: {said}" for name, said in event.fields.items()))
+        for name, event in EVENTS.items()
+    )
+    return table(("event", "when", "also"), rows)
+
+
+def metrics() -> str:
+    """All of the controller."""
+    none: Any = [0] * (len(SECONDS) + 1), 0.0
+    lost = dict.fromkeys(Cause, 0.0)
+    found = Numbers({}, "", 0, 0, 0, None, {}, {}, {}, none, 0, lost, 0.0, 0, None, 0)
+    rows = []
+    for metric in families(found):
+        suffix = {"counter": "_total", "info": "_info"}.get(metric.type, "")
+        labels = ", ".join(f"`{name}`" for name in getattr(metric, "_labelnames", ()))
+        rows.append((f"`{metric.name}{suffix}`", metric.type, labels, metric.documentation))
+    return table(("metric", "type", "labels", ""), rows)
+
+
+def _said(about: Iterable[tuple[str, str]]) -> str:
+    return table(("", ""), ((f"`{name}`", said) for name, said in about))
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "flags": flags,
+    "exit codes": lambda: _said(EXIT_CODES.items()),
+    "fields": lambda: _said(ALWAYS.items()),
+    "account": lambda: _said(ACCOUNT.items()),
+    "events": events,
+    "metrics": metrics,
+}
+"""By what the page calls them."""
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Put the tables where the page wants them. Raises KeyError where it wants one that is not there."""
+    return re.sub(r"<!-- reference: ([\w ]+) -->", lambda wanted: TABLES[wanted[1]](), markdown)
