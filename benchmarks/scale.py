@@ -26,10 +26,12 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 from benchmarks.common import cpu_seconds, environment, finish, parser, read_events, table
 from benchmarks.scale_fleet import Sharded, Told, serve
 from benchmarks.simulated import LAYOUTS, PER_NODE
+from ft_core.control.http import FRESH
 from ft_core.control.shell import TICK
 from ft_core.control.suspicion import RETURN_GRACE
 from ft_core.settings import Command, Settings, write_secret
@@ -225,6 +227,18 @@ class Job:
         found["resumed_cpu_s"] = resumed["controller_cpu_s"]
         return found
 
+    def scrape(self, seconds: float) -> tuple[int, int]:
+        """Read the metrics again and again, each time anew, as several Prometheus would. Returns how often,
+        and the size."""
+        url = (self.job_dir / "http").read_text().strip()
+        count, size, end = 0, 0, time.monotonic() + seconds
+        while time.monotonic() < end:
+            with urlopen(f"{url}/metrics", timeout=30) as answer:
+                size = len(answer.read())
+            count += 1
+            time.sleep(1.2 * FRESH)
+        return count, size
+
     def planned(self) -> int:
         """The newest epoch whose plan all nodes have."""
         return max((e for e, n in self.told().plans.items() if n >= len(self.alive)), default=0)
@@ -252,6 +266,11 @@ def measure(roles: int, layout: str, seconds: float, processes: int, silence: fl
             with job.measured(steady := phases.setdefault("steady", {})):
                 time.sleep(seconds)
             steady["cores"] = steady["controller_cpu_s"] / steady["seconds"]
+            with job.measured(scraped := phases.setdefault("scraped", {})):
+                scrapes, size = job.scrape(seconds)
+            scraped["scrape_bytes"] = size
+            more = scraped["controller_cpu_s"] - steady["cores"] * scraped["seconds"]
+            scraped["scrape_cpu_ms"] = 1000 * more / scrapes
             phases["a node lost"] = job.recovery(job.names[1:2])
             hundredth = max(1, len(job.names) // 100)
             phases["1 % of nodes lost"] = job.recovery(job.names[10 : 10 + 2 * hundredth : 2])
@@ -282,7 +301,7 @@ def measure(roles: int, layout: str, seconds: float, processes: int, silence: fl
 def text(rows: list[dict[str, Any]]) -> str:
     """A table of all sizes, with the power of the size by which each figure grows."""
     names = ["plan_everywhere_s", "with_agents_s", "controller_cpu_s", "resumed_cpu_s", "bytes_per_node"]
-    names += ["plan_bytes", "memory_mb", "seconds"]
+    names += ["plan_bytes", "memory_mb", "seconds", "scrape_cpu_ms", "scrape_bytes"]
     lines = []
     for phase in rows[0]["phases"]:
         for name in ["cores", *names]:
