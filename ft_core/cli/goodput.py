@@ -65,8 +65,12 @@ def seconds(lines: Iterable[Line]) -> dict[Cause, float]:
         if "spent" not in line:
             continue
         then = msgspec.convert(line["spent"], Spent)
-        if now.now is Cause.PRODUCTIVE and (then.now is not now.now or then.epoch != now.epoch):
-            cut = {Cause(cause): lost for cause, lost in line.get("unfinished", {}).items()}
+        cut = {Cause(cause): part for cause, part in line.get("unfinished", {}).items()}
+        if now.now is not Cause.PRODUCTIVE:  # something else went on than was known
+            for cause, part in cut.items():
+                found[cause] += part
+                found[now.now] -= part
+        elif then.now is not now.now or then.epoch != now.epoch:
             _split(found, training, cut, then)
             training = 0.0
         now = then

@@ -197,7 +197,7 @@ class Epochs:
         if facts.trained:
             facts.fill_catalogue(range(facts.settings.world_size))
         restoring = Cause.START_UP if plan.origin == "initial" else Cause.RESTORING
-        self._cut |= self.account.taken_over(plan.epoch, takeover.steps(facts), restoring, self.wall)
+        self._cut |= self.account.taken_over(takeover.found(facts, self.progress), restoring, self.wall)
         reason = f"plan of epoch {plan.epoch} taken over"
         self.record("controller_restarted", reason, **self._time_goes_to())
         if self.end_if_finished():
@@ -344,14 +344,15 @@ class Epochs:
         due = self.progress.heard(message)
         if isinstance(message, m.Stepped):
             facts.seen_at([message.version])
-            self._tally_steps(lambda: self.account.stepped(message.version, self.wall))
+            if isinstance(self.phase, Running):  # what is said again tells nothing of when it was
+                self._tally_steps(lambda: self.account.stepped(message.version, self.wall))
             if due is not None:
                 self.returning.stepped()
         if due is not None:
             name, about = due
-            if isinstance(message, m.Restored):
-                share = len(facts.places) / facts.settings.world_size
-                self._cut |= self.account.begins(facts.epoch, message.version, share, self.wall)
+            if isinstance(message, m.Restored) and isinstance(self.phase, Running):
+                about_groups = takeover.share(facts)
+                self._cut |= self.account.begins(facts.epoch, message.version, about_groups, self.wall)
             if name == "resumed":
                 self.tally.resumed(self.account.seconds, facts.begun.origin, self.wall)
             self._once(name, **about)

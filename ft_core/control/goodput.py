@@ -12,11 +12,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ft_core.protocol.goodput import Cause, Spent
 from ft_core.protocol.messages import RoleBeat
 
 _DIGITS = 3
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a controller that takes over finds of the epoch under way."""
+
+    epoch: int
+    base: int
+    """The version that it began from."""
+    version: int
+    """The newest that a role has."""
+    restored: bool
+    """Whether all roles are there, and have their state."""
+    share: float
+    """Of the replica groups, those that take part."""
+    step: float
+    """Seconds that a step takes; 0: not known."""
 
 
 class Account:
@@ -120,15 +138,35 @@ class Account:
         if self.trains:
             self._steps(0, self.open(wall))
 
-    def taken_over(self, epoch: int, version: int, restoring: Cause, wall: float) -> dict[Cause, float]:
-        """It is known that this epoch is under way, and how many steps are done in it. `restoring`: what its
-        time goes to before all have their state. Returns what `to` does."""
-        if self.epoch != epoch or self.now not in (Cause.PRODUCTIVE, restoring):
-            return self.to(restoring, wall, epoch)
-        if self.trains and (steps := version - self.version) > 0:
-            # They were done somewhen; if what comes now is a failure, that was somewhen, too.
-            self._steps(steps, min(self.open(wall), steps * self.step))
-        return {}
+    def taken_over(self, found: Found, restoring: Cause, wall: float) -> dict[Cause, float]:
+        """What is under way when this controller takes over. `restoring`: what time goes to in that epoch
+        before all have their state. Returns what the time since its predecessor's word went to, if not to
+        what that had said.
+
+        Steps were done meanwhile that nobody saw, as many as there are now, and took what steps take; when
+        they were is not known, nor, if some role is lost, when that was.
+        """
+        if self.epoch != found.epoch or self.now not in (Cause.PRODUCTIVE, restoring):
+            return self.to(restoring, wall, found.epoch)
+        step = found.step or self.step
+        if self.trains:
+            steps = max(0, found.version - self.version)
+            self._steps(steps, min(self.open(wall), steps * step))
+            return {}
+        if not found.restored and found.version <= found.base:
+            return {}
+        done = min(self.open(wall), (found.version - found.base) * step)
+        parts = {
+            Cause.PRODUCTIVE: done * found.share,
+            Cause.DEGRADED: done * (1 - found.share),
+            Cause.UNKNOWN: 0.0 if found.restored else self.open(wall) - done,
+        }
+        for cause, seconds in parts.items():
+            self.seconds[cause] += seconds
+            self._mark += seconds
+        self.begins(found.epoch, found.base, found.share, wall)
+        self.version, self.reached = found.version, max(self.reached, found.version)
+        return {cause: round(s, _DIGITS) for cause, s in parts.items() if s >= 10**-_DIGITS}
 
     # -- marks -------------------------------------------------------------------------------------
 

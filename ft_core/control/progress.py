@@ -36,6 +36,11 @@ class Progress:
         return ("communicators_ready", {}) if _last(self._closed, role) else None
 
     @property
+    def all_restored(self) -> bool:
+        """Whether all have their state."""
+        return not self._unrestored
+
+    @property
     def all_stepped(self) -> bool:
         """Whether all have finished a step."""
         return not self._unstepped

@@ -31,7 +31,8 @@ ALWAYS: Mapping[str, str] = {
 
 ACCOUNT: Mapping[str, str] = {
     "spent": "what the job's time went to until then, see [goodput](operations.md#goodput)",
-    "unfinished": "what was cut off of the step under way, in seconds by cause",
+    "unfinished": "what was cut off of the step under way, in seconds by cause; of `controller_restarted`, "
+    "what went on before it that no controller has seen",
 }
 """Fields of those lines that begin or end what the job's time goes to."""
 

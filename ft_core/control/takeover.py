@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from ft_core.control.events import Effect, Send
 from ft_core.control.facts import Facts, epoch_of
+from ft_core.control.goodput import Found
 from ft_core.control.phases import Rebuilding
+from ft_core.control.progress import Progress
 from ft_core.protocol.messages import Plan, SendState
 
 GRACE = 1.5
@@ -31,10 +33,19 @@ def ask(facts: Facts, phase: Rebuilding, now: float) -> list[Effect]:
     return [Send(asked.peer, SendState())]
 
 
-def steps(facts: Facts) -> int:
-    """The newest version that a role of the plan has where it plays, as far as it is known."""
-    held = (held for node in facts.playing() for held in node.holdings.roles.values())
-    return max((version for each in held for version in each.versions), default=0)
+def found(facts: Facts, progress: Progress) -> Found:
+    """How far the epoch under way is."""
+    plan, nodes = facts.begun, facts.playing()
+    base = (facts.initial or 0) if plan.version is None else plan.version
+    versions = [v for node in nodes for held in node.holdings.roles.values() for v in held.versions]
+    step = max((beat.step_s for node in nodes for beat in node.beats.values()), default=0.0)
+    about = progress.all_restored, share(facts), step
+    return Found(plan.epoch, base, max([base, *versions]), *about)
+
+
+def share(facts: Facts) -> float:
+    """Of the replica groups, those that take part."""
+    return len(facts.places) / facts.settings.world_size
 
 
 def complete(facts: Facts, phase: Rebuilding, arriving: int, now: float) -> bool:

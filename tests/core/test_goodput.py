@@ -10,7 +10,7 @@ from core.test_controller_machine import ControlPlane
 
 from ft_core.cli import goodput
 from ft_core.control.events import Record, Tick
-from ft_core.control.goodput import Account
+from ft_core.control.goodput import Account, Found
 from ft_core.protocol.goodput import Cause, Spent, in_words
 from ft_core.protocol.messages import RoleBeat
 
@@ -29,6 +29,10 @@ def trains(version: int = 0, share: float = 1.0) -> Account:
     account = Account(0.0)
     account.begins(1, version, share, 10.0)
     return account
+
+
+def found(epoch: int, version: int, base: int = 0, step: float = 0.0, restored: bool = True) -> Found:
+    return Found(epoch, base, version, restored, 1.0, step)
 
 
 def test_time_goes_to_steps_once_they_are_done() -> None:
@@ -102,7 +106,7 @@ def test_a_successor_goes_on_where_its_predecessor_was() -> None:
     left = msgspec.json.decode(msgspec.json.encode(before.spent(13.5)), type=Spent)
     after = Account(100.0, left, ago=4.0)
     assert after.open(100.0) == 4.5, "since the step before was seen"
-    assert after.taken_over(1, 5, Cause.RESTORING, 100.0) == {}  # two steps, of 1 s each, were done meanwhile
+    assert after.taken_over(found(1, 5), Cause.RESTORING, 100.0) == {}  # two steps, of 1 s each, were done
     assert of(after) == {"start_up": 10, "productive": 5} and after.open(100.0) == 2.5
     after.stepped(6, 101.0)
     assert of(after) == {"start_up": 10, "productive": 8.5}
@@ -111,15 +115,29 @@ def test_a_successor_goes_on_where_its_predecessor_was() -> None:
 def test_where_nobody_looked_it_is_not_known_what_was_lost() -> None:
     left = Spent(Cause.PRODUCTIVE, {Cause.PRODUCTIVE: 50.0}, epoch=1, version=3, reached=3, step=1.0)
     account = Account(100.0, left, ago=4.0)
-    account.taken_over(1, 5, Cause.RESTORING, 100.0)
+    account.taken_over(found(1, 5), Cause.RESTORING, 100.0)
     assert account.to(Cause.DECISION, 100.0) == {Cause.UNKNOWN: 2.0}
     assert of(account) == {"productive": 52, "unknown": 2}
+
+
+def test_steps_that_were_done_while_nobody_looked_took_what_steps_take() -> None:
+    left = Spent(Cause.RESTORING, {Cause.PRODUCTIVE: 50.0}, epoch=2, version=3, reached=3)
+    account = Account(100.0, left, ago=10.0)
+    assert account.taken_over(found(2, 5, base=3, step=1.5), Cause.RESTORING, 100.0) == {
+        Cause.PRODUCTIVE: 3.0
+    }
+    assert account.trains and account.reached == 5
+    assert of(account) == {"productive": 53, "restoring": 7}
+    account = Account(100.0, left, ago=10.0)
+    parts = account.taken_over(found(2, 5, base=3, step=1.5, restored=False), Cause.RESTORING, 100.0)
+    assert parts == {Cause.PRODUCTIVE: 3.0, Cause.UNKNOWN: 7.0}
+    assert account.to(Cause.DECISION, 100.0) == {} and of(account) == {"productive": 53, "unknown": 7}
 
 
 def test_of_another_epoch_than_was_left_it_is_known_once_all_have_their_state() -> None:
     left = Spent(Cause.DECISION, {Cause.PRODUCTIVE: 50.0}, epoch=1, version=3, reached=3)
     account = Account(100.0, left, ago=4.0)
-    account.taken_over(2, 3, Cause.RESTORING, 100.0)
+    account.taken_over(found(2, 3, restored=False), Cause.RESTORING, 100.0)
     account.begins(2, 3, 1.0, 101.0)
     assert of(account) == {"productive": 50, "decision": 4, "restoring": 1}
 

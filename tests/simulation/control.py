@@ -238,7 +238,8 @@ class SimController(Process):
                 line = time_account.line(effect, self.term, at)
                 self.job.time.said += 1
                 self._write(lambda: self.job.time.write(line))
-                self._note(lambda: self._recorded(effect, at))
+                number = self.job.time.said  # notes reach where they are kept in order, or not at all
+                self._note(lambda: self._recorded(effect, at, number))
             case ev.Enter(line):
                 part = self.job.ledger.setdefault(self.term, [])  # on its own machine
                 self._write(lambda: part.append(line))
@@ -262,11 +263,11 @@ class SimController(Process):
         else:
             arbiter.ask(self, self.machine_name, lambda: arbiter.note(self, term, write), lambda _: None)
 
-    def _recorded(self, record: ev.Record, at: float) -> None:
+    def _recorded(self, record: ev.Record, at: float, number: int) -> None:
         known = self.job.recorded
         known[record.event] = max(known.get(record.event, 0), record.epoch)
-        if (spent := record.more.get("spent")) is not None and at >= self.job.spent[1]:
-            self.job.spent = spent, at
+        if (spent := record.more.get("spent")) is not None and number > self.job.noted:
+            self.job.spent, self.job.noted = (spent, at), number
 
     def _write(self, line: Call) -> None:
         """As `FileOutlet`: what cannot be written waits, and is lost with this process."""

@@ -154,6 +154,8 @@ class SimJob:
         """What can be read in events.jsonl."""
         self.spent: tuple[Spent | None, float] = None, 0.0
         """What the job's time went to, as it is read there, and until when."""
+        self.noted = 0
+        """The number of the line that has said so."""
         self.time = TimeAccount(world)
         """The same, as it has to be."""
         self.disk_full = False
@@ -527,7 +529,10 @@ class SimJob:
         """The controller has ended the job."""
         self.over = True
         self.outcome.code = code
-        self.time.compare(self.controller.machine.account, self.shape.elects)
+        account = self.controller.machine.account
+        self.time.compare(account, self.shape.elects)
+        if self.network.sound and not self.controller.slept:  # it saw all steps when they were done
+            self.time.check_steps(account, self.training.step_at)
         if code == 0:
             done = self.training.finished.get(self.steps, set())
             if (len(done) < self.training.roles and self.shape.policy != "shrink") or not done:

@@ -350,6 +350,16 @@ def a_step_that_is_cut_off_is_no_time() -> None:
     Account._cut = cut  # type: ignore[method-assign]
 
 
+def what_is_cut_off_was_well_spent() -> None:
+    """It counts as a step that was done, for whoever reads the events as well."""
+
+    def cut(self: Account, wall: float) -> dict[Cause, float]:
+        self.finished(wall)
+        return {}
+
+    Account._cut = cut  # type: ignore[method-assign]
+
+
 def a_successor_is_the_first() -> None:
     """A controller that takes over does not know how long ago its predecessor noted what time went to."""
     original = Account.__init__
@@ -408,6 +418,7 @@ MUTATIONS: dict[str, Callable[[], None]] = {
         a_role_comes_back_to_an_older_epoch,
         where_scripts_begin_is_unknown,
         a_step_that_is_cut_off_is_no_time,
+        what_is_cut_off_was_well_spent,
         a_successor_is_the_first,
         steps_are_done_again_unseen,
     )

@@ -9,10 +9,12 @@ import msgspec
 from ft_core.cli import goodput
 from ft_core.control import events as ev
 from ft_core.control.goodput import Account
-from ft_core.protocol.goodput import Spent
+from ft_core.protocol.goodput import Cause, Spent
 
 from .world import Violation, World
 
+_LATE = 1.2
+"""Seconds after which a step is known to be done."""
 _ROUNDED = 0.01
 """Seconds of each sum that are lost when it is written."""
 
@@ -81,10 +83,29 @@ class TimeAccount:
             self._newest = Watched({}, None, 0)
             return self._newest
         self._passed += 1
-        self._left, self._lost = (term, at), newest > at
+        self._left, self._lost = (term, at - spent.open), newest > at
         began = self._newest.began if self._newest is not None else None
         self._newest = Watched(dict(spent.seconds), began, self._passed)
         return self._newest
+
+    def check_steps(self, account: Account, steps: dict[tuple[int, int], float]) -> None:
+        """What went to steps, of a controller that saw them all. `steps`: when the first role was done, by
+        epoch and version."""
+        if self._passed or len(self._lines) < self.said:
+            return
+        began = {each["epoch"]: each["time"] for each in self._lines if each["event"] == "state_restored"}
+        found, reached, epochs = 0.0, 0, set()
+        for (epoch, version), at in steps.items():
+            if version > reached:
+                since = max(steps.get((epoch, version - 1), 0.0), began.get(epoch, 0.0)) or at
+                found += max(0.0, at - since)
+                reached = version
+                epochs.add(epoch)
+        after = self._world.now - max(steps.values(), default=self._world.now)
+        good = sum(account.seconds[c] for c in (Cause.PRODUCTIVE, Cause.DEGRADED, Cause.SAVING))
+        late = _LATE * (1 + len(epochs))
+        if not found - late < good < found + late + after:
+            raise Violation(f"12: steps took {found:.2f} s, and {after:.2f} s came after: {account.seconds}")
 
     def compare(self, account: Account, elected: bool) -> None:
         """At the end: what the events say, and what the controller does."""

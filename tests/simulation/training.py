@@ -72,6 +72,8 @@ class Training:
         """A version that was there before the job."""
         self.newest = 0
         """The newest version that any role has had."""
+        self.step_at: dict[tuple[int, int], float] = {}
+        """When a role first had that version, made in that epoch."""
         self.epoch = 0
         """The newest epoch that was decided on."""
         self.flight = FlightRecorder(world, roles)
@@ -167,6 +169,7 @@ class Training:
                 )
             self.samples[version] = found
             self.pasts[worker.content] = version, self.truth[version - 1], found
+        self.step_at.setdefault((worker.epoch, version), self.world.now)
         self.finished.setdefault(version, set()).add(worker.role if worker.role is not None else -1)
         self.newest = max(self.newest, version)
 

@@ -71,6 +71,11 @@ class Process:
         return since - self._slept
 
     @property
+    def slept(self) -> float:
+        """Seconds for which it was stopped, before it went on."""
+        return self._slept
+
+    @property
     def clock(self) -> float:
         """Of its machine: goes on while the process is stopped."""
         shown, since = self._clock
@@ -125,6 +130,8 @@ class Network:
     """What gets through between machines; that of a controller which is on none of the nodes has no name."""
 
     def __init__(self) -> None:
+        self.sound = True
+        """Whether everything has always got through."""
         self.cut: set[str] = set()
         """Machines that nothing gets to or from."""
         self.severed: set[tuple[str, str]] = set()
@@ -136,7 +143,9 @@ class Network:
         """Whether a message would."""
         if sender == receiver:
             return True
-        return not self.cut & {sender, receiver} and (sender, receiver) not in self.severed
+        found = not self.cut & {sender, receiver} and (sender, receiver) not in self.severed
+        self.sound &= found
+        return found
 
     def joins(self, one: str, other: str) -> bool:
         """Whether the two can have a connection."""
