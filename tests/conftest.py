@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -30,6 +32,19 @@ def collector() -> Iterator[None]:
     """Garbage is collected again after a test that has left a session in the middle of a recovery."""
     yield
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def own_log(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """What threads say that an earlier test has left, a minute later maybe, is none of this test's."""
+    others = set(threading.enumerate()) - {threading.current_thread()}
+
+    def own(_: logging.LogRecord) -> bool:
+        return threading.current_thread() not in others
+
+    caplog.handler.addFilter(own)
+    yield
+    caplog.handler.removeFilter(own)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is applied

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from ports import free_port
 
 from ft_core import leadership
+from ft_core.control import keeper as keeping
 from ft_core.control.events import LauncherGone, Record
 from ft_core.control.keeper import Granted, Keeper, Over
 from ft_core.control.shell import Office, Shell
@@ -261,6 +262,20 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kept]:
 def long_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that none runs out because the machine was busy; a test sets `short` where one is to run out."""
     monkeypatch.setattr(lease, "SECONDS", 30.0)
+
+
+@pytest.fixture(autouse=True)
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Those that look, and keep leases, end with their test: they would as the process does."""
+    over = threading.Event()
+    for module in (keeping, looking):
+        monkeypatch.setattr(module, "gone", over.is_set)
+    yield
+    over.set()
+    for thread in threading.enumerate():
+        if thread.name in ("ft-looker", "ft-lease"):
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 @pytest.fixture
