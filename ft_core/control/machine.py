@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, assert_never
 
-from ft_core.control import ctl, takeover
+from ft_core.control import ctl, risk, takeover
 from ft_core.control.epochs import Epochs
 from ft_core.control.events import (
     Admitted,
@@ -140,6 +140,9 @@ class Controller:
             sent=tally.sent,
             durable=None if at is None else since_1970 - (wall - at),
             suspects=epochs.hangs.suspects,
+            writes=counted(tally.writes),
+            broken=facts.strikes.broken(epochs.now),
+            held=risk.held(facts) if facts.plan is not None else None,
         )
 
     def handle(self, event: Event, now: float, wall: float | None = None) -> list[Effect]:
@@ -352,9 +355,9 @@ class Controller:
             case m.DurableNames():
                 if self._epochs.checkpoints.answered(node, message):
                     self._reconsider()
-            case m.DurableWritten(role=role, version=version):
+            case m.DurableWritten(role=role, version=version, seconds=seconds):
                 self._epochs.record("durable", roles=[role], version=version)
-                self._epochs.tally.written(version, facts.settings.world_size, self._epochs.wall)
+                self._epochs.tally.written(version, facts.settings.world_size, seconds, self._epochs.wall)
             case m.DurableFailed(version=version):
                 # One event a checkpoint: the other roles' parts fail of the same, or because this one did.
                 if (facts.epoch, version) != self._not_written:

@@ -24,6 +24,8 @@ from ft_core.control.tally import SECONDS, Numbers
 from ft_core.protocol.goodput import Cause
 
 PHASES = tuple(each.name for each in (Forming, Rebuilding, Running, Quiescing, Waiting, Done))
+TIER = "durable"
+"""Storage that outlives the job, the one tier below the nodes' memory."""
 _BOUNDS = [*map(str, SECONDS), "+Inf"]
 KIND = "text/plain; version=0.0.4; charset=utf-8"
 """Of the text."""
@@ -89,8 +91,30 @@ def families(found: Numbers) -> Iterator[Metric]:
         labels=["tier"],
     )
     if found.durable is not None:
-        durable.add_metric(["durable"], found.durable)
+        durable.add_metric([TIER], found.durable)
     yield durable
+    writes = HistogramMetricFamily(
+        "ft_durable_write_seconds",
+        "What writing a role's part of a durable checkpoint took.",
+        labels=["tier"],
+    )
+    writes.add_metric([TIER], _buckets(found.writes[0]), found.writes[1])
+    yield writes
+    below = GaugeMetricFamily(
+        "ft_segments_below_k",
+        "Parts of the state whose whole copies are in fewer failure domains than --ft-replicas asks for.",
+    )
+    if found.held is not None:
+        below.add_metric([], found.held.below())
+    yield below
+    devices = GaugeMetricFamily(
+        "ft_device_health",
+        "0 for a device that has failed of late; of the others nothing is said.",
+        labels=["node", "device"],
+    )
+    for node, device in sorted(found.broken):
+        devices.add_metric([node, str(device)], 0)
+    yield devices
     yield GaugeMetricFamily(
         "ft_hang_suspects", "Roles that others wait for longer than usual.", found.suspects
     )

@@ -140,6 +140,11 @@ class Strikes:
         self._all = [(at, strike) for at, strike in self._all if strike.place != where]
         return counted
 
+    def broken(self, now: float) -> set[tuple[str, int]]:
+        """Devices that have failed of late: place, and index."""
+        known = (strike for _, strike in self._current(now))
+        return {(s.place, s.device) for s in known if s.fault is Fault.DEVICE and s.device >= 0}
+
     def places(self) -> set[str]:
         """All of which something is known."""
         return {strike.place for _, strike in self._all}

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ft_core.control.risk import Held
 from ft_core.protocol.goodput import Cause
 from ft_core.protocol.messages import Fault, RoleBeat
 
@@ -57,6 +58,8 @@ class Tally:
     """Seconds that all roles together have waited for copies."""
     sent: int = 0
     """Bytes of copies that were sent to other nodes."""
+    writes: Durations = field(default_factory=Durations)
+    """Of what single roles had of durable checkpoints."""
     durable: float | None = None
     """When a durable checkpoint was whole last."""
     _parts: dict[int, int] = field(default_factory=dict)
@@ -100,8 +103,9 @@ class Tally:
                 self.sent += max(0, beat.h2h_bytes - last.h2h_bytes)
                 self.waited += max(0.0, beat.waited_s - last.waited_s)
 
-    def written(self, version: int, roles: int, wall: float) -> None:
+    def written(self, version: int, roles: int, seconds: float, wall: float) -> None:
         """A role's part of a durable checkpoint is, of so many."""
+        self.writes.add(seconds)
         self._parts[version] = self._parts.get(version, 0) + 1
         if self._parts[version] >= roles:
             self.durable = wall
@@ -133,6 +137,11 @@ class Numbers:
     durable: float | None
     """Seconds since 1970."""
     suspects: int
+    writes: tuple[list[int], float]
+    broken: set[tuple[str, int]]
+    """Devices that have failed of late: the node, and the index."""
+    held: Held | None
+    """Who has what of the roles' state; None before anybody plays a role."""
 
 
 def counted(durations: Durations) -> tuple[list[int], float]:

@@ -42,8 +42,8 @@ class Copies:
     def __init__(self, node: str) -> None:
         self._node = node
         self._copying: dict[Replicate, _Copying] = {}
-        self._writing: dict[int, m.Version] = {}
-        """Role -> the version of it that is being written to storage."""
+        self._writing: dict[int, tuple[m.Version, float]] = {}
+        """Role -> the version of it that is being written to storage, and since when."""
 
     def epoch_ends(self) -> None:
         """What is not safe by now is of a past that may be done again."""
@@ -96,7 +96,9 @@ class Copies:
 
     # -- storage -------------------------------------------------------------------------------
 
-    def write(self, worker: Worker, version: m.Version, plan: m.NodePlan, settings: Settings) -> list[Effect]:
+    def write(
+        self, worker: Worker, version: m.Version, plan: m.NodePlan, settings: Settings, now: float
+    ) -> list[Effect]:
         """A role's version is safe: write it, if it is one of those that are to be written."""
         interval, role = settings.durable_interval, worker.role
         if not interval or version % interval:
@@ -104,16 +106,17 @@ class Copies:
         if (plan.worker.origin, plan.worker.version) == ("durable", version):
             return []  # it is there
         if (earlier := self._writing.get(role)) is not None:  # each is one more copy of the state in memory
-            reason = f"that of step {earlier} is still being written: storage is slower than the interval"
+            reason = f"that of step {earlier[0]} is still being written: storage is slower than the interval"
             return [ToController(m.DurableFailed(role, version, reason))]
-        self._writing[role] = version
+        self._writing[role] = version, now
         return [WriteDurable(role, version, plan, worker.state_is_replicated)]
 
-    def written(self, event: DurableDone) -> list[Effect]:
+    def written(self, event: DurableDone, now: float) -> list[Effect]:
         """It is there, or not."""
-        del self._writing[event.role]
+        _, began = self._writing.pop(event.role)
         if not event.failed:
-            return [ToController(m.DurableWritten(role, event.version)) for role in event.roles]
+            written = (m.DurableWritten(role, event.version, now - began) for role in event.roles)
+            return [ToController(each) for each in written]
         # A failed save must not end training: the in-memory copies are what protects it.
         log.error(
             "node %s: durable checkpoint of step %d, role %d: %s",

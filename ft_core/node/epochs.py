@@ -330,8 +330,8 @@ class Epochs:
             worker, effects = found
             self.do(*effects)
             if worker.committed == event.order.version:
-                self.do(*self._copies.write(worker, worker.committed, plan, self.settings))
+                self.do(*self._copies.write(worker, worker.committed, plan, self.settings, self.now))
 
     def written(self, event: DurableDone) -> None:
         """A snapshot is on storage, or could not be written."""
-        self.do(*self._copies.written(event))
+        self.do(*self._copies.written(event, self.now))

@@ -638,10 +638,11 @@ class DurableNames(Message, frozen=True):
 
 
 class DurableWritten(Message, frozen=True):
-    """A role's part of a durable checkpoint is written."""
+    """A role's part of a durable checkpoint is written, which took so many seconds."""
 
     role: Role
     version: Version
+    seconds: float
 
 
 class DurableFailed(Message, frozen=True):

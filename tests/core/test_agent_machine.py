@@ -600,8 +600,9 @@ def test_every_so_often_what_is_safe_is_written(durable: Node):
     durable.handle(arrived(staged(durable, 2)))
     [write] = durable.effects(e.WriteDurable)
     assert (write.role, write.version, write.replicated) == (0, 2, False)
+    durable.now += 1.5
     durable.handle(e.DurableDone(0, 2, (0, 1)))
-    assert durable.said(m.DurableWritten) == [m.DurableWritten(0, 2), m.DurableWritten(1, 2)]
+    assert durable.said(m.DurableWritten) == [m.DurableWritten(role, 2, 1.5) for role in (0, 1)]
 
 
 def test_one_at_a_time_is_written_and_what_is_not_is_said(durable: Node, caplog: pytest.LogCaptureFixture):

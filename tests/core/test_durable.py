@@ -216,7 +216,7 @@ def test_a_checkpoint_that_fails_is_one_event(tmp_path: Path):
                     fleet[f"node{number}"].post(DurableFailed(**about))
                 failed = await fleet.event("durable_failed", version // 5)
                 assert failed["version"] == version
-            fleet["node0"].post(DurableWritten(role=0, version=15))
+            fleet["node0"].post(DurableWritten(role=0, version=15, seconds=0.1))
             await fleet.event("durable")
             assert len(fleet.events("durable_failed")) == 2
             assert "node node" in failed["reason"] and failed["roles"]

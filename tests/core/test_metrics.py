@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib import request
@@ -29,14 +30,16 @@ from ft_core.control import http as served
 from ft_core.control import tally as tallied
 from ft_core.control.http import CONNECTIONS, Numbering, Server
 from ft_core.control.metrics import text
+from ft_core.control.risk import Held
 from ft_core.control.tally import Durations, Numbers, Tally
-from ft_core.protocol.messages import Fault
+from ft_core.protocol.messages import Fault, RoleBeat, WorkerLost
 from ft_core.settings import Command, Settings, write_secret
 
 NAMES = """ft_job_info ft_phase ft_epoch ft_step ft_spares ft_replica_groups ft_failures_total
 ft_recoveries_total ft_recovery_seconds ft_steps_redone_total ft_productive_seconds_total
 ft_lost_seconds_total ft_step_seconds ft_commit_wait_seconds_total ft_h2h_bytes_total
-ft_durable_last_success_timestamp_seconds ft_hang_suspects"""
+ft_durable_last_success_timestamp_seconds ft_durable_write_seconds ft_segments_below_k ft_device_health
+ft_hang_suspects"""
 
 
 def numbers(job: ControlPlane) -> Numbers:
@@ -114,11 +117,49 @@ def test_durations() -> None:
 def test_a_durable_checkpoint_is_whole_once_all_parts_are() -> None:
     tally = Tally()
     for version, at in ((10, 1.0), (10, 2.0), (20, 3.0)):
-        tally.written(version, 2, at)
-    assert tally.durable == 2.0
+        tally.written(version, 2, 0.5, at)
+    assert tally.durable == 2.0 and (tally.writes.total, tally.writes.cumulative()[-1]) == (1.5, 3)
     for version in range(30, 80):
-        tally.written(version, 2, 9.0)
+        tally.written(version, 2, 0.5, 9.0)
     assert len(tally._parts) <= tallied.VERSIONS and tally.durable == 2.0
+
+
+def test_a_device_that_has_failed_is_named() -> None:
+    job = recovered()
+    assert not [name for name in samples(job) if name.startswith("ft_device_health")]
+    job["node0"].say(WorkerLost(0, 1, "ended", 1, Fault.DEVICE, step=2, device=3))
+    assert samples(job)['ft_device_health{device="3",node="node0"}'] == 0
+
+
+def beat(*held: int, committed: int) -> RoleBeat:
+    return RoleBeat(1, 5, 5, list(held), committed, 0.1, 0.0, 0, 0)
+
+
+def held(**changed: Any) -> Held:
+    """Of four roles in three failure domains; the first two have a segment in common."""
+    nodes = [
+        ("rack0", {0: beat(4, 5, committed=4), 1: beat(4, 5, committed=4)}, {"2x1": [4]}),
+        ("rack1", {2: beat(4, committed=4)}, {"0x2": [4, 3], "3x1": [5]}),
+        ("rack2", {3: beat(5, 4, committed=5)}, {}),
+    ]
+    places = {0: "a", 1: "a", 2: "b", 3: "c"}
+    catalogue = {0: {"0x2": "0,1"}, 1: {"0x2": "0,1"}, 2: {"2x1": "2"}, 3: {"3x1": "3"}}
+    return replace(Held(1, 3, nodes, places, catalogue), **changed)
+
+
+def test_parts_of_the_state_with_too_few_copies_are_counted() -> None:
+    assert held().below() == 0 and held(replicas=2).below() == 3 and held(replicas=0).below() == 0
+    assert held(version=5).below() == 2  # only role 3's is in two domains as of then
+    assert held(version=6).below() == 3
+    assert held(nodes=held().nodes[:2]).below() == 1  # role 3's node is lost
+    assert held(nodes=[held().nodes[0], held().nodes[2]]).below() == 3
+    assert held(places={3: "c"}).below() == 0 == held(catalogue={}).below()
+
+
+def test_holders_in_other_domains_are_copies() -> None:
+    spread = {0: {"0x3": "0,2,3"}}
+    assert held(catalogue=spread).below() == 0 == held(catalogue=spread, replicas=2).below()
+    assert held(catalogue=spread, replicas=3).below() == 1
 
 
 def test_promtool_finds_nothing_wrong() -> None:
