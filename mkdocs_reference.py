@@ -7,11 +7,15 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from prometheus_client.metrics_core import Metric
+
 from ft_core.cli.flags import parser
 from ft_core.control.metrics import families
 from ft_core.control.recorded import ACCOUNT, ALWAYS, EVENTS
 from ft_core.control.tally import SECONDS, Numbers
 from ft_core.errors import EXIT_CODES
+from ft_core.node.metrics import NodeNumbers
+from ft_core.node.metrics import families as node_families
 from ft_core.protocol.goodput import Cause
 
 
@@ -56,8 +60,17 @@ def metrics() -> str:
     none: Any = [0] * (len(SECONDS) + 1), 0.0
     lost = dict.fromkeys(Cause, 0.0)
     found = Numbers({}, "", 0, 0, 0, None, {}, {}, {}, none, 0, lost, 0.0, 0, None, 0, none, set(), None)
+    return _metrics(families(found))
+
+
+def metrics_of_agents() -> str:
+    """All of an agent."""
+    return _metrics(node_families(NodeNumbers("", "", False, 0, {}, {}, 0)))
+
+
+def _metrics(families: Iterable[Metric]) -> str:
     rows = []
-    for metric in families(found):
+    for metric in families:
         suffix = {"counter": "_total", "info": "_info"}.get(metric.type, "")
         labels = ", ".join(f"`{name}`" for name in getattr(metric, "_labelnames", ()))
         rows.append((f"`{metric.name}{suffix}`", metric.type, labels, metric.documentation))
@@ -75,6 +88,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "account": lambda: _said(ACCOUNT.items()),
     "events": events,
     "metrics": metrics,
+    "metrics of agents": metrics_of_agents,
 }
 """By what the page calls them."""
 

@@ -31,9 +31,9 @@ from urllib.request import urlopen
 from benchmarks.common import cpu_seconds, environment, finish, parser, read_events, table
 from benchmarks.scale_fleet import Sharded, Told, serve
 from benchmarks.simulated import LAYOUTS, PER_NODE
-from ft_core.control.http import FRESH
 from ft_core.control.shell import TICK
 from ft_core.control.suspicion import RETURN_GRACE
+from ft_core.protocol.http import FRESH
 from ft_core.settings import Command, Settings, write_secret
 
 PROFILED = """

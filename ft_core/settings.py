@@ -115,6 +115,8 @@ class Settings:
     """Failures on purpose (`--ft-inject`), see `ft_core.process.inject`."""
     http: str = "127.0.0.1:0"
     """Where the controller serves its metrics (`--ft-http`), host:port; of port 0, at a free one."""
+    metrics: str = ""
+    """Where agents serve theirs (`--ft-metrics-port`), host:port; empty: nowhere."""
     environment: dict[str, str] = field(default_factory=dict)
     """Set in every worker, as torchrun's own variables are."""
     given: list[str] = field(default_factory=list)

@@ -197,6 +197,14 @@ def parser() -> argparse.ArgumentParser:
         "default: on loopback, at a free port, which the job directory's file http names",
     )
     f.add_argument(
+        "--ft-metrics-port",
+        default="",
+        metavar="[HOST:]PORT",
+        help="where each agent serves /metrics of its node, /healthz and /readyz: at this port or, of "
+        "several agents on a machine, the first free one from that on; on loopback if no host is given "
+        "(default: nowhere)",
+    )
+    f.add_argument(
         "--ft-inject", default="", help="failures on purpose: ROLE@POINT:STEP[:HOW],... (for drills)"
     )
     p.add_argument(
@@ -274,7 +282,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
         tee=int(streams),
         log_prefix=args.tee is not None,
         inject=args.ft_inject,
-        http=_http(args.ft_http),
+        http=_address("--ft-http", args.ft_http),
+        metrics=_metrics(args.ft_metrics_port),
         **given,
         given=sorted(given),
     )
@@ -327,13 +336,17 @@ def _strikes(text: str) -> tuple[int, float]:
     return int(found[1]), float(found[2] or 60)
 
 
-def _http(text: str) -> str:
+def _address(flag: str, text: str) -> str:
     try:
         if split_address(text)[1] < 1 << 16:
             return text
     except ValueError:
         pass
-    raise ConfigError(f"--ft-http {text!r}: give HOST:PORT")
+    raise ConfigError(f"{flag} {text!r}: give HOST:PORT")
+
+
+def _metrics(text: str) -> str:
+    return text and _address("--ft-metrics-port", text if ":" in text else f"127.0.0.1:{text}")
 
 
 def _gpus() -> int:

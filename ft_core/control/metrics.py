@@ -1,4 +1,5 @@
-"""The controller's metrics as Prometheus reads them, made of `Numbers`, outside of its event loop.
+"""What the controller serves: metrics as Prometheus reads them, and how it is; made of `Numbers`, outside of
+its event loop.
 
 How many lines there are depends on what there is to tell apart, never on the number of roles.
 """
@@ -6,8 +7,6 @@ How many lines there are depends on what there is to tell apart, never on the nu
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
-from importlib import metadata
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -15,20 +14,18 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     InfoMetricFamily,
 )
-from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector, CollectorRegistry
 
 from ft_core.control.phases import Done, Forming, Quiescing, Rebuilding, Running, Waiting
 from ft_core.control.tally import SECONDS, Numbers
+from ft_core.protocol.exposition import metrics, version
 from ft_core.protocol.goodput import Cause
+from ft_core.protocol.http import OK, Answer
 
 PHASES = tuple(each.name for each in (Forming, Rebuilding, Running, Quiescing, Waiting, Done))
 TIER = "durable"
 """Storage that outlives the job, the one tier below the nodes' memory."""
 _BOUNDS = [*map(str, SECONDS), "+Inf"]
-KIND = "text/plain; version=0.0.4; charset=utf-8"
-"""Of the text."""
 
 
 def families(found: Numbers) -> Iterator[Metric]:
@@ -120,25 +117,12 @@ def families(found: Numbers) -> Iterator[Metric]:
     )
 
 
-def text(found: Numbers) -> bytes:
-    """What Prometheus reads."""
-
-    class All(Collector):
-        def collect(self) -> Iterator[Metric]:
-            return families(found)
-
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(All())
-    return generate_latest(registry)
+def _ready(found: Numbers) -> Answer:
+    return OK if found.phase == Running.name else Answer(503, f"{found.phase}\n".encode())
 
 
-@cache
-def version() -> str:
-    """Of this software; empty where it was not installed."""
-    try:
-        return metadata.version("ft-training")
-    except metadata.PackageNotFoundError:
-        return ""
+PAGES = {"/metrics": lambda found: metrics(families(found)), "/healthz": lambda _: OK, "/readyz": _ready}
+"""By path."""
 
 
 def _buckets(counts: list[int]) -> list[tuple[str, float]]:

@@ -42,9 +42,9 @@ from ft_core.control.events import (
     Terminate,
     Tick,
 )
-from ft_core.control.http import Numbering, Server
 from ft_core.control.keeper import Keeper
 from ft_core.control.machine import FAILURES, Controller
+from ft_core.control.metrics import PAGES
 from ft_core.elastic import ledger
 from ft_core.errors import AuthenticationError, ConfigError, ProtocolError
 from ft_core.leadership.base import Notes
@@ -60,6 +60,7 @@ from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.codec import encode
 from ft_core.protocol.connection import Connection
 from ft_core.protocol.goodput import Spent
+from ft_core.protocol.http import Numbering, Server
 from ft_core.protocol.messages import (
     FROM_CLIENT,
     AgentHello,
@@ -186,7 +187,7 @@ class Shell:
         """No job ends, or waits, because of who looks at it."""
         take = lambda: self.machine.numbers(time.monotonic(), time.time())  # noqa: E731
         try:
-            server = Server(self.settings.http, Numbering(asyncio.get_running_loop(), take))
+            server = Server(self.settings.http, Numbering(asyncio.get_running_loop(), take), PAGES)
         except OSError as error:
             log.warning("no metrics: --ft-http %s: %s", self.settings.http, error)
             return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from enum import Enum, auto
 from typing import assert_never
@@ -58,6 +58,7 @@ from ft_core.node.events import (
     WorkerReady,
     WriteStacks,
 )
+from ft_core.node.metrics import NodeNumbers
 from ft_core.node.outage import Outage
 from ft_core.node.termination import Termination
 from ft_core.node.view import View
@@ -121,6 +122,14 @@ class Agent:
                 self.crew.remove(event.worker)
             self._end_if_alone()
         return self.epochs.effects
+
+    def numbers(self) -> NodeNumbers:
+        """For metrics, as of now."""
+        beat = self.epochs.heartbeat()
+        workers = Counter(worker.doing.name.lower() for worker in self.crew)
+        states = {doing.name.lower(): workers[doing.name.lower()] for doing in Doing}
+        about = self.about.node, self.about.domain, self._connected, self.epochs.epoch
+        return NodeNumbers(*about, states, beat.roles, len(beat.replicas))
 
     def _handle(self, event: Event) -> None:
         match event:

@@ -36,6 +36,7 @@ from ft_core.node.inquiries import Inquiries, relay
 from ft_core.node.looker import Looker
 from ft_core.node.machine import Agent
 from ft_core.node.memory_view import MemoryView
+from ft_core.node.metrics import PAGES
 from ft_core.node.oom import OomKiller
 from ft_core.node.pulse import Loop
 from ft_core.node.reach import probe
@@ -52,7 +53,8 @@ from ft_core.protocol import door
 from ft_core.protocol import messages as m
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.connection import Connection
-from ft_core.protocol.sockets import listen, own_host, reserve
+from ft_core.protocol.http import Numbering, Server
+from ft_core.protocol.sockets import join_address, listen, own_host, reserve, split_address
 from ft_core.settings import Settings, read_secret, unique
 from ft_core.state import durable
 from ft_core.state.manifest import Segment
@@ -75,6 +77,8 @@ _STACKS = 10.0
 """Seconds to write down where a worker is, before it is ended all the same: storage may hang as well."""
 _LEFT_BEHIND = 10.0
 """Seconds that what workers had started has to end."""
+_PORTS = 64
+"""That are tried for metrics."""
 _END = 15.0
 """Seconds in which this process ends, whatever its threads wait for."""
 
@@ -155,7 +159,10 @@ class NodeShell:
         self.pool.open(self._tee)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._handle, e.Terminate())
         self._begin()
+        http = self._serve_http()
         code = await self._done
+        if http is not None:
+            http.close()
         sigterm.ignore()
         workers.cancel()
         stores.cancel()
@@ -175,6 +182,23 @@ class NodeShell:
         self._clock = AwakeClock(2 * self.settings.heartbeat)
         self._inquiries.open(self._handle)
         self._looker = Looker(self._leadership, self._deposed, self._fail)
+
+    def _serve_http(self) -> Server | None:
+        """Where there are several agents on a machine, at the first port that is free from that on."""
+        if not self.settings.metrics:
+            return None
+        host, first = split_address(self.settings.metrics)
+        numbers = Numbering(asyncio.get_running_loop(), self.machine.numbers)
+        for port in range(first, min(first + _PORTS, 1 << 16)):
+            try:
+                server = Server(join_address(host, port), numbers, PAGES)
+            except OSError as error:
+                why = error
+            else:
+                server.start(self._log_dir)
+                return server
+        log.warning("node %s: no metrics: --ft-metrics-port %s: %s", self.node, self.settings.metrics, why)
+        return None
 
     def _begin(self) -> None:
         self._handle(e.Begin())

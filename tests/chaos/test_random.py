@@ -20,4 +20,4 @@ KINDS = ("node", "agent", "worker", "worker")
     ids=lambda value: str(value) if isinstance(value, Layout) else None,
 )
 def test_random_kills(layout: Layout, nproc: int, seed: int, tmp_path):
-    check_random_kills(tmp_path / "job", layout, nproc, seed, kills=8, kinds=KINDS)
+    check_random_kills(tmp_path / "job", layout, nproc, seed, kills=10, kinds=KINDS)

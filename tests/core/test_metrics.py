@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
-import json
 import re
 import shutil
 import socket
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 from urllib import request
 
 import pytest
@@ -26,12 +26,14 @@ from hypothesis import strategies as st
 from ports import free_port
 from waiting import wait_for_value
 
-from ft_core.control import http as served
 from ft_core.control import tally as tallied
-from ft_core.control.http import CONNECTIONS, Numbering, Server
-from ft_core.control.metrics import text
+from ft_core.control.metrics import PAGES
 from ft_core.control.risk import Held
 from ft_core.control.tally import Durations, Numbers, Tally
+from ft_core.node.metrics import PAGES as OF_NODE
+from ft_core.node.metrics import NodeNumbers
+from ft_core.protocol import http as served
+from ft_core.protocol.http import CONNECTIONS, Numbering, Server
 from ft_core.protocol.messages import Fault, RoleBeat, WorkerLost
 from ft_core.settings import Command, Settings, write_secret
 
@@ -44,6 +46,10 @@ ft_hang_suspects"""
 
 def numbers(job: ControlPlane) -> Numbers:
     return job.controller.numbers(job.now, 1e9 + job.now)
+
+
+def text(found: Numbers) -> bytes:
+    return PAGES["/metrics"](found).body
 
 
 def samples(job: ControlPlane) -> dict[str, float]:
@@ -162,10 +168,23 @@ def test_holders_in_other_domains_are_copies() -> None:
     assert held(catalogue=spread, replicas=3).below() == 1
 
 
+def of_a_node() -> NodeNumbers:
+    roles = {1: beat(4, 5, committed=4)}
+    return NodeNumbers("node0", "rack0", True, 2, {"playing": 1, "idle": 1}, roles, copies=3)
+
+
+def test_what_an_agent_says_of_its_node() -> None:
+    found = OF_NODE["/metrics"](of_a_node()).body.decode()
+    for line in ("ft_node_copies 3.0", 'ft_role_step{role="1"} 5.0', 'ft_role_replicated_step{role="1"} 4.0'):
+        assert f"{line}\n" in found
+    assert OF_NODE["/readyz"](of_a_node()).code == 200
+    assert OF_NODE["/readyz"](replace(of_a_node(), connected=False)) == (503, b"no controller\n", ANY)
+
+
 def test_promtool_finds_nothing_wrong() -> None:
     if (promtool := shutil.which("promtool")) is None:
         pytest.skip("promtool was not found: what it says of the metrics was left out (Debian: prometheus)")
-    found = text(numbers(recovered()))
+    found = text(numbers(recovered())) + OF_NODE["/metrics"](of_a_node()).body
     done = subprocess.run([promtool, "check", "metrics"], input=found, capture_output=True, timeout=30)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
@@ -181,7 +200,7 @@ class Loop:
         self._found = numbers(recovered())
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
-        self.server = Server("127.0.0.1:0", Numbering(self.loop, self._take))
+        self.server = Server("127.0.0.1:0", Numbering(self.loop, self._take), PAGES)
 
     def _take(self) -> Numbers:
         self.asked += 1
@@ -253,17 +272,17 @@ def test_a_controller_that_is_busy_is_said_to_be(loop: Loop, monkeypatch: pytest
     goes_on = threading.Event()
     loop.loop.call_soon_threadsafe(goes_on.wait)
     try:
-        assert ask(loop.server, "/healthz") == (503, b"the controller does not answer\n")
+        assert ask(loop.server, "/healthz") == (503, b"it does not answer\n")
     finally:
         goes_on.set()
 
 
 def test_who_leads_again_has_the_port_again(loop: Loop, tmp_path: Path) -> None:
-    first = Server(f"127.0.0.1:{free_port()}", loop.server.numbers)
+    first = Server(f"127.0.0.1:{free_port()}", loop.server.numbers, PAGES)
     first.start(tmp_path)
     assert ask(first, "/healthz")[0] == 200
     first.close()
-    second = Server(first.url.removeprefix("http://"), loop.server.numbers)
+    second = Server(first.url.removeprefix("http://"), loop.server.numbers, PAGES)
     second.start(tmp_path)
     assert ask(second, "/healthz")[0] == 200 and first.url == second.url
     second.close()
@@ -332,33 +351,3 @@ def test_a_job_that_forms(controller: Callable[..., str]) -> None:
     assert url.startswith("http://127.0.0.1:")
     assert get(f"{url}/healthz") == (200, "ok\n") and get(f"{url}/readyz") == (503, "forming\n")
     assert 'ft_phase{phase="forming"} 1.0' in get(f"{url}/metrics")[1]
-
-
-def test_a_prometheus_reads_it(controller: Callable[..., str], tmp_path: Path) -> None:
-    if (prometheus := shutil.which("prometheus")) is None:
-        pytest.skip("prometheus was not found: that one reads the metrics was left out (Debian: prometheus)")
-    target = controller().removeprefix("http://")
-    scrape = [{"job_name": "ft", "static_configs": [{"targets": [target]}]}]
-    config = {"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": scrape}
-    (tmp_path / "prometheus.yml").write_text(json.dumps(config))
-    address = f"127.0.0.1:{free_port()}"
-    flags = {
-        "config.file": tmp_path / "prometheus.yml",
-        "storage.tsdb.path": tmp_path / "data",
-        "web.listen-address": address,
-    }
-    command = [prometheus, *(f"--{name}={value}" for name, value in flags.items())]
-    query = f"http://{address}/api/v1/query?query=ft_lost_seconds_total"
-
-    def found() -> dict[str, float]:
-        with contextlib.suppress(OSError, ValueError):
-            answer = json.loads(get(query)[1])["data"]["result"]
-            return {each["metric"]["cause"]: float(each["value"][1]) for each in answer}
-        return {}
-
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, **quiet) as process:
-        try:
-            wait_for_value(lambda: found().get("start_up", 0.0) > 1, True, 60)
-        finally:
-            process.kill()

@@ -15,8 +15,10 @@ from harness import ROOT
 
 import mkdocs_reference
 from ft_core.cli import flags
-from ft_core.control.metrics import text
+from ft_core.control.metrics import PAGES
 from ft_core.control.recorded import ACCOUNT, ALWAYS, EVENTS
+from ft_core.node.metrics import PAGES as OF_NODE
+from ft_core.node.metrics import NodeNumbers
 
 RECORDERS = {"record", "_once", "Record", "end_epoch"}
 """Functions of the controller whose first argument is an event."""
@@ -79,9 +81,10 @@ def test_all_flags_are_described() -> None:
 
 
 def test_all_metrics_are_described() -> None:
-    page = mkdocs_reference.metrics()
-    job = ControlPlane(nodes=2)
-    names = re.findall(r"^# TYPE (\w+) ", text(job.controller.numbers(0.0, 0.0)).decode(), re.M)
+    page = mkdocs_reference.metrics() + mkdocs_reference.metrics_of_agents()
+    job, node = ControlPlane(nodes=2), NodeNumbers("a", "b", True, 1, {}, {}, 0)
+    of_both = PAGES["/metrics"](job.controller.numbers(0.0, 0.0)).body + OF_NODE["/metrics"](node).body
+    names = re.findall(r"^# TYPE (\w+) ", of_both.decode(), re.M)
     assert names and all(f"`{name}`" in page for name in names)
 
 

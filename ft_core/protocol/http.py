@@ -1,7 +1,7 @@
-"""The controller's HTTP: `/metrics`, `/healthz`, `/readyz`. The job directory's file `http` has its base URL.
+"""HTTP of a controller or an agent, for whoever wants to know how it is. A file `http` has its base URL.
 
 Threads of their own answer, with numbers that the event loop hands over when it is asked for them: a client
-that reads slowly, or not at all, holds a thread up, and never the controller. There are few such threads; the
+that reads slowly, or not at all, holds a thread up, and never that loop. There are few such threads; the
 oldest connection goes for the next. Nothing that a client sends is shown to anybody, or does anything.
 """
 
@@ -16,38 +16,50 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from ft_core.control.metrics import KIND, Numbers, text
 from ft_core.protocol.sockets import join_address, split_address
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 NAME = "http"
 """The file with the base URL."""
 SECONDS = 5.0
-"""That a client may take to say or take anything; and the controller, to answer."""
+"""That a client may take to say or take anything; and the event loop, to answer."""
 CONNECTIONS = 32
 FRESH = 0.5
 """Seconds for which numbers are good, whoever asks."""
 
 
-class Numbering:
-    """The controller's numbers, for other threads."""
+class Answer(NamedTuple):
+    """To a request."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[], Numbers]) -> None:
+    code: int
+    body: bytes
+    kind: str = "text/plain; charset=utf-8"
+
+
+OK = Answer(200, b"ok\n")
+
+
+class Numbering(Generic[T]):
+    """An event loop's numbers, for other threads."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[], T]) -> None:
         """`take` is called in the event loop."""
         self._loop, self._take, self._lock = loop, take, threading.Lock()
-        self._newest: tuple[float, Numbers] | None = None
+        self._newest: tuple[float, T] | None = None
 
-    def get(self) -> Numbers | None:
-        """None: the controller does not answer, or is none any more."""
+    def get(self) -> T | None:
+        """None: the event loop does not answer, or is none any more."""
         with self._lock:
             if self._newest is not None and time.monotonic() - self._newest[0] < FRESH:
                 return self._newest[1]
-            waiting: concurrent.futures.Future[Numbers] = concurrent.futures.Future()
+            waiting: concurrent.futures.Future[T] = concurrent.futures.Future()
 
             def take() -> None:
                 if waiting.set_running_or_notify_cancel():
@@ -74,25 +86,21 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer, and hang up."""
-        path = self.path.partition("?")[0]
-        if path not in ("/metrics", "/healthz", "/readyz"):
-            self._answer(404, b"not found\n")
+        page = self.server.pages.get(self.path.partition("?")[0])
+        if page is None:
+            self._answer(Answer(404, b"not found\n"))
         elif (found := self.server.numbers.get()) is None:
-            self._answer(503, b"the controller does not answer\n")
-        elif path == "/metrics":
-            self._answer(200, text(found), KIND)
-        elif path == "/healthz" or found.phase == "running":
-            self._answer(200, b"ok\n")
+            self._answer(Answer(503, b"it does not answer\n"))
         else:
-            self._answer(503, f"{found.phase}\n".encode())
+            self._answer(page(found))
 
     do_HEAD = do_GET  # noqa: N815
 
-    def _answer(self, code: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
-        self.send_response(code)
+    def _answer(self, answer: Answer) -> None:
+        self.send_response(answer.code)
         for name, value in {
-            "Content-Type": kind,
-            "Content-Length": str(len(body)),
+            "Content-Type": answer.kind,
+            "Content-Length": str(len(answer.body)),
             "X-Content-Type-Options": "nosniff",
             "Cache-Control": "no-store",
             "Connection": "close",
@@ -100,12 +108,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            self.wfile.write(answer.body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What is no request that is answered here; nothing of it is repeated."""
         self.close_connection = True
-        self._answer(code, b"no such request\n")
+        self._answer(Answer(code, b"no such request\n"))
 
     def log_message(self, *_: object) -> None:
         """Nobody wants to read of each request."""
@@ -118,10 +126,13 @@ class Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = CONNECTIONS
 
-    def __init__(self, address: str, numbers: Numbering) -> None:
-        """Raises OSError if it cannot listen there (HOST:PORT; of port 0, at a free one)."""
+    def __init__(
+        self, address: str, numbers: Numbering[T], pages: Mapping[str, Callable[[T], Answer]]
+    ) -> None:
+        """`pages`: by path. Raises OSError if it cannot listen there: HOST:PORT; of port 0, a free one."""
         host, port = split_address(address)
-        self.numbers = numbers
+        self.numbers: Numbering[Any] = numbers
+        self.pages = pages
         self._open: dict[socket.socket, None] = {}
         """The oldest first."""
         self._lock = threading.Lock()
@@ -129,9 +140,9 @@ class Server(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
         self.url = f"http://{join_address(host, self.server_port)}"
 
-    def start(self, job_dir: Path) -> None:
-        """In a thread; the base URL is in the job directory soon."""
-        threading.Thread(target=self._run, args=(job_dir / NAME,), name="ft-http", daemon=True).start()
+    def start(self, directory: Path) -> None:
+        """In a thread; the base URL is in the directory's file `http` soon."""
+        threading.Thread(target=self._run, args=(directory / NAME,), name="ft-http", daemon=True).start()
 
     def _run(self, path: Path) -> None:
         try:
@@ -187,4 +198,4 @@ class Server(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that went away is none."""
         if not isinstance(sys.exception(), OSError):
-            log.exception("a request to the controller's HTTP port failed")
+            log.exception("a request to the HTTP port failed")
