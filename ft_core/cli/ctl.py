@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from ft_core import plugins
-from ft_core.cli import events, flight, ledger_check, nodes, status
+from ft_core.cli import events, flight, ledger_check, nodes, report, status, top
 from ft_core.cli.ask import DeniedError, line
 from ft_core.cli.doctor import command as doctor
 from ft_core.cli.planner import command as planner
@@ -46,6 +46,8 @@ def _main(argv: list[str] | None) -> int:
     )
     nodes.add_arguments(commands.add_parser("nodes", help="nodes, and what counts against each"))
     events.add_arguments(commands.add_parser("events", help="what has happened, out of events.jsonl"))
+    top.add_arguments(commands.add_parser("top", help="the job on a screen, again and again"))
+    report.add_arguments(commands.add_parser("report", help="what happened in a job, and what it cost"))
     frameworks = plugins.load(plugins.PLANNER)
     planner.add_arguments(
         commands.add_parser("plan", help="bytes, memory and what is survived, for given flags"), frameworks
@@ -76,6 +78,10 @@ def _main(argv: list[str] | None) -> int:
                 return nodes.main(args)
             case "events":
                 return events.main(args)
+            case "top":
+                return top.main(args)
+            case "report":
+                return report.main(args)
             case "plan":
                 with line(args.job_dir, args.controller) as found:
                     described = found.expect(DescribeRole(args.role), RoleDescribed)

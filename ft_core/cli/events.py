@@ -1,27 +1,31 @@
 """`ftctl events`: what has happened in a job, out of `events.jsonl` in its directory.
 
 The file is read line by line, however long it is, and of a job that is over as well. Where any node may lead
-the job, each leader has written its own, on its machine.
+the job, each leader has written its own, on its machine. `-f` goes on with what comes, until the job is over.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ft_core.errors import ConfigError
 from ft_core.protocol.groups import runs_of, text_of
 
 LAST = 20
-_KEYS = {"event", "epoch", "time", "roles", "reason"}
 _NAMED = 8
 """Runs of roles that are shown."""
+_POLL = 0.2
+"""Seconds after which it is looked for more."""
+OVER = ("finished", "stopped")
+"""Events that end a job."""
 _WIDTH = 160
 """Characters of a reason, of which the first line is shown."""
 
@@ -40,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--role", type=int, metavar="N", help="that are about this role")
     parser.add_argument("--node", metavar="NAME", help="that name this node, as NAME or NAME+hex")
     parser.add_argument("--epoch", type=int, metavar="N", help="of this epoch")
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="and those that come, until the job is over"
+    )
     parser.add_argument("--json", action="store_true", help="the lines as they are in the file")
 
 
@@ -53,16 +60,65 @@ def main(args: argparse.Namespace) -> int:
     """Print them; returns 1 if there is none. Raises ConfigError where there is no such file, and OSError."""
     if args.job_dir is None:
         raise ConfigError("events are in the job's directory: give --job-dir, before the word events")
-    found: Iterable[tuple[str, dict[str, Any]]] = _chosen(args.job_dir / "events.jsonl", args)
-    if not args.all:
-        found = _newest(found, args.last)
-    none = True
-    for line, event in found:
-        none = False
-        print(line if args.json else text(event))
+    with Tail(args.job_dir / "events.jsonl") as tail:
+        found: Iterable[tuple[str, dict[str, Any]]] = _chosen(tail, args)
+        if not args.all:
+            found = _newest(found, args.last)
+        none = _print(found, args) == 0
+        try:
+            while args.follow and not tail.over:
+                time.sleep(_POLL)
+                none = _print(_chosen(tail, args), args) == 0 and none
+        except KeyboardInterrupt:
+            return 130
     if none:
         print("ftctl: no event is like that", file=sys.stderr)
     return int(none)
+
+
+def _print(found: Iterable[tuple[str, dict[str, Any]]], args: argparse.Namespace) -> int:
+    """How many there were."""
+    count = 0
+    for line, event in found:
+        count += 1
+        print(line if args.json else text(event), flush=args.follow)
+    return count
+
+
+class Tail:
+    """A file of events, which may grow."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError if there is none, and OSError."""
+        self.path = path
+        self.number = 0
+        """Of the line that was read last."""
+        self.over = False
+        """Whether the job is, by what was read."""
+        self._part = ""
+        try:
+            self._file: TextIO = path.open(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{path.parent} has no events.jsonl: no controller has run with this directory"
+            ) from None
+
+    def __enter__(self) -> Tail:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def lines(self) -> Iterator[str]:
+        """Those that there are by now, and were not read yet; what has no end yet is no line."""
+        for text in self._file:
+            self._part += text
+            if not self._part.endswith("\n"):
+                continue
+            line, self._part = self._part, ""
+            self.number += 1
+            self.over |= any(f'"event": "{name}"' in line for name in OVER)
+            yield line
 
 
 def _newest(found: Iterable[tuple[str, dict[str, Any]]], count: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -71,31 +127,38 @@ def _newest(found: Iterable[tuple[str, dict[str, Any]]], count: int) -> Iterator
         yield line, json.loads(line)
 
 
-def _chosen(path: Path, args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+def _chosen(tail: Tail, args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """Those that are asked for, with their lines."""
     # Most lines of a long file are read no further than it takes to see that they are of another kind.
     names = [f'"event": {json.dumps(name)}' for name in args.event or ()]
+    for line in tail.lines():
+        if names and not any(name in line for name in names):
+            continue
+        if (event := parsed(line)) is None:
+            print(f"ftctl: line {tail.number} of {tail.path} is no event", file=sys.stderr)
+        elif _fits(event, args):
+            yield line.rstrip("\n"), event
+
+
+def parsed(line: str) -> dict[str, Any] | None:
+    """An event, or None."""
     try:
-        file = path.open(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path.parent} has no events.jsonl: no controller has run with this directory"
-        ) from None
-    with file:
-        for number, line in enumerate(file, 1):
-            if names and not any(name in line for name in names):
-                continue
-            try:
-                event = json.loads(line)
-                if not event.keys() >= _KEYS:
-                    raise ValueError("it lacks what all have")
-                fits = _fits(event, args)
-            except (ValueError, TypeError, AttributeError):
-                if line.endswith("\n"):  # else it is being written, or its writer has died
-                    print(f"ftctl: line {number} of {path} is no event", file=sys.stderr)
-                continue
-            if fits:
-                yield line.rstrip("\n"), event
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if is_event(event) else None
+
+
+def is_event(found: Any) -> bool:
+    """Whether it has what all have."""
+    try:
+        texts, numbers = (found["event"], found["reason"]), (found["time"], found["epoch"])
+        roles = found["roles"]
+    except (TypeError, KeyError):
+        return False
+    fits = all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
+    fits = fits and isinstance(roles, list) and all(isinstance(role, int) for role in roles)
+    return fits and all(isinstance(each, str) for each in texts)
 
 
 def _fits(event: dict[str, Any], args: argparse.Namespace) -> bool:
@@ -127,9 +190,14 @@ def text(event: dict[str, Any]) -> str:
     parts = [f"role {roles}"] if roles else []
     if (version := event.get("version")) is not None and not event["reason"]:
         parts.append(f"version {version}")
-    if node := event.get("node"):
-        parts.append(str(node))
     reason = event["reason"].partition("\n")[0]
+    if (node := event.get("node")) and str(node) not in reason:
+        parts.append(str(node))
     if reason:
         parts.append(reason if len(reason) <= _WIDTH else f"{reason[:_WIDTH]} ...")
-    return f"{at}  epoch {event['epoch']:<4} {event['event']:<20} {', '.join(parts)}".rstrip()
+    return printable(f"{at}  epoch {event['epoch']:<4} {event['event']:<20} {', '.join(parts)}".rstrip())
+
+
+def printable(text: str) -> str:
+    """What comes from a job, such as an exception's words, does nothing to a terminal."""
+    return "".join(each if each.isprintable() else "?" for each in text)

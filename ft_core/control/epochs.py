@@ -430,7 +430,7 @@ class Epochs:
         elif why := strikes.ends(lost, facts.trained, same_again):
             self._script_failed(lost, f"{where}; {why}")
         else:
-            self.fail(where, [role], strikes.exit_code(lost), fault=lost.fault)
+            self.fail(where, [role], strikes.exit_code(lost), fault=lost.fault, node=node.name)
 
     def runs_unprotected(self) -> None:
         """The script does without fault tolerance."""
@@ -496,7 +496,7 @@ class Epochs:
         self._strike(strikes.of_node(node.name, node.hello.pid, fault), node.hello.domain)
         roles = self.facts.hosts.get(node.name, [])
         if roles:
-            self.fail(f"node {node.name} lost: {why}", roles, fault=fault)
+            self.fail(f"node {node.name} lost: {why}", roles, fault=fault, node=node.name)
         else:
             self.record("spare_lost", f"node {node.name}: {why}", node=node.name)
             self.tell_of_nodes()
@@ -508,12 +508,14 @@ class Epochs:
         if isinstance(self.phase, Quiescing | Waiting):
             self.watch.fetch_failed(node.name, reason, self.now)
 
-    def fail(self, reason: str, roles: list[int], code: int = 1, fault: m.Fault | None = None) -> None:
+    def fail(
+        self, reason: str, roles: list[int], code: int = 1, fault: m.Fault | None = None, node: str = ""
+    ) -> None:
         """Roles have lost their worker or their state: end the epoch, unless it is ending already.
 
-        `code`: what `ftrun` ends with, should the job end of it. `fault`: of which they have.
+        `code`: what `ftrun` ends with, should the job end of it. `fault`: of which they have, and the `node`.
         """
-        phase, more = self.phase, {"fault": fault} if fault is not None else {}
+        phase, more = self.phase, {"fault": fault, "node": node} if fault is not None else {}
         if isinstance(phase, Rebuilding):
             phase.undone.append((reason, roles))
         elif isinstance(phase, Forming | Done):

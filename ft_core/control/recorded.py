@@ -78,6 +78,7 @@ EVENTS: Mapping[str, Event] = {
         "a failure; ends the epoch unless it is ending already",
         {
             "fault": "its [class](failure_model.md#what-an-error-leads-to), where a worker or a node is lost",
+            "node": "where that was",
         },
     ),
     "avoided": Event(

@@ -1,0 +1,98 @@
+"""`ftctl top`: a job on a screen, again and again: what it does, where its time went, what happened last."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+import msgspec
+
+from ft_core.cli.ask import line
+from ft_core.cli.events import Tail, parsed, printable, text
+from ft_core.cli.status import summary
+from ft_core.errors import ConfigError, FtError
+from ft_core.protocol.goodput import Spent, in_words
+
+EVENTS = 12
+"""The newest, that are shown."""
+_ENTER, _LEAVE, _HOME, _LINE_END, _REST = "\x1b[?1049h", "\x1b[?1049l", "\x1b[H", "\x1b[K", "\x1b[J"
+"""Another screen, and back; its beginning; what is right of, and below, what was written."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of the command."""
+    parser.description = __doc__
+    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="between two looks; 2")
+    parser.add_argument("--once", action="store_true", help="and no more, without taking the screen")
+
+
+class Happened:
+    """What is to be told of a job's events, as far as its directory is here."""
+
+    def __init__(self, job_dir: Path | None) -> None:
+        self._job_dir = job_dir
+        self._tail: Tail | None = None
+        self._newest: deque[str] = deque(maxlen=EVENTS)
+        self._spent: Spent | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether the job is."""
+        return self._tail is not None and self._tail.over
+
+    def lines(self) -> list[str]:
+        """With what has come since the last call."""
+        try:
+            if self._tail is None and self._job_dir is not None:
+                self._tail = Tail(self._job_dir / "events.jsonl")
+        except ConfigError as error:
+            return [str(error)]
+        for each in self._tail.lines() if self._tail is not None else ():
+            if (event := parsed(each)) is not None:
+                self._newest.append(text(event))
+                if "spent" in event:
+                    self._spent = msgspec.convert(event["spent"], Spent)
+        words = [] if self._spent is None else [f"goodput   {in_words(self._spent.seconds)}", ""]
+        return words + list(self._newest)
+
+
+def frame(args: argparse.Namespace, happened: Happened) -> list[str]:
+    """What is shown now."""
+    lines = [f"ftctl top  {time.strftime('%H:%M:%S')}", ""]
+    try:
+        with line(args.job_dir, args.controller) as found:
+            lines += summary(found.status()).splitlines()[:-1]
+    except (FtError, OSError) as error:
+        lines += [str(error), ""]
+    try:
+        lines += happened.lines()
+    except (msgspec.ValidationError, OSError) as error:
+        lines.append(f"events.jsonl cannot be read: {error}")
+    return [printable(each) for each in lines]
+
+
+def main(args: argparse.Namespace) -> int:
+    """Until the job is over, or Ctrl-C; once where the output is no terminal."""
+    happened = Happened(args.job_dir)
+    if args.once or not sys.stdout.isatty():
+        print("\n".join(frame(args, happened)))
+        return 0
+    print(_ENTER, end="")
+    shown: list[str] = []
+    try:
+        while not happened.over:
+            shown = frame(args, happened)
+            width, height = shutil.get_terminal_size()
+            fitting = [each[:width] + _LINE_END for each in shown[: height - 1]]
+            print(_HOME + "\n".join(fitting) + _REST, end="", flush=True)
+            time.sleep(max(0.1, args.every))
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        print(_LEAVE, end="", flush=True)
+    print("\n".join(shown))  # what was seen last
+    return 0
