@@ -195,6 +195,8 @@ class NodeShell:
             except OSError as error:
                 why = error
             else:
+                with contextlib.suppress(OSError):  # workers make it as well, and may be later
+                    self._log_dir.mkdir(parents=True, exist_ok=True)
                 server.start(self._log_dir)
                 return server
         log.warning("node %s: no metrics: --ft-metrics-port %s: %s", self.node, self.settings.metrics, why)
