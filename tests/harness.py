@@ -479,7 +479,7 @@ def check_survivors(result: Result, world: int) -> None:
     assert pids
 
 
-def check_clean(result: Result) -> None:
+def check_nothing_runs(result: Result) -> None:
     """No process of any node is left; an agent leads a process group with all its workers in it."""
     groups = {event["agent_pid"] for event in result.of("joined")}
     assert groups, "no node has ever joined: there is nothing to look for"
@@ -487,6 +487,11 @@ def check_clean(result: Result) -> None:
     while left := in_groups(groups):
         assert time.monotonic() < deadline, f"still running: {left}"
         time.sleep(0.05)
+
+
+def check_clean(result: Result) -> None:
+    """Nothing runs any more, and of a job that its controller has ended the last word is there."""
+    check_nothing_runs(result)
     check_accounted(result)
     for event in result.events:
         other = event.keys() - {*ALWAYS, *ACCOUNT, *EVENTS[event["event"]].fields}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Job, check_clean
+from harness import Job, check_clean, check_nothing_runs
 
 from ft_core.node import departure
 
@@ -110,7 +110,7 @@ def test_workers_that_take_too_long(how: str, tmp_path: Path):
             job.process.terminate()
         result = job.finish(60)
     assert result.code == 143 and "saved" not in result.output
-    check_clean(result)
+    check_nothing_runs(result)
 
 
 def test_a_node_is_told_to_end(tmp_path: Path):
