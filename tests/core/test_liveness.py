@@ -287,7 +287,7 @@ def test_a_controller_of_thousands_of_roles_is_restarted(tmp_path: Path):
             told(fleet.join(f"node{number}"))
             fleet[f"node{number}"].delay(m.AgentHello, greets.wait())
         await fleet.start_controller(process=True)
-        await fleet.until(lambda: all(node.connections for node in fleet.nodes.values()))
+        await fleet.until(lambda: all(node.connections for node in fleet.nodes.values()), 120)
         greets.set()
         await fleet.event("controller_restarted", seconds=150)
         assert len(fleet.events("joined")) == nodes

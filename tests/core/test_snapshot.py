@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from memory_of import memory_files
 from waiting import wait_for_value
 
 from ft_core.errors import CorruptSnapshot, FtError
+from ft_core.state import snapshot
 from ft_core.state.envelope import decode
 from ft_core.state.manifest import CHUNK
 from ft_core.state.memory import TORN, SharedMemory, SnapshotBuffer
@@ -20,6 +22,21 @@ from ft_core.state.store import NodeStore, RoleMemory
 def same(a, b):
     late = (a[1] is None) == (b[1] is None) and (a[1] is None or torch.equal(a[1], b[1]))
     return all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True)) and late and a[2] == b[2]
+
+
+@pytest.fixture(autouse=True)
+def threads(monkeypatch):
+    """They hold memory for a moment after they have said that a copy is done: not into the next test."""
+    made = []
+
+    def executor(*about):
+        made.append(ThreadPoolExecutor(*about))
+        return made[-1]
+
+    monkeypatch.setattr(snapshot, "ThreadPoolExecutor", executor)
+    yield
+    for each in made:
+        each.shutdown()
 
 
 @pytest.fixture
