@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from core.copies import fetch, make, push, sums
 from harness import environment
+from waiting import wait_for_value
 
 from ft_core.errors import CorruptSnapshot, TransportError
 from ft_core.net.transport import TcpTransport
@@ -516,4 +517,4 @@ def test_close_leaves_no_threads() -> None:
     push(two, one.address, make(6 * CHUNK))
     one.close()
     two.close()
-    assert set(threading.enumerate()) <= before
+    wait_for_value(lambda: set(threading.enumerate()) <= before, True)
