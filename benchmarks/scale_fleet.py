@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.simulated import AGAIN, AT_ONCE, PER_NODE, Client, Layout
+from ft_core.node.holdings import changed, more_than_versions
 from ft_core.node.machine import SAME
 from ft_core.protocol import messages as m
 from ft_core.protocol.groups import roles_in, text_of
@@ -153,6 +154,8 @@ class Agent(Client):
         """Messages about who is where, of the plan that comes next."""
         self._own_bytes = self._version = 0
         self._said: list[m.FromRoles] = []
+        self._reported: tuple[m.Holdings | None, int] = None, 0
+        """What it has said of what it holds, over this connection, and how often since it greeted."""
         self._shaken: asyncio.Future[None]
         """Of the newest connection: whether it stands, or has ended before."""
         self._beat: tuple[float, object] = 0.0, None
@@ -206,7 +209,17 @@ class Agent(Client):
 
     def _hello(self) -> m.AgentHello:
         where = f"10.{self.rank >> 16 & 255}.{self.rank >> 8 & 255}.{self.rank & 255}:40001"
-        return m.AgentHello(self.name, 1, 1, self.rank, self.name, where, self._holdings(), self._said)
+        held = self._holdings()
+        self._reported = held, 0
+        return m.AgentHello(self.name, 1, 1, self.rank, self.name, where, held, self._said)
+
+    def _report(self, if_changed: bool = False) -> None:
+        """As an agent does: by difference. `if_changed`: only if that is more than versions."""
+        now, (before, number) = self._holdings(), self._reported
+        report = changed(before, now, number)
+        if not if_changed or more_than_versions(report):
+            self._reported = now, number + 1
+            self.send(report)
 
     def _holdings(self) -> m.Holdings:
         layout, version = self.fleet.layout, self.fleet.version
@@ -260,6 +273,8 @@ class Agent(Client):
         replicas = {self.fleet.layout.segments(role)[1][0]: trained for role in self._kept()}
         idle = 1 if self.roles else PER_NODE + 1
         self.send(m.Heartbeat(self.epoch, self.begun, beats, idle, replicas))
+        if not self.fleet.restoring:
+            self._report(if_changed=True)
 
     # -- what it is told -------------------------------------------------------------------------
 
@@ -279,7 +294,7 @@ class Agent(Client):
                 if (epoch := _number(_EPOCH, body)) > self.epoch:
                     self.epoch = self.reported = epoch
                     self.fleet.stop()
-                    self.send(self._holdings())
+                    self._report()
             case b"SendState":
                 plan = self.fleet.plan
                 assert plan is not None

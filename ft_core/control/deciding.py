@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-
-from msgspec import structs
 
 from ft_core.control import decision
 from ft_core.control.compact import contains
-from ft_core.control.facts import ALL_IS_LOST, Facts, Node, copies, report
+from ft_core.control.facts import ALL_IS_LOST, Facts, Node, copies
 from ft_core.control.groups import Places
 from ft_core.errors import Unrecoverable
 from ft_core.protocol.messages import Origin, Redundancy, RoleHeld
@@ -103,9 +101,9 @@ def decide(
     places = facts.places
     if withdrawn:
         places = {role: node for role, node in places.items() if role not in withdrawn}
-    lost = [role for role, node in places.items() if not facts.alive(role, node)]
-    idle = {node.name: node.idle for node in facts.nodes.values()}
-    near = copies(facts.nodes.values(), facts.catalogue, lost)
+    lost = [role for role in facts.lost() if role in places]
+    idle = {name: node.idle for name, node in facts.nodes.items()}
+    near = copies(_takers(facts, places, lost), facts.catalogue, lost)
     assignment = decision.assign(places, idle, lost, facts.settings.nproc_per_node, near, avoided)
     roles = assignment.roles
     stay = (role for role in lost if places[role] not in avoided or role in assignment.unplaced)
@@ -147,11 +145,19 @@ def decide(
     return Start(roles, chosen.version, chosen.origin, chosen.sources, newcomers, name)
 
 
+def _takers(facts: Facts, places: Places, lost: Collection[int]) -> Iterator[Node]:
+    """The nodes that have room for roles."""
+    capacity, hosts, homes = facts.settings.nproc_per_node, facts.hosts, {places[role] for role in lost}
+    for name, node in facts.nodes.items():
+        if name in homes or len(hosts.get(name, ())) < capacity or facts.groups.withdrawn:
+            yield node
+
+
 def can_be_spared(facts: Facts, name: str) -> bool:
     """Whether the other nodes hold what the job would go on from, or nobody does: by their heartbeats."""
 
     def suffice(nodes: Iterable[Node]) -> bool:
-        reports = [report(_as_of_beats(node, facts)) for node in nodes]
+        reports = [_as_of_beats(node, facts) for node in nodes]
         about = facts.places, facts.initial, ()
         try:
             choice = decision.choose_version(
@@ -165,15 +171,18 @@ def can_be_spared(facts: Facts, name: str) -> bool:
     return suffice(node for node in nodes if node.name != name) or not suffice(nodes)
 
 
-def _as_of_beats(node: Node, facts: Facts) -> Node:
-    """With what it holds now: it has reported when the epoch before ended."""
-    roles = dict(node.holdings.roles)
+def _as_of_beats(node: Node, facts: Facts) -> decision.NodeReport:
+    """What it holds now: it has reported when the epoch before ended."""
+    known = node.holdings.report
+    roles: dict[int, decision.Held] = {
+        role: RoleHeld(own.alive, own.stage, list(versions), list(own.segments))
+        for role, own, versions in known.each_role()
+    }
     for role, beat in node.beats.items():
         segments = list(facts.catalogue.get(role, ()))
         roles[role] = RoleHeld(alive=True, stage="training", versions=beat.held, segments=segments)
-    copies = {**node.holdings.replicas, **node.replicas}
-    held = structs.replace(node.holdings, roles=roles, replicas=copies)
-    return replace(node, holdings=held)
+    copies = {**dict(known.each_copy()), **node.replicas}
+    return decision.NodeReport(node.name, node.hello.domain, roles, copies)
 
 
 def older_than_promised(facts: Facts, version: int | None) -> bool:
@@ -196,11 +205,11 @@ def _choose(facts: Facts, roles: Places, places: Places, durable: Durable) -> _C
     known, adopted = _segments(facts, roles, places), facts.groups.adopted(roles)
     choose = partial(
         decision.choose_version,
-        [report(node) for node in facts.nodes.values()],
+        [node.holdings.report for node in facts.nodes.values()],
         [*roles, *adopted],
         facts.initial,
-        placements={**roles, **{role: roles[adopter] for role, adopter in adopted.items()}},
-        previous=places,
+        placements={**roles, **{r: roles[by] for r, by in adopted.items()}} if adopted else roles,
+        previous=facts.places,
         reached=facts.reached,
         catalogue=known,
     )
@@ -245,17 +254,20 @@ def _durable(facts: Facts, nodes: frozenset[str], durable: Durable) -> Mapping[i
     return durable(nodes) if facts.settings.durable_dir else {}
 
 
-def _segments(facts: Facts, roles: Places, places: Places) -> dict[int, Collection[str]]:
+def _segments(facts: Facts, roles: Places, places: Places) -> Mapping[int, Collection[str]]:
     """What each role's state consists of; of those that are away, what they had alone."""
+    joining, away = roles.keys() - places.keys(), facts.groups.adopted(roles)
+    if not joining and not away:
+        return facts.catalogue
     known: dict[int, Collection[str]] = dict(facts.catalogue)
-    for role in roles.keys() - places.keys():  # of a group that comes back, or takes part for the first time
+    for role in joining:  # of a group that comes back, or takes part for the first time
         counterpart = facts.groups.counterpart(role, places)
         if facts.groups.redundancy is Redundancy.REPLICATED:
             known[role] = known[counterpart]
         else:
             common = facts.catalogue[counterpart].items()
             known[role] = {*known.get(role, ()), *(name for name, held in common if contains(held, role))}
-    for role in facts.groups.adopted(roles):
+    for role in away:
         known[role] = facts.groups.held_alone(role, facts.catalogue.get(role, {}), roles)
     return known
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Literal, Protocol
 
 from ft_core.errors import Unrecoverable
+from ft_core.protocol.table import moved_roles
 
 SOURCES = 8
 """Nodes that are named of all that have a segment."""
@@ -57,7 +59,7 @@ class Held(Protocol):
         """Of each of them."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class NodeReport:
     """What a live agent holds.
 
@@ -70,6 +72,36 @@ class NodeReport:
     roles: Mapping[int, Held] = field(default_factory=dict)
     replicas: Mapping[str, Sequence[int]] = field(default_factory=dict)
     segments: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    at: Sequence[Sequence[int]] | None = None
+    """Versions of the roles, where those do not say it: of all the same, or of each, in order."""
+    copies_at: Sequence[Sequence[int]] | None = None
+    """The same of replicas."""
+    ids: frozenset[str] | None = None
+    """All segments of its roles, if that is known, and each has some."""
+    home: bool = False
+    """Whether it is known that its roles are those that were placed there when the failure came."""
+
+    def each_role(self) -> Iterator[tuple[int, Held, Sequence[int]]]:
+        """With its versions."""
+        if self.at is None:
+            return ((role, own, own.versions) for role, own in self.roles.items())
+        return ((role, own, at) for (role, own), at in zip(self.roles.items(), self._each(self.at)))  # noqa: B905
+
+    def each_copy(self) -> Iterator[tuple[str, Sequence[int]]]:
+        """Segments kept for others, with their versions."""
+        if self.copies_at is None:
+            return iter(self.replicas.items())
+        return zip(self.replicas, self._each(self.copies_at))  # noqa: B905
+
+    def has_all(self, version: int | None) -> bool:
+        """Whether all of its roles are known to have that version, and what it consists of."""
+        if self.ids is None or self.at is None:
+            return False
+        return _all_have(self.at, version)
+
+    @staticmethod
+    def _each(at: Sequence[Sequence[int]]) -> Iterable[Sequence[int]]:
+        return repeat(at[0]) if len(at) == 1 else at
 
 
 @dataclass(frozen=True)
@@ -119,7 +151,7 @@ def choose_version(
     `reports` come from all live agents, and only from them. `initial` is the version that start-up yields (0,
     or the iteration of the checkpoint that the job was started from); None if it cannot be repeated.
     `durable` are the complete durable checkpoints. `placements` (role -> node, from `assign`) says where each
-    role goes on, `previous` where it was when the failure came: the one serves locality, the other messages.
+    role goes on, `previous` where it was when the failure came.
     `reached` is the newest version that any role is known to have had (step tags): it keeps a job whose
     memory is all gone from starting silently from scratch.
 
@@ -130,29 +162,30 @@ def choose_version(
 
     Raises Unrecoverable, with what was lost, when neither memory nor start-up nor a checkpoint helps.
     """
-    holdings = _Holdings(reports, catalogue)
-    roles = sorted(roles)
-    best: tuple[int, tuple[Loss, ...]] | None = None
+    roles = list(roles)
+    holdings = _Holdings(reports, roles, placements or {}, previous or {}, catalogue)
+    best: tuple[int, list[tuple[int, str | None]]] | None = None
     for version in sorted(holdings.versions | ({initial} if initial is not None else set()), reverse=True):
-        lost = holdings.missing(version, roles)
-        computed = {x.role for x in lost if version == initial and x.role in holdings.starting}
-        lost = tuple(x for x in lost if x.role not in computed)
+        lost = holdings.missing(version)
+        computed = {role for role, _ in lost if version == initial and role in holdings.starting}
+        lost = [each for each in lost if each[0] not in computed]
         if not lost and version >= max(durable, default=version):
-            sources = holdings.sources(version, roles, computed, placements or {})
+            sources = holdings.sources(version, computed)
             return Choice(version, "initial" if computed else "memory", {r: {} for r in computed} | sources)
         if version in holdings.versions and (best is None or len(lost) < len(best[1])):
             best = (version, lost)
 
     newest = max([*holdings.versions, *durable, *([] if reached is None else [reached])], default=initial)
     if initial is not None and newest is not None and newest <= initial:
-        computed = {x.role for x in holdings.missing(initial, roles)}
-        sources = holdings.sources(initial, roles, computed, placements or {})
+        computed = {role for role, _ in holdings.missing(initial)}
+        sources = holdings.sources(initial, computed)
         return Choice(initial, "initial", {r: {} for r in computed} | sources)
 
-    wanted, lost = best or (None, holdings.missing(None, roles))
+    wanted, lost = best or (None, holdings.missing(None))
+    losses = holdings.losses(lost)
     if durable:
-        return Choice(max(durable), "durable", {r: {} for r in roles}, lost)
-    raise Unrecoverable(_explain(wanted, lost, previous or {}))
+        return Choice(max(durable), "durable", {r: {} for r in sorted(roles)}, losses)
+    raise Unrecoverable(_explain(wanted, losses, previous or {}))
 
 
 @dataclass(frozen=True)
@@ -175,7 +208,9 @@ def assign(
 
     As `_assign`.
     """
-    willing = {node: count for node, count in idle.items() if node not in avoided}
+    willing = idle
+    if avoided:
+        willing = {node: count for node, count in idle.items() if node not in avoided}
     first = _assign(placements, willing, lost, capacity, copies)
     if not avoided or not first.unplaced:
         return first
@@ -202,18 +237,17 @@ def _assign(
     most tightly.
     """
     free = {node: count for node, count in idle.items() if count > 0}
-    roles = dict(placements)
-    for role in lost:
-        roles.pop(role, None)
+    roles = dict(placements)  # in its order
+    load = Counter(placements.values())
+    load.subtract(placements[role] for role in lost if role in placements)
     groups: dict[str | None, list[int]] = {}
     for role in sorted(lost):
         home = placements.get(role)
         if home is not None and free.get(home, 0) > 0:
             free[home] -= 1
-            roles[role] = home
+            load[home] += 1
         else:
             groups.setdefault(home, []).append(role)
-    load = Counter(roles.values())
     free = {n: left for n, count in free.items() if (left := min(count, capacity - load[n])) > 0}
 
     unplaced: list[int] = []
@@ -235,101 +269,165 @@ def _assign(
                 del free[node]
             pending = pending[count:]
         unplaced += pending
+    for role in unplaced:
+        roles.pop(role, None)
     return Assignment(roles, tuple(sorted(unplaced)))
 
 
 class _Holdings:
-    """The reports, looked at for one version at a time: what all hold is counted, and only what is not there,
-    or not where it is needed, is looked for role by role."""
+    """The reports, looked at for one version at a time.
+
+    Nearly all nodes have all roles that are placed there, at that version: those are counted node by node,
+    and only what is left is looked for role by role.
+    """
 
     def __init__(
-        self, reports: Iterable[NodeReport], catalogue: Mapping[int, Collection[str]] | None
+        self,
+        reports: Iterable[NodeReport],
+        roles: Iterable[int],
+        placements: Mapping[int, str],
+        previous: Mapping[int, str],
+        catalogue: Mapping[int, Collection[str]] | None,
     ) -> None:
-        self._reports = {report.node: report for report in sorted(reports, key=lambda r: r.node)}
+        found = {report.node: report for report in reports}
+        self._reports = {name: found[name] for name in sorted(found)}
+        self._roles, self._places = sorted(roles), placements
+        self._before, self._moved = previous, moved_roles(previous, placements)
+        self._catalogue = self._remembered() if catalogue is None else catalogue
         self.versions: set[int] = set()
         self.starting: set[int] = set()
-        self._segments: Mapping[int, Collection[str]]
-        known: dict[int, set[str]] = {}
-        reported: dict[int, Collection[str]] = {}
-        for report in self._reports.values():
-            for role, own in report.roles.items():
-                self.versions.update(own.versions)
-                if own.segments:
-                    before = reported.get(role)
-                    reported[role] = own.segments if before is None else {*before, *own.segments}
-                elif not own.versions and own.alive and own.stage == "startup":
-                    self.starting.add(role)
-            for versions in report.replicas.values():
+        self._alike: dict[tuple[int, ...], set[str]] = {}
+        """By their versions, nodes that have just the roles that were placed there, all alike."""
+        self._others: list[NodeReport] = []
+        last: Sequence[Sequence[int]] = ()
+        for name, report in self._reports.items():
+            if (at := report.at) is not None and report.home and report.ids is not None and len(at) == 1:
+                self._alike.setdefault(tuple(at[0]), set()).add(name)
+            else:
+                self._others.append(report)
+            if (at := report.copies_at) is None:
+                self.versions.update(*report.replicas.values())
+            elif at != last:
+                self.versions.update(*at)
+                last = at
+        self.versions.update(*self._alike)
+        self._all_alike = set().union(*self._alike.values())
+        self._told: dict[int, int] = {}
+        """Roles of which some other node tells, with how many do."""
+        for report in self._others:
+            for role, own, versions in report.each_role():
+                self._told[role] = self._told.get(role, 0) + 1
                 self.versions.update(versions)
-            if catalogue is None:
-                for segment, holders in report.segments.items():
-                    for role in holders:
-                        known.setdefault(role, set()).add(segment)
-        # A role's own word on its segments is newer than what others remember of them.
-        self._segments = {**(known if catalogue is None else catalogue), **reported}
-        self._there: tuple[int | None, set[str], set[int]] = None, set(), set()
+                if not own.segments and not versions and own.alive and own.stage == "startup":
+                    self.starting.add(role)
+        self._looked: tuple[int | None, _There] | None = None
 
-    def _at(self, version: int | None) -> tuple[set[str], set[int]]:
-        """The segments that somebody has at `version`, and the roles of which somebody has a snapshot."""
-        if version != self._there[0]:
-            there: set[str] = set()
-            whole: set[int] = set()
-            for report in self._reports.values():
-                for role, own in report.roles.items():
-                    if version in own.versions:
-                        there.update(own.segments)
-                        if own.segments is self._segments.get(role):  # nobody says that there is more
-                            whole.add(role)
-                there.update(s for s, versions in report.replicas.items() if version in versions)
-            self._there = version, there, whole
-        return self._there[1:]
-
-    def missing(self, version: int | None, roles: Iterable[int]) -> tuple[Loss, ...]:
-        """What is not held at `version`."""
-        lost: list[Loss] = []
-        there, whole = self._at(version)
-        for role in roles:
-            if role in whole:
-                continue
-            segments = self._segments.get(role)
-            if not segments:
-                lost.append(Loss(role, None, ()))
-                continue
-            for segment in sorted(set(segments) - there):
-                lost.append(Loss(role, segment, tuple(sorted(self._versions(segment)))))
-        return tuple(lost)
-
-    def _versions(self, segment: str) -> set[int]:
-        """That are held of it."""
-        found: set[int] = set()
+    def _remembered(self) -> dict[int, set[str]]:
+        """Role -> its segments, as all agents together know them."""
+        known: dict[int, set[str]] = {}
         for report in self._reports.values():
-            found.update(report.replicas.get(segment, ()))
-            for own in report.roles.values():
-                if segment in own.segments:
-                    found.update(own.versions)
-        return found
+            for segment, holders in report.segments.items():
+                for role in holders:
+                    known.setdefault(role, set()).add(segment)
+        return known
 
-    def sources(
-        self, version: int, roles: Iterable[int], computed: Collection[int], placements: Mapping[int, str]
-    ) -> dict[int, dict[str, list[str]]]:
+    def _at(self, version: int | None) -> _There:
+        """Who has what at `version`."""
+        if self._looked is None or self._looked[0] != version:
+            self._looked = version, self._look(version)
+        return self._looked[1]
+
+    def _look(self, version: int | None) -> _There:
+        place, before = self._places.get, self._before.get
+        sound = {name for at, names in self._alike.items() if version in at for name in names}
+        elsewhere = self._moved | self._told.keys()
+        at_home = {
+            role
+            for report in self._others
+            for role, own, versions in report.each_role()
+            if version in versions and own.segments and place(role) == report.node
+            # Of what several tell, one may say that there is more.
+            if self._told[role] == 1 and before(role) not in self._all_alike
+        }
+        rest = [
+            role
+            for role in self._roles
+            if (place(role) not in sound or role in elsewhere) and role not in at_home
+        ]
+        segments = self._segments(rest)
+        return _There(segments, self._holders(version, set(chain.from_iterable(segments.values()))))
+
+    def _segments(self, roles: list[int]) -> dict[int, Collection[str]]:
+        """Of some roles. Their own word on it is newer than what others remember of them."""
+        found: dict[int, Collection[str]] = {}
+        for role in roles:
+            if (name := self._before.get(role)) is not None and name in self._all_alike:
+                found[role] = self._reports[name].roles[role].segments
+        wanted = self._told.keys() & roles
+        for report in self._others if wanted else ():
+            for role in wanted.intersection(report.roles):
+                if own := report.roles[role].segments:
+                    found[role] = {*found[role], *own} if role in found else own
+        return {role: found.get(role) or self._catalogue.get(role, ()) for role in roles}
+
+    def _holders(self, version: int | None, wanted: set[str]) -> dict[str, list[str]]:
+        """Of some segments, the nodes that have them, in order."""
+        nodes: dict[str, list[str]] = {segment: [] for segment in wanted}
+        for name, report in self._reports.items() if wanted else ():
+            here = wanted.intersection(report.replicas)
+            if here and not _all_have(report.copies_at, version):
+                here = {segment for segment, at in report.each_copy() if segment in here and version in at}
+            if report.has_all(version):
+                assert report.ids is not None
+                here |= wanted & report.ids
+            elif report.ids is None or not wanted.isdisjoint(report.ids):
+                for _, own, versions in report.each_role():
+                    if version in versions:
+                        here.update(wanted.intersection(own.segments))
+            for segment in here:
+                nodes[segment].append(name)
+        return nodes
+
+    def missing(self, version: int | None) -> list[tuple[int, str | None]]:
+        """What is not held at `version`: role and segment; None of a role whose segments nobody knows."""
+        there = self._at(version)
+        lost: list[tuple[int, str | None]] = []
+        for role, segments in there.segments.items():
+            if not segments:
+                lost.append((role, None))
+            else:
+                lost += ((role, segment) for segment in sorted(segments) if not there.holders[segment])
+        return lost
+
+    def losses(self, missing: list[tuple[int, str | None]]) -> tuple[Loss, ...]:
+        """The same, with the versions that are held of each."""
+        found: dict[str, set[int]] = {segment: set() for _, segment in missing if segment is not None}
+        for report in self._reports.values() if found else ():
+            for segment, versions in report.each_copy():
+                if segment in found:
+                    found[segment].update(versions)
+            for _, own, versions in report.each_role():
+                for segment in found.keys() & own.segments:
+                    found[segment].update(versions)
+        return tuple(
+            Loss(role, segment, tuple(sorted(found[segment])) if segment is not None else ())
+            for role, segment in missing
+        )
+
+    def sources(self, version: int, computed: Collection[int]) -> dict[int, dict[str, list[str]]]:
         """For each role and segment the nodes to ask, fetches spread over them; but for roles that are
         `computed`, and those that have a snapshot on their own node."""
         asked: Counter[str] = Counter()
-        wanted = []
-        for role in roles:
-            home = self._reports.get(placements.get(role, ""))
-            own = home.roles.get(role) if home is not None else None
-            local = own is not None and version in own.versions
-            if not local and role not in computed:
-                wanted.append(role)
-        holders = self._holders(version, {s for role in wanted for s in self._segments[role]})
+        there = self._at(version)
         sources: dict[int, dict[str, list[str]]] = {}
         turn = 0
-        for role in wanted:
-            own_node = placements.get(role, "")
+        for role, segments in there.segments.items():
+            own_node = self._places.get(role, "")
+            if role in computed or self._has_snapshot(own_node, role, version):
+                continue
             sources[role] = {}
-            for segment in sorted(self._segments[role]):
-                nodes = some = holders[segment]
+            for segment in sorted(segments):
+                nodes = some = there.holders[segment]
                 if len(nodes) > _FEW:
                     some = [nodes[at % len(nodes)] for at in range(turn, turn + SOURCES)]
                     at = bisect_left(nodes, own_node)
@@ -342,19 +440,26 @@ class _Holdings:
                 sources[role][segment] = order
         return sources
 
-    def _holders(self, version: int, wanted: set[str]) -> dict[str, list[str]]:
-        """Of some segments, the nodes that have them, in order."""
-        nodes: dict[str, list[str]] = {segment: [] for segment in wanted}
-        if not wanted:
-            return nodes
-        for name, report in self._reports.items():
-            here = {s for s in wanted.intersection(report.replicas) if version in report.replicas[s]}
-            for own in report.roles.values():
-                if version in own.versions:
-                    here.update(wanted.intersection(own.segments))
-            for segment in here:
-                nodes[segment].append(name)
-        return nodes
+    def _has_snapshot(self, node: str, role: int, version: int) -> bool:
+        home = self._reports.get(node)
+        if home is None or role not in home.roles:
+            return False
+        return any(version in versions for each, _, versions in home.each_role() if each == role)
+
+
+@dataclass(frozen=True)
+class _There:
+    """Of one version. `segments`: of the roles that are not known to be whole on their own nodes, in order;
+    `holders`: of those segments, the nodes that have them, in order."""
+
+    segments: dict[int, Collection[str]]
+    holders: dict[str, list[str]]
+
+
+def _all_have(at: Sequence[Sequence[int]] | None, version: int | None) -> bool:
+    if at is None or len(at) == 1:
+        return at is not None and version in at[0]
+    return all(version in versions for versions in at)
 
 
 def _explain(version: int | None, lost: Sequence[Loss], previous: Mapping[int, str]) -> str:

@@ -22,7 +22,7 @@ from ft_core.control.deciding import (
 )
 from ft_core.control.durable_names import Checkpoints
 from ft_core.control.events import Close, Effect, End, Record, Say, Send
-from ft_core.control.facts import ALL_IS_LOST, Facts, Node, completed, epoch_of, records
+from ft_core.control.facts import ALL_IS_LOST, Facts, Node, epoch_of
 from ft_core.control.forming import first_places
 from ft_core.control.goodput import Account
 from ft_core.control.hangs.detector import Blame, Detector, Puzzle
@@ -222,7 +222,7 @@ class Epochs:
         self._own, self._whole = {}, []
 
     def _start(self, start: Start, counts: Sequence[tuple[int, m.Counts]] = ()) -> None:
-        """Begin an epoch. `counts`: the start-up operations of those who take part."""
+        """Begin an epoch. `counts`: the start-up operations of newcomers that have replayed them already."""
         facts, before = self.facts, self.facts.plan
         self.returning.epoch_begins(self.now)
         self.watch.begins()
@@ -236,11 +236,14 @@ class Epochs:
             # A durable checkpoint may be of before a part's end.
             facts.parts = [end for end in facts.parts if end <= start.version]
         job = before.job if before is not None else self._ids()
-        plan = plans.make(facts, start, completed(counts), name=f"{facts.epoch}-{self._ids()}", job=job)
+        facts.takes_part(start.roles, start.lost)
+        for role, known in counts:
+            facts.records.say(role, known)
+        plan = plans.make(facts, start, name=f"{facts.epoch}-{self._ids()}", job=job)
         self._begin(plan)
-        self._own = plans.own_plans(facts, plan, counts)
+        self._own = plans.own_plans(facts, plan)
         self.phase, self._shortage = Running(), ""
-        moved = {role: node for role, node in start.roles.items() if role in start.lost}
+        moved = {role: start.roles[role] for role in start.lost if role in start.roles}
         about = {"version": start.version, "origin": start.origin, "moved": moved}
         cause = Cause.START_UP if start.origin == "initial" else Cause.RESTORING
         about |= self._time_goes_to(Cause.UNKNOWN if self.unprotected else cause, facts.epoch)
@@ -259,16 +262,16 @@ class Epochs:
         """To all nodes; those that have the plan before are told what is different."""
         facts, plan = self.facts, self.facts.begun
         shared: m.SharedPlan | None = None
-        for node in facts.nodes.values():
+        for name, node in facts.nodes.items():
             if before is None or node.begun != before.id:
                 self._send_plan(node)
                 continue
             if shared is None:
                 shared = plans.shared_plan(plan, facts.settings, before.id, *changes(before, plan))
             node.planned = self.now
-            if (own := self._own.get(node.name)) is not None:
-                self.do(Send(node.peer, own))
-            self.do(Send(node.peer, shared))
+            if name in self._own:
+                self.effects.append(Send(node.peer, self._own[name]))
+            self.effects.append(Send(node.peer, shared))
 
     def _send_plan(self, node: Node) -> None:
         """All of it."""
@@ -357,7 +360,7 @@ class Epochs:
                 self.tally.resumed(self.account.seconds, facts.begun.origin, self.wall)
             self._once(name, **about)
             if name == "resumed":
-                facts.compact_catalogue()  # while nobody waits for it
+                facts.compact_catalogue(), facts.groups.value()  # while nobody waits for it
             if name == "resumed" and facts.resumes and "resumes" not in self._recorded:
                 self._once("resumes", reason="started again, the script goes on from its newest checkpoint")
 
@@ -415,7 +418,7 @@ class Epochs:
         if self.returning.concerns(role):
             self.do(*self.returning.fail(facts, where))
             return
-        node.worker_died(role)
+        facts.worker_died(node, role)
         local = facts.initial is None or self.unprotected or self.completion.released
         if lost.fault is m.Fault.LEFT and local:
             self.completion.finished.add(role)
@@ -717,7 +720,6 @@ class Epochs:
         facts, phase = self.facts, self.phase
         if not isinstance(phase, Quiescing | Waiting):
             return
-        nodes = facts.nodes.values()
         if facts.gone or not facts.all_reported():
             return
         if self.watch.suspects_link:
@@ -741,7 +743,7 @@ class Epochs:
         elif isinstance(outcome, Start):
             if outcome.origin != "durable" and older_than_promised(facts, outcome.version) and self.unread():
                 return
-            self._start(outcome, [*records(nodes, outcome.roles), *self.returning.records()])
+            self._start(outcome, self.returning.records())
         elif isinstance(outcome, StartOver):
             if not self.unread():
                 self._start_over(outcome)
@@ -755,7 +757,8 @@ class Epochs:
         may live, and hold what is missing."""
         facts = self.facts
         # Of those who train while nobody hears them it is not known how far they have come.
-        unknown = (facts.initial is not None or self._others_plan) and not facts.playing()
+        nobody = facts.nodes.keys().isdisjoint(facts.hosts)
+        unknown = (facts.initial is not None or self._others_plan) and nobody
         if isinstance(outcome, Start):
             older = outcome.version is None or outcome.version < facts.reached - 1
             bad = (facts.trained and older) or (unknown and outcome.origin != "memory")

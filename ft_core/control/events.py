@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Struct
+
 from ft_core.protocol.messages import AgentHello, Message, Pulse
 
 Peer = int
@@ -98,8 +100,7 @@ Event = (
 # -- effects -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(Struct, frozen=True, gc=False):  # a hundred thousand at a time
     """In order for each peer; nothing happens if it is gone."""
 
     peer: Peer

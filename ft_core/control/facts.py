@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any
+from functools import cached_property
 
-from msgspec.structs import replace
-
-from ft_core.control import compact, decision
+from ft_core.control import compact
 from ft_core.control.events import Effect, Peer, Send
 from ft_core.control.groups import Groups
+from ft_core.control.held import Held
+from ft_core.control.records import Records
 from ft_core.control.strikes import Strikes, place
 from ft_core.control.suspicion import Sight
 from ft_core.leadership.lease import first_epoch
 from ft_core.protocol.messages import (
     AgentHello,
     Catalogue,
-    Counts,
     Heartbeat,
-    Holdings,
+    HoldingsChanged,
     Host,
     Message,
     NodeAddress,
@@ -29,15 +27,13 @@ from ft_core.protocol.messages import (
     RoleBeat,
     RoleLayout,
 )
+from ft_core.protocol.table import moved_roles
 from ft_core.settings import Settings
 
 ALL_IS_LOST = (
     "the controller and all nodes with a role were lost together, and with them the state of the job; what "
     "is left is its newest checkpoint, if it has one"
 )
-
-Operations = dict[str, tuple[int, int]]
-"""By group, how many start-up operations are done, and a role that has their record."""
 
 
 def epoch_of(plan: str) -> int:
@@ -52,7 +48,7 @@ class Node:
     peer: Peer
     hello: AgentHello
     sight: Sight
-    holdings: Holdings
+    holdings: Held
     idle: int
     begun: str
     """The plan that it had begun when it was heard last."""
@@ -68,7 +64,7 @@ class Node:
     @classmethod
     def of(cls, peer: Peer, hello: AgentHello, now: float) -> Node:
         """The node that greets at `now`, by its greeting."""
-        held = hello.holdings
+        held = Held(hello)
         return cls(peer, hello, Sight(now), held, held.idle, held.begun, list(hello.said))
 
     @property
@@ -81,28 +77,14 @@ class Node:
         """The plan that it had when it greeted."""
         return self.hello.holdings.begun
 
-    @property
+    @cached_property
     def address(self) -> NodeAddress:
         """Where others reach its memory, as plans say it."""
         return NodeAddress(data=self.hello.data, domain=self.hello.domain)
 
-    def report(self, held: Holdings) -> None:
-        """It has said, in a report, what it holds now."""
-        self.holdings, self.idle, self.begun = held, held.idle, held.begun
-
     def beat(self, beat: Heartbeat) -> None:
         """It has said how far its roles are."""
         self.idle, self.begun, self.beats, self.replicas = beat.idle, beat.begun, beat.roles, beat.replicas
-
-    def configured(self, values: Mapping[str, Any]) -> None:
-        """It uses these settings."""
-        self.holdings = replace(self.holdings, configured=dict(values))
-
-    def worker_died(self, role: int) -> None:
-        """Though it may have reported in this epoch that it lives."""
-        if (held := self.holdings.roles.get(role)) is not None:
-            roles = {**self.holdings.roles, role: replace(held, alive=False)}
-            self.holdings = replace(self.holdings, roles=roles)
 
 
 @dataclass
@@ -127,6 +109,8 @@ class Facts:
     """The plan's places, and the same by node."""
     _late: tuple[int, list[str]] = field(default_factory=lambda: (0, []))
     """Of an epoch, the nodes that had not reported when it was looked last."""
+    _sound: set[str] = field(default_factory=set)
+    """Nodes whose roles were those of the plan, and had live workers, when they were heard last."""
     catalogue: dict[int, compact.Segments] = field(default_factory=dict)
     """Role -> its segments and their holders: what is lost without a trace must still be missed."""
     _compact: Catalogue | None = None
@@ -145,6 +129,8 @@ class Facts:
     """The newest epoch in which all scripts were started again."""
     start: tuple[int | None, Origin] = (None, "initial")
     """Version and origin that the job began with."""
+    records: Records = field(default_factory=Records)
+    """What live workers have on record of the start-up phase."""
     strikes: Strikes = field(init=False)
     """What has failed where."""
     parts: list[int] = field(default_factory=list)
@@ -182,22 +168,75 @@ class Facts:
         self.drop(node)
         self.nodes[node.name] = self.peers[node.peer] = node
         self._late[1].append(node.name)
+        self._count(node)
+        self._look_at(node)
+
+    def _count(self, node: Node) -> None:
+        """What the workers that the plan has there have on record."""
+        for role, counts in node.holdings.counts().items():
+            if self.places.get(role) == node.name:
+                self.records.say(role, counts)
+
+    def _forget_records(self, node: Node, roles: Iterable[int]) -> None:
+        for role in roles:
+            if self.places.get(role) == node.name:
+                self.records.say(role, {})
+
+    def report(self, node: Node, news: HoldingsChanged) -> bool:
+        """It has said, in a report, what it holds now. Returns whether that could be understood."""
+        held = node.holdings
+        anew = isinstance(news.roles, dict) or held.recount or bool(held.dead)
+        before = held.counts() if anew else {}
+        if not held.change(news):
+            return False
+        node.idle, node.begun = held.idle, held.begun
+        self.reached = max(self.reached, held.newest)
+        if anew:
+            self._forget_records(node, before.keys() - held.counts().keys())
+            self._count(node)
+        self._look_at(node)
+        return True
+
+    def _look_at(self, node: Node) -> None:
+        """Whether its roles are as the plan has them, and all live."""
+        held, name = node.holdings, node.name
+        held.report.home = home = list(held.roles) == self.hosts.get(name, [])
+        if home and held.all_alive:
+            self._sound.add(name)
+        else:
+            self._sound.discard(name)
+
+    def worker_died(self, node: Node, role: int) -> None:
+        """Though it may have reported in this epoch that it lives."""
+        node.holdings.worker_died(role)
+        self._sound.discard(node.name)
+        self._forget_records(node, [role])
+
+    def takes_part(self, roles: Mapping[int, str], newcomers: Iterable[int]) -> None:
+        """An epoch begins with `roles`: what others have on record is of no use, and `newcomers` will say
+        what they have."""
+        if list(roles) != list(self.places):
+            for role in self.records.roles - roles.keys():
+                self.records.say(role, {})
+        for role in newcomers:
+            self.records.say(role, {})
+            if (node := self.nodes.get(roles.get(role, ""))) is not None:
+                node.holdings.recount = True
 
     def drop(self, node: Node) -> None:
         """Forget a node that is lost, or has left."""
         if (known := self.nodes.pop(node.name, None)) is not None:
             del self.peers[known.peer]
             self.gone.discard(node.name)
+            self._sound.discard(node.name)
+            self._forget_records(known, known.holdings.counts())
 
     @property
     def hosts(self) -> dict[str, list[int]]:
         """The nodes that the plan has roles on, and which, ascending."""
         places = self.places
         if self._hosted[0] is not places:
-            by_node: dict[str, list[int]] = {}
-            for role, name in sorted(places.items()):
-                by_node.setdefault(name, []).append(role)
-            self._hosted = places, by_node
+            self._hosted = places, hosts_now(*self._hosted, places)
         return self._hosted[1]
 
     def playing(self) -> list[Node]:
@@ -220,7 +259,7 @@ class Facts:
     def avoided(self, now: float) -> set[str]:
         """Live nodes that are not used while there are others."""
         places = self.strikes.avoided(now)
-        return {name for name in self.nodes if place(name) in places}
+        return {name for name in self.nodes if place(name) in places} if places else set()
 
     def compact_catalogue(self) -> Catalogue:
         """The catalogue, as plans have it."""
@@ -236,8 +275,12 @@ class Facts:
 
     def alive(self, role: int, node: str) -> bool:
         """Whether `role` has a live worker on `node`."""
-        held = self.nodes[node].holdings.roles.get(role) if node in self.nodes else None
-        return held is not None and held.alive
+        return node in self.nodes and self.nodes[node].holdings.alive(role)
+
+    def lost(self) -> list[int]:
+        """Roles of the plan without a live worker where they are. Asked once all have reported."""
+        doubtful = self.hosts.keys() - self._sound
+        return sorted(role for name in doubtful for role in self.hosts[name] if not self.alive(role, name))
 
     def to_all(self, message: Message) -> list[Effect]:
         """Say it to all nodes."""
@@ -259,6 +302,8 @@ class Facts:
         self.futile, self.goal = state.futile, state.goal
         self.groups.restore(state.groups)
         self.plan, self.epoch = state, max(self.epoch, state.epoch)
+        for node in self.nodes.values():
+            self._count(node)
 
     def lay_out(self, message: RoleLayout) -> None:
         """What a role's state consists of; or the part of it that another has adopted."""
@@ -291,8 +336,10 @@ class Facts:
         lost that could not write its notes; but where there are copies of two versions a step was done."""
         if self.initial is not None:
             return False
-        copies = (held for node in self.nodes.values() for held in node.holdings.replicas.values())
-        return self.resumed >= max(1, self.started_over) or len({v for held in copies for v in held}) > 1
+        copies: set[int] = set()
+        for node in self.nodes.values():
+            copies |= node.holdings.copied_versions()
+        return self.resumed >= max(1, self.started_over) or len(copies) > 1
 
     def fill_catalogue(self, roles: Collection[int]) -> None:
         """What these said of their segments was lost with their nodes, or with a controller: what others hold
@@ -312,8 +359,10 @@ class Facts:
         """Of roles that never said what their segments are: as many domains as copies cover may be lost, and
         then the others name all of them."""
         plan = self.begun
+        if not self.trained or len(self.catalogue) == self.settings.world_size:
+            return
         gone = {about.domain for name, about in plan.nodes.items() if name not in self.nodes}
-        if self.trained and len(gone) <= self.settings.replicas:
+        if len(gone) <= self.settings.replicas:
             self.fill_catalogue(set(plan.roles) - set(self.catalogue))
 
     def forget(self) -> None:
@@ -324,21 +373,26 @@ class Facts:
         self._compact = None
 
 
+def hosts_now(
+    before: Mapping[int, str], by_node: Mapping[str, list[int]], now: Mapping[int, str]
+) -> dict[str, list[int]]:
+    """By node its roles, ascending. `before`, `by_node`: what was so; little has changed as a rule."""
+    hosts: dict[str, list[int]] = {}
+    if list(before) != list(now):
+        for role, name in sorted(now.items()):
+            hosts.setdefault(name, []).append(role)
+        return hosts
+    moved = moved_roles(before, now)
+    names = {before[role] for role in moved} | {now[role] for role in moved}
+    for name in sorted(names):
+        stay = (role for role in by_node.get(name, ()) if role not in moved)
+        hosts[name] = sorted([*stay, *(role for role in moved if now[role] == name)])
+    return {name: roles for name, roles in {**by_node, **hosts}.items() if roles}
+
+
 def to(nodes: Iterable[Node], message: Message) -> list[Effect]:
     """Send one message to each of these nodes."""
     return [Send(node.peer, message) for node in nodes]
-
-
-def versions(held: Holdings) -> list[int]:
-    """All that a node says it holds, of whatever."""
-    found = [*held.replicas.values(), *(role.versions for role in held.roles.values())]
-    return [version for each in found for version in each]
-
-
-def report(node: Node) -> decision.NodeReport:
-    """What a node holds, as the decision reads it."""
-    held = node.holdings
-    return decision.NodeReport(node.name, node.hello.domain, held.roles, held.replicas)
 
 
 def copies(
@@ -351,34 +405,3 @@ def copies(
         for segment in wanted.intersection(node.holdings.replicas):
             held.setdefault(segment, []).append(node.name)
     return {role: [name for s in catalogue.get(role, ()) for name in held.get(s, ())] for role in roles}
-
-
-def completed(counts: Iterable[tuple[int, Counts]]) -> Operations:
-    """For each group how many start-up operations are done, and a role that has their record.
-
-    `counts`: what roles have on record, of those that take part: one whose replica group leaves is about to
-    lose its worker.
-    """
-    said = [(role, known) for role, known in counts if known]
-    most: dict[str, int] = {}
-    uneven = set()
-    for name, count in set(chain.from_iterable(known.items() for _, known in said)):
-        if name in most:
-            uneven.add(name)
-        most[name] = max(count, most.get(name, 0))
-    holder: dict[str, int] = {}
-    for role, known in reversed(said):
-        holder.update(dict.fromkeys(known, role))
-    for name in uneven:
-        holder[name] = next(role for role, known in said if known.get(name) == most[name])
-    return {name: (count, holder[name]) for name, count in sorted(most.items()) if count}
-
-
-def records(nodes: Iterable[Node], roles: Collection[int]) -> list[tuple[int, Counts]]:
-    """The counts that live workers of `roles` have reported."""
-    return [
-        (role, held.counts)
-        for node in nodes
-        for role, held in node.holdings.roles.items()
-        if held.alive and role in roles
-    ]

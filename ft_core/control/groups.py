@@ -70,6 +70,8 @@ class Groups:
 
     def of(self, roles: Collection[int]) -> list[int]:
         """The groups that `roles` belong to."""
+        if len(roles) == len(self._of):
+            return sorted(set(self._of.values()))
         return sorted({self._of[role] for role in roles})
 
     def roles(self, groups: Collection[int]) -> list[int]:

@@ -35,7 +35,7 @@ from ft_core.control.events import (
     Terminate,
     Tick,
 )
-from ft_core.control.facts import Facts, Node, epoch_of, versions
+from ft_core.control.facts import Facts, Node, epoch_of
 from ft_core.control.goodput import Account
 from ft_core.control.groups import Groups
 from ft_core.control.phases import Done, Forming, Phase, Rebuilding, Running, Waiting
@@ -53,6 +53,8 @@ log = logging.getLogger(__name__)
 FAILURES = 3
 """Controllers in a row that fail of an error of their own before the job ends: the next one would meet the
 same again."""
+AT_ONCE = 1024
+"""Operations that are looked at in a tick, of those of which there is news."""
 
 
 class Controller:
@@ -209,7 +211,7 @@ class Controller:
         facts.add(node)
         self._epochs.watch.greeted(node.name)
         self._epochs.look_for_plan(epoch_of(node.greeted_with))
-        facts.seen_at(versions(node.holdings))
+        facts.seen_at(node.holdings.versions())
         if isinstance(self.phase, Forming | Rebuilding):
             facts.epoch = max(facts.epoch, node.holdings.epoch, facts.plan_epoch)
         if node.holdings.configured is not None:
@@ -251,7 +253,10 @@ class Controller:
             self.facts.gone.add(node.name)
 
     def _receive(self, peer: Peer, message: m.Message) -> None:
-        if isinstance(message, m.AskStatus):
+        if (node := self.facts.peers.get(peer)) is not None:
+            node.sight.hear(self._epochs.now)
+            self._on_agent(node, message)
+        elif isinstance(message, m.AskStatus):
             finished, now = self._epochs.completion.finished, self._epochs.now
             self._epochs.do(Send(peer, ctl.status(self.facts, self.phase, finished, self._pid, now)))
         elif isinstance(message, m.AskRows):
@@ -267,13 +272,8 @@ class Controller:
             self._epochs.strikes_changed = True
         elif isinstance(message, m.DescribeRole | m.DescribeFlight):
             self._epochs.do(*self._questions.ask(self.facts, peer, message, self._epochs.now))
-        elif (node := self.facts.peers.get(peer)) is None:
-            self._epochs.do(
-                Close(peer)
-            )  # it is lost: what it had said before is of no use, and it will greet again
-        else:
-            node.sight.hear(self._epochs.now)
-            self._on_agent(node, message)
+        else:  # it is lost: what it had said before is of no use, and it will greet again
+            self._epochs.do(Close(peer))
 
     # -- what agents say -----------------------------------------------------------------------
 
@@ -300,10 +300,11 @@ class Controller:
             node.idle = message.idle
             if isinstance(self.phase, Waiting):
                 self._epochs.decide_if_ready()
-        elif isinstance(message, m.Holdings):
-            node.report(message)
-            facts.seen_at(versions(message))
-            self._epochs.decide_if_ready()
+        elif isinstance(message, m.HoldingsChanged):
+            if facts.report(node, message):
+                self._epochs.decide_if_ready()
+            else:  # it will say everything
+                self._epochs.do(Close(node.peer))
         elif not self._epochs.planned:
             node.unheard.append(message)
         else:
@@ -326,7 +327,7 @@ class Controller:
             case m.Configure():
                 self._asked_for_settings(node, message)
             case m.Configured(configured=values):
-                node.configured(values)
+                node.holdings.configured = values
                 self._settle()
             case m.RoleState():
                 self._epochs.do(*self._questions.described(facts, message))
@@ -506,5 +507,7 @@ class Controller:
         if isinstance(self.phase, Running):
             self._epochs.watch_endings()
         self._epochs.look_for_hangs()
+        if not self.busy:
+            self.facts.records.prepare(AT_ONCE)
         if isinstance(self.phase, Running) and self.facts.settings.policy == "shrink":
             self._epochs.bring_groups_back()

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import ChainMap
 from collections.abc import Iterable, Mapping
-from itertools import chain
+from itertools import chain, filterfalse
 
 from msgspec.structs import replace
 
 from ft_core.control.deciding import Start
-from ft_core.control.facts import Facts, Operations
-from ft_core.protocol.groups import GroupId, parse, series_of
+from ft_core.control.facts import Facts
+from ft_core.control.records import Records
 from ft_core.protocol.messages import (
     BeganWith,
-    Counts,
     Host,
     JobState,
     NodeAddress,
@@ -30,22 +29,23 @@ from ft_core.protocol.table import placed
 from ft_core.settings import Settings
 
 
-def make(facts: Facts, start: Start, done: Operations, name: str, job: str) -> Plan:
-    """The next epoch's. `done`: the start-up operations of those who take part; `name`: the plan's id."""
-    lead = facts.nodes[start.roles[min(start.roles)]].holdings
+def make(facts: Facts, start: Start, name: str, job: str) -> Plan:
+    """The next epoch's. `name`: the plan's id."""
+    ordered = sorted(start.roles)
+    lead = facts.nodes[start.roles[ordered[0]]].holdings
     return Plan(
         id=name,
         epoch=facts.epoch,
         job=job,
-        roles=dict(sorted(start.roles.items())),
-        nodes={node.name: node.address for node in facts.nodes.values()},
+        roles=start.roles if ordered == list(start.roles) else {r: start.roles[r] for r in ordered},
+        nodes={name: node.address for name, node in facts.nodes.items()},
         store=lead.store,
         master=lead.master,
         version=start.version,
         origin=start.origin,
         durable=start.durable,
         sources={role: held for role, held in start.sources.items() if held},
-        completed=dict(done),
+        completed=dict(facts.records.done()),
         parts=facts.parts,
         resumes=facts.resumes,
         started_over=facts.started_over,
@@ -83,10 +83,13 @@ def worker_plan(state: JobState, settings: Settings) -> WorkerPlan:
     )
 
 
-def own_plans(facts: Facts, plan: Plan, counts: Iterable[tuple[int, Counts]]) -> dict[NodeName, OwnPlan]:
-    """What single nodes must know. `counts`: what those who take part have on record."""
-    needed = operations_needed(plan.completed, counts, plan.roles)
-    hosts: dict[int, NodeName] = {r: plan.roles[by] for r, by in plan.adopted.items()} | plan.roles
+def own_plans(facts: Facts, plan: Plan) -> dict[NodeName, OwnPlan]:
+    """What single nodes must know."""
+    known, without = facts.records.roles, set(plan.newcomers) - facts.records.roles
+    if len(known) + len(without) < len(plan.roles) + len(plan.absent):
+        without = set(filterfalse(known.__contains__, chain(plan.roles, plan.absent)))
+    needed = facts.records.needed(plan.roles, without)
+    hosts = ChainMap(plan.roles, {r: plan.roles[by] for r, by in plan.adopted.items()})
     sources: dict[NodeName, dict[int, dict[str, list[str]]]] = {}
     for role, held in plan.sources.items():
         if role in hosts:
@@ -117,11 +120,11 @@ def kept(state: JobState, hosts: Iterable[Host]) -> Plan:
 
 
 def prepare(
-    state: Plan, settings: Settings, roles: Mapping[int, str], done: Operations
+    state: Plan, settings: Settings, roles: Mapping[int, str], records: Records
 ) -> dict[str, Prepare]:
     """What the nodes are told where `roles` (role -> node) start, to come back while others train.
 
-    `done`: the start-up operations of those who train.
+    `records`: of those who train.
     """
     worker = replace(
         worker_plan(state, settings),
@@ -129,7 +132,7 @@ def prepare(
         ahead={role: state.absent[role] for role in roles},
         absent={role: other for role, other in state.absent.items() if role not in roles},
     )
-    needed = operations_needed(done, (), roles)
+    needed = records.needed(roles, state.absent.keys())
     return {
         name: Prepare(
             epoch=state.epoch,
@@ -138,36 +141,6 @@ def prepare(
         )
         for name in set(roles.values())
     }
-
-
-def operations_needed(
-    done: Operations, counts: Iterable[tuple[int, Counts]], places: Mapping[int, NodeName]
-) -> dict[NodeName, Operations]:
-    """By node, the start-up operations of `done` in whose groups a role of its is that has not all on record
-    (`counts`): nobody else asks for them."""
-    own = {role: known for role, known in counts if role in places}
-    have = Counter(chain.from_iterable(own.values()))
-    said = set(chain.from_iterable(known.items() for known in own.values()))
-    behind = {name for name, count in said if count < done.get(name, (0,))[0]}
-    series = {name: series_of(parse(name)) for name in done}
-    lacking = {
-        which.group
-        for name, which in series.items()
-        if name in behind or have[name] < (2 if which.pair is not None else sum(map(len, which.group.runs)))
-    }
-    by_group: dict[GroupId, list[str]] = {}
-    for name, which in series.items():
-        if which.group in lacking:
-            by_group.setdefault(which.group, []).append(name)
-    needed: dict[NodeName, Operations] = {}
-    nothing: Counts = {}
-    for group, names in by_group.items():
-        for role in (role for run in group.runs for role in run if role in places):
-            known = own.get(role, nothing)
-            mine = [name for name in names if (pair := series[name].pair) is None or role in pair]
-            if any(known.get(name, 0) < done[name][0] for name in mine):
-                needed.setdefault(places[role], {}).update((name, done[name]) for name in mine)
-    return needed
 
 
 def nodes_changed(facts: Facts) -> tuple[Plan, NodesChanged] | None:

@@ -20,7 +20,7 @@ class Progress:
         """Role -> pid of its worker."""
         self._version = state.version
         self._unrestored, self._unstepped = set(state.roles), set(state.roles)
-        self._closed = set(state.roles) - set(state.newcomers)
+        self._closed = set(state.roles).difference(state.newcomers)
         """Survivors that have not said that they have their communicators."""
 
     def heard(self, message: Restored | Stepped | Reopened) -> Due | None:

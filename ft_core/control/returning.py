@@ -13,9 +13,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from ft_core.control.events import Effect, Record, Send
-from ft_core.control.facts import Facts, Node, completed, to
+from ft_core.control.facts import Facts, Node, to
 from ft_core.control.groups import Places
 from ft_core.control.plans import prepare
+from ft_core.control.records import completed
 from ft_core.protocol.messages import (
     Counts,
     Hold,

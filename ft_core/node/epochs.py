@@ -69,6 +69,8 @@ class Epochs:
         """For a successor of the controller: failures, and when it has told of them."""
         self._stuck_at = math.inf
         """When workers are killed that have not left their step for this epoch."""
+        self._reported: tuple[m.Holdings | None, int] = None, 0
+        """What was said over this connection of what is held here, and how often."""
 
     def do(self, *effects: Effect) -> None:
         """Have these carried out, after those that are there."""
@@ -149,6 +151,26 @@ class Epochs:
             master=self.about.master,
             configured=self.configured,
         )
+
+    def greeting(self) -> m.Holdings:
+        """The first report over a connection."""
+        now = self.holdings()
+        self._reported = now, 0
+        return now
+
+    def report(self) -> m.HoldingsChanged:
+        """Another one."""
+        now, (before, number) = self.holdings(), self._reported
+        self._reported = now, number + 1
+        return holdings.changed(before, now, number)
+
+    def report_if_changed(self) -> None:
+        """While nobody waits for it, say what need not be said in a recovery then: all but versions."""
+        before, number = self._reported
+        if self.epoch == self.begun and holdings.more_than_versions(
+            holdings.changed(before, self.holdings(), number)
+        ):
+            self.do(Report())
 
     def send_state(self) -> None:
         """Give a controller the job's state, which goes with each plan."""

@@ -192,7 +192,7 @@ class ToController:
 
 @dataclass(frozen=True)
 class Report:
-    """To the controller: `Epochs.holdings()`, once what stands before this is done. From `BeginEpoch` on no
+    """To the controller: `Epochs.report()`, once what stands before this is done. From `BeginEpoch` on no
     copy comes in that would push out another; what is reported stays."""
 
 

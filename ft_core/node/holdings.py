@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from ft_core.node.crew import Crew
 from ft_core.node.view import View
 from ft_core.protocol import messages as m
 from ft_core.protocol.groups import runs_of, text_of
+
+K = TypeVar("K")
 
 
 def roles_held(here: Iterable[int], crew: Crew, view: View) -> dict[int, m.RoleHeld]:
@@ -45,6 +48,42 @@ def copies_held(
             replicas[segment.id] = sorted(kept)
             holders[segment.id] = segment.held_by
     return replicas, holders
+
+
+def changed(before: m.Holdings | None, now: m.Holdings, number: int) -> m.HoldingsChanged:
+    """What is otherwise than it was said last, `before`: everything, where that is None. `number`: of such
+    reports over this connection."""
+    roles: dict[m.Role, m.RoleHeld] | list[tuple[m.Version, ...]] = now.roles
+    replicas: dict[m.SegmentId, list[m.Version]] | list[tuple[m.Version, ...]] = now.replicas
+    if before is not None and _but_for_versions(before.roles) == _but_for_versions(now.roles):
+        roles = _versions({role: held.versions for role, held in now.roles.items()})
+    if before is not None and list(before.replicas) == list(now.replicas):
+        replicas = _versions(now.replicas)
+    return m.HoldingsChanged(
+        number=number,
+        epoch=now.epoch,
+        begun=now.begun,
+        reported=now.reported,
+        parts=now.parts,
+        idle=now.idle,
+        roles=roles,
+        replicas=replicas,
+        segments=None if before is not None and before.segments == now.segments else now.segments,
+    )
+
+
+def more_than_versions(report: m.HoldingsChanged) -> bool:
+    """Whether it says what a node holds of other roles or segments than before."""
+    return isinstance(report.roles, dict) or isinstance(report.replicas, dict) or report.segments is not None
+
+
+def _but_for_versions(roles: Mapping[m.Role, m.RoleHeld]) -> list[tuple[object, ...]]:
+    return [(role, h.alive, h.stage, h.segments, h.counts) for role, h in roles.items()]
+
+
+def _versions(held: Mapping[K, list[m.Version]]) -> list[tuple[m.Version, ...]]:
+    each = list(map(tuple, held.values()))
+    return each[:1] if all(one == each[0] for one in each) else each
 
 
 def beats(crew: Crew, view: View) -> dict[m.Role, m.RoleBeat]:

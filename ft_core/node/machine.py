@@ -195,6 +195,8 @@ class Agent:
         if news or ago >= settings.silence_limit * SAME:
             self._beat = now, beat
             self.epochs.post(beat)
+            if self._connected:
+                self.epochs.report_if_changed()
         self.epochs.do(*self._termination.pass_on(self.crew.playing()))
         self.epochs.tick()
         if self.epochs.now >= self._termination.leave_at:
@@ -209,7 +211,7 @@ class Agent:
         who = about.node, term, about.pid, about.node_rank, about.domain, about.data
         # A controller that died may not have answered those, and not have written down these.
         said = [*self.epochs.said, *self._asking.values(), *self._trained]
-        self.epochs.post(m.AgentHello(*who, self.epochs.holdings(), said))
+        self.epochs.post(m.AgentHello(*who, self.epochs.greeting(), said))
         if self._termination.under_way:
             self.epochs.post(m.Leaving())
 

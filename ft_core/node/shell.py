@@ -348,7 +348,7 @@ class NodeShell:
             case e.ToController(message):
                 self._tell_controller(message)
             case e.Report():
-                self._tell_controller(self.machine.epochs.holdings())
+                self._tell_controller(self.machine.epochs.report())
             case e.ToWorker(number, order):
                 self.pool.post(number, order)
             case e.Start(number, device):

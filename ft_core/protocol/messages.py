@@ -421,7 +421,7 @@ class Hosts(Message, frozen=True):
 # -- an agent to the controller ------------------------------------------------------------------------
 
 
-class Holdings(Message, frozen=True):
+class Holdings(Value, frozen=True):
     """What a node could contribute to a recovery. `reported`: the newest epoch before which no worker of
     its is inside a step any more. `parts`: of the script, as the plan that it has begun has them, and what it
     was told since."""
@@ -440,6 +440,27 @@ class Holdings(Message, frozen=True):
 
     def __post_init__(self) -> None:
         check_texts(roles_in, self.segments.values())
+
+
+class HoldingsChanged(Message, frozen=True):
+    """A node's `Holdings` by difference from what it said over this connection last: in its greeting, and in
+    the `number` of these that came before. Where roles, or the segments of replicas, are as they were but for
+    their versions, those alone are said: one list of all that have the same, or one of each, in the order in
+    which they were said. `segments`: None where they are as they were. Settings are said as they come."""
+
+    number: Number
+    epoch: Epoch
+    begun: PlanId
+    reported: Epoch
+    parts: list[Version]
+    idle: Number
+    roles: dict[Role, RoleHeld] | list[tuple[Version, ...]]
+    replicas: dict[SegmentId, list[Version]] | list[tuple[Version, ...]]
+    segments: dict[SegmentId, Holders] | None
+
+    def __post_init__(self) -> None:
+        if self.segments:
+            check_texts(roles_in, self.segments.values())
 
 
 class Heartbeat(Message, frozen=True):
@@ -714,7 +735,7 @@ FromRoles = (
 """What an agent says of its roles, and says again with each greeting."""
 
 FromAgent = (
-    AgentHello | Holdings | Heartbeat | Idle | FromRoles | OperationCounts | Issued
+    AgentHello | HoldingsChanged | Heartbeat | Idle | FromRoles | OperationCounts | Issued
     | Configured | Hosts | NodesProbed | DurableNames | DurableWritten | DurableFailed | RoleState | Flights
     | RoleFlight | Leaving | Left | KeptState
 )  # fmt: skip

@@ -61,12 +61,21 @@ def pieces(plan: PlanId, hosts: Iterable[Host]) -> list[Hosts]:
 def changes(before: Plan, now: Plan) -> tuple[list[NodeName], list[Host]]:
     """The nodes that are there no more, and those that are new, or whose roles or address have changed."""
     old, new = before.roles, now.roles
-    names = {name for role, name in new.items() if old.get(role) != name}
-    names |= {old[role] for role in old if old[role] != new.get(role)}
-    names |= {name for name, at in now.nodes.items() if before.nodes.get(name) != at}
+    moved = moved_roles(old, new)
+    names = {places[role] for places in (old, new) for role in moved if role in places}
+    known = before.nodes.get
+    names |= {name for name, at in now.nodes.items() if (old_at := known(name)) is not at and old_at != at}
     places = {role: name for role, name in new.items() if name in names}
     nodes = {name: at for name, at in now.nodes.items() if name in names}
     return [name for name in before.nodes if name not in now.nodes], list(hosts_of(places, nodes).values())
+
+
+def moved_roles(before: Places, now: Places) -> set[int]:
+    """Those that are elsewhere, there no more, or new."""
+    if list(before) == list(now):
+        pairs = zip(now, before.values(), now.values(), strict=True)
+        return {role for role, old, new in pairs if old is not new and old != new}
+    return {role for role in before.keys() | now.keys() if before.get(role) != now.get(role)}
 
 
 class Received:

@@ -3,7 +3,7 @@
     async def job() -> None:
         async with Fleet(tmp_path, nodes=2) as fleet:
             await fleet.event("resumed")
-            fleet["node1"].lose(Holdings)
+            fleet["node1"].lose(HoldingsChanged)
             fleet["node0"].crash(0)
             await fleet.event("resumed", 2)
 
@@ -33,6 +33,7 @@ from ports import free_port
 
 from ft_core.control.facts import Facts
 from ft_core.control.shell import Shell
+from ft_core.node.holdings import changed
 from ft_core.protocol import messages as m
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.groups import runs_of, text_of
@@ -94,6 +95,8 @@ class Node:
         self._queue: asyncio.Queue[Message] = asyncio.Queue()
         self._channel: AsyncChannel[m.ToAgent] | None = None
         self._reported = 0
+        self._reports = 0
+        """Over this connection, after the greeting."""
         self._said: dict[tuple[type[Message], int], Message] = {}
         self._tasks = [asyncio.create_task(work) for work in (self._connect(), self._send(), self._beat())]
 
@@ -262,7 +265,7 @@ class Node:
                 if await self._arrives(hello):
                     self.sent.append(hello)
                     channel.post(hello)
-                    self._channel = channel
+                    self._channel, self._reports = channel, 0
                     try:
                         await self._receive(channel)
                     finally:
@@ -282,6 +285,9 @@ class Node:
         while True:
             message = await self._queue.get()
             if await self._arrives(message) and self._channel is not None:
+                if isinstance(message, m.HoldingsChanged):
+                    message = replace(message, number=self._reports)
+                    self._reports += 1
                 with contextlib.suppress(OSError):  # as the agent: what is lost is lost
                     self._channel.post(message)
                     self.sent.append(message)
@@ -358,7 +364,7 @@ class Node:
     def _report_if_quiet(self) -> None:
         if (self.quiet or not self.workers) and self._reported < self.epoch != self._planned:
             self._reported = self.epoch
-            self.post(self.holdings())
+            self.post(changed(None, self.holdings(), 0))
 
     def _apply(self, plan: m.NodePlan) -> None:
         if plan.epoch < self.epoch or plan.epoch == self._planned:

@@ -90,8 +90,8 @@ class Node:
     def handle(self, event: e.Event, after: float = 0.0) -> list[e.Effect]:
         self.now += after
         done = self.agent.handle(event, self.now)
-        report = e.ToController(self.agent.epochs.holdings())
-        self.done = [report if isinstance(each, e.Report) else each for each in done]
+        report = self.agent.epochs.report
+        self.done = [e.ToController(report()) if isinstance(each, e.Report) else each for each in done]
         return self.done
 
     def hear(self, message: m.ToAgent | m.NodePlan) -> list[e.Effect]:
@@ -200,6 +200,29 @@ def test_holdings_name_own_roles_former_ones_adopted_ones_and_replicas(training:
     assert (holdings.roles[0].versions, holdings.roles[0].segments) == ([6, 7], [segment(0).id])
     assert holdings.replicas == {segment(1).id: [4, 5], segment(3).id: [6, 7], segment(2).id: [7]}
     assert holdings.segments == {segment(role).id: str(role) for role in range(4)}
+
+
+def test_what_will_not_have_to_be_said_in_a_recovery_is_said_before(training: Node):
+    memory = training.memory
+    training.greeting()
+    memory.held[0, False], memory.kept = [6, 7], {segment(3): [6, 7]}
+    training.handle(e.Tick(), 1)
+    [report] = training.said(m.HoldingsChanged)
+    assert isinstance(report.roles, dict) and isinstance(report.replicas, dict) and report.segments
+    assert report.reported == 0, "nobody has asked"
+    memory.held[0, False], memory.kept = [7, 8], {segment(3): [7]}
+    training.handle(e.Tick(), 1)
+    assert training.said(m.Heartbeat) and not training.said(m.HoldingsChanged), "of versions heartbeats tell"
+    training.hear(m.Abort(2))
+    training.worker(m.Quiesced(2, "training", {}))
+    [report] = training.said(m.HoldingsChanged)
+    assert (report.number, report.reported) == (1, 2)
+    assert (report.roles, report.replicas, report.segments) == ([(7, 8)], [(7,)], None)
+    hello = training.greeting()
+    assert hello.holdings.roles[0].versions == [7, 8], "to who has heard nothing of it, all of it"
+    memory.kept[segment(2)] = [8]
+    training.handle(e.Tick(), 1)
+    assert not training.said(m.HoldingsChanged), "while others wait for a plan it says nothing more"
 
 
 def test_without_a_controller_a_node_warns_and_leaves_if_nobody_trains(
@@ -367,7 +390,7 @@ def test_a_worker_keeps_its_role_in_the_next_epoch(training: Node):
         e.ToWorker(number, m.Abort(2)),
     ]
     training.worker(m.Quiesced(2, "training", {"0-1:1#0": 3}))
-    [report] = training.said(m.Holdings)
+    [report] = training.said(m.HoldingsChanged)
     assert (report.reported, report.roles[0].counts) == (2, {"0-1:1#0": 3})
     assert not training.worker(m.Quiesced(2, "training", {})), "it reports once"
     following = plan(2, version=0, origin="memory")
@@ -401,10 +424,10 @@ def test_a_node_reports_when_the_last_worker_is_quiet_or_gone():
     node.hear(plan(roles={0: "node0", 1: "node0"}))
     node.hear(m.Abort(2))
     node.worker(m.Quiesced(2, "startup", {}), 0)
-    assert not node.said(m.Holdings)
+    assert not node.said(m.HoldingsChanged)
     node.handle(e.WorkerEnded(node.number(1), -9))
-    assert [type(each.message) for each in node.effects(e.ToController)] == [m.WorkerLost, m.Holdings]
-    assert not node.said(m.Holdings)[0].roles[1].alive
+    assert [type(each.message) for each in node.effects(e.ToController)] == [m.WorkerLost, m.HoldingsChanged]
+    assert not node.said(m.HoldingsChanged)[0].roles[1].alive
 
 
 def test_who_does_not_leave_its_step_is_killed(training: Node):

@@ -10,7 +10,7 @@ import pytest
 from core.plans import job_plan
 
 from ft_core.control import compact
-from ft_core.control.plans import operations_needed
+from ft_core.control.records import completed
 from ft_core.errors import ProtocolError
 from ft_core.protocol.codec import encode
 from ft_core.protocol.groups import GroupId, roles_in, runs_of, segment_id, text_of
@@ -112,10 +112,11 @@ def test_operations_are_said_to_those_who_lack_some_in_one_of_their_groups() -> 
     for name, roles in ((pair, (0, 1)), (other, (4, 5)), (sent, (2, 3))):
         for role in roles:
             counts[role][name] = done[name][0]
-    assert operations_needed(done, counts.items(), places) == {}
-    del counts[1]  # a newcomer
-    assert operations_needed(done, counts.items(), places) == {"n1": {world: (5, 0), pair: (3, 0)}}
-    counts[3] = {world: 4, sent: 1}
-    found = operations_needed(done, counts.items(), places)
+    records = completed(counts.items())
+    assert records.done() == done and records.needed(places, set()) == {}
+    records.say(1, {})  # a newcomer
+    assert records.needed(places, {1}) == {"n1": {world: (5, 0), pair: (3, 0)}}
+    records.say(3, {world: 4, sent: 1})
+    found = records.needed(places, {1})
     assert found.keys() == {"n1", "n3"}
     assert found["n3"] == {world: (5, 0), sent: (1, 2)}, "all of a group, where some of it lacks"

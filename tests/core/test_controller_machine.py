@@ -33,6 +33,7 @@ from ft_core.control.events import (
 from ft_core.control.machine import Controller
 from ft_core.control.returning import PAUSE
 from ft_core.leadership.lease import first_epoch
+from ft_core.node.holdings import changed
 from ft_core.protocol.goodput import Spent
 from ft_core.protocol.groups import runs_of, text_of
 from ft_core.protocol.messages import (
@@ -110,6 +111,8 @@ class Agent:
     def __init__(self, job: ControlPlane, name: str, rank: int) -> None:
         self.job, self.name, self.rank = job, name, rank
         self.peer = -1
+        self.reports = 0
+        """Over this connection, after the greeting."""
         self.heard: list[Message] = []
         self.plan: NodePlan | None = None
         self.parts_heard = PlanParts()
@@ -169,7 +172,7 @@ class Agent:
 
     def greet(self, said: Collection[Any] = ()) -> list[Effect]:
         """Over a new connection."""
-        self.peer = next(self.job.peers)
+        self.peer, self.reports = next(self.job.peers), 0
         return self.job.happens(Greeted(self.peer, self.hello(said)))
 
     def hello(self, said: Collection[Any] = ()) -> AgentHello:
@@ -202,8 +205,8 @@ class Agent:
 
     def report(self) -> list[Effect]:
         """All workers here have left their step."""
-        self.reported = self.epoch
-        return self.say(self.holdings())
+        self.reported, self.reports = self.epoch, self.reports + 1
+        return self.say(changed(None, self.holdings(), self.reports - 1))
 
     def crash(self, role: int) -> WorkerLost:
         pid = self.workers.pop(role)
@@ -409,6 +412,36 @@ def test_a_node_dies_and_a_spare_takes_its_roles() -> None:
     gone.peer = peer
     effects = job.happens(Greeted(peer, gone.hello()))
     assert effects[-2:] == [Send(peer, GivenUp()), Close(peer)], "it comes back, too late"
+
+
+def test_who_reports_by_difference_from_what_was_not_heard_greets_again() -> None:
+    job = ControlPlane(nodes=2, spares=1)
+    job.all_step(1)
+    lose(job, "node1")
+    node = job["node0"]
+    held, node.reported = node.holdings(), node.epoch
+    for report in (changed(held, node.holdings(), 1), changed(None, held, 7)):
+        assert node.say(report) == [Close(node.peer)]
+    job["node2"].report()
+    assert job.phase == "quiescing", "of what it holds nothing is known that counts"
+    node.greet()
+    assert job.phase == "running" and node.plan is not None and node.plan.worker.version == 1
+
+
+def test_a_worker_takes_over_from_one_that_died_and_has_the_same() -> None:
+    """What its node says by difference is nothing then, though the controller knows of a death."""
+    job = ControlPlane(nodes=2, nproc=2)
+    job.all_step(1)
+    node = job["node0"]
+    node.reported = node.epoch
+    node.say(changed(None, told := node.holdings(), 0))
+    lost = node.crash(0)
+    node.say(lost)
+    assert not job.controller.facts.alive(0, "node0") and 0 not in job.controller.facts.records.roles
+    node.workers[0] = next(job.pids)
+    node.reported = node.epoch
+    node.say(changed(told, node.holdings(), 1))
+    assert job.controller.facts.alive(0, "node0") and job.controller.facts.nodes["node0"].holdings.report.home
 
 
 def test_a_node_dies_with_its_first_word_on_its_state() -> None:

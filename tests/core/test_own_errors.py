@@ -47,6 +47,7 @@ from ft_core.protocol.messages import (
     FromCtl,
     Heartbeat,
     Holdings,
+    HoldingsChanged,
     Idle,
     Inject,
     JobStatus,
@@ -157,7 +158,7 @@ def test_the_end_of_the_fork_server_is_not_the_end_of_the_script(agent: Agent):
     asyncio.run(controller())
     assert agent.ends() == -signal.SIGKILL
     assert "its fork server has ended" in agent.errors.read_text()
-    assert set(map(type, heard)) <= {Heartbeat, Idle}
+    assert set(map(type, heard)) <= {Heartbeat, HoldingsChanged, Idle}
 
 
 def test_workers_that_end_at_once_cost_no_node(agent: Agent):

@@ -141,7 +141,16 @@ def test_a_hello_is_no_report_while_workers_are_in_their_step(tmp_path: Path):
     play(test, tmp_path / "job", nodes=3)
 
 
-ABORTED = (m.Abort, m.Holdings, m.SharedPlan, m.WorkerLost, m.Restored, m.Stepped, m.Reopened, m.RoleLayout)
+ABORTED = (
+    m.Abort,
+    m.HoldingsChanged,
+    m.SharedPlan,
+    m.WorkerLost,
+    m.Restored,
+    m.Stepped,
+    m.Reopened,
+    m.RoleLayout,
+)
 ENDING = (m.Completed, m.Release, m.Finished)
 
 
@@ -178,7 +187,9 @@ def test_a_message_is_lost_and_said_again(tmp_path: Path, kind: type[Message], s
     play(test, tmp_path / "job", nodes=2, spares=1)
 
 
-@pytest.mark.parametrize("kind", [m.Holdings, m.WorkerLost, m.RoleLayout, m.Restored, m.Stepped, m.Completed])
+@pytest.mark.parametrize(
+    "kind", [m.HoldingsChanged, m.WorkerLost, m.RoleLayout, m.Restored, m.Stepped, m.Completed]
+)
 def test_what_an_agent_says_while_its_connection_breaks_is_said_again(tmp_path: Path, kind: type):
     async def test(fleet: Fleet) -> None:
         agent = RealAgent(fleet.settings, fleet.job_dir, "node1", 1)
@@ -208,7 +219,7 @@ def test_what_an_agent_says_while_its_connection_breaks_is_said_again(tmp_path: 
 
 RETURNING = (
     *(m.SendCounts, m.OperationCounts, m.Prepare, m.Prepared, m.Hold, m.Held, m.SharedPlan, m.Abort),
-    m.Holdings,
+    m.HoldingsChanged,
 )
 
 

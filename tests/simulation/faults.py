@@ -10,8 +10,8 @@ from .job import SHORT, SimJob
 from .node import SimNode
 
 MOMENTS = (
-    "AgentHello Holdings Heartbeat Restored Stepped RoleLayout Prepared Held Completed Finished WorkerLost "
-    "SharedPlan Abort Release Prepare Withdraw SendState KeptState Hold SendCounts OperationCounts"
+    "AgentHello HoldingsChanged Heartbeat Restored Stepped RoleLayout Prepared Held Completed Finished "
+    "WorkerLost SharedPlan Abort Release Prepare Withdraw SendState KeptState Hold SendCounts OperationCounts"
 ).split()
 """Messages whose sending is a moment for a fault."""
 

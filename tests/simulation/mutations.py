@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from ft_core.control import decision
 from ft_core.control.epochs import Epochs
 from ft_core.control.events import Record
-from ft_core.control.facts import Facts, Node
+from ft_core.control.facts import Facts
 from ft_core.control.goodput import Account
 from ft_core.control.machine import Controller
 from ft_core.control.phases import Rebuilding
@@ -108,7 +108,7 @@ def any_step_is_progress() -> None:
 
 def a_report_is_final() -> None:
     """A worker that dies after its node's report still counts as alive in the decision."""
-    Node.worker_died = lambda self, role: None  # type: ignore[method-assign]
+    Facts.worker_died = lambda self, node, role: None  # type: ignore[method-assign]
 
 
 def nothing_is_said_twice() -> None:
@@ -149,6 +149,18 @@ def a_report_before_all_are_quiet() -> None:
     node.Epochs.holdings = mutated  # type: ignore[method-assign]
 
 
+def a_report_differs_from_the_greeting() -> None:
+    """An agent leaves out of a report what is as it greeted, though it has said otherwise since."""
+    report = node.Epochs.report
+
+    def mutated(self: node.Epochs) -> m.HoldingsChanged:
+        greeting, found = self._reported[0], report(self)
+        self._reported = greeting, self._reported[1]
+        return found
+
+    node.Epochs.report = mutated  # type: ignore[method-assign]
+
+
 def one_copy_is_enough() -> None:
     """The commit word is set as soon as a snapshot is whole, before it is anywhere else."""
     staged = node.Epochs.staged
@@ -164,8 +176,8 @@ def the_newest_version_of_anybody() -> None:
     """The decision takes the newest version that somebody holds, not the newest that everybody can have."""
     missing = decision._Holdings.missing
 
-    def mutated(self: Any, version: int | None, roles: Any) -> Any:
-        return () if version == max(self.versions, default=None) else missing(self, version, roles)
+    def mutated(self: Any, version: int | None) -> Any:
+        return [] if version == max(self.versions, default=None) else missing(self, version)
 
     decision._Holdings.missing = mutated  # type: ignore[method-assign]
 
@@ -252,7 +264,7 @@ def an_older_epochs_report_counts() -> None:
     def mutated(self: Epochs) -> None:
         for each in self.facts.nodes.values():
             if each.holdings.reported:
-                each.holdings = replace(each.holdings, reported=self.facts.epoch)
+                each.holdings.reported = self.facts.epoch
         decide(self)
 
     Epochs.decide_if_ready = mutated  # type: ignore[method-assign]
@@ -397,6 +409,7 @@ MUTATIONS: dict[str, Callable[[], None]] = {
         a_successor_is_not_told_of_steps,
         a_successor_waits_for_nobody,
         a_report_before_all_are_quiet,
+        a_report_differs_from_the_greeting,
         one_copy_is_enough,
         the_newest_version_of_anybody,
         copies_of_another_past_are_kept,

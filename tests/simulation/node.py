@@ -284,7 +284,7 @@ class SimNode(Process):
                     self.job.sent(message)
                     self.link.send(0, message)
             case ev.Report():
-                self._do(ev.ToController(self.machine.epochs.holdings()))
+                self._do(ev.ToController(self.machine.epochs.report()))
             case ev.ToWorker(number, message):
                 if isinstance(message, m.Assign) and message.plan.epoch != self.epoch:
                     raise Violation(f"1: {self.name}, in epoch {self.epoch}, gives a role away: {message}")

@@ -96,7 +96,8 @@ class TimeAccount:
         began = {each["epoch"]: each["time"] for each in self._lines if each["event"] == "state_restored"}
         found, reached, epochs = 0.0, 0, set()
         for (epoch, version), at in steps.items():
-            if version > reached:
+            over = min((each["time"] for each in self._lines if each["epoch"] > epoch), default=at)
+            if version > reached and at <= over:  # else somebody has yet to hear that this epoch is over
                 since = max(steps.get((epoch, version - 1), 0.0), began.get(epoch, 0.0)) or at
                 found += max(0.0, at - since)
                 reached = version
