@@ -603,8 +603,9 @@ class Epochs:
             self.do(Send(node.peer, m.GivenUp()))
             other = one if node.name == other else other
             self.node_lost(node, f"its link to {other} is broken", m.Fault.TRANSPORT)
-        elif isinstance(self.phase, Running):
-            self.fail(f"connections broke, and all nodes reach each other ({why})", [])
+        if isinstance(self.phase, Running):  # who was replaced, if anybody, has no role: others' broke, too
+            who = "all others" if broken is not None else "all nodes"
+            self.fail(f"connections broke, and {who} reach each other ({why})", [])
         self.decide_if_ready()
 
     def _replaceable(self, broken: Broken) -> m.NodeName:

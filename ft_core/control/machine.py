@@ -374,7 +374,8 @@ class Controller:
             case m.Leaving():
                 self._epochs.record("leaving", f"node {node.name} was told to end (SIGTERM)", node=node.name)
                 self._told_to_end = {*(self._told_to_end & facts.nodes.keys()), node.name}
-                self._epochs.leaving |= bool(facts.hosts) and self._told_to_end == facts.nodes.keys()
+                if not isinstance(self.phase, Rebuilding):  # or others are yet to be heard of
+                    self._look_whether_all_leave()
                 self._to_dismiss |= {node.name} - facts.hosts.keys()
                 self._dismiss()
             case m.Left():
@@ -409,6 +410,7 @@ class Controller:
         if facts.plan is None:
             self._epochs.phase = Forming(now)  # those who knew of a plan are gone again
         elif now >= self._epochs.settled and takeover.complete(facts, phase, self._arriving, now):
+            self._look_whether_all_leave()
             self._epochs.take_over(phase, facts.plan)
 
     def _asked_for_settings(self, node: Node, question: m.Configure) -> None:
@@ -458,6 +460,11 @@ class Controller:
             self._epochs.end_epoch("configured", reason, [])
             return
         self._epochs.do(*self._script.answer_all())
+
+    def _look_whether_all_leave(self) -> None:
+        """The job was told to end if all nodes were."""
+        facts = self.facts
+        self._epochs.leaving |= bool(facts.hosts) and self._told_to_end == facts.nodes.keys()
 
     def _dismiss(self) -> None:
         """Nodes that were told to end, and that nobody needs, may; once nobody may obey another any more."""

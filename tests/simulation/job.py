@@ -554,9 +554,9 @@ class SimJob:
         if self.poison or self.errors.fatal or self.shape.brings in ("different", "impossible"):
             return True
         reason, storage = self.outcome.reason, self.storage
-        # All that a new controller sees were told to end; others are with its predecessor yet, or lost.
+        # All that the controller sees were told to end; others are lost, as they are stopped.
         if "told to end (SIGTERM)" in reason:
-            return self.shape.brief or all(node.leaving for node in self.live())
+            return self.shape.brief or all(node.leaving or node.stopped for node in self.live())
         if "cannot be read" in reason:
             return storage.was_in_trouble
         # Before the first step after a checkpoint was read it is the copy, by role, of what that has read.

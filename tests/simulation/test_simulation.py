@@ -37,6 +37,8 @@ FAILED_ONCE = {
     302375: "a durable checkpoint was older than the script's own, and newcomers were replaced for ever "
     "(where_scripts_begin_is_unknown)",
     106746: "a node that trained alone, unheard, was lost, and the others began anew without waiting for it",
+    25054: "roles lost their connections, and a link to a spare broke: it was replaced, and they hung",
+    24984: "a node was told to end, and a new controller that had heard of nobody else yet ended the job",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
 
