@@ -12,6 +12,9 @@ from ft_core.errors import ConfigError
 
 _FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")
 
+_SHOWN = 255
+"""Characters of a configuration that are named: it is a path, or all of it in base64."""
+
 
 def settings(arguments: list[str]) -> dict[str, Any]:
     """Settings (`ft_core.settings.FLAGS`) that the configuration among a script's arguments brings.
@@ -27,7 +30,8 @@ def settings(arguments: list[str]) -> dict[str, Any]:
             loaded = config.load(text)
             section = config.parse(loaded) if loaded is not None else None
         except ConfigError as error:
-            raise ConfigError(f"{flag} {text[:80]}: {error}") from None
+            shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+            raise ConfigError(f"{flag} {shown}: {error}") from None
         found = section.settings() if section is not None else {}
     return found
 

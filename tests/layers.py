@@ -70,6 +70,7 @@ QUICK: dict[str, tuple[str, ...]] = {
 MORE = {
     "test_deepspeed_accounting.py": "what is sent, with DeepSpeed",
     "test_deepspeed_versions.py": "other versions",
+    "test_metrics.py": "drills, seen by a real Prometheus",
     "test_pretrain_errors.py": "an exception in the script",
     "test_pretrain_features.py": "what Megatron-LM does beside training",
     "test_random.py": "drills, at other moments",

@@ -94,11 +94,16 @@ class TimeAccount:
         if self._passed or len(self._lines) < self.said:
             return
         began = {each["epoch"]: each["time"] for each in self._lines if each["event"] == "state_restored"}
+        hangs = [each["time"] for each in self._lines if each["event"] == "hang"]
         found, reached, epochs = 0.0, 0, set()
         for (epoch, version), at in steps.items():
             over = min((each["time"] for each in self._lines if each["epoch"] > epoch), default=at)
             if version > reached and at <= over:  # else somebody has yet to hear that this epoch is over
                 since = max(steps.get((epoch, version - 1), 0.0), began.get(epoch, 0.0)) or at
+                if any(
+                    since < hang <= at for hang in hangs
+                ):  # whoever held it up has gone on: that is no step
+                    continue
                 found += max(0.0, at - since)
                 reached = version
                 epochs.add(epoch)
