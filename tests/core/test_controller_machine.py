@@ -660,7 +660,13 @@ def test_the_end_that_fewer_nodes_reach_is_replaced_and_rather_one_without_a_rol
     job = broke()
     answer_probes(job, 10, ("node0", "node3"))
     assert job.records_of("link")[0].more["replaced"] == "node3"
-    assert job.phase == "running" and job.records_of("spare_lost")
+    assert job.records_of("spare_lost")
+    [detected] = job.records_of("detected")
+    assert detected.roles == () and "all others reach each other (connection reset)" in detected.reason
+    job.all_report()
+    assert job.records_of("decided")[-1].more["moved"] == {}, (
+        "what broke between roles is made anew, by the same workers"
+    )
 
 
 def test_an_end_that_holds_what_nobody_else_does_is_not_replaced() -> None:
