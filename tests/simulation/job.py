@@ -416,7 +416,8 @@ class SimJob:
             # Nothing tells an agent that is held up from its machine where no pulse comes through.
             held_up = node.agent_alone and self.datagrams
             limit = 0.7 * self.settings.silence_limit if held_up else SHORT
-            if node.trouble <= limit and self.network.joins(node.machine_name, controller.machine_name):
+            ends = node.machine_name, controller.machine_name
+            if node.trouble <= limit and self.network.joined(*ends, self.world.now - _ANSWER):
                 self.outcome.short += 1
                 raise Violation(f"6: {node.name} was stopped for {node.trouble} s, and is lost: {reason}")
         self._out.setdefault(node.name, self.world.now)
@@ -645,7 +646,7 @@ class SimJob:
     def _heal(self) -> None:
         self.world.trace("all is well from here on")
         self.hooks.clear()
-        self.network.heal()
+        self.network.heal(self.world.now)
         self.storage.healed()
         self.disk_full = False
         for controller in self.controllers:

@@ -156,8 +156,9 @@ class Network:
         ways = (one, other), (other, one)
         return self.joins(one, other) and all(self.mended.get(way, since) <= since for way in ways)
 
-    def heal(self) -> None:
+    def heal(self, now: float) -> None:
         """All of it."""
+        self.mended |= dict.fromkeys(self.severed, now)
         self.cut.clear()
         self.severed.clear()
 
