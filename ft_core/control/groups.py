@@ -101,22 +101,35 @@ class Groups:
 
         Groups that are away have different counterparts as far as there are enough: they may adopt a shard.
         """
-        group, groups, there = self._of[role], self.membership.groups, self.of(present)
-        load = dict.fromkeys(there, 0)
+        return self._counterparts([role], present)[role]
+
+    def _counterparts(self, roles: Collection[int], present: Collection[int]) -> dict[int, int]:
+        """Of each of `roles`, which are away."""
+        groups, there = self.membership.groups, self.of(present)
+        load, instead = dict.fromkeys(there, 0), {}
         for away in sorted(set(range(groups)) - set(there)):
-            found = min(there, key=lambda g: (load[g], (g - away) % groups))
+            instead[away] = found = min(there, key=lambda g: (load[g], (g - away) % groups))
             load[found] += 1
-            if away == group:
-                return self.roles([found])[self.roles([group]).index(role)]
-        raise ValueError(f"replica group {group} of role {role} is there")
+        wanted = {self._of[role] for role in roles}
+        members: dict[int, list[int]] = {g: [] for g in (*wanted, *(instead[g] for g in wanted))}
+        for role, group in sorted(self._of.items()):
+            if group in members:
+                members[group].append(role)
+        other = {
+            role: stands_in
+            for group in wanted
+            for role, stands_in in zip(members[group], members[instead[group]], strict=True)
+        }
+        return {role: other[role] for role in roles}
 
     def absent(self, present: Collection[int]) -> dict[int, int]:
         """For the plan: the roles that are away, each with its counterpart among those who are there."""
         if len(present) == self._start.roles:
             return {}
         away = sorted(set(range(self._start.roles)) - set(present))
-        find = self.counterpart if self.known else lambda role, _: self._start.counterpart(role)
-        return {role: find(role, present) for role in away}
+        if self.known:
+            return self._counterparts(away, present)
+        return {role: self._start.counterpart(role) for role in away}
 
     def adopted(self, present: Collection[int]) -> dict[int, int]:
         """For the plan: the roles that are away whose counterpart holds what they had alone."""

@@ -58,14 +58,16 @@ class Attempt:
     """Roles that wait for their state, with what they have on record."""
     unheard: set[str] = field(default_factory=set)
     """Nodes that have yet to say how far those who train have come."""
-    held: set[int] = field(default_factory=set)
-    """Roles that take part, and have stopped at the end of a step for those who come back."""
+    held: bool = False
+    """Whether a role that takes part has stopped at the end of a step for those who come back."""
+    unheld: set[int] = field(default_factory=set)
+    """Those that have yet to."""
     no_later_than: float = 0.0
 
     @property
     def complete(self) -> bool:
         """Whether all roles are ready."""
-        return set(self.ready) == set(self.places)
+        return len(self.ready) == len(self.places)
 
     def on(self, node: str) -> set[int]:
         """The roles that are to come back on this node."""
@@ -103,12 +105,15 @@ class Returning:
         away, begin."""
         if self.attempt is not None or self.failed >= ATTEMPTS or now < self.not_before:
             return []
-        here, idle = facts.places, {node.name: node.idle for node in facts.nodes.values()}
+        here = facts.places
+        if len(here) == facts.settings.start.roles:
+            return []
+        idle = {node.name: node.idle for node in facts.nodes.values()}
         found = facts.groups.returning(here, idle, facts.settings.nproc_per_node, facts.avoided(now))
         places = {role: node for role, node in found.items() if role not in here}
         if not places:
             return []
-        self.attempt = Attempt(places, set(here))
+        self.attempt = Attempt(places, set(here), unheld=set(here))
         return to(facts.playing(), SendCounts())
 
     def counted(self, facts: Facts, message: OperationCounts) -> list[Effect]:
@@ -156,7 +161,7 @@ class Returning:
     def prepared(self, facts: Facts, role: int, counts: Counts, running: bool, now: float) -> list[Effect]:
         """A role's worker has started, and waits for its state."""
         attempt = self.attempt
-        if attempt is None or role not in set(attempt.places) - set(attempt.ready):
+        if attempt is None or role not in attempt.places or role in attempt.ready:
             return []
         attempt.ready[role] = counts
         if not attempt.complete or not running:
@@ -184,10 +189,10 @@ class Returning:
         attempt = self.attempt
         if attempt is None or not attempt.complete:
             return []
-        first = not attempt.held
-        attempt.held.add(role)
-        if not first:
+        attempt.unheld.discard(role)
+        if attempt.held:
             return []
+        attempt.held = True
         attempt.no_later_than = now + SKEW
         return [Record("held", facts.epoch, "the others stop at the end of a step", (role,))]
 
@@ -196,8 +201,7 @@ class Returning:
         attempt = self.attempt
         if attempt is None or not attempt.complete:
             return []
-        together = attempt.held >= set(facts.places)
-        return sorted(attempt.places) if together or now > attempt.no_later_than else []
+        return sorted(attempt.places) if not attempt.unheld or now > attempt.no_later_than else []
 
     def places(self) -> Places:
         """Where the roles are that can take part in the next epoch."""
