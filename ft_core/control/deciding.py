@@ -260,8 +260,8 @@ def _segments(facts: Facts, roles: Places, places: Places) -> Mapping[int, Colle
     if not joining and not away:
         return facts.catalogue
     known: dict[int, Collection[str]] = dict(facts.catalogue)
-    for role in joining:  # of a group that comes back, or takes part for the first time
-        counterpart = facts.groups.counterpart(role, places)
+    # Of a group that comes back, or takes part for the first time.
+    for role, counterpart in facts.groups.counterparts(joining, places).items():
         if facts.groups.redundancy is Redundancy.REPLICATED:
             known[role] = known[counterpart]
         else:

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import chain, repeat
 from typing import Literal, Protocol
 
@@ -272,6 +273,50 @@ def _assign(
     for role in unplaced:
         roles.pop(role, None)
     return Assignment(roles, tuple(sorted(unplaced)))
+
+
+class Room:
+    """Idle workers, for one set of roles after the other that begins without a node: with places as from
+    `assign`, and nodes looked at only where they are taken."""
+
+    def __init__(
+        self,
+        placements: Mapping[int, str],
+        idle: Mapping[str, int],
+        capacity: int,
+        avoided: Collection[str] = (),
+    ) -> None:
+        """As `assign`."""
+        load = Counter(placements.values())
+        self._free: dict[tuple[bool, int, int], list[str]] = {}
+        """By whether they are avoided, by how many roles and how many idle workers they have: nodes, each a
+        heap."""
+        self.left = 0
+        """Roles for which there is a worker."""
+        for node, count in sorted(idle.items()):
+            if (free := min(count, capacity - load[node])) > 0:
+                self._free.setdefault((node in avoided, load[node], free), []).append(node)
+                self.left += free
+
+    def take(self, roles: Sequence[int]) -> dict[int, str]:
+        """Places for these, of which there are not more than `left`. They are taken then."""
+        found, at = {}, 0
+        while at < len(roles):
+            lacking = len(roles) - at
+            # Together, if possible; else over as few nodes as possible.
+            key = min(
+                self._free, key=lambda k: (k[0], k[2] < lacking, k[1], k[2] if k[2] >= lacking else -k[2])
+            )
+            node = heappop(self._free[key])
+            if not self._free[key]:
+                del self._free[key]
+            avoided, load, free = key
+            count = min(free, lacking)
+            found.update(dict.fromkeys(roles[at : at + count], node))
+            if free > count:
+                heappush(self._free.setdefault((avoided, load + count, free - count), []), node)
+            at, self.left = at + count, self.left - count
+        return found
 
 
 class _Holdings:

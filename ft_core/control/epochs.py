@@ -327,7 +327,7 @@ class Epochs:
         else:
             here = set(facts.hosts.get(node.name, ()))
             # Of a group whose start was given up, perhaps by a former controller.
-            if others := set(shown) - here - self.returning.on(node.name):
+            if others := (set(shown) - here).difference(self.returning.on(node.name)):
                 self.do(Send(node.peer, m.Withdraw(roles=sorted(others))))
             self.do(*self.returning.remind(node, shown))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter
 from collections.abc import Collection, Mapping
 
@@ -19,6 +20,14 @@ Places = dict[int, str]
 """Role -> node."""
 
 
+def by_node(places: Places) -> dict[str, list[int]]:
+    """Node -> its roles, ascending."""
+    found: dict[str, list[int]] = {}
+    for role, node in sorted(places.items()):
+        found.setdefault(node, []).append(role)
+    return found
+
+
 class Groups:
     """What the roles have said of the groups they belong to, and who takes part since when.
 
@@ -30,6 +39,8 @@ class Groups:
         self._of: dict[int, int] = {}
         self._compact: list[GroupFamily] | None = None
         """The same for plans, once it was asked for."""
+        self._by_group: dict[int, list[int]] | None = None
+        """And by group."""
         self.redundancy = Redundancy.SHARDED
         self.membership = Membership(0)
         self.withdrawn: set[int] = set()
@@ -38,7 +49,7 @@ class Groups:
     def register(self, role: int, group: ReplicaGroup) -> None:
         """A role says which group it belongs to."""
         if self._of.get(role) != group.index:
-            self._of[role], self._compact = group.index, None
+            self._of[role], self._compact, self._by_group = group.index, None, None
         self.redundancy = group.redundancy
         if not self.membership.groups:
             self.membership = self._start.membership(group.groups)
@@ -54,7 +65,7 @@ class Groups:
 
     def restore(self, found: ReplicaGroups) -> None:
         """Inverse of `value`."""
-        self._of, self._compact = compact.group_of(found.of), found.of
+        self._of, self._compact, self._by_group = compact.group_of(found.of), found.of, None
         self.redundancy = found.redundancy
         self.membership = Membership(found.membership.groups, found.membership.changes)
 
@@ -70,13 +81,23 @@ class Groups:
 
     def of(self, roles: Collection[int]) -> list[int]:
         """The groups that `roles` belong to."""
-        if len(roles) == len(self._of):
-            return sorted(set(self._of.values()))
-        return sorted({self._of[role] for role in roles})
+        return sorted(self._groups(roles))
+
+    def _groups(self, roles: Collection[int]) -> set[int]:
+        return set(self._of.values()) if len(roles) == len(self._of) else {self._of[role] for role in roles}
 
     def roles(self, groups: Collection[int]) -> list[int]:
         """The roles of `groups`."""
-        return sorted(role for role, group in self._of.items() if group in groups)
+        members = self._members()
+        return sorted(role for group in groups for role in members[group])
+
+    def _members(self) -> dict[int, list[int]]:
+        """By group its roles, ascending."""
+        if self._by_group is None:
+            self._by_group = {}
+            for role, group in sorted(self._of.items()):
+                self._by_group.setdefault(group, []).append(role)
+        return self._by_group
 
     def changed(self, version: int | None, roles: Collection[int]) -> None:
         """An epoch starts from `version` with `roles`."""
@@ -92,35 +113,29 @@ class Groups:
             return {}, "training has not begun"
         if self.redundancy is Redundancy.SHARDED:
             return {}, "the replica groups share one sharded state"
-        gone = self.of(unplaced)
+        gone = set(self.of(unplaced))
         left = {role: node for role, node in placed.items() if self._of[role] not in gone}
         return left, "" if left else "no replica group is whole"
 
-    def counterpart(self, role: int, present: Collection[int]) -> int:
-        """The role in the same place of the next replica group that is there.
+    def counterparts(self, roles: Collection[int], present: Collection[int]) -> dict[int, int]:
+        """Of each of `roles`, which are away, the role in the same place of the next replica group that is
+        there.
 
         Groups that are away have different counterparts as far as there are enough: they may adopt a shard.
         """
-        return self._counterparts([role], present)[role]
-
-    def _counterparts(self, roles: Collection[int], present: Collection[int]) -> dict[int, int]:
-        """Of each of `roles`, which are away."""
-        groups, there = self.membership.groups, self.of(present)
-        load, instead = dict.fromkeys(there, 0), {}
-        for away in sorted(set(range(groups)) - set(there)):
-            instead[away] = found = min(there, key=lambda g: (load[g], (g - away) % groups))
-            load[found] += 1
-        wanted = {self._of[role] for role in roles}
-        members: dict[int, list[int]] = {g: [] for g in (*wanted, *(instead[g] for g in wanted))}
-        for role, group in sorted(self._of.items()):
-            if group in members:
-                members[group].append(role)
-        other = {
-            role: stands_in
-            for group in wanted
-            for role, stands_in in zip(members[group], members[instead[group]], strict=True)
+        there, instead = self.of(present), {}
+        left = list(there)
+        for away in sorted(set(range(self.membership.groups)) - set(there)):
+            left = left or list(there)
+            at = bisect(left, away)
+            instead[away] = left.pop(at if at < len(left) else 0)
+        members = self._members()
+        counterpart = {
+            role: other
+            for group in sorted(self._groups(roles))
+            for role, other in zip(members[group], members[instead[group]], strict=True)
         }
-        return {role: other[role] for role in roles}
+        return {role: counterpart[role] for role in roles}
 
     def absent(self, present: Collection[int]) -> dict[int, int]:
         """For the plan: the roles that are away, each with its counterpart among those who are there."""
@@ -128,7 +143,7 @@ class Groups:
             return {}
         away = sorted(set(range(self._start.roles)) - set(present))
         if self.known:
-            return self._counterparts(away, present)
+            return self.counterparts(away, present)
         return {role: self._start.counterpart(role) for role in away}
 
     def adopted(self, present: Collection[int]) -> dict[int, int]:
@@ -151,24 +166,27 @@ class Groups:
         """
         if not self.known or self.redundancy is Redundancy.SHARDED:
             return []
-        lacking = {group: [r for r in unplaced if self._of[r] == group] for group in self.of(unplaced)}
-        keep = min(lacking, key=lambda group: (len(lacking[group]), group))
+        lacking = Counter(self._of[role] for role in unplaced)
+        keep = min(lacking, key=lambda group: (lacking[group], group))
         others = [role for role in placed if self._of[role] != keep]
-        return others if len(others) >= len(lacking[keep]) else []
+        return others if len(others) >= lacking[keep] else []
+
+    @property
+    def size(self) -> int:
+        """Roles of a replica group; 0 while that is not known."""
+        return self._start.roles // self.membership.groups if self.known else 0
 
     def returning(
         self, placed: Places, idle: Mapping[str, int], capacity: int, avoided: Collection[str] = ()
     ) -> Places:
         """The places of the groups that can come back: those for which there are idle workers enough."""
-        found = dict(placed)
+        found: Places = {}
         if not self.known:
             return found
-        away = set(range(self._start.roles)) - set(placed) - self.withdrawn
+        room, members = decision.Room(placed, idle, capacity, avoided), self._members()
+        away = set(range(self._start.roles)) - placed.keys() - self.withdrawn
         for group in self.of(away):
-            roles = [role for role in self.roles([group]) if role in away]
-            taken = Counter(node for role, node in found.items() if role not in placed)
-            free = {node: count - taken[node] for node, count in idle.items()}
-            assignment = decision.assign(found, free, roles, capacity, avoided=avoided)
-            if not assignment.unplaced:
-                found = assignment.roles
+            roles = [role for role in members[group] if role in away]
+            if len(roles) <= room.left:
+                found |= room.take(roles)
         return found

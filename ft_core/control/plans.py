@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import chain, filterfalse
 
 from msgspec.structs import replace
 
 from ft_core.control.deciding import Start
 from ft_core.control.facts import Facts
+from ft_core.control.groups import Places, by_node
 from ft_core.control.records import Records
 from ft_core.protocol.messages import (
     BeganWith,
@@ -119,9 +120,7 @@ def kept(state: JobState, hosts: Iterable[Host]) -> Plan:
     return Plan(**known, roles=roles, nodes=nodes, sources={}, completed={})
 
 
-def prepare(
-    state: Plan, settings: Settings, roles: Mapping[int, str], records: Records
-) -> dict[str, Prepare]:
+def prepare(state: Plan, settings: Settings, roles: Places, records: Records) -> dict[str, Prepare]:
     """What the nodes are told where `roles` (role -> node) start, to come back while others train.
 
     `records`: of those who train.
@@ -135,11 +134,9 @@ def prepare(
     needed = records.needed(roles, state.absent.keys())
     return {
         name: Prepare(
-            epoch=state.epoch,
-            roles=sorted(r for r in roles if roles[r] == name),
-            worker=replace(worker, completed=needed.get(name, {})),
+            epoch=state.epoch, roles=starting, worker=replace(worker, completed=needed.get(name, {}))
         )
-        for name in set(roles.values())
+        for name, starting in by_node(roles).items()
     }
 
 

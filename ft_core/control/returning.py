@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from ft_core.control.events import Effect, Record, Send
 from ft_core.control.facts import Facts, Node, to
-from ft_core.control.groups import Places
+from ft_core.control.groups import Places, by_node
 from ft_core.control.plans import prepare
 from ft_core.control.records import completed
 from ft_core.protocol.messages import (
@@ -63,15 +63,19 @@ class Attempt:
     unheld: set[int] = field(default_factory=set)
     """Those that have yet to."""
     no_later_than: float = 0.0
+    _on: dict[str, list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._on = by_node(self.places)
 
     @property
     def complete(self) -> bool:
         """Whether all roles are ready."""
         return len(self.ready) == len(self.places)
 
-    def on(self, node: str) -> set[int]:
+    def on(self, node: str) -> list[int]:
         """The roles that are to come back on this node."""
-        return {role for role, where in self.places.items() if where == node}
+        return self._on.get(node, [])
 
 
 @dataclass
@@ -105,12 +109,15 @@ class Returning:
         away, begin."""
         if self.attempt is not None or self.failed >= ATTEMPTS or now < self.not_before:
             return []
-        here = facts.places
-        if len(here) == facts.settings.start.roles:
+        here, hosts, capacity = facts.places, facts.hosts, facts.settings.nproc_per_node
+        if not facts.begun.absent:
             return []
-        idle = {node.name: node.idle for node in facts.nodes.values()}
-        found = facts.groups.returning(here, idle, facts.settings.nproc_per_node, facts.avoided(now))
-        places = {role: node for role, node in found.items() if role not in here}
+        # Who has all of its devices in use has no room, and is nearly everybody.
+        idle = {n: node.idle for n, node in facts.nodes.items() if len(hosts.get(n, ())) < capacity}
+        room = sum(min(count, capacity - len(hosts.get(n, ()))) for n, count in idle.items())
+        if room < facts.groups.size:
+            return []
+        places = facts.groups.returning(here, idle, capacity, facts.avoided(now))
         if not places:
             return []
         self.attempt = Attempt(places, set(here), unheld=set(here))
@@ -211,9 +218,9 @@ class Returning:
         """Whether the role is one of a group that is being started, and takes no part yet."""
         return self.attempt is not None and role in self.attempt.places
 
-    def on(self, node: str) -> set[int]:
+    def on(self, node: str) -> list[int]:
         """The roles that are to come back on this node."""
-        return self.attempt.on(node) if self.attempt is not None else set()
+        return self.attempt.on(node) if self.attempt is not None else []
 
     def fail(self, facts: Facts, reason: str) -> list[Effect]:
         """A worker or node of the group is lost while it starts: nobody else notices."""
@@ -226,7 +233,7 @@ class Returning:
             *self.give_up(facts, places),
         ]
 
-    def give_up(self, facts: Facts, places: Mapping[int, str]) -> list[Effect]:
+    def give_up(self, facts: Facts, places: Places) -> list[Effect]:
         """End the workers that play these roles; others take their places."""
         self.failed += 1
         if self.failed >= ATTEMPTS:
@@ -236,8 +243,8 @@ class Returning:
                 *(facts.groups.of(places), self.failed),
             )
         return [
-            Send(facts.nodes[name].peer, Withdraw(roles=sorted(r for r in places if places[r] == name)))
-            for name in sorted(set(places.values()))
+            Send(facts.nodes[name].peer, Withdraw(roles=roles))
+            for name, roles in sorted(by_node(places).items())
             if name in facts.nodes
         ]
 

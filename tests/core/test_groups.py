@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import msgspec
+from collections import Counter
 
-from ft_core.control.groups import Groups
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft_core.control import decision
+from ft_core.control.groups import Groups, Places
 from ft_core.elastic.rules import Start
 from ft_core.protocol.messages import Redundancy, ReplicaGroup, ReplicaGroups
 
 PLACES = {0: "a", 1: "b", 2: "c", 3: "d", 4: "e", 5: "f"}
+ROLES = 9
+"""Three groups of three."""
 
 
 def groups(redundancy: Redundancy = Redundancy.REPLICATED) -> Groups:
@@ -48,20 +55,75 @@ def test_nodes_of_broken_groups_fill_the_holes_of_the_one_that_lacks_least() -> 
 
 def test_a_group_comes_back_once_there_are_workers_for_all_its_roles() -> None:
     here = placed(1, 4)
-    assert groups().returning(here, {"x": 1}, 1) == here
-    assert groups().returning(here, {"x": 1, "y": 1}, 1) == {**here, 1: "x", 4: "y"}
-    assert groups().returning(here, {"x": 2}, 2) == {**here, 1: "x", 4: "x"}
+    assert groups().returning(here, {"x": 1}, 1) == {}
+    assert groups().returning(here, {"x": 1, "y": 1}, 1) == {1: "x", 4: "y"}
+    assert groups().returning(here, {"x": 2}, 2) == {1: "x", 4: "x"}
     both = placed(1, 2, 4, 5)
-    assert groups().returning(both, {"x": 1, "y": 1, "z": 1}, 1) == {**both, 1: "x", 4: "y"}
+    assert groups().returning(both, {"x": 1, "y": 1, "z": 1}, 1) == {1: "x", 4: "y"}
     free = {"x": 1, "y": 1, "z": 1, "w": 1}
-    assert set(groups().returning(both, free, 1)) == set(range(6))
+    assert set(groups().returning(both, free, 1)) == {1, 2, 4, 5}
+
+
+def plain_returning(
+    found: Groups, placed: Places, idle: dict[str, int], capacity: int, avoided: list[str]
+) -> Places:
+    """One group after the other by the rule for who is lost, which looks at everything each time."""
+    now = dict(placed)
+    away = set(range(ROLES)) - set(placed)
+    for group in range(3):
+        roles = [role for role in range(group, ROLES, 3) if role in away]
+        taken = Counter(node for role, node in now.items() if role not in placed)
+        free = {node: count - taken[node] for node, count in idle.items()}
+        assignment = decision.assign(now, free, roles, capacity, avoided=avoided)
+        if not assignment.unplaced:
+            now = assignment.roles
+    return {role: node for role, node in now.items() if role not in placed}
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.data())
+def test_groups_come_back_to_places_as_if_their_roles_were_lost(data: st.DataObject) -> None:
+    found = Groups(Start(ROLES, 1, ROLES))
+    for role in range(ROLES):
+        found.register(role, ReplicaGroup(role % 3, 3, Redundancy.REPLICATED))
+    nodes, capacity = [f"n{i}" for i in range(7)], data.draw(st.integers(1, 4))
+    away = data.draw(st.sets(st.integers(0, 2)))
+    placed, load = {}, Counter[str]()
+    for role in range(ROLES):
+        open_ = [name for name in [*nodes, *(f"full{i}" for i in range(ROLES))] if load[name] < capacity]
+        if role % 3 not in away:
+            placed[role] = data.draw(st.sampled_from(open_))
+            load[placed[role]] += 1
+    idle = {name: data.draw(st.integers(0, 5)) for name in nodes}
+    avoided = data.draw(st.lists(st.sampled_from(nodes)))
+    expected = plain_returning(found, placed, idle, capacity, avoided)
+    assert found.returning(placed, idle, capacity, avoided) == expected
 
 
 def test_a_returning_role_takes_over_from_its_counterpart() -> None:
-    assert groups().counterpart(1, placed(1, 4)) == 2
-    assert groups().counterpart(4, placed(1, 4)) == 5
-    assert groups().counterpart(5, placed(2, 5)) == 3
-    assert groups().counterpart(1, placed(1, 2, 4, 5)) == 0
+    assert groups().counterparts([1], placed(1, 4)) == {1: 2}
+    assert groups().counterparts([4, 1], placed(1, 4)) == {4: 5, 1: 2}
+    assert groups().counterparts([5], placed(2, 5)) == {5: 3}
+    assert groups().counterparts([1], placed(1, 2, 4, 5)) == {1: 0}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sets(st.integers(0, 11), min_size=1, max_size=11))
+def test_counterparts_are_the_least_asked_of_the_next_groups(away: set[int]) -> None:
+    """By the rule, one role after the other."""
+    many = Groups(Start(24, 2, 24))
+    for role in range(24):
+        many.register(role, ReplicaGroup(role % 12, 12, Redundancy.ADOPTABLE))
+    there, load = sorted(set(range(12)) - away), Counter[int]()
+    expected: dict[int, int] = {}
+    for group in sorted(away):
+        other = min(there, key=lambda g: (load[g], (g - group) % 12))
+        load[other] += 1
+        expected |= {group: other, group + 12: other + 12}
+    present = [role for role in range(24) if role % 12 not in away]
+    assert many.absent(present) == expected
+    one = min(away) + 12
+    assert many.counterparts([one], present) == {one: expected[one]}
 
 
 def test_groups_that_are_away_have_different_counterparts_while_there_are_enough() -> None:
