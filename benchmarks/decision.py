@@ -35,8 +35,8 @@ TICKS = 40
 class Wired(Agent):
     """An agent whose connection is a list of bytes."""
 
-    def __init__(self, fleet: Fleet, name: str, rank: int, roles: list[int], peer: int) -> None:
-        super().__init__(fleet, name, rank, roles)
+    def __init__(self, fleet: Fleet, name: str, rank: int, peer: int) -> None:
+        super().__init__(fleet, name, rank)
         self._frames = cast(Any, True)  # it may send
         self.peer = peer
         self.out: list[bytes] = []
@@ -59,9 +59,8 @@ class Job:
         self.fleet = Fleet(layout, self.settings.controller, b"secret", self.settings)
         self.agents: dict[int, Wired] = {}
         for peer in range(nodes + spares):
-            roles = list(range(peer * PER_NODE, (peer + 1) * PER_NODE)) if peer < nodes else []
             rank = peer if peer < nodes else -1
-            agent = Wired(self.fleet, f"node-{peer:05}+{peer:06x}", rank, roles, peer)
+            agent = Wired(self.fleet, f"node-{peer:05}+{peer:06x}", rank, peer)
             self.fleet.nodes[agent.name] = self.agents[peer] = agent
         self.now = 0.0
         self.took: dict[str, float] = {}

@@ -4,8 +4,9 @@ agents over real sockets.
     python -m benchmarks.scale --roles 1000 10000 100000
     python -m benchmarks.scale --roles 10000 --json
 
-A job starts, trains, loses a node with a spare for it, loses one in a hundred nodes at once, and its
-controller is killed and started again. Printed are the time until the last node has its plan, the
+A job starts, trains, loses a node with a spare for it, loses one in a hundred nodes at once, loses one for
+which there is no spare, and with it a replica group, which returns as soon as a node joins; its controller is
+killed and started again. Printed are the time until the last node has its plan, the
 controller's CPU seconds, its memory, what each node is sent, and with what power of the size they grow.
 """
 
@@ -78,7 +79,8 @@ class Job:
 
     def __init__(self, layout: Sharded, job_dir: Path, processes: int, silence: float) -> None:
         nodes = layout.roles // PER_NODE
-        self.spares = 2 + nodes // 50
+        self.hundredth = max(1, nodes // 100)
+        self.spares = 1 + self.hundredth
         with socket.create_server(("127.0.0.1", 0)) as free:
             address = f"127.0.0.1:{free.getsockname()[1]}"
         missed = round(silence / Settings.heartbeat)
@@ -87,6 +89,7 @@ class Job:
             controller=address,
             spares=self.spares,
             heartbeats_missed=missed,
+            policy="shrink",
         )
         self.job_dir, self.layout = job_dir, layout
         self.settings.write(job_dir)
@@ -127,6 +130,16 @@ class Job:
         self.alive -= set(names)
         for number, fleet in enumerate(self._fleets):
             fleet.send(("kill", [name for name in names if self._of[name] == number]))
+
+    def join(self, count: int) -> None:
+        """So many more nodes come."""
+        names = [
+            f"node-{number:05}+{number:06x}" for number in range(len(self.names), len(self.names) + count)
+        ]
+        self.names += names
+        self.alive |= set(names)
+        self._of |= dict.fromkeys(names, 0)
+        self._fleets[0].send(("join", names))
 
     def restart(self) -> None:
         """Another controller takes over from one that is killed."""
@@ -208,18 +221,32 @@ class Job:
         would need next to none. So the seconds that count are those that the controller takes: its CPU time,
         and the time for which it waits by itself. It works with one thread.
         """
+        found = self._epoch(lambda: self.kill(names))
+        found["plan_everywhere_s"] = RETURN_GRACE + TICK + found["controller_cpu_s"]
+        return found
+
+    def back(self, count: int) -> dict[str, float]:
+        """So many nodes join, with which replica groups come back that were away: from then on until the last
+        node has the plan with them. Agents say at once what takes real ones the time to start, and to end a
+        step."""
+        returned = len(self.events("returned"))
+        found = self._epoch(lambda: self.join(count))
+        assert len(self.events("returned")) == returned + 1
+        return found
+
+    def _epoch(self, cause: Callable[[], None]) -> dict[str, float]:
+        """Of what it has the job do: until all have another plan, and then until all have done a step."""
         found: dict[str, float] = {}
         resumed: dict[str, float] = {}
         epoch, resumes = max(self.told().plans), len(self.events("resumed"))
         self._order("restoring", True)
         with self.measured(found):
             begun = time.monotonic()
-            self.kill(names)
+            cause()
             self.until(lambda: self.planned() > epoch)
         told = self.told()
         newest = max(told.plans)
         found["plan_bytes"] = told.planned_bytes[newest] / told.plans[newest]
-        found["plan_everywhere_s"] = RETURN_GRACE + TICK + found["controller_cpu_s"]
         found["with_agents_s"] = told.last[newest] - begun
         with self.measured(resumed):
             self._order("restoring", False)
@@ -272,8 +299,11 @@ def measure(roles: int, layout: str, seconds: float, processes: int, silence: fl
             more = scraped["controller_cpu_s"] - steady["cores"] * scraped["seconds"]
             scraped["scrape_cpu_ms"] = 1000 * more / scrapes
             phases["a node lost"] = job.recovery(job.names[1:2])
-            hundredth = max(1, len(job.names) // 100)
-            phases["1 % of nodes lost"] = job.recovery(job.names[10 : 10 + 2 * hundredth : 2])
+            some = job.names[10 : 10 + 2 * job.hundredth : 2]
+            phases["1 % of nodes lost"] = job.recovery(some)
+            if shape.data > 1:  # no spare is left
+                phases["a replica group leaves"] = job.recovery(job.names[4:5])
+                phases["it returns"] = job.back(1)
             before, given_up = len(job.events("detected")), job.told().given_up
             with job.measured(phases.setdefault("controller restarted", {})):
                 job.restart()

@@ -98,6 +98,8 @@ class Fleet:
         self.plan: m.NodePlan | None = None
         """The newest, as one of the nodes has it."""
         self.hosts: dict[str, m.Host] = {}
+        self.adopted: dict[int, list[int]] = {}
+        """Roles that hold what others had alone that are away: which."""
         self.plans = Received()
         self.begun: tuple[int, int] = 2, _steps()
         """The version that an epoch goes on from, and when."""
@@ -141,15 +143,15 @@ class Fleet:
 class Agent(Client):
     """One simulated agent, and its connection."""
 
-    def __init__(self, fleet: Fleet, name: str, rank: int, roles: list[int]) -> None:
+    def __init__(self, fleet: Fleet, name: str, rank: int) -> None:
         super().__init__(fleet.secret, "the controller")
         self.fleet, self.name, self.rank = fleet, name, rank
-        self.first = roles
-        """Roles of its, once it has a plan."""
         self.roles: list[int] = []
         self.epoch = self.reported = 0
         self.begun = ""
         self.killed = False
+        self._starting: list[int] = []
+        """Roles that come back while others train."""
         self._pieces: list[bytes] = []
         """Messages about who is where, of the plan that comes next."""
         self._own_bytes = self._version = 0
@@ -232,8 +234,7 @@ class Agent(Client):
             held = [version - 1, version] if trained else []
             roles[role] = m.RoleHeld(True, "training", held, list(found), layout.counts(role))
         replicas = {}
-        for role in self._kept() if trained else ():
-            (name, holders) = layout.segments(role)[1]
+        for name, holders in self._kept() if trained else ():
             replicas[name], segments[name] = [version - 1, version], holders
         return m.Holdings(
             epoch=self.epoch,
@@ -243,15 +244,22 @@ class Agent(Client):
             roles=roles,
             replicas=replicas,
             segments={name: text_of([held]) for name, held in segments.items()},
-            idle=1 if self.roles else PER_NODE + 1,
+            idle=self._idle(),
             store="10.0.0.1:40002",
             master="10.0.0.1:40003",
             configured=None,
         )
 
-    def _kept(self) -> list[int]:
-        """Roles of the node before it, of which it keeps copies."""
-        return [(role - PER_NODE) % self.fleet.layout.roles for role in self.roles]
+    def _kept(self) -> list[tuple[str, range]]:
+        """Segments of which it keeps copies, those of the roles of the node before it, and what its own have
+        adopted."""
+        before = [(role - PER_NODE) % self.fleet.layout.roles for role in self.roles]
+        adopted = [away for role in [*before, *self.roles] for away in self.fleet.adopted.get(role, ())]
+        return [self.fleet.layout.segments(role)[1] for role in [*before, *adopted]]
+
+    def _idle(self) -> int:
+        """Workers without a role."""
+        return PER_NODE + 1 - len(self.roles or self._starting)
 
     def beat(self) -> None:
         """A heartbeat, if there is news. Of a step there are three: its end, its copy, its optimizer."""
@@ -260,7 +268,7 @@ class Agent(Client):
         version, into = self.fleet.version, time.monotonic() % STEP / STEP
         copied, optimizer = into > COPIED, into > 1 - OPTIMIZER
         now, before = time.monotonic(), self._beat
-        news = version, copied, optimizer, self.epoch, self.begun, tuple(self.roles)
+        news = version, copied, optimizer, self.epoch, self.begun, (*self.roles, *self._starting)
         if news == before[1] and now - before[0] < self.fleet.again:
             return
         self._beat = now, news
@@ -270,9 +278,9 @@ class Agent(Client):
             role: m.RoleBeat(role + 1, version, tag, trained, trained[-1], STEP, 0.0, 0, 0)
             for role in self.roles
         }
-        replicas = {self.fleet.layout.segments(role)[1][0]: trained for role in self._kept()}
-        idle = 1 if self.roles else PER_NODE + 1
-        self.send(m.Heartbeat(self.epoch, self.begun, beats, idle, replicas))
+        starting = {role: m.RoleBeat(role + 1, 0, 0, [], -1, 0.0, 0.0, 0, 0) for role in self._starting}
+        replicas = {name: trained for name, _ in self._kept()}
+        self.send(m.Heartbeat(self.epoch, self.begun, beats | starting, self._idle(), replicas))
         if not self.fleet.restoring:
             self._report(if_changed=True)
 
@@ -311,6 +319,8 @@ class Agent(Client):
                 self.die()
             case b"Leads":
                 self.fleet.session = msgspec.json.decode(body, type=m.Leads).session
+            case b"SendCounts" | b"Prepare" | b"SendHeartbeat" | b"Hold" | b"Withdraw" as kind:
+                self._return(kind, body)
             case b"NodesChanged" | b"KeepStrikes" | b"Release":
                 pass
             case kind:
@@ -327,7 +337,7 @@ class Agent(Client):
         told.last[epoch] = time.monotonic()
         size = len(body) + self._own_bytes + sum(map(len, self._pieces))
         told.planned_bytes[epoch] = told.planned_bytes.get(epoch, 0) + size
-        before, self.epoch, self.begun = self.begun, epoch, begun
+        self.epoch, self.begun = epoch, begun
         if fleet.plan is None or fleet.plan.id != begun:
             for piece in self._pieces:
                 fleet.plans.hear(m.FROM_CONTROLLER.decode(piece, "the controller"))  # type: ignore[arg-type]
@@ -337,15 +347,36 @@ class Agent(Client):
             assert plan is not None
             fleet.plan = plan
             fleet.hosts = hosts_of(plan.roles, plan.nodes)
+            fleet.adopted = {}
+            for away, by in plan.worker.adopted.items():
+                fleet.adopted.setdefault(by, []).append(away)
             fleet.go_on(max(2, _number(_VERSION, body)))
         self._pieces, self._own_bytes = [], 0
-        if not before:
-            self.roles = self.first
-        if not self.roles and (host := fleet.hosts.get(self.name)) is not None and host.roles:
-            self.roles = [role for run in roles_in(host.roles) for role in run]
+        host = fleet.hosts.get(self.name)
+        self.roles = [role for run in roles_in(host.roles) for role in run] if host and host.roles else []
+        self._starting = []
         self._version = _number(_VERSION, body)
         if not fleet.restoring:
             self.train()
+
+    def _return(self, kind: bytes, body: bytes) -> None:
+        """Replica groups come back: what takes a worker its time takes none here."""
+        fleet = self.fleet
+        if kind == b"SendCounts":
+            self.send(*(m.OperationCounts(role, fleet.layout.counts(role)) for role in self.roles))
+        elif kind == b"Prepare":
+            found = m.FROM_CONTROLLER.decode(body, "the controller")
+            assert isinstance(found, m.Prepare)
+            if not self._starting:
+                self._starting = found.roles
+                self.send(*(m.Prepared(role, fleet.layout.counts(role)) for role in found.roles))
+        elif kind == b"SendHeartbeat":
+            self._beat = 0.0, None
+            self.beat()
+        elif kind == b"Hold" and (epoch := _number(_EPOCH, body)):
+            self.send(*(m.Held(epoch, role) for role in self.roles))
+        elif kind == b"Withdraw":
+            fleet.told.wrong.append(f"{self.name}: {body[:200]!r}")
 
     def train(self) -> None:
         """Its workers have their state of the newest plan, and do a step."""
@@ -358,6 +389,9 @@ class Agent(Client):
         for role in self.roles:
             segments = {name: text_of([held]) for name, held in layout.segments(role)}
             yield m.RoleLayout(self.epoch, role, False, segments, 0, False, layout.group(role))
+            for away in self.fleet.adopted.get(role, ()):
+                (name, holders) = layout.segments(away)[1]
+                yield m.RoleLayout(self.epoch, away, True, {name: text_of([holders])}, None, False, None)
             yield m.Restored(self.epoch, role, role + 1, version, True)
             yield m.Reopened(self.epoch, role)
             yield m.Stepped(self.epoch, role, version + 1)
@@ -383,14 +417,13 @@ def serve(
     names: dict[str, int],
     orders: Connection,
 ) -> None:
-    """A process of agents, which does what it is told over `orders`: `start`, `kill` nodes, `told`."""
+    """A process of agents, which obeys `orders`: `start`, `kill` nodes, have others `join`, `told`."""
 
     async def run() -> None:
         fleet = Fleet(layout, controller, secret, settings)
         first = layout.roles // PER_NODE
         for name, rank in names.items():
-            roles = range(rank * PER_NODE, (rank + 1) * PER_NODE) if 0 <= rank < first else ()
-            fleet.nodes[name] = Agent(fleet, name, rank if rank < first else -1, list(roles))
+            fleet.nodes[name] = Agent(fleet, name, rank if rank < first else -1)
         beats: asyncio.Future[None] | None = None
         inbox: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -414,6 +447,10 @@ def serve(
             elif order == "kill":
                 for name in argument:
                     fleet.nodes.pop(name).die()
+            elif order == "join":
+                for name in argument:
+                    fleet.nodes[name] = Agent(fleet, name, -1)
+                    fleet.nodes[name]._again()
             elif order == "told":
                 orders.send(fleet.told)
             else:

@@ -10,7 +10,6 @@ from ft_core.control import compact, decision
 from ft_core.elastic.rules import AHEAD, Membership, Start
 from ft_core.protocol.messages import (
     GroupFamily,
-    MembershipChanges,
     Redundancy,
     ReplicaGroup,
     ReplicaGroups,
@@ -58,16 +57,15 @@ class Groups:
 
     def value(self) -> ReplicaGroups:
         """For a successor of the controller."""
-        changes = MembershipChanges(groups=self.membership.groups, changes=self.membership.changes)
         if self._compact is None:
             self._compact = compact.groups(self._of)
-        return ReplicaGroups(of=self._compact, redundancy=self.redundancy, membership=changes)
+        return ReplicaGroups(of=self._compact, redundancy=self.redundancy, membership=self.membership.value())
 
     def restore(self, found: ReplicaGroups) -> None:
         """Inverse of `value`."""
         self._of, self._compact, self._by_group = compact.group_of(found.of), found.of, None
         self.redundancy = found.redundancy
-        self.membership = Membership(found.membership.groups, found.membership.changes)
+        self.membership = Membership.of(found.membership)
 
     def forget(self) -> None:
         """The job starts over."""

@@ -16,12 +16,19 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
-from ft_core.protocol.messages import Dealt, Redundancy, ReplicaGroup
+import msgspec
+
+from ft_core.protocol.groups import roles_in, runs_of, text_of
+from ft_core.protocol.messages import Dealt, MembershipChanges, Redundancy, ReplicaGroup
 
 AHEAD = 2
 """Steps after the first version of an epoch whose samples are dealt as the epoch before would have."""
+
+_KEPT = 64
+"""Changes that are written down without counting their groups again."""
 
 INTERVENTIONS = ("sqrt", "linear", "none")
 
@@ -71,13 +78,25 @@ class Membership:
     changes: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @classmethod
+    def of(cls, found: MembershipChanges) -> Membership:
+        """Inverse of `value`."""
+        return cls(found.groups, tuple((since, tuple(_members(text))) for since, text in found.changes))
+
+    def value(self) -> MembershipChanges:
+        """As plans have it."""
+        return MembershipChanges(
+            self.groups, tuple((since, _text(members)) for since, members in self.changes)
+        )
+
+    @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Membership:
-        """Inverse of `to_json`."""
-        return cls(int(data["groups"]), tuple((int(v), tuple(map(int, g))) for v, g in data["changes"]))
+        """Inverse of `to_json`. Raises ValueError for anything else."""
+        return cls.of(msgspec.convert(data, MembershipChanges))
 
     def to_json(self) -> dict[str, Any]:
-        """As plans and the ledger have it."""
-        return {"groups": self.groups, "changes": [[v, list(g)] for v, g in self.changes]}
+        """As the ledger has it."""
+        found: dict[str, Any] = msgspec.to_builtins(self.value())
+        return found
 
     def changed(self, version: int, members: Iterable[int]) -> Membership:
         """An epoch starts from `version` with `members`; what was to come after that version is void."""
@@ -131,6 +150,15 @@ class Membership:
             if since <= version:
                 return members
         return tuple(range(self.groups))
+
+
+@lru_cache(maxsize=_KEPT)
+def _text(groups: tuple[int, ...]) -> str:
+    return text_of(runs_of(groups))
+
+
+def _members(groups: str) -> Iterator[int]:
+    return (group for run in roles_in(groups) for group in run)
 
 
 @dataclass(frozen=True)

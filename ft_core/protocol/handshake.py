@@ -21,7 +21,7 @@ from ft_core.errors import AuthenticationError, ProtocolError
 from ft_core.protocol.framing import Frames
 
 SECONDS = 5.0
-VERSION = 11
+VERSION = 12
 """Of the protocol: another number as soon as any message, or the way it is sent, is another."""
 
 REFUSED = bytes(32)

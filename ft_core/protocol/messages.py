@@ -122,10 +122,14 @@ class Layout(Value, frozen=True):
 
 
 class MembershipChanges(Value, frozen=True):
-    """As `elastic.rules.Membership`. The change that a job begins with is of a version before all others."""
+    """As `elastic.rules.Membership`, with groups as roles are said. The change that a job begins with is of a
+    version before all others."""
 
     groups: Number
-    changes: tuple[tuple[Number, tuple[Number, ...]], ...] = ()
+    changes: tuple[tuple[Number, Roles], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_texts(roles_in, (groups for _, groups in self.changes))
 
 
 class Family(Value, frozen=True, array_like=True):

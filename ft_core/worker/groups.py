@@ -36,8 +36,7 @@ class Groups:
 
     def learn(self) -> None:
         """The plan is that of an epoch which others have begun."""
-        known = self._plan.membership
-        self.membership = Membership(known.groups, known.changes)
+        self.membership = Membership.of(self._plan.membership)
 
     def begin(self, own: ReplicaGroup) -> None:
         """An epoch begins, for a role that has this replica group."""

@@ -66,10 +66,10 @@ def test_a_replica_group_that_leaves_and_returns() -> None:
 
 
 def test_the_control_plane_of_many_roles() -> None:
-    result = run("scale", "--roles=128", "--quick")
-    assert (result["roles"], result["lost_after_restart"]) == (128, 0)
+    result = run("scale", "--roles=256", "--quick")
+    assert (result["roles"], result["lost_after_restart"]) == (256, 0)
     phases = result["phases"]
-    lost = "a node lost", "1 % of nodes lost"
+    lost = "a node lost", "1 % of nodes lost", "a replica group leaves", "it returns"
     assert phases.keys() == {"start", "steady", "scraped", *lost, "controller restarted"}
     assert result["plan_everywhere_s"] > 0 and phases["a node lost"]["seconds"] > 0
     assert 0 < phases["a node lost"]["plan_bytes"] < 10_000 and 0 < result["largest_message"] < 10_000

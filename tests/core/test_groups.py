@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ft_core.control import decision
 from ft_core.control.groups import Groups, Places
-from ft_core.elastic.rules import Start
-from ft_core.protocol.messages import Redundancy, ReplicaGroup, ReplicaGroups
+from ft_core.elastic.rules import Membership, Start
+from ft_core.protocol.messages import MembershipChanges, Redundancy, ReplicaGroup, ReplicaGroups
 
 PLACES = {0: "a", 1: "b", 2: "c", 3: "d", 4: "e", 5: "f"}
 ROLES = 9
@@ -169,3 +169,13 @@ def test_a_successor_knows_the_groups_of_a_job_that_began_with_some_of_them() ->
         successor.restore(decoded)
         assert successor.membership == known.membership
     assert began.membership.taking_part(1) == (0, 1)
+
+
+def test_who_takes_part_is_said_in_few_words() -> None:
+    """Of as many groups as a job of data parallelism alone has, also where some are away."""
+    many = 100_096
+    membership = Membership(many).changed(4, set(range(many)) - {7, *range(800, 1800)})
+    membership = membership.changed(9, range(many))
+    said = msgspec.json.encode(membership.value())
+    assert len(said) < 200
+    assert Membership.of(msgspec.json.decode(said, type=MembershipChanges)) == membership

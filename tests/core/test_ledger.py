@@ -171,7 +171,14 @@ def test_reports_of_another_shape_are_refused(job: LedgerJob, change: dict[str, 
 
 
 @pytest.mark.parametrize(
-    "membership", [{}, {"groups": 0, "changes": []}, {"groups": 2, "changes": [1]}, None]
+    "membership",
+    [
+        {},
+        {"groups": 0, "changes": []},
+        {"groups": 2, "changes": [1]},
+        {"groups": 2, "changes": [[1, "x"]]},
+        None,
+    ],
 )
 def test_epochs_of_another_shape_are_refused(job: LedgerJob, membership: Any):
     with pytest.raises(ValueError, match="membership"):

@@ -341,7 +341,7 @@ class SimWorker(Process):
         restore, loaded, job = self.state.restore, False, self.node.job
         changes = self.plan.membership
         if changes.groups:  # else the plan was made before the roles had told of their groups
-            self.membership = Membership(changes.groups, changes.changes)
+            self.membership = Membership.of(changes)
         held = self.held
         without = set(held[1:]) - {copy.role for copy in restore.parts}
         if without and self.version:
