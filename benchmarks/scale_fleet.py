@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.simulated import AGAIN, AT_ONCE, PER_NODE, Client, Layout
+from benchmarks.simulated import AGAIN, PER_NODE, Client, Layout
 from ft_core.node.holdings import changed, more_than_versions
 from ft_core.node.machine import SAME
 from ft_core.protocol import messages as m
@@ -86,8 +86,6 @@ class Fleet:
         self.layout, self.secret = layout, secret
         self.every, self.again = settings.pulse, SAME * settings.silence_limit
         self.host, self.port = split_address(controller)
-        self.doorstep = asyncio.Semaphore(AT_ONCE)
-        """Agents that may shake hands at once: thousands in one process would be too slow for it."""
         self.restoring = False
         """Whether workers take their time to have their state."""
         self.session = ""
@@ -169,9 +167,8 @@ class Agent(Client):
         while not self.killed:
             self._shaken = loop.create_future()
             try:
-                async with self.fleet.doorstep:
-                    await loop.create_connection(lambda: self, self.fleet.host, self.fleet.port)
-                    await self._shaken
+                await loop.create_connection(lambda: self, self.fleet.host, self.fleet.port)
+                await self._shaken
                 return
             except OSError:
                 await asyncio.sleep(AGAIN)

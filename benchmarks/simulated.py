@@ -17,8 +17,6 @@ LAYOUTS = {"data": (1, 1), "model": (8, 16)}
 """Tensor and pipeline parallel size."""
 PER_NODE = 8
 """Roles."""
-AT_ONCE = 64
-"""Handshakes of one process under way: what many machines do at once waits for one core here."""
 AGAIN = 0.05
 """Seconds until the next try to connect."""
 
@@ -89,7 +87,7 @@ class Client(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport, self._frames, self._buffer = transport, None, bytearray()
-        self._hands = Handshake(self._secret, self._server)
+        self._hands = Handshake(self._secret, self._server, client=True)
         transport.write(self._hands.hello)
 
     def data_received(self, data: bytes) -> None:
@@ -117,7 +115,7 @@ class Client(asyncio.Protocol):
             return False
         hands.confirm(bytes(buffer[: hands.PROOF_BYTES]))
         del buffer[: hands.PROOF_BYTES]
-        self._frames = hands.frames(client=True)
+        self._frames = hands.frames()
         self.greets()
         return True
 

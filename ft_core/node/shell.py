@@ -11,6 +11,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import sys
@@ -49,7 +50,7 @@ from ft_core.process.outlet import console
 from ft_core.process.refusals import Refusals
 from ft_core.process.stalls import Stalls
 from ft_core.process.tasks import Tasks
-from ft_core.protocol import door
+from ft_core.protocol import door, handshake
 from ft_core.protocol import messages as m
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.connection import Connection
@@ -68,7 +69,8 @@ T = TypeVar("T")
 _MISREAD, _STABLE = 3, 60.0
 """Connections to the controller in a row, none longer than so many seconds, that end with what cannot be
 understood, before this agent fails."""
-_RECONNECT = 0.05
+_RECONNECT, _LATER = 0.05, 1.0
+"""Seconds until the next try to connect: fewer, and at most if the controller has more to do than it can."""
 _LAST_OUTPUT = 5.0
 """Seconds that the console has to take what workers have printed last."""
 LAST_WORD = 2.0
@@ -246,6 +248,7 @@ class NodeShell:
         does not mend that, and the controller would wait for this node."""
         misread = 0
         while True:
+            pause = _RECONNECT
             if not (address := self._looker.leader.address):
                 self._handle(e.NotConnected("nobody leads the job at present"))
                 await self._looker.next()
@@ -257,6 +260,8 @@ class NodeShell:
                 self._handle(e.NotConnected(str(error), stranger=True, refused=refused))
             except OSError as error:
                 self._handle(e.NotConnected(str(error)))
+                if isinstance(error, TimeoutError):  # each at a time of its own
+                    pause = random.uniform(_RECONNECT, _LATER)
             else:
                 self._controller, follower = channel, self._looker.follower
                 follower.connected()
@@ -283,11 +288,13 @@ class NodeShell:
                 channel.close()
                 self._controller = None
                 self._handle(e.NotConnected("the connection has ended"))
-            await asyncio.sleep(_RECONNECT)
+            await asyncio.sleep(pause)
 
     async def _connect(self, address: str) -> AsyncChannel[m.ToAgent]:
         """Unless somebody else leads before that has come about. Raises as `AsyncChannel.connect`."""
-        attempt = asyncio.ensure_future(AsyncChannel.connect(address, self.secret, m.FROM_CONTROLLER))
+        attempt = asyncio.ensure_future(
+            AsyncChannel.connect(address, self.secret, m.FROM_CONTROLLER, patience=handshake.PATIENCE)
+        )
         try:
             while not attempt.done():
                 look = asyncio.ensure_future(self._looker.next())

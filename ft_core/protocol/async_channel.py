@@ -38,19 +38,26 @@ class AsyncChannel(Generic[T]):
 
     @classmethod
     async def connect(
-        cls, address: str, secret: bytes, receives: Decoder[T], timeout: float = handshake.SECONDS
+        cls,
+        address: str,
+        secret: bytes,
+        receives: Decoder[T],
+        timeout: float = handshake.SECONDS,
+        patience: float = 0.0,
     ) -> AsyncChannel[T]:
-        """As `Channel.connect`."""
+        """As `Channel.connect`. `patience`: seconds more that it may take once somebody is there, who may
+        have thousands to talk to."""
         loop, connection = asyncio.get_running_loop(), Connection()
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(timeout) as limit:
             if address.startswith("unix:"):
                 await loop.create_unix_connection(lambda: connection, address.removeprefix("unix:"))
             else:
                 await loop.create_connection(lambda: connection, *split_address(address))
             try:
+                limit.reschedule((limit.when() or 0.0) + patience)
                 sock = connection.transport.get_extra_info("socket")
                 tune(sock, sock.family)
-                hands = Handshake(secret, address)
+                hands = Handshake(secret, address, client=True)
                 connection.write(hands.hello)
                 connection.write(hands.answer(await connection.exactly(Handshake.HELLO_BYTES)))
                 hands.confirm(await connection.exactly(Handshake.PROOF_BYTES))
@@ -60,21 +67,23 @@ class AsyncChannel(Generic[T]):
             except BaseException:
                 connection.close()
                 raise
-        return cls(connection, hands.frames(client=True), receives, address)
+        return cls(connection, hands.frames(), receives, address)
 
     @classmethod
     async def accept(cls, connection: Connection, secret: bytes, receives: Decoder[T]) -> AsyncChannel[T]:
         """As `Channel.accept`; for what `door.serve` calls."""
         sock = connection.transport.get_extra_info("socket")
         peer = peer_name(sock, sock.family)
-        hands = Handshake(secret, peer)
+        hands = Handshake(secret, peer, client=False)
         loop, transport = asyncio.get_running_loop(), connection.transport
         try:
-            with lobby.stay(lambda: _at(loop, transport.abort)):
+            with lobby.stay(lambda: _at(loop, transport.abort), lambda: connection.unread) as known:
                 tune(sock, sock.family)
                 connection.write(hands.hello)
-                async with asyncio.timeout(handshake.SECONDS):
-                    hands.meet(await connection.exactly(Handshake.HELLO_BYTES))
+                async with asyncio.timeout(handshake.SECONDS) as limit:
+                    claim = hands.meet(await connection.exactly(Handshake.HELLO_BYTES))
+                    if claim and known(claim):
+                        limit.reschedule(loop.time() + handshake.PATIENCE)
                     theirs = await connection.exactly(Handshake.PROOF_BYTES)
                 try:
                     connection.write(hands.admit(theirs))
@@ -87,7 +96,7 @@ class AsyncChannel(Generic[T]):
         except BaseException:
             connection.close()
             raise
-        return cls(connection, hands.frames(client=False), receives, peer)
+        return cls(connection, hands.frames(), receives, peer)
 
     def post(self, message: Struct) -> None:
         """Queue a message without waiting. Raises ConnectionError if closed or the peer takes nothing."""

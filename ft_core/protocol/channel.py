@@ -18,6 +18,7 @@ from ft_core.protocol.handshake import Handshake
 from ft_core.protocol.sockets import (
     as_bytes,
     peer_name,
+    readable,
     receive,
     receive_exactly,
     send_all,
@@ -78,7 +79,7 @@ class Channel(Generic[T]):
             sock.settimeout(None)
             tune(sock, sock.family)
             end = min(end, time.monotonic() + handshake.SECONDS)
-            hands = Handshake(secret, address)
+            hands = Handshake(secret, address, client=True)
             send_all(sock, memoryview(hands.hello), end, address)
             proof = hands.answer(receive_exactly(sock, Handshake.HELLO_BYTES, end, address))
             send_all(sock, memoryview(proof), end, address)
@@ -86,7 +87,7 @@ class Channel(Generic[T]):
         except BaseException:
             sock.close()
             raise
-        return cls(sock, hands.frames(client=True), receives, address)
+        return cls(sock, hands.frames(), receives, address)
 
     @classmethod
     def accept(
@@ -100,12 +101,13 @@ class Channel(Generic[T]):
         peer = peer_name(sock, sock.family)
         end = time.monotonic() + min(timeout, handshake.SECONDS)
         try:
-            with lobby.stay(lambda: shut(sock)):
+            with lobby.stay(lambda: shut(sock), lambda: readable(sock.fileno())) as known:
                 sock.settimeout(None)
                 tune(sock, sock.family)
-                hands = Handshake(secret, peer)
+                hands = Handshake(secret, peer, client=False)
                 send_all(sock, memoryview(hands.hello), end, peer)
-                hands.meet(receive_exactly(sock, Handshake.HELLO_BYTES, end, peer))
+                if claim := hands.meet(receive_exactly(sock, Handshake.HELLO_BYTES, end, peer)):
+                    known(claim)
                 theirs = receive_exactly(sock, Handshake.PROOF_BYTES, end, peer)
                 try:
                     proof = hands.admit(theirs)
@@ -119,7 +121,7 @@ class Channel(Generic[T]):
         except BaseException:
             sock.close()
             raise
-        return cls(sock, hands.frames(client=False), receives, peer)
+        return cls(sock, hands.frames(), receives, peer)
 
     def settimeout(self, seconds: float | None) -> None:
         """Every later call, as a whole, raises TimeoutError after this long; None waits for ever."""

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from ft_core.protocol.sockets import readable
+
 ROOM = 128 << 10
 """Bytes that wait here for whoever takes them, beyond what is waited for. The rest stays with the sender."""
 
@@ -82,6 +84,13 @@ class Connection(asyncio.Protocol):
             self._waiter.set_result(None)
 
     # -- what whoever uses it asks for -------------------------------------------------------------
+
+    @property
+    def unread(self) -> bool:
+        """Whether what is wanted is here, or may be, and nobody has looked at it: the loop may have much to
+        do."""
+        wanted = len(self.buffer) >= self._wanted
+        return wanted or (not self.buffer and readable(self.transport.get_extra_info("socket").fileno()))
 
     def take(self, count: int) -> bytearray:
         """The first `count` bytes of `buffer`, which has them."""

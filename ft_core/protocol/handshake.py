@@ -6,6 +6,9 @@ At most 5 s, fixed sizes only, so that a stranger can make nobody allocate or wa
     client -> server   HMAC-SHA256(secret, "client", both nonces)
     server -> client   HMAC-SHA256(secret, "server", both nonces); 32 zero bytes and a close if it refuses
 
+Half of a client's nonce is random, the other half made of that and the secret. Whoever overhears it can say
+it again: it admits nobody, but a server that is busy waits longer for whom it seems to know (see `door`).
+
 Before it reads anything else, each side looks at the other's version, so both can say what is wrong. The
 first line is the same in all versions. Both sides then derive one key per direction from the secret and the
 nonces, see `framing`.
@@ -21,6 +24,8 @@ from ft_core.errors import AuthenticationError, ProtocolError
 from ft_core.protocol.framing import Frames
 
 SECONDS = 5.0
+PATIENCE = 30.0
+"""The same for members: thousands of them may come at once to a machine that is slow."""
 VERSION = 12
 """Of the protocol: another number as soon as any message, or the way it is sent, is another."""
 
@@ -37,14 +42,22 @@ class Handshake:
     HELLO_BYTES = _HELLO.size
     PROOF_BYTES = 32
 
-    def __init__(self, secret: bytes, peer: str) -> None:
+    def __init__(self, secret: bytes, peer: str, *, client: bool) -> None:
         if not secret:
             raise ValueError("the job's secret is empty: every process could join")
         self._secret = secret
         self._peer = peer
+        self._client = client
         self._nonce = os.urandom(_NONCE)
+        if client:
+            self._nonce = self._expected(self._nonce)
         self.hello = _HELLO.pack(_MAGIC, VERSION, self._nonce)
         self._nonces = b""
+
+    def _expected(self, nonce: bytes) -> bytes:
+        """The client's that begins as this one."""
+        own = nonce[: _NONCE // 2]
+        return own + hmac.digest(self._secret, b"nonce" + own, "sha256")[: _NONCE - len(own)]
 
     def _mac(self, label: bytes) -> bytes:
         return hmac.digest(self._secret, label + self._nonces, "sha256")
@@ -67,12 +80,15 @@ class Handshake:
         self._nonces = self._theirs(hello) + self._nonce
         return self._mac(b"client")
 
-    def meet(self, hello: bytes) -> None:
-        """Server: the client's hello. Raises AuthenticationError."""
+    def meet(self, hello: bytes) -> bytes:
+        """Server: the client's hello. Returns its nonce, which it had from who knows the secret; nothing if
+        not. Raises AuthenticationError."""
         try:
-            self._nonces = self._nonce + self._theirs(hello)
+            theirs = self._theirs(hello)
         except ProtocolError as error:
             raise AuthenticationError(str(error)) from None
+        self._nonces = self._nonce + theirs
+        return theirs if hmac.compare_digest(theirs, self._expected(theirs)) else b""
 
     def admit(self, proof: bytes) -> bytes:
         """Server: its own proof, once the client's is right. Raises AuthenticationError."""
@@ -89,7 +105,7 @@ class Handshake:
         if not hmac.compare_digest(proof, self._mac(b"server")):
             raise AuthenticationError(f"{self._peer} does not know this job's secret: not talking to it")
 
-    def frames(self, *, client: bool) -> Frames:
+    def frames(self) -> Frames:
         """For what is said from now on."""
         up, down = self._mac(b"key up"), self._mac(b"key down")
-        return Frames(up, down, self._peer) if client else Frames(down, up, self._peer)
+        return Frames(up, down, self._peer) if self._client else Frames(down, up, self._peer)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import time
 from typing import Any
+
+BACKLOG = 4096
+"""Connections that wait until they are accepted: as many as a system allows, as a rule."""
 
 
 def family_of(host: str) -> socket.AddressFamily:
@@ -22,9 +26,17 @@ def listen(host: str, port: int = 0) -> socket.socket:
     if host.startswith("unix:"):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.bind(host.removeprefix("unix:"))
-        sock.listen(1024)
+        sock.listen(BACKLOG)
         return sock
-    return socket.create_server((host, port), family=family_of(host), backlog=1024)
+    return socket.create_server((host, port), family=family_of(host), backlog=BACKLOG)
+
+
+def readable(descriptor: int) -> bool:
+    """Whether something has come that was not read; not if it is closed."""
+    poll = select.poll()
+    if descriptor >= 0:
+        poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def reserve(host: str) -> socket.socket:
