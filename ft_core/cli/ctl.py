@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from ft_core import plugins
@@ -12,6 +13,7 @@ from ft_core.cli import events, flight, ledger_check, nodes, report, status, top
 from ft_core.cli.ask import DeniedError, line
 from ft_core.cli.doctor import command as doctor
 from ft_core.cli.planner import command as planner
+from ft_core.cli.planner.shape import Framework
 from ft_core.errors import FtError
 from ft_core.protocol.messages import DescribeRole, Inject, Injected, RoleDescribed
 
@@ -27,7 +29,8 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
-def _main(argv: list[str] | None) -> int:
+def parser(frameworks: Iterable[Framework]) -> argparse.ArgumentParser:
+    """The command line of `ftctl`. `frameworks`: that `plan` knows."""
     parser = argparse.ArgumentParser(prog="ftctl", description=__doc__)
     parser.add_argument("--job-dir", type=Path, default=None, help="the job's directory (see ftrun)")
     parser.add_argument(
@@ -48,7 +51,6 @@ def _main(argv: list[str] | None) -> int:
     events.add_arguments(commands.add_parser("events", help="what has happened, out of events.jsonl"))
     top.add_arguments(commands.add_parser("top", help="the job on a screen, again and again"))
     report.add_arguments(commands.add_parser("report", help="what happened in a job, and what it cost"))
-    frameworks = plugins.load(plugins.PLANNER)
     planner.add_arguments(
         commands.add_parser("plan", help="bytes, memory and what is survived, for given flags"), frameworks
     )
@@ -61,7 +63,12 @@ def _main(argv: list[str] | None) -> int:
             "verify", help="check that each was trained exactly once"
         )
     )
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _main(argv: list[str] | None) -> int:
+    frameworks = plugins.load(plugins.PLANNER)
+    args = parser(frameworks).parse_args(argv)
     if args.command == "data":
         return ledger_check.main(args)
     if args.command == "doctor":

@@ -15,6 +15,9 @@ from types import ModuleType
 import pytest
 from harness import ROOT
 
+from ft_core import plugins
+from ft_core.cli import ctl, flags
+
 PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
 OFFLINE = """
 import socket, sys
@@ -127,6 +130,54 @@ def test_files_that_a_page_names_are_there() -> None:
         gone += [f"{page.name}: {path}" for path in named if not (ROOT / path).exists()]
         gone += [f"{page.name}: {name}" for name in alone if name not in names]
     assert not gone, "\n".join(gone)
+
+
+def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 150
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "recipes" / "megatron" / "README.md"):
+        for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+            path, _, anchor = link.partition("#")
+            if link.startswith("https://"):
+                continue
+            assert (page.parent / path).exists(), f"{page.name}: {link}"
+            titles = re.findall(r"^#+ (.+)$", (page.parent / path).read_text(), re.M) if anchor else []
+            slugs = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert not anchor or anchor in slugs, f"{page.name}: {link}"
+
+
+def commands(program: str) -> Iterator[tuple[str, str]]:
+    """(page, arguments) of each call of it in a block, or whole in `...`; without what the shell takes."""
+    for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *ROOT.glob("recipes/*/README.md")]:
+        text = page.read_text().replace("\\\n", " ")
+        for call in re.findall(
+            rf"(?:^    |^|`(?=\w+ --job-dir DIR \w)){program} +([^`#&|;>\n]*)", text, re.M
+        ):
+            yield page.name, call
+
+
+def test_ftctl_takes_the_commands_of_the_pages() -> None:
+    parser = ctl.parser(plugins.load(plugins.PLANNER))
+    found = [(page, call) for page, call in commands("ftctl") if not re.search(r"\.\.\.|ftrun|<|\[", call)]
+    assert len(found) > 60
+    wrong = []
+    for page, call in found:
+        try:
+            parser.parse_args(re.sub(r" N\b", " 1", call).split())
+        except SystemExit:
+            wrong.append(f"{page}: ftctl {call}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_ftrun_takes_the_commands_of_the_pages() -> None:
+    found = [(page, call) for page, call in commands("ftrun") if re.search(r"\.py\b|--join [A-Z]", call)]
+    assert len(found) > 10
+    wrong = []
+    for page, call in found:
+        words = re.sub(r"\.\.\. ?|<[^>]*>", "", re.sub(r"\$RANK\b| N\b", " 1", call)).split()
+        known, rest = flags.parser().parse_known_args(words)
+        if rest or not (known.command or known.join):
+            wrong.append(f"{page}: ftrun {call}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_every_module_is_listed(site: Path) -> None:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib import request
 
 import pytest
 
@@ -37,6 +38,8 @@ from harness import (
 from ports import free_port
 
 from ft_core.cli.ask import status
+from ft_core.node import metrics
+from ft_core.protocol import http
 from ft_core.settings import SECRET_ENV, Settings
 
 RECIPES = ROOT / "recipes" / "megatron"
@@ -132,6 +135,11 @@ def until(condition: Callable[[], bool], process: subprocess.Popen[bytes], what:
         time.sleep(0.05)
 
 
+def get(address: str, path: str) -> str:
+    with request.urlopen(f"http://{address}{path}", timeout=30) as answer:
+        return str(answer.read().decode())
+
+
 def events(directory: Path) -> list[dict]:
     path = directory / "events.jsonl"
     text = path.read_text() if path.exists() else ""
@@ -161,11 +169,17 @@ def test_slurm(
     job_dir, gate, port = tmp_path / "job", tmp_path / "gate", free_port()
     slurm = {"SLURM_JOB_ID": "4711", "SLURM_NNODES": "3", "SLURM_JOB_NODELIST": "n[0-2]"}
     about = {"JOB_DIR": str(job_dir), "PORT": str(port), "NPROC": "1", "FT_TEST_GATE": str(gate)}
+    about |= {"METRICS_PORT": str(free_port()), "TARGETS": str(tmp_path)}
     script = {"SCRIPT": str(ROOT / "tests/megatron/gated.py")}
     batch = start(
         *("bash", RECIPES / "slurm.sbatch", *PAIR.arguments(ITERATIONS, True)), **slurm, **about, **script
     )
     until(lambda: step(job_dir) >= 3, batch, "step 3")
+    [group] = json.loads((tmp_path / "ft-slurm-4711.json").read_text())  # as Prometheus reads it
+    assert group["labels"]["slurm_job"] == "4711"
+    controller, *nodes = group["targets"]
+    assert "\nft_step " in get(controller, "/metrics")
+    assert nodes == [f"localhost:{int(controller.rpartition(':')[2]) + 1}"] * 3  # all are this machine here
     roles = status(None, f"localhost:{port}").roles
     os.killpg(next(row.agent_pid for row in roles if row.role == 1 and row.agent_pid), signal.SIGKILL)
     until(
@@ -177,6 +191,7 @@ def test_slurm(
     assert batch.wait(90) == 0
     assert [e["roles"] for e in events(job_dir / "0") if e["event"] == "decided"] == [[], [1]]
     check_same(job_dir)
+    assert not list(tmp_path.glob("ft-slurm-*"))
     assert {"--kill-on-bad-exit=0", "--no-kill", "--wait=0"} <= set((records / "srun").read_text().split())
     assert "requeue" not in (records / "scontrol").read_text()
 
@@ -207,7 +222,7 @@ def test_slurm_preempts(
 
 def pod() -> tuple[dict, dict, dict[str, str]]:
     """The job and the container of kubernetes.yaml, and the container's environment."""
-    (jobset,) = yaml.safe_load_all((RECIPES / "kubernetes.yaml").read_text())
+    jobset, _ = yaml.safe_load_all((RECIPES / "kubernetes.yaml").read_text())
     (replicated,) = jobset["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
@@ -298,3 +313,34 @@ def test_pods_survive_what_they_should() -> None:
     assert actions["FailJob"]["onExitCodes"]["values"] == [1, 2] and "Ignore" in actions
     assert spec["restartPolicy"] == "Never"  # podFailurePolicy needs it; a new pod takes the index
     assert job["successPolicy"]["rules"] == [{"succeededIndexes": "0"}]
+
+
+def test_probes_and_scrapers_ask_where_something_answers() -> None:
+    """By the flags of `ftrun`: the ports are those that are declared, annotated, selected and probed."""
+    jobset, service = yaml.safe_load_all((RECIPES / "kubernetes.yaml").read_text())
+    job, container, values = pod()
+    flags = settings_of("--nnodes", "2", "--node-rank", "0", *values["FT_FLAGS"].split(), values["SCRIPT"])
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert flags.http == f"0.0.0.0:{ports['ft-controller']}"  # which others reach
+    assert flags.metrics == f"0.0.0.0:{ports['ft-node']}"
+    pages = {}
+    for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+        probe = container[kind]
+        assert probe["httpGet"]["port"] == "ft-node" and probe["timeoutSeconds"] > http.SECONDS
+        assert probe["httpGet"]["path"] in metrics.PAGES
+        pages[kind] = probe["httpGet"]["path"]
+    assert pages == {"startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"}
+    liveness = container["livenessProbe"]
+    assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 10 * flags.silence_limit
+    template = job["template"]["metadata"]["annotations"]
+    for about, port in ((template, "ft-node"), (service["metadata"]["annotations"], "ft-controller")):
+        assert about["prometheus.io/scrape"] == "true"
+        assert about["prometheus.io/port"] == str(ports[port])
+        assert about["prometheus.io/path"] in metrics.PAGES
+    assert service["spec"]["ports"] == [
+        {"name": "ft-controller", "port": ports["ft-controller"], "targetPort": "ft-controller"}
+    ]
+    assert service["spec"]["selector"]["jobset.sigs.k8s.io/jobset-name"] == jobset["metadata"]["name"]
+    monitor = yaml.safe_load((ROOT / "recipes" / "monitoring" / "podmonitor.yaml").read_text())
+    assert {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]} == ports.keys()
+    assert all(each["path"] in metrics.PAGES for each in monitor["spec"]["podMetricsEndpoints"])
