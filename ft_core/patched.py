@@ -21,4 +21,3 @@ FSDP = declare(
 FULLY_SHARD = declare(
     "torch.distributed.fsdp:fully_shard", "its steps cannot be done again, which is said once"
 )
-SHOW_WARNING = declare("warnings:showwarning", "a worker repeats no warning that its predecessor has shown")

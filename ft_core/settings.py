@@ -111,6 +111,8 @@ class Settings:
     """Which streams go to files and to the console of `ftrun` (`--tee`), by the same numbers."""
     log_prefix: bool = False
     """Whether a line on the console begins with the name of the node that it comes from."""
+    log_format: str = "text"
+    """How the job's own processes log (`--ft-log-format`): `text` for people, `json` for programs."""
     inject: str = ""
     """Failures on purpose (`--ft-inject`), see `ft_core.process.inject`."""
     http: str = "127.0.0.1:0"

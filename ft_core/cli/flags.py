@@ -18,6 +18,7 @@ from ft_core.elastic.rules import INTERVENTIONS
 from ft_core.errors import ConfigError
 from ft_core.leadership import is_elected
 from ft_core.process import inject
+from ft_core.process.lines import FORMATS
 from ft_core.protocol.sockets import split_address
 from ft_core.settings import POLICIES, Command, Settings
 
@@ -205,6 +206,15 @@ def parser() -> argparse.ArgumentParser:
         "(default: nowhere)",
     )
     f.add_argument(
+        "--ft-log-format",
+        choices=FORMATS,
+        default="text",
+        help="what ftrun and its processes say, on the console and in log files: lines for people, or an "
+        "object each (time, level, component, message; node, role, epoch, step where known). The script's "
+        "output stays as it is in the files; on the console each line of it is in such an object then, of "
+        "component script",
+    )
+    f.add_argument(
         "--ft-inject", default="", help="failures on purpose: ROLE@POINT:STEP[:HOW],... (for drills)"
     )
     p.add_argument(
@@ -281,6 +291,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         redirects=int(args.redirects),
         tee=int(streams),
         log_prefix=args.tee is not None,
+        log_format=args.ft_log_format,
         inject=args.ft_inject,
         http=_address("--ft-http", args.ft_http),
         metrics=_metrics(args.ft_metrics_port),

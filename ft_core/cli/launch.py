@@ -12,18 +12,20 @@ import tempfile
 from pathlib import Path
 
 from ft_core.cli.flags import parser, settings_of
-from ft_core.cli.launcher import Launcher
+from ft_core.cli.launcher import Launcher, tell
 from ft_core.errors import ConfigError
+from ft_core.process.lines import VOICE
 from ft_core.settings import Settings, unique, write_secret
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry of `ftrun`. Returns the job's exit code."""
     args = parser().parse_args(argv)
+    VOICE.json = args.ft_log_format == "json"
     try:
         launcher = _join(args) if args.join else _launch(args)
     except ConfigError as error:
-        print(f"ftrun: {error}", file=sys.stderr)
+        tell(f"ftrun: {error}", "ERROR")
         return 2
     launcher.patience = math.inf if args.shutdown_timeout is None else args.shutdown_timeout
     signal.signal(signal.SIGTERM, lambda *_: launcher.terminate())
@@ -74,6 +76,7 @@ def _join(args: argparse.Namespace) -> Launcher:
     else:
         job_dir = args.job_dir.resolve()
         settings = Settings.read(job_dir)
+        VOICE.json = settings.log_format == "json"
     if settings.meeting != args.join:
         raise ConfigError(f"--join {args.join}: the job in {job_dir} is at {settings.meeting}")
     launcher = Launcher(job_dir)
@@ -87,7 +90,7 @@ def _job_dir(args: argparse.Namespace) -> Path:
     given = args.job_dir or args.log_dir
     if given is None:
         path = Path(tempfile.mkdtemp(prefix="ftjob-"))
-        print(f"ftrun: job directory {path}", file=sys.stderr, flush=True)
+        tell(f"ftrun: job directory {path}")
         return path
     path = Path(given).resolve()
     path.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ft_core.errors import FAILED, FAILED_NOTE, ConfigError
+from ft_core.process.lines import VOICE
 from ft_core.process.sigterm import ENDED
 from ft_core.protocol.sockets import reserve, split_address
 
@@ -136,7 +137,7 @@ class Launcher:
                     self.agent(f"node{next(self.numbers)}", -1, "", failures)
             if not self._running:
                 if self.standalone and self._given_up and not self._sigterms:
-                    print(_ALL_FAILED, file=sys.stderr, flush=True)
+                    tell(_ALL_FAILED, "ERROR")
                     return 1
                 if self._controller is None or (self._elected and not self._is_waited_for()):
                     return max((abs(a.returncode) for a in self._agents), default=1)
@@ -164,11 +165,9 @@ class Launcher:
         now = time.monotonic()
         if self._pass_on_at == math.inf:
             self._pass_on_at, self._deadline = now, now + self.patience
-            print(
+            tell(
                 "ftrun: told to end (SIGTERM), and tells the workers; those that handle it end by themselves."
-                " Once more ends them at once.",
-                file=sys.stderr,
-                flush=True,
+                " Once more ends them at once."
             )
         if now < self._pass_on_at:
             return
@@ -206,6 +205,11 @@ class Launcher:
     def _start(self, module: str, *arguments: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", module, f"--parent={os.getpid()}", "--job-dir", str(self._job_dir)]
         return subprocess.Popen([*command, *arguments], start_new_session=True, stdin=subprocess.DEVNULL)
+
+
+def tell(text: str, level: str = "INFO") -> None:
+    """To the person at the console, by this process itself."""
+    print(VOICE.line(level, text), file=sys.stderr, flush=True)
 
 
 def place_for_sockets() -> str:

@@ -13,6 +13,7 @@ from ft_core.control.shell import LAST_LINES, Shell
 from ft_core.errors import FAILED, ConfigError
 from ft_core.process import collector, parent
 from ft_core.process.descriptors import check_limit
+from ft_core.process.lines import VOICE
 from ft_core.process.outlet import console, log_to_console, say
 from ft_core.settings import Settings
 
@@ -28,10 +29,12 @@ def main() -> int:
     parent.add_argument(parser)
     args = parser.parse_args()
     parent.expect(args.parent)
+    VOICE.component = "controller"
     log_to_console()
     collector.exempt()
     try:
         settings = Settings.read(args.job_dir)
+        VOICE.json = settings.log_format == "json"
         check_limit("the controller", *settings.size)
         if settings.leadership:
             return asyncio.run(candidate.serve(settings, args.job_dir, not args.spare))
@@ -39,7 +42,7 @@ def main() -> int:
         assert code is not None, "a controller without a lease cannot lose it"
         return code
     except ConfigError as error:
-        say(f"ftrun: {error}")
+        say(f"ftrun: {error}", "ERROR")
         return 1
     except Exception:
         log.critical("this controller fails", exc_info=True)

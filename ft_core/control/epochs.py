@@ -837,5 +837,5 @@ class Epochs:
         self.record("goodput", in_words(self.account.seconds), **about)
         self.record("finished" if code == 0 else "stopped", reason)
         if code:
-            self.do(Say(f"ftrun: the job stops: {shown or reason}"))
+            self.do(Say(f"ftrun: the job stops: {shown or reason}", "ERROR"))
         self.do(*self.facts.to_all(m.Shutdown(code=code)), End(code))

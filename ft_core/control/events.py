@@ -137,6 +137,7 @@ class Say:
     """To the person at the console."""
 
     text: str
+    level: str = "INFO"
 
 
 @dataclass(frozen=True)

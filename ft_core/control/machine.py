@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, assert_never
 
 from ft_core.control import ctl, risk, takeover
+from ft_core.control.bulletin import Bulletin
 from ft_core.control.epochs import Epochs
 from ft_core.control.events import (
     Admitted,
@@ -82,6 +83,7 @@ class Controller:
         self._spent = spent, ago
         self._began = False
         self._questions = ctl.Questions()
+        self._bulletin = Bulletin()
         self._termination = Termination()
         self._pid = pid
         self._session = ids()
@@ -518,3 +520,6 @@ class Controller:
             self.facts.records.prepare(AT_ONCE)
         if isinstance(self.phase, Running) and self.facts.settings.policy == "shrink":
             self._epochs.bring_groups_back()
+        told = isinstance(self.phase, Running) and not self._epochs.unprotected
+        progress = self._epochs.progress if told else None
+        self._epochs.do(*self._bulletin.tick(self.facts, self.phase, progress, now))

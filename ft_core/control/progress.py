@@ -36,6 +36,11 @@ class Progress:
         return ("communicators_ready", {}) if _last(self._closed, role) else None
 
     @property
+    def awaited(self) -> tuple[str, set[int]]:
+        """What is waited for now, `state` or `step`, and of whom."""
+        return ("state", self._unrestored) if self._unrestored else ("step", self._unstepped)
+
+    @property
     def all_restored(self) -> bool:
         """Whether all have their state."""
         return not self._unrestored

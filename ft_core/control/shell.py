@@ -52,6 +52,7 @@ from ft_core.leadership.lease import Lease, clock
 from ft_core.process import parent, sigterm
 from ft_core.process.awake import AwakeClock
 from ft_core.process.collector import WhenQuiet
+from ft_core.process.lines import VOICE
 from ft_core.process.outlet import FileOutlet, say
 from ft_core.process.refusals import Refusals
 from ft_core.process.tasks import Tasks
@@ -161,6 +162,7 @@ class Shell:
         listener, datagrams = await self._listen()
         tasks.spawn(door.serve(listener, "the controller", self._accept))
         self._handle(Arriving(0))  # it begins
+        VOICE.about = lambda: {"epoch": self.machine.facts.epoch, "step": self.machine.account.version}
         http = self._serve_http()
         if self._office is None:  # or it goes when its node does, see `control.candidate`
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._handle, Terminate())
@@ -286,8 +288,8 @@ class Shell:
                     self._note(effect)
                 case Enter(line):
                     self._samples.write(line)
-                case Say(text):
-                    say(text)
+                case Say(text, level):
+                    say(text, level)
                 case End(code):
                     if not self._done.done():
                         self._done.set_result(code)

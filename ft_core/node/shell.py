@@ -46,6 +46,7 @@ from ft_core.node.workers import WorkerPool
 from ft_core.process import parent, sigterm, stacks
 from ft_core.process.awake import AwakeClock
 from ft_core.process.inject import Injector
+from ft_core.process.lines import VOICE
 from ft_core.process.outlet import console
 from ft_core.process.refusals import Refusals
 from ft_core.process.stalls import Stalls
@@ -61,6 +62,7 @@ from ft_core.state import durable
 from ft_core.state.manifest import Segment
 from ft_core.state.memory import Word
 from ft_core.state.store import NodeStore
+from ft_core.worker.console import Console
 from ft_core.worker.logs import Tee, players
 
 log = logging.getLogger(__name__)
@@ -122,6 +124,7 @@ class NodeShell:
             },
         )
         self.machine = Agent(about, settings, MemoryView(self.store, self.pool, self.replicator))
+        VOICE.about = lambda: {"node": node, "epoch": self.machine.epochs.epoch}
         self._refusals = Refusals(lambda reason: log.warning("node %s refused: %s", self.node, reason))
         self._controller: AsyncChannel[m.ToAgent] | None = None
         self._events: deque[e.Event] = deque()
@@ -146,6 +149,7 @@ class NodeShell:
             log_dir=self._log_dir,
             command=self.settings.command,
             redirects=self.settings.redirects | self.settings.tee,
+            json=self.settings.log_format == "json",
             ended=self._worker_ended,
         )
 
@@ -156,8 +160,9 @@ class NodeShell:
             door.serve(listen(self._workers_socket), f"node {self.node}", self._accept_worker)
         )
         stores = self._tasks.spawn(self.stores.serve(self._fail))
-        prefix = f"[{self.node}]: " if self.settings.log_prefix else ""
-        self._tee = Tee(self.settings.tee, prefix, self._fail)
+        json = self.settings.log_format == "json"
+        about = Console(self._log_dir.parent, self.node if self.settings.log_prefix else "", json)
+        self._tee = Tee(self.settings.tee, about, self._fail)
         self.pool.open(self._tee)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._handle, e.Terminate())
         self._begin()

@@ -55,13 +55,14 @@ class WorkerPool:
         log_dir: Path,
         command: Command,
         redirects: int,
+        json: bool,
         ended: Callable[[int, int, int, int], None],
     ) -> None:
-        """`ended` is told a worker's number, its pid, its exit code, negative for a signal, and the version
-        that its control words have."""
+        """`json`: workers log so. `ended` is told a worker's number, its pid, its exit code, negative for a
+        signal, and the version that its control words have."""
         self._link = (socket, secret, str(job_dir))
         self._command = command
-        self._log_dir, self._redirects = log_dir, redirects
+        self._log_dir, self._redirects, self._json = log_dir, redirects, json
         self._ended = ended
         self._processes: dict[int, Process] = {}
         self._ended_with_role: list[Recorded] = []
@@ -85,7 +86,7 @@ class WorkerPool:
         logs = (self._redirects, str(directory))
         process = self._context.Process(
             target=entry.main,
-            args=(*self._link, number, device, self._command, logs),
+            args=(*self._link, number, device, self._command, logs, self._json),
             name=f"worker-{number}",
         )
         process.start()

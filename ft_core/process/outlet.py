@@ -19,6 +19,8 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+from ft_core.process.lines import VOICE
+
 log = logging.getLogger(__name__)
 
 FILE_LIMIT = 256 << 20
@@ -151,34 +153,30 @@ def console() -> Outlet:
     return Outlet("console", 2)
 
 
-def say(line: str) -> None:
+def say(text: str, level: str = "INFO") -> None:
     """To this process's stderr."""
-    console().write(line + "\n")
-
-
-_FORMAT = "%(asctime)s ft %(levelname)s %(message)s"
+    console().write(VOICE.line(level, text) + "\n")
 
 
 class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        say(self.format(record))
+        console().write(VOICE.record(record) + "\n")
 
 
 def log_to_console() -> None:
     """For this process's log and its warnings."""
-    logging.basicConfig(format=_FORMAT, level=logging.WARNING, handlers=[_Handler()])
+    logging.basicConfig(level=logging.WARNING, handlers=[_Handler()])
     logging.captureWarnings(True)
 
 
 class _BesideScript(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr)  # whatever the script has made of it
+        print(VOICE.record(record), file=sys.stderr)  # whatever the script has made of it
 
 
 def log_beside_script(packages: Iterable[str]) -> None:
     """What these packages log goes to stderr; how all else is logged is the script's business."""
     handler = _BesideScript()
-    handler.setFormatter(logging.Formatter(_FORMAT))
     for package in packages:
         logger = logging.getLogger(package)
         logger.handlers, logger.propagate = [handler], False

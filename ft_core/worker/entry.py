@@ -14,6 +14,7 @@ from ft_core import plugins
 from ft_core.comm import backend
 from ft_core.errors import ConfigError
 from ft_core.process import stacks
+from ft_core.process.lines import VOICE
 from ft_core.process.outlet import log_beside_script
 from ft_core.protocol.channel import Channel
 from ft_core.protocol.messages import TO_WORKER, Fault, ScriptFailed
@@ -40,13 +41,17 @@ def main(
     device: int,
     command: Command,
     logs: tuple[int, str],
+    json: bool,
 ) -> NoReturn:
     """Run in a process forked by the agent, and leave it when the whole job is done.
 
     `device` is the index of the GPU this worker would use, or -1 for one that may serve any. `logs`:
-    which streams (1 out, 2 err, 3 both) go to files, and in which directory.
+    which streams (1 out, 2 err, 3 both) go to files, and in which directory. `json`: how this engine logs.
     """
     ordinary.begin()
+    VOICE.json, VOICE.component = json, "worker"
+    node = Path(logs[1]).parent.name.rpartition("-")[0]
+    VOICE.about = lambda: {"node": node}
     redirect(logs[0], Path(logs[1]))
     stacks.register(Path(logs[1]))
     log_beside_script(plugins.packages())
@@ -57,10 +62,10 @@ def main(
     if on_gpu:
         device_memory.warm(device)
     assignment = shell.wait_for_role()
+    VOICE.about = lambda: {"node": node, **shell.about}
     predecessors = take_over(Path(logs[1]), assignment.role, assignment.plan.started_over)
     if assignment.role == 0 and not predecessors:
         import_output.show()
-    ordinary.warn_once(predecessors)
     os.environ.update(assignment.env)
     if on_gpu and assignment.plan.epoch > 1:
         device_memory.wait(assignment.role, int(os.environ["LOCAL_RANK"]))

@@ -17,7 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ft_core.process.lines import VOICE
 from ft_core.process.outlet import put
+from ft_core.worker.console import Console
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +49,8 @@ def redirect(streams: int, directory: Path) -> None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             descriptor = os.open(directory / _NAMES[stream], flags, 0o644)
         except OSError as error:
-            print(f"ftrun: no log file for a worker's {name}, which is shown here ({error})", file=sys.stderr)
+            text = f"ftrun: no log file for a worker's {name}, which is shown here ({error})"
+            print(VOICE.line("WARNING", text), file=sys.stderr)
             continue
         os.dup2(descriptor, stream)
         os.close(descriptor)
@@ -97,11 +100,13 @@ def take_over(directory: Path, role: int, started_over: int) -> list[Path]:
         found = played(logs, role, started_over)
         with players(logs, role).open("a") as file:
             file.write(f"{started_over} {own}\n")
+        (directory / "role").write_text(f"{role}\n")
         link = logs / f"role-{role}"
         link.unlink(missing_ok=True)
         link.symlink_to(own)
     except (OSError, ValueError) as error:
-        print(f"ftrun: {logs}/role-{role}: {error}; lines may come twice on the console", file=sys.stderr)
+        text = f"ftrun: {logs}/role-{role}: {error}; lines may come twice on the console"
+        print(VOICE.line("WARNING", text), file=sys.stderr)
     return found
 
 
@@ -139,9 +144,9 @@ class Tee:
     A console that nobody reads, or storage that hangs, holds up the copying and nothing else.
     """
 
-    def __init__(self, streams: int, prefix: str, failed: Callable[[Exception], None]) -> None:
+    def __init__(self, streams: int, console: Console, failed: Callable[[Exception], None]) -> None:
         """`failed` is told, in the event loop that is running now, of an error that ends the thread."""
-        self._copier = Copier(streams, prefix)
+        self._copier = Copier(streams, console)
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._failed, self._loop = failed, asyncio.get_running_loop()
         self._over: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -187,8 +192,8 @@ class Copier:
     its predecessor's log has, so what the predecessor's agent has not copied, its own agent must.
     """
 
-    def __init__(self, streams: int, prefix: str) -> None:
-        self._streams, self._prefix = [s for s in (OUT, ERR) if streams & s], prefix
+    def __init__(self, streams: int, console: Console) -> None:
+        self._streams, self._console = [s for s in (OUT, ERR) if streams & s], console
         self._followed: dict[Path, dict[int, int]] = {}
         """Log directory -> stream -> how much of its file is copied."""
         self._complained = False
@@ -199,6 +204,7 @@ class Copier:
     def unfollow(self, directory: Path) -> None:
         for stream, position in self._followed.pop(directory, {}).items():
             self._copy(directory, stream, position, ended=True)
+        self._console.forget(directory)
 
     def succeed(self, players: Path) -> None:
         """Of workers that have ended, wherever they ran, if their logs can be seen."""
@@ -214,8 +220,10 @@ class Copier:
     def rest(self, directories: Iterable[Path]) -> None:
         """Copy what is left in the logs of workers that have ended."""
         for directory in directories:
-            for stream in self._streams if directory not in self._followed else ():
-                self._copy(directory, stream, 0, ended=True)
+            if directory not in self._followed:
+                for stream in self._streams:
+                    self._copy(directory, stream, 0, ended=True)
+                self._console.forget(directory)
 
     def copy(self) -> None:
         """Copy complete lines that have come since the last call."""
@@ -245,7 +253,8 @@ class Copier:
                         data = data[: data.rfind(b"\n") + 1] or data
                     if not data:
                         break
-                    self._print(stream, data)
+                    with contextlib.suppress(OSError):  # nobody is there who could read it
+                        put(stream, self._console.dress(directory, stream, data))
                     position += len(data)
                     file.seek(position)
                     note.write(position)
@@ -254,15 +263,6 @@ class Copier:
         except OSError as error:
             self._complain(path, error)
         return position
-
-    def _print(self, stream: int, data: bytes) -> None:
-        if self._prefix:
-            lines = data.decode(errors="replace").removesuffix("\n").split("\n")
-            data = "".join(f"{self._prefix}{line}\n" for line in lines).encode()
-        elif not data.endswith(b"\n"):
-            data += b"\n"
-        with contextlib.suppress(OSError):  # nobody is there who could read it
-            put(stream, data)
 
     def _complain(self, path: Path, error: Exception) -> None:
         if not self._complained:

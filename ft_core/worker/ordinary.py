@@ -16,24 +16,16 @@ import os
 import sys
 import threading
 import traceback
-import warnings
-from collections.abc import Callable, Iterable
 from multiprocessing import forkserver, process, resource_tracker
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
-
-from ft_core import patched
 
 _Main = type(process.current_process())
 """Of the process that first imports this module, which nobody has started by `multiprocessing`."""
 
 _PATIENCE = 30.0
 """Seconds that a script which has failed has for its threads and exit handlers; its peers wait meanwhile."""
-
-_START = 1 << 20
-"""Bytes of a log in which a warning is looked for: most come at the beginning."""
 
 
 def begin() -> None:
@@ -50,40 +42,6 @@ def begin() -> None:
     torch.default_generator.seed()
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()  # Python's own does so by itself
-
-
-def warn_once(predecessors: Iterable[Path]) -> None:
-    """Show no warning that a former worker of this role has shown: its successor goes the same way.
-
-    `predecessors`: their log directories.
-    """
-    said = "".join(_start_of(directory / "stderr.log") for directory in predecessors)
-
-    def showing(original: Callable[..., None]) -> Callable[..., None]:
-        def show(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
-            shown = warnings.formatwarning(message, category, filename, lineno, line)
-            if file is not None or shown not in said:
-                original(message, category, filename, lineno, file, line)
-
-        return show
-
-    if said:
-        patched.SHOW_WARNING.wrap(showing)
-
-
-def _start_of(log: Path) -> str:
-    try:
-        with log.open("rb") as file:
-            return file.read(_START).decode(errors="replace")
-    except OSError:  # on another machine; then it comes again
-        return ""
 
 
 def _forget(helper: Any, descriptor: str) -> None:

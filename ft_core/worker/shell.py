@@ -84,6 +84,11 @@ class WorkerShell:
             return self.machine.state
 
     @property
+    def about(self) -> dict[str, int]:
+        """For its log."""
+        return {"role": self.machine.role, "epoch": self.machine.epoch, "step": self.version}
+
+    @property
     def epoch_is_over(self) -> bool:
         """Whether a newer one was announced."""
         return self.machine.announced > self.machine.epoch

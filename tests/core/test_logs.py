@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 from harness import environment
 
+from ft_core.worker.console import Console
 from ft_core.worker.logs import ERR, OUT, Copier, take_over
 
 
 def test_another_tee_goes_on_where_one_has_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     (tmp_path / "w").mkdir()
     log = tmp_path / "w" / "stdout.log"
-    first, second = Copier(OUT | ERR, ""), Copier(OUT | ERR, "[n2]: ")
+    first, second = Copier(OUT | ERR, Console(tmp_path)), Copier(OUT | ERR, Console(tmp_path, "n2"))
     first.follow(tmp_path / "w")
     log.write_text("a\nb\nhal")
     first.copy()
@@ -35,7 +36,7 @@ def test_another_tee_goes_on_where_one_has_ended(tmp_path: Path, capfd: pytest.C
 
 
 def test_what_is_printed_last(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    copier = Copier(ERR, "")
+    copier = Copier(ERR, Console(tmp_path))
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         copier.follow(tmp_path / name)
@@ -48,7 +49,7 @@ def test_what_is_printed_last(tmp_path: Path, capfd: pytest.CaptureFixture[str])
 def test_more_than_is_copied_at_a_time(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     lines = "".join(f"{number:07}\n" for number in range(300_000)) + "x" * 3_000_000 + "\nunfinished"
     (tmp_path / "stdout.log").write_text(lines)
-    copier = Copier(OUT, "")
+    copier = Copier(OUT, Console(tmp_path))
     copier.follow(tmp_path)
     copier.copy()
     # A line of that length is one that nobody finishes in time: it goes out in pieces.
@@ -61,7 +62,7 @@ def test_a_full_disk_keeps_nothing_from_the_console(tmp_path: Path, capfd: pytes
     """How far a file is copied cannot be noted."""
     (tmp_path / "stdout.log").write_text("a\n")
     (tmp_path / "stdout.copied").symlink_to("/dev/full")
-    copier = Copier(OUT, "")
+    copier = Copier(OUT, Console(tmp_path))
     copier.follow(tmp_path)
     for _ in range(3):
         copier.copy()
@@ -78,7 +79,7 @@ def test_who_has_played_a_role(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert take_over(second, 3, 0) == [first]
     assert (logs / "role-3").resolve() == second
     assert take_over(third, 3, 7) == [], "all scripts have begun anew, and print everything again"
-    copier = Copier(OUT, "")
+    copier = Copier(OUT, Console(tmp_path))
     copier.follow(third)
     copier.succeed(logs / "role-3.workers")
     copier.succeed(logs / "role-4.workers")
@@ -92,6 +93,7 @@ def test_who_has_played_a_role(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 FULL = """
 import logging, resource, signal, subprocess, sys
 from pathlib import Path
+from ft_core.worker.console import Console
 from ft_core.worker.logs import redirect
 redirect(3, Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))

@@ -1,0 +1,73 @@
+"""What the console is told while a job forms or recovers, if that takes long: who is awaited."""
+
+from __future__ import annotations
+
+from ft_core.control import explain
+from ft_core.control.events import Say
+from ft_core.control.facts import Facts
+from ft_core.control.phases import Done, Forming, Phase, Quiescing, Rebuilding, Running, Waiting
+from ft_core.control.progress import Progress
+
+FIRST = 10.0
+"""Seconds after which it is said for the first time; then after twice as long each time, so that what takes
+hours fills no console."""
+
+
+class Bulletin:
+    """Says nothing while all is well."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        """Since when it is not."""
+        self._wait = FIRST
+
+    def tick(self, facts: Facts, phase: Phase, progress: Progress | None, now: float) -> list[Say]:
+        """`progress`: of the epoch under way; None where nobody says how far it is."""
+        if _well(phase, progress):
+            said, since = self._wait > FIRST, self._since
+            self._since, self._wait = None, FIRST
+            if not said or since is None or isinstance(phase, Done):
+                return []
+            return [Say(f"ftrun: all roles train, after {now - since:.0f} s")]
+        if self._since is None:
+            self._since = now
+        # Each is said when as much time has passed as all before it together.
+        if now - self._since < self._wait:
+            return []
+        self._wait *= 2
+        return [Say(f"ftrun: {_doing(facts, phase, progress)} ({now - self._since:.0f} s)")]
+
+
+def _well(phase: Phase, progress: Progress | None) -> bool:
+    running = isinstance(phase, Running) and (progress is None or progress.all_stepped)
+    return running or isinstance(phase, Done)
+
+
+def _doing(facts: Facts, phase: Phase, progress: Progress | None) -> str:
+    settings = facts.settings
+    match phase:
+        case Forming():
+            wanted, n = settings.first_nodes, settings.nproc_per_node
+            ranked = {node.hello.node_rank: node for node in facts.nodes.values()}
+            missing = [rank for rank in range(wanted) if rank not in ranked]
+            if missing:
+                here, late = wanted - len(missing), explain.some(missing)
+                return f"starting: {here} of {wanted} nodes are here; not yet: ranks {late}"
+            late = explain.some([node.name for rank in range(wanted) if (node := ranked[rank]).idle < n])
+            return f"starting: all {wanted} nodes are here; still importing: {late}"
+        case Rebuilding():
+            return f"a new controller has heard from {len(facts.nodes)} nodes, and waits for the others"
+        case Quiescing():
+            late = explain.some(
+                [n for n, node in facts.nodes.items() if node.holdings.reported != facts.epoch]
+            )
+            return f"recovering: workers leave their step; not yet: nodes {late}"
+        case Waiting():
+            return f"waiting for a node; without a worker: roles {explain.some(facts.lost())}"
+    assert progress is not None
+    what, awaited = progress.awaited
+    verb = "have their state" if what == "state" else "have finished a step"
+    done = f"{len(facts.places) - len(awaited)} of {len(facts.places)} roles {verb}"
+    names = sorted({facts.places[role] for role in awaited if role in facts.places})
+    awaiting = f"not yet: roles {explain.some(sorted(awaited))} on {explain.some(names)}"
+    return f"{'recovering' if facts.trained else 'starting'}: {done}; {awaiting}"
