@@ -20,10 +20,11 @@ STREAMS = {1: "stdout", 2: "stderr"}
 _MANY = 1000
 """Warnings that are told apart; what comes beyond is shown each time."""
 _WARNING = re.compile(
-    rb"\S+:\d+: \w*Warning: |(?:\[rank\d+\]:\s?)?\[?W\d{4} |(?! )[^\n]{0,200}?\b(?:WARN(?:ING)?\b|"
-    rb"[Ww]arning:)"
+    rb"\S+:\d+: \w*Warning:|(?:\[rank\d+\]:\s?)?\[?W\d{4} |(?! )[^\n]{0,200}?\b(?:WARN(?:ING)?\b|"
+    rb"[Ww]arning:)|\[transformers\] "
 )
-"""How the first line of one looks: Python's own, those of torch's C++, those of loggers of any kind."""
+"""How the first line of one looks: Python's own, those of torch's C++, those of loggers of any kind, and
+transformers', which do not say that they are."""
 _OURS = re.compile(
     rb'\d{4}-\d\d-\d\d [\d:,]+ ft [A-Z]+ |\{"time": "[^"]+", "level": "[A-Z]+", "component": "'
 )
@@ -43,7 +44,7 @@ class Console:
         self._shown = logs / "warnings-shown"
         self._known: set[str] = set()
         self._left_out: set[tuple[Path, int]] = set()
-        """Output whose last line was a warning that is not shown again: its line of source code may come."""
+        """Output whose last line was of a warning that is not shown again: more of it, indented, may come."""
         self._roles: dict[Path, int] = {}
 
     def dress(self, directory: Path, stream: int, data: bytes) -> bytes:
@@ -60,10 +61,9 @@ class Console:
 
     def _news(self, output: tuple[Path, int], lines: Iterable[bytes]) -> Iterator[bytes]:
         for line in lines:
-            if output in self._left_out:
-                self._left_out.discard(output)
-                if line.startswith(b"  "):
-                    continue
+            if output in self._left_out and line.startswith(b"  "):
+                continue
+            self._left_out.discard(output)
             if _WARNING.match(line) and not _OURS.match(line) and not self._is_new(line):
                 self._left_out.add(output)
             else:
