@@ -58,7 +58,7 @@ from ft_core.protocol.messages import (
     ToCtl,
     Welcome,
 )
-from ft_core.protocol.sockets import listen
+from ft_core.protocol.sockets import listen, reserve
 from ft_core.settings import Command, Settings, read_secret, write_secret
 
 HELLO = AgentHello("x", 1, 0, 0, "x", "x", Holdings(0, "", 0, [], {}, {}, {}, 2, "x", "x", None), [])
@@ -475,9 +475,10 @@ def test_a_controller_that_cannot_be_understood_ends_the_agent(tmp_path: Path) -
 
 
 def test_a_controller_whose_port_is_taken_for_datagrams_says_so(tmp_path: Path) -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
-        taken.bind(("127.0.0.1", 0))
-        job(tmp_path / "job", taken.getsockname()[1])
+    with reserve("127.0.0.1") as free, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
+        port = free.getsockname()[1]  # by TCP nobody else gets it
+        taken.bind(("127.0.0.1", port))
+        job(tmp_path / "job", port)
         command = [sys.executable, "-m", "ft_core.control", "--job-dir", str(tmp_path / "job")]
         done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
