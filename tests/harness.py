@@ -25,8 +25,9 @@ from urllib import request
 from forked import Forked
 from processes import in_groups
 
-from ft_core.cli import ask, flags, goodput
+from ft_core.cli import ask, flags
 from ft_core.control.recorded import ACCOUNT, ALWAYS, EVENTS
+from ft_core.history import goodput
 from ft_core.protocol.goodput import Cause
 from ft_core.protocol.messages import Inject, Injected
 from ft_core.settings import Settings

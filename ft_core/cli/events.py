@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from ft_core.errors import ConfigError
+from ft_core.history.lines import Tail, parsed
 from ft_core.protocol.groups import runs_of, text_of
 
 LAST = 20
@@ -24,8 +23,6 @@ _NAMED = 8
 """Runs of roles that are shown."""
 _POLL = 0.2
 """Seconds after which it is looked for more."""
-OVER = ("finished", "stopped")
-"""Events that end a job."""
 _WIDTH = 160
 """Characters of a reason, of which the first line is shown."""
 
@@ -85,42 +82,6 @@ def _print(found: Iterable[tuple[str, dict[str, Any]]], args: argparse.Namespace
     return count
 
 
-class Tail:
-    """A file of events, which may grow."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises ConfigError if there is none, and OSError."""
-        self.path = path
-        self.number = 0
-        """Of the line that was read last."""
-        self.over = False
-        """Whether the job is, by what was read."""
-        self._part = ""
-        try:
-            self._file: TextIO = path.open(encoding="utf-8", errors="replace")
-        except FileNotFoundError:
-            raise ConfigError(
-                f"{path.parent} has no events.jsonl: no controller has run with this directory"
-            ) from None
-
-    def __enter__(self) -> Tail:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def lines(self) -> Iterator[str]:
-        """Those that there are by now, and were not read yet; what has no end yet is no line."""
-        for text in self._file:
-            self._part += text
-            if not self._part.endswith("\n"):
-                continue
-            line, self._part = self._part, ""
-            self.number += 1
-            self.over |= any(f'"event": "{name}"' in line for name in OVER)
-            yield line
-
-
 def _newest(found: Iterable[tuple[str, dict[str, Any]]], count: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """As lines until the last is known: an event of all roles takes ten times as much."""
     for line in deque((line for line, _ in found), maxlen=count):
@@ -138,27 +99,6 @@ def _chosen(tail: Tail, args: argparse.Namespace) -> Iterator[tuple[str, dict[st
             print(f"ftctl: line {tail.number} of {tail.path} is no event", file=sys.stderr)
         elif _fits(event, args):
             yield line.rstrip("\n"), event
-
-
-def parsed(line: str) -> dict[str, Any] | None:
-    """An event, or None."""
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    return event if is_event(event) else None
-
-
-def is_event(found: Any) -> bool:
-    """Whether it has what all have."""
-    try:
-        texts, numbers = (found["event"], found["reason"]), (found["time"], found["epoch"])
-        roles = found["roles"]
-    except (TypeError, KeyError):
-        return False
-    fits = all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
-    fits = fits and isinstance(roles, list) and all(isinstance(role, int) for role in roles)
-    return fits and all(isinstance(each, str) for each in texts)
 
 
 def _fits(event: dict[str, Any], args: argparse.Namespace) -> bool:

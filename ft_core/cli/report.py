@@ -10,11 +10,12 @@ import argparse
 import os
 from pathlib import Path
 
-from ft_core.cli import history, report_html
+from ft_core.cli import report_html
 from ft_core.cli.events import printable
-from ft_core.cli.history import History
 from ft_core.cli.report_html import when
 from ft_core.errors import ConfigError
+from ft_core.history import job as history
+from ft_core.history.job import History
 from ft_core.protocol.goodput import in_words
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from ft_core.cli.history import History, Recovery
+from ft_core.history.job import History, Recovery
 from ft_core.protocol.goodput import Cause, in_words
 
 POINTS = 2000

@@ -12,9 +12,10 @@ from pathlib import Path
 import msgspec
 
 from ft_core.cli.ask import line
-from ft_core.cli.events import Tail, parsed, printable, text
+from ft_core.cli.events import printable, text
 from ft_core.cli.status import summary
 from ft_core.errors import ConfigError, FtError
+from ft_core.history.lines import Tail, parsed
 from ft_core.protocol.goodput import Spent, in_words
 
 EVENTS = 12

@@ -16,8 +16,9 @@ from core.test_controller_machine import ControlPlane
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_core.cli import ctl, events, history, report_html, top
+from ft_core.cli import ctl, events, report_html, top
 from ft_core.errors import ConfigError
+from ft_core.history import job as history
 from ft_core.protocol.goodput import Cause
 
 BEGAN = 1.7e9

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from ft_core.cli import goodput
-from ft_core.cli.events import OVER, is_event
-from ft_core.cli.goodput import Line
 from ft_core.errors import ConfigError
+from ft_core.history import goodput
+from ft_core.history.goodput import Line
+from ft_core.history.lines import OVER, is_event
 from ft_core.protocol.goodput import Cause, Spent
 
 LONGEST = 10

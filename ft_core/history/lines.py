@@ -1,0 +1,71 @@
+"""The lines of an `events.jsonl`, which may grow."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from ft_core.errors import ConfigError
+
+OVER = ("finished", "stopped")
+"""Events that end a job."""
+
+
+class Tail:
+    """A file of events, which may grow."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError if there is none, and OSError."""
+        self.path = path
+        self.number = 0
+        """Of the line that was read last."""
+        self.over = False
+        """Whether the job is, by what was read."""
+        self._part = ""
+        try:
+            self._file: TextIO = path.open(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{path.parent} has no events.jsonl: no controller has run with this directory"
+            ) from None
+
+    def __enter__(self) -> Tail:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def lines(self) -> Iterator[str]:
+        """Those that there are by now, and were not read yet; what has no end yet is no line."""
+        for text in self._file:
+            self._part += text
+            if not self._part.endswith("\n"):
+                continue
+            line, self._part = self._part, ""
+            self.number += 1
+            self.over |= any(f'"event": "{name}"' in line for name in OVER)
+            yield line
+
+
+def parsed(line: str) -> dict[str, Any] | None:
+    """An event, or None."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if is_event(event) else None
+
+
+def is_event(found: Any) -> bool:
+    """Whether it has what all have."""
+    try:
+        texts, numbers = (found["event"], found["reason"]), (found["time"], found["epoch"])
+        roles = found["roles"]
+    except (TypeError, KeyError):
+        return False
+    fits = all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
+    fits = fits and isinstance(roles, list) and all(isinstance(role, int) for role in roles)
+    return fits and all(isinstance(each, str) for each in texts)
