@@ -194,8 +194,8 @@ def parser() -> argparse.ArgumentParser:
         "--ft-http",
         default=Settings.http,
         metavar="HOST:PORT",
-        help="where the controller serves /metrics, /healthz and /readyz, to whoever can reach it there; "
-        "default: on loopback, at a free port, which the job directory's file http names",
+        help="where the controller serves the job's page, /metrics, /healthz and /readyz, to whoever can "
+        "reach it there; default: on loopback, at a free port, which the job directory's file http names",
     )
     f.add_argument(
         "--ft-metrics-port",

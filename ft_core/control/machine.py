@@ -39,6 +39,7 @@ from ft_core.control.events import (
 from ft_core.control.facts import Facts, Node, epoch_of
 from ft_core.control.goodput import Account
 from ft_core.control.groups import Groups
+from ft_core.control.overview import Overview, overview
 from ft_core.control.phases import Done, Forming, Phase, Rebuilding, Running, Waiting
 from ft_core.control.script_settings import ScriptSettings, answer, spares_started, warn_of_spares
 from ft_core.control.tally import Numbers, counted
@@ -148,6 +149,11 @@ class Controller:
             broken=facts.strikes.broken(epochs.now),
             held=risk.held(facts) if facts.plan is not None else None,
         )
+
+    def overview(self, wall: float, since_1970: float) -> Overview:
+        """For the page, likewise."""
+        epochs, numbers = self._epochs, self.numbers(wall, since_1970)
+        return overview(self.facts, numbers, epochs.completion.finished, epochs.account.step, epochs.now)
 
     def handle(self, event: Event, now: float, wall: float | None = None) -> list[Effect]:
         """What to do about `event`, in order. `now`: seconds for which this process was awake; `wall`: all

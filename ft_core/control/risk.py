@@ -5,13 +5,40 @@ should be. What is known is gathered in the event loop; what follows from it is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 from ft_core.control.compact import Segments
 from ft_core.control.facts import Facts
 from ft_core.protocol.groups import roles_in
 from ft_core.protocol.messages import RoleBeat
+
+
+class Present(NamedTuple):
+    """A live node: its roles, and the copies that it keeps for others."""
+
+    name: str
+    domain: str
+    roles: Mapping[int, RoleBeat]
+    replicas: Mapping[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What would follow if a node died."""
+
+    roles: list[int]
+    """That it plays."""
+    alone: int
+    """Parts of the state of which there is a copy there, and nowhere else."""
+    version: int | None
+    """The newest of which others have all that its roles have alone. None: there are no roles, or not all is
+    anywhere else."""
+    redone: int | None
+    """Steps that it has done after that one."""
+    below: int
+    """Parts of the state that would have too few copies, and have enough now."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +49,7 @@ class Held:
     """k: failure domains that may be lost."""
     version: int
     """What the epoch under way went on from."""
-    nodes: list[tuple[str, Mapping[int, RoleBeat], Mapping[str, list[int]]]]
-    """Of each live node its domain, its roles, and the copies that it keeps for others."""
+    nodes: list[Present]
     places: Mapping[int, str]
     catalogue: Mapping[int, Segments]
 
@@ -34,7 +60,7 @@ class Held:
         own: dict[int, str] = {}
         copies: dict[str, str] = {}
         more: dict[str, set[str]] = {}
-        for domain, roles, replicas in self.nodes:
+        for _, domain, roles, replicas in self.nodes:
             own |= {role: domain for role, beat in roles.items() if beat.held and max(beat.held) >= least}
             for segment, versions in replicas.items():
                 if versions and max(versions) >= least and copies.setdefault(segment, domain) is not domain:
@@ -51,6 +77,35 @@ class Held:
                     below += not self._enough(holders, others, own)
         return below
 
+    def without(self, name: str) -> Loss:
+        """If that node died now."""
+        roles = sorted(role for role, node in self.places.items() if node == name)
+        others = [node for node in self.nodes if node.name != name]
+        own = next((node.roles for node in self.nodes if node.name == name), {})
+        by_role = {role: node.roles[role].held for node in others for role in node.roles} if roles else {}
+        newest = {segment: -1 for role in roles for segment in self.catalogue.get(role, ())}
+        for node in others:
+            for segment in newest.keys() & node.replicas.keys():
+                newest[segment] = max(newest[segment], *node.replicas[segment], -1)
+        versions = []
+        for role in roles:
+            for segment, holders in self.catalogue.get(role, {}).items():
+                for other in chain.from_iterable(roles_in(holders)):
+                    newest[segment] = max(newest[segment], *by_role.get(other, ()), -1)
+            found = [newest[segment] for segment in self.catalogue.get(role, ())]
+            # What others say is not of the same moment; it knows itself what all copies are there of.
+            versions.append(max(min(found, default=-1), own[role].committed if role in own else -1))
+        alone = sum(version < 0 for version in newest.values())
+        version = min(versions, default=-1) if not alone else -1
+        step = max((own[role].step for role in roles if role in own), default=version)
+        return Loss(
+            roles,
+            alone,
+            version if version >= 0 else None,
+            max(0, step - version) if version >= 0 else None,
+            max(0, replace(self, nodes=others).below() - self.below()),
+        )
+
     def _enough(self, holders: str, others: set[str], own: Mapping[int, str]) -> bool:
         """`others`: domains that have copies beside the holders' own."""
         domains = set(others)
@@ -66,5 +121,9 @@ def held(facts: Facts) -> Held:
     """As of now."""
     plan = facts.begun
     version = (facts.initial or 0) if plan.version is None else plan.version
-    nodes = [(node.hello.domain, node.beats, node.replicas) for node in facts.nodes.values()]
-    return Held(facts.settings.replicas, version, nodes, plan.roles, dict(facts.catalogue))
+    return Held(facts.settings.replicas, version, present(facts), plan.roles, dict(facts.catalogue))
+
+
+def present(facts: Facts) -> list[Present]:
+    """The live nodes."""
+    return [Present(node.name, node.hello.domain, node.beats, node.replicas) for node in facts.nodes.values()]

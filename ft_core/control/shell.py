@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import itertools
 import json
@@ -42,6 +43,7 @@ from ft_core.control.events import (
     Terminate,
     Tick,
 )
+from ft_core.control.inside import Reply
 from ft_core.control.keeper import Keeper
 from ft_core.control.machine import FAILURES, Controller
 from ft_core.control.metrics import PAGES
@@ -61,7 +63,8 @@ from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.codec import encode
 from ft_core.protocol.connection import Connection
 from ft_core.protocol.goodput import Spent
-from ft_core.protocol.http import Numbering, Server
+from ft_core.protocol.http import Numbering, Site, called
+from ft_core.protocol.http_server import Server
 from ft_core.protocol.messages import (
     FROM_CLIENT,
     AgentHello,
@@ -69,6 +72,7 @@ from ft_core.protocol.messages import (
     FromAgent,
     FromCtl,
     Pulse,
+    ToCtl,
 )
 from ft_core.protocol.pulses import receiver
 from ft_core.protocol.sockets import listen
@@ -81,7 +85,7 @@ PORT_RETRY = 0.2
 LAST_LINES = 3.0
 """Seconds that files, the console and the nodes have, each, to take what is still to be told at the end."""
 
-Client = AsyncChannel[FromAgent | FromCtl]
+Client = AsyncChannel[FromAgent | FromCtl] | Reply
 _MAY_SAY: dict[type, tuple[type, ...]] = {
     AgentHello: get_args(FromAgent),
     CtlHello: get_args(FromCtl),
@@ -187,14 +191,40 @@ class Shell:
 
     def _serve_http(self) -> Server | None:
         """No job ends, or waits, because of who looks at it."""
-        take = lambda: self.machine.numbers(time.monotonic(), time.time())  # noqa: E731
+        loop, machine = asyncio.get_running_loop(), self.machine
+        numbers = Numbering(loop, lambda: machine.numbers(time.monotonic(), time.time()))
+        overviews = Numbering(loop, lambda: machine.overview(time.monotonic(), time.time()))
+
+        def page(url: str) -> Site:
+            from ft_core.control.page import Page  # in the thread that serves it
+
+            about = (self.job_dir, self._secret, self.settings.http, url)
+            return Page(*about, overviews, lambda question: called(loop, lambda: self._ask(question)))
+
         try:
-            server = Server(self.settings.http, Numbering(asyncio.get_running_loop(), take), PAGES)
+            server = Server(self.settings.http, numbers, PAGES, page)
         except OSError as error:
             log.warning("no metrics: --ft-http %s: %s", self.settings.http, error)
             return None
         server.start(self.job_dir)
         return server
+
+    def _ask(self, question: FromCtl) -> concurrent.futures.Future[ToCtl]:
+        """What `ftctl` may ask, for somebody in this process."""
+        loop, peer, reply = asyncio.get_running_loop(), next(self._numbers), Reply()
+        self._channels[peer] = reply
+
+        def over() -> None:
+            del self._channels[peer]
+            self._handle(Disconnected(peer))
+
+        def done(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the job is over
+                loop.call_soon_threadsafe(over)
+
+        reply.answer.add_done_callback(done)
+        self._handle(Received(peer, question))
+        return reply.answer
 
     async def _listen(self) -> tuple[socket.socket, socket.socket]:
         """For connections, and for pulses at the same port."""

@@ -20,7 +20,7 @@ LONGEST = 10
 """Phases that are named."""
 NEWEST = 200
 """Events that are shown, of those that are no node's coming."""
-_FEW = {"joined", "durable", "suspected", "refused", "spare_lost"}
+FEW = {"joined", "durable", "suspected", "refused", "spare_lost"}
 """Events of which there may be as many as nodes: counted, and not shown."""
 
 
@@ -98,7 +98,7 @@ class History:
     @property
     def told(self) -> list[Line]:
         """Events that are shown."""
-        return [event for event in self.lines if event["event"] not in _FEW][-NEWEST:]
+        return [event for event in self.lines if event["event"] not in FEW][-NEWEST:]
 
 
 def read(directory: Path, others: Iterable[Path] = ()) -> History:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from ft_core.errors import ConfigError
 
@@ -17,20 +18,24 @@ OVER = ("finished", "stopped")
 class Tail:
     """A file of events, which may grow."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises ConfigError if there is none, and OSError."""
+    def __init__(self, path: Path, last: int | None = None) -> None:
+        """From the beginning; or so many bytes, at most, before its end. Raises ConfigError if there is none,
+        and OSError."""
         self.path = path
         self.number = 0
         """Of the line that was read last."""
         self.over = False
         """Whether the job is, by what was read."""
-        self._part = ""
+        self._part = b""
         try:
-            self._file: TextIO = path.open(encoding="utf-8", errors="replace")
+            self._file: BinaryIO = path.open("rb")
         except FileNotFoundError:
             raise ConfigError(
                 f"{path.parent} has no events.jsonl: no controller has run with this directory"
             ) from None
+        if last is not None and (size := os.fstat(self._file.fileno()).st_size) > last:
+            self._file.seek(size - last)
+            self._file.readline()  # part of one
 
     def __enter__(self) -> Tail:
         return self
@@ -40,11 +45,11 @@ class Tail:
 
     def lines(self) -> Iterator[str]:
         """Those that there are by now, and were not read yet; what has no end yet is no line."""
-        for text in self._file:
-            self._part += text
-            if not self._part.endswith("\n"):
+        for part in self._file:
+            self._part += part
+            if not self._part.endswith(b"\n"):
                 continue
-            line, self._part = self._part, ""
+            line, self._part = self._part.decode(errors="replace"), b""
             self.number += 1
             self.over |= any(f'"event": "{name}"' in line for name in OVER)
             yield line

@@ -55,7 +55,8 @@ from ft_core.protocol import door, handshake
 from ft_core.protocol import messages as m
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.connection import Connection
-from ft_core.protocol.http import Numbering, Server
+from ft_core.protocol.http import Numbering
+from ft_core.protocol.http_server import Server
 from ft_core.protocol.sockets import join_address, listen, own_host, reserve, split_address
 from ft_core.settings import Settings, read_secret, unique
 from ft_core.state import durable

@@ -28,12 +28,14 @@ from waiting import wait_for_value
 
 from ft_core.control import tally as tallied
 from ft_core.control.metrics import PAGES
-from ft_core.control.risk import Held
+from ft_core.control.risk import Held, Loss, Present
 from ft_core.control.tally import Durations, Numbers, Tally
 from ft_core.node.metrics import PAGES as OF_NODE
 from ft_core.node.metrics import NodeNumbers
 from ft_core.protocol import http as served
-from ft_core.protocol.http import CONNECTIONS, Numbering, Server
+from ft_core.protocol.http import Numbering
+from ft_core.protocol.http_loop import CONNECTIONS
+from ft_core.protocol.http_server import Server
 from ft_core.protocol.messages import Fault, RoleBeat, WorkerLost
 from ft_core.settings import Command, Settings, write_secret
 
@@ -144,9 +146,9 @@ def beat(*held: int, committed: int) -> RoleBeat:
 def held(**changed: Any) -> Held:
     """Of four roles in three failure domains; the first two have a segment in common."""
     nodes = [
-        ("rack0", {0: beat(4, 5, committed=4), 1: beat(4, 5, committed=4)}, {"2x1": [4]}),
-        ("rack1", {2: beat(4, committed=4)}, {"0x2": [4, 3], "3x1": [5]}),
-        ("rack2", {3: beat(5, 4, committed=5)}, {}),
+        Present("a", "rack0", {0: beat(4, 5, committed=4), 1: beat(4, 5, committed=4)}, {"2x1": [4]}),
+        Present("b", "rack1", {2: beat(4, committed=4)}, {"0x2": [4, 3], "3x1": [5]}),
+        Present("c", "rack2", {3: beat(5, 4, committed=5)}, {}),
     ]
     places = {0: "a", 1: "a", 2: "b", 3: "c"}
     catalogue = {0: {"0x2": "0,1"}, 1: {"0x2": "0,1"}, 2: {"2x1": "2"}, 3: {"3x1": "3"}}
@@ -166,6 +168,17 @@ def test_holders_in_other_domains_are_copies() -> None:
     spread = {0: {"0x3": "0,2,3"}}
     assert held(catalogue=spread).below() == 0 == held(catalogue=spread, replicas=2).below()
     assert held(catalogue=spread, replicas=3).below() == 1
+
+
+def test_what_would_be_lost_with_a_node() -> None:
+    assert held().without("a") == Loss(
+        [0, 1], alone=0, version=4, redone=1, below=2
+    )  # and its copy of role 2's
+    assert held().without("b") == Loss([2], alone=0, version=4, redone=1, below=3)
+    assert held().without("c") == Loss([3], alone=0, version=5, redone=0, below=1)
+    alone = held(nodes=[held().nodes[0], held().nodes[2]])
+    assert alone.without("a") == Loss([0, 1], alone=1, version=None, redone=None, below=0)
+    assert held().without("d") == Loss([], alone=0, version=None, redone=None, below=0)
 
 
 def of_a_node() -> NodeNumbers:
@@ -200,14 +213,15 @@ class Loop:
         self._found = numbers(recovered())
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
-        self.server = Server("127.0.0.1:0", Numbering(self.loop, self._take), PAGES)
+        self.numbers = Numbering(self.loop, self._take)
+        self.server = Server("127.0.0.1:0", self.numbers, PAGES)
 
     def _take(self) -> Numbers:
         self.asked += 1
         return self._found
 
     def close(self) -> None:
-        self.server._close()
+        self.server.close()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
@@ -234,9 +248,10 @@ def test_what_is_served(loop: Loop) -> None:
     assert code == 200 and b"ft_epoch 2.0\n" in body
     assert ask(loop.server, "/metrics", "HEAD") == (200, b"")
     assert ask(loop.server, "/healthz") == (200, b"ok\n") == ask(loop.server, "/readyz?verbose")
-    assert ask(loop.server, "/<script>") == (404, b"not found\n")
-    for method in ("POST", "PUT", "DELETE", "TRACE", "<b>"):
-        assert ask(loop.server, "/metrics", method) == (501, b"no such request\n")
+    assert ask(loop.server, "/<script>") == (404, b"Not Found")
+    for method in ("POST", "PUT", "DELETE", "TRACE"):
+        assert ask(loop.server, "/metrics", method) == (405, b"Method Not Allowed")
+    assert ask(loop.server, "/metrics", "<b>") == (400, b"Invalid HTTP request received.")
 
 
 def test_many_who_ask_are_one_question(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,22 +263,35 @@ def test_many_who_ask_are_one_question(loop: Loop, monkeypatch: pytest.MonkeyPat
     assert loop.asked == asked
 
 
-def serving() -> int:
-    """How many threads serve a connection."""
-    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
+def is_open(client: socket.socket) -> bool:
+    """Whether the server has not hung up; nothing was asked of it."""
+    client.setblocking(False)
+    try:
+        return client.recv(1) != b""
+    except BlockingIOError:
+        return True
+    except ConnectionResetError:
+        return False
 
 
-def test_those_who_say_and_read_nothing_hold_nobody_up(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of them than there are threads, and their time is not over."""
-    monkeypatch.setattr(served._Handler, "timeout", 600.0)
+def test_those_who_say_nothing_hold_nobody_up(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than may be connected, and their time is not over."""
+    monkeypatch.setattr(served, "SECONDS", 600.0)
     with contextlib.ExitStack() as stack:
+        idle = []
         for number in range(CONNECTIONS + 8):
-            idle = socket.create_connection(("127.0.0.1", loop.server.server_port))
-            stack.enter_context(idle)
-            idle.sendall(b"GET /metrics HTTP/1.1\r\n" if number % 2 else b"")
+            idle.append(socket.create_connection(("127.0.0.1", loop.server.server_port)))
+            stack.enter_context(idle[-1])
+            idle[-1].sendall(b"GET /metrics HTTP/1.1\r\n" if number % 2 else b"")
         assert ask(loop.server, "/metrics")[0] == 200
-        wait_for_value(lambda: serving() <= CONNECTIONS, True)
-    wait_for_value(serving, 0)
+        wait_for_value(lambda: [is_open(each) for each in idle], [False] * 9 + [True] * (CONNECTIONS - 1))
+
+
+def test_who_says_nothing_for_too_long_is_dropped(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served, "SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", loop.server.server_port)) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\n")
+        wait_for_value(lambda: is_open(client), False)
 
 
 def test_a_controller_that_is_busy_is_said_to_be(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,11 +306,11 @@ def test_a_controller_that_is_busy_is_said_to_be(loop: Loop, monkeypatch: pytest
 
 
 def test_who_leads_again_has_the_port_again(loop: Loop, tmp_path: Path) -> None:
-    first = Server(f"127.0.0.1:{free_port()}", loop.server.numbers, PAGES)
+    first = Server(f"127.0.0.1:{free_port()}", loop.numbers, PAGES)
     first.start(tmp_path)
     assert ask(first, "/healthz")[0] == 200
     first.close()
-    second = Server(first.url.removeprefix("http://"), loop.server.numbers, PAGES)
+    second = Server(first.url.removeprefix("http://"), loop.numbers, PAGES)
     second.start(tmp_path)
     assert ask(second, "/healthz")[0] == 200 and first.url == second.url
     second.close()
@@ -311,8 +339,8 @@ def test_whatever_is_asked_is_answered_without_repeating_it(
                 said += found
     head = said.partition(b"\r\n\r\n")[0]
     if said.startswith(b"HTTP/"):
-        assert re.match(rb"HTTP/1\.0 (200 OK|4\d\d [\w -]+|50[135] [\w -]+)\r\n", head + b"\r\n"), head
-        assert b"script" not in said
+        assert re.match(rb"HTTP/1\.1 (200 OK|4\d\d [\w -]+|503 [\w -]+)\r\n", head + b"\r\n"), head
+        assert b"<script" not in said and b"alert" not in said
     assert b"Traceback" not in said
     assert ask(loop.server, "/healthz")[0] == 200
 
