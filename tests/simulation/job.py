@@ -384,7 +384,8 @@ class SimJob:
                 raise Violation(f"6: the link between {machines} is well, and {event.reason}")
         back = self.named(event.more["node"]) if event.event == "given_up" else None
         needless = back is not None and not self._in_trouble(back) and back.name not in self._ailed
-        if back is not None and needless and not self.shape.brief:
+        # A spare that holds nothing, and alone has begun what a former controller decided, begins anew.
+        if back is not None and needless and not self.shape.brief and back.store.holds_something:
             raise Violation(f"6: {back.name} is well, and is given up")
         if event.event == "hang" and event.more["explained"]:
             self._check_blame(controller, event)

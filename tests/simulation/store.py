@@ -42,6 +42,10 @@ class SimStore:
         """Segments of the roles whose snapshots are here."""
         self.epoch = 0
 
+    @property
+    def holds_something(self) -> bool:
+        return any(map(bool, (self.roles, self.adopted, self.replicas)))
+
     def memory(self, role: int, adopted: bool = False) -> Slots:
         return (self.adopted if adopted else self.roles).setdefault(role, Slots())
 
