@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from ft_core.protocol.groups import roles_in, runs_of, segment_id, text_of
-from ft_core.protocol.messages import Catalogue, Family, GroupFamily, Holders, SegmentId
+from ft_core.protocol.messages import Catalogue, Counterparts, Family, GroupFamily, Holders, SegmentId
 
 Segments = dict[SegmentId, Holders]
 """Of a role, with their holders."""
@@ -74,6 +74,14 @@ def group_of(families: Iterable[GroupFamily]) -> dict[int, int]:
         for (_, roles), index in zip(_members(family.roles), all_in(family.indices), strict=True)
         for role in all_in(roles)
     }
+
+
+def counterparts(others: Mapping[int, int]) -> Counterparts:
+    """Of roles, with who stands for them: of a group that is away, the same places of another."""
+    shifts: dict[int, list[int]] = {}
+    for role, other in others.items():
+        shifts.setdefault(other - role, []).append(role)
+    return Counterparts(tuple((by, text_of(runs_of(roles))) for by, roles in sorted(shifts.items())))
 
 
 def all_in(roles: str) -> Iterator[int]:

@@ -146,7 +146,12 @@ class Groups:
 
     def adopted(self, present: Collection[int]) -> dict[int, int]:
         """For the plan: the roles that are away whose counterpart holds what they had alone."""
-        return {} if self.redundancy is Redundancy.REPLICATED else self.absent(present)
+        return self.absent(present) if self.adopting else {}
+
+    @property
+    def adopting(self) -> bool:
+        """Whether who stands for others holds what they had alone."""
+        return self.redundancy is not Redundancy.REPLICATED
 
     def held_alone(self, role: int, segments: compact.Segments, present: Collection[int]) -> set[str]:
         """Of the segments (with their holders) of a role that is away, those that nobody who is there has."""

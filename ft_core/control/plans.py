@@ -8,6 +8,7 @@ from itertools import chain, filterfalse
 
 from msgspec.structs import replace
 
+from ft_core.control import compact
 from ft_core.control.deciding import Start
 from ft_core.control.facts import Facts
 from ft_core.control.groups import Places, by_node
@@ -50,8 +51,8 @@ def make(facts: Facts, start: Start, name: str, job: str) -> Plan:
         parts=facts.parts,
         resumes=facts.resumes,
         started_over=facts.started_over,
-        absent=facts.groups.absent(start.roles),
-        adopted=facts.groups.adopted(start.roles),
+        counterparts=compact.counterparts(facts.groups.absent(start.roles)),
+        adopting=facts.groups.adopting,
         newcomers=sorted(start.lost),
         groups=facts.groups.value(),
         catalogue=facts.compact_catalogue(),
@@ -74,8 +75,8 @@ def worker_plan(state: JobState, settings: Settings) -> WorkerPlan:
         completed={},
         parts=state.parts,
         started_over=state.started_over,
-        absent=state.absent,
-        adopted=state.adopted,
+        counterparts=state.counterparts,
+        adopting=state.adopting,
         newcomers=state.newcomers,
         membership=state.groups.membership,
         policy=settings.policy,
@@ -128,8 +129,8 @@ def prepare(state: Plan, settings: Settings, roles: Places, records: Records) ->
     worker = replace(
         worker_plan(state, settings),
         origin="memory",
-        ahead={role: state.absent[role] for role in roles},
-        absent={role: other for role, other in state.absent.items() if role not in roles},
+        standing_in=compact.counterparts({role: state.absent[role] for role in roles}),
+        counterparts=compact.counterparts({r: other for r, other in state.absent.items() if r not in roles}),
     )
     needed = records.needed(roles, state.absent.keys())
     return {

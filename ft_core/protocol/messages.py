@@ -8,8 +8,10 @@ default. Times are in seconds, sizes in bytes. Roles are integers. A segment is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct, field
@@ -320,6 +322,26 @@ class RoleBeat(Value, frozen=True):
 # -- plans ---------------------------------------------------------------------------------------------
 
 
+class Counterparts(Value, frozen=True, array_like=True):
+    """Roles that others stand for, see `control.compact.counterparts`: by how much the numbers of those are
+    greater, and of which roles."""
+
+    shifts: tuple[tuple[Number, Roles], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_texts(roles_in, (roles for _, roles in self.shifts))
+
+    def expanded(self) -> Mapping[Role, Role]:
+        """Role -> who stands for it, by role."""
+        return _expanded(self.shifts)
+
+
+@lru_cache(maxsize=8)
+def _expanded(shifts: tuple[tuple[int, str], ...]) -> Mapping[int, int]:
+    pairs = ((role, role + by) for by, text in shifts for run in roles_in(text) for role in run)
+    return MappingProxyType(dict(sorted(pairs)))
+
+
 class WorkerPlan(Value, frozen=True):
     """What one role must know of the epoch it takes part in."""
 
@@ -332,20 +354,35 @@ class WorkerPlan(Value, frozen=True):
     parts: list[Version]
     """Of the script, that all roles have come to the end of: with which version."""
     started_over: Epoch
-    absent: dict[Role, Role]
-    """Roles that are away, with their counterparts."""
-    adopted: dict[Role, Role]
-    """Of those, the ones whose counterparts hold what they had alone."""
+    counterparts: Counterparts
+    """Of the roles that are away."""
+    adopting: bool
+    """Whether these hold what those had alone."""
     newcomers: list[Role]
     membership: MembershipChanges
     policy: str
     lr_intervention: str
     began_with: BeganWith
-    ahead: dict[Role, Role] = field(default_factory=dict)
-    """For roles that come back while others train: those who stand for them."""
+    standing_in: Counterparts = Counterparts()
+    """For roles that come back while others train."""
 
     def __post_init__(self) -> None:
         check_texts(parse, self.completed)
+
+    @property
+    def absent(self) -> Mapping[Role, Role]:
+        """Roles that are away, with their counterparts."""
+        return self.counterparts.expanded()
+
+    @property
+    def adopted(self) -> Mapping[Role, Role]:
+        """Of those, the ones whose counterparts hold what they had alone."""
+        return self.absent if self.adopting else {}
+
+    @property
+    def ahead(self) -> Mapping[Role, Role]:
+        """Roles that come back while others train, with those who stand for them."""
+        return self.standing_in.expanded()
 
 
 class JobState(Value, frozen=True):
@@ -364,8 +401,8 @@ class JobState(Value, frozen=True):
     parts: list[Version]
     resumes: bool
     started_over: Epoch
-    absent: dict[Role, Role]
-    adopted: dict[Role, Role]
+    counterparts: Counterparts
+    adopting: bool
     newcomers: list[Role]
     groups: ReplicaGroups
     catalogue: Catalogue
@@ -385,6 +422,16 @@ class Plan(JobState, frozen=True):
     sources: dict[Role, dict[SegmentId, list[NodeName]]]
     """Of roles that do not have all they go on from on their own node."""
     completed: dict[str, tuple[Number, Role]]
+
+    @property
+    def absent(self) -> Mapping[Role, Role]:
+        """As of `WorkerPlan`."""
+        return self.counterparts.expanded()
+
+    @property
+    def adopted(self) -> Mapping[Role, Role]:
+        """As of `WorkerPlan`."""
+        return self.absent if self.adopting else {}
 
 
 class NodePlan(Value, frozen=True):

@@ -24,14 +24,16 @@ def worker_plan(epoch: int = 1, **more: Any) -> m.WorkerPlan:
         completed={},
         parts=[],
         started_over=0,
-        absent={},
-        adopted={},
+        counterparts=m.Counterparts(),
+        adopting=False,
         newcomers=[],
         membership=m.MembershipChanges(0),
         policy="wait",
         lr_intervention="sqrt",
         began_with=m.BeganWith(2, 1, 2),
     )
+    if "absent" in more:
+        more["counterparts"] = compact.counterparts(more.pop("absent"))
     return msgspec.structs.replace(found, **more)
 
 
@@ -53,8 +55,8 @@ def job_plan(roles: dict[int, str], epoch: int = 1, **more: Any) -> m.Plan:
         parts=[],
         resumes=False,
         started_over=0,
-        absent={},
-        adopted={},
+        counterparts=m.Counterparts(),
+        adopting=False,
         newcomers=[],
         groups=m.ReplicaGroups([], m.Redundancy.SHARDED, m.MembershipChanges(0)),
         catalogue=m.Catalogue([], {}),
@@ -70,7 +72,7 @@ def job_plan(roles: dict[int, str], epoch: int = 1, **more: Any) -> m.Plan:
 def plan(epoch: int = 1, **more: Any) -> m.NodePlan:
     """What `node0` must know of a job of two roles, one a node. `more`: of the plan, or of the workers'."""
     roles = more.pop("roles", {0: "node0", 1: "node1"})
-    names = [field.name for field in msgspec.structs.fields(m.WorkerPlan)]
+    names = ["absent", *(field.name for field in msgspec.structs.fields(m.WorkerPlan))]
     worker = worker_plan(epoch, **{key: more.pop(key) for key in names if key in more})
     nodes = {f"node{n}": m.NodeAddress(f"127.0.0.1:{20 + n}", f"node{n}") for n in range(3)}
     found = m.NodePlan(

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from core.plans import messages_of, plan
 
+from ft_core.control import compact
 from ft_core.node import events as e
 from ft_core.node import outage
 from ft_core.node.about import About
@@ -506,7 +507,7 @@ def test_state_that_the_script_makes_is_not_brought(training: Node):
 
 
 def test_what_a_role_adopts_is_brought_unless_every_group_has_all(training: Node):
-    elastic = {"version": 0, "origin": "memory", "roles": {0: "node0"}, "adopted": {1: 0}}
+    elastic = {"version": 0, "origin": "memory", "roles": {0: "node0"}, "absent": {1: 0}, "adopting": True}
     training.hear(plan(2, **elastic))
     assert [bring.held for bring in training.effects(e.Bring)] == [(0, 1)]
     assert training.effects(e.KeepOnly) == [e.KeepOnly(frozenset([0]), frozenset([1]))]
@@ -521,7 +522,7 @@ def test_what_a_role_adopts_is_brought_unless_every_group_has_all(training: Node
 
 def test_roles_that_come_back_prepare_ahead_of_their_epoch(node: Node):
     node.hear(plan(roles={1: "node1"}))
-    worker = msgspec.structs.replace(plan().worker, origin="memory", ahead={0: 1})
+    worker = msgspec.structs.replace(plan().worker, origin="memory", standing_in=compact.counterparts({0: 1}))
     assert not node.hear(m.Prepare(2, [0], worker)), "of an epoch that is not there"
     node.hear(m.Prepare(1, [0], worker))
     [assign] = node.told(m.Assign)
@@ -564,7 +565,7 @@ def test_a_snapshot_that_was_loaded_is_made_safe_again(training: Node):
 
 
 def test_the_commit_word_goes_by_the_oldest_of_what_a_worker_holds(training: Node):
-    training.hear(plan(2, version=0, origin="memory", roles={0: "node0"}, adopted={1: 0}))
+    training.hear(plan(2, version=0, origin="memory", roles={0: "node0"}, absent={1: 0}, adopting=True))
     own, adopted = staged(training, 1), staged(training, 1, role=1)
     training.handle(arrived(own))
     assert training.done == [e.Commit(training.number(), -1)]

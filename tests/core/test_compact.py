@@ -8,13 +8,27 @@ import zlib
 import msgspec
 import pytest
 from core.plans import job_plan
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ft_core.control import compact
+from ft_core.control.groups import Groups
 from ft_core.control.records import completed
+from ft_core.elastic.rules import Start
 from ft_core.errors import ProtocolError
 from ft_core.protocol.codec import encode
 from ft_core.protocol.groups import GroupId, roles_in, runs_of, segment_id, text_of
-from ft_core.protocol.messages import FROM_CONTROLLER, Catalogue, GroupFamily, Host, Hosts, NodeAddress
+from ft_core.protocol.messages import (
+    FROM_CONTROLLER,
+    Catalogue,
+    Counterparts,
+    GroupFamily,
+    Host,
+    Hosts,
+    NodeAddress,
+    Redundancy,
+    ReplicaGroup,
+)
 from ft_core.protocol.table import changes, hosts_of, pieces, placed
 
 
@@ -120,3 +134,21 @@ def test_operations_are_said_to_those_who_lack_some_in_one_of_their_groups() -> 
     found = records.needed(places, {1})
     assert found.keys() == {"n1", "n3"}
     assert found["n3"] == {world: (5, 0), sent: (1, 2)}, "all of a group, where some of it lacks"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.integers(0, 300), st.integers(0, 300), max_size=60))
+def test_who_stands_for_whom_is_said_in_few_words(others: dict[int, int]) -> None:
+    said = msgspec.json.encode(compact.counterparts(others))
+    found = msgspec.json.decode(said, type=Counterparts).expanded()
+    assert list(found.items()) == sorted(others.items())
+
+
+def test_one_in_a_hundred_nodes_takes_its_replica_group_along() -> None:
+    """Of 100,096 roles: TP 8, PP 16, so many groups are 16,000 roles. A role each took 14 bytes."""
+    groups = Groups(Start(100_096, 16, 100_096))
+    for role in range(100_096):
+        groups.register(role, ReplicaGroup(role % 6256 // 8, 782, Redundancy.ADOPTABLE))
+    away = set(range(0, 782, 6))
+    there = [role for role in range(100_096) if role % 6256 // 8 not in away]
+    assert len(msgspec.json.encode(compact.counterparts(groups.absent(there)))) < 50_000

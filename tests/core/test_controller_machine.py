@@ -44,6 +44,7 @@ from ft_core.protocol.messages import (
     Configure,
     ConfigureAnswer,
     Configured,
+    Counterparts,
     Denied,
     DescribeFlight,
     DescribeRole,
@@ -1078,7 +1079,7 @@ def test_an_attempt_to_bring_a_group_back_ends_with_the_plan_of_another_controll
     plan = job["node0"].plan
     assert plan is not None
     roles = {0: "node0", 1: "spare"}
-    state = replace(plan.state, epoch=5, id="5-0", absent={})
+    state = replace(plan.state, epoch=5, id="5-0", counterparts=Counterparts())
     changed = replace(plan, epoch=5, id="5-0", roles=roles, state=state)
     for name in ("node0", "spare"):
         job[name].plan, job[name].epoch = changed, 5

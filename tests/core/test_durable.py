@@ -393,12 +393,12 @@ def test_the_part_of_a_role_that_is_away(store: NodeStore):
     assert [segment.holders for segment, *_ in own.content] == [(0,)]
     assert [segment.holders for segment, *_ in theirs.content] == [(1,)]
     assert [row[1:] for row in own.content] == [row[1:] for row in theirs.content]
-    about = plan(absent={1: 0}, adopted={1: 0})
+    about = plan(absent={1: 0}, adopting=True)
     assert list(durable.parts(store, 0, 1, about, replicated=False)) == [0], "nothing was adopted"
     segments = [segment for segment, *_ in theirs.content]
     buffer = store.memory(1, adopted=True).allocate(0, segments)
     buffer.version = 1
     assert list(durable.parts(store, 0, 1, about, replicated=False)) == [0, 1]
-    about = plan(absent={1: 0}, adopted={1: 0}, away={1: [segments[0].id, "another"]})
+    about = plan(absent={1: 0}, adopting=True, away={1: [segments[0].id, "another"]})
     assert list(durable.parts(store, 0, 1, about, replicated=False)) == [0], "there was more"
     assert durable.parts(store, 0, 2, about, replicated=True) == {}
