@@ -48,8 +48,9 @@ arguments=("$@")
 
 ftrun_as "$JOB_DIR/$rank" --node-rank "$rank" --rdzv-endpoint "$HEAD"
 again=0
-# 0 to 2 are the job's own codes; all others mean that this node's processes were killed.
-while [ "$code" -gt 2 ] && [ -z "$stopping" ]; do
+# The codes of a node whose processes were killed; all others are the job's, and would come again.
+killed() { [ "$code" -gt 128 ] || [[ " 6 7 9 11 " == *" $code "* ]]; }
+while killed && [ -z "$stopping" ]; do
     again=$((again + 1))
     echo "node $rank: killed ($code); it comes back, for the ${again}. time" >&2
     if [ "$rank" -eq 0 ]; then # with it a controller, to which the others' agents connect again

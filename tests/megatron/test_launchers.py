@@ -39,6 +39,7 @@ from ports import free_port
 
 from ft_core.cli.ask import status
 from ft_core.node import metrics
+from ft_core.process.sigterm import ENDED
 from ft_core.protocol import http
 from ft_core.settings import SECRET_ENV, Settings
 
@@ -299,6 +300,23 @@ def test_command_lines(
     assert recorded(records)[0].command.arguments == [*TINY, "--ft"]
 
 
+@pytest.mark.parametrize(("code", "again"), [(0, 0), (1, 0), (2, 0), (3, 0), (9, 1), (137, 1)])
+def test_a_node_comes_back_if_its_processes_were_killed(
+    fake: Callable[..., Path],
+    start: Callable[..., subprocess.Popen[bytes]],
+    tmp_path: Path,
+    code: int,
+    again: int,
+) -> None:
+    """And not with a verdict of the job's, among which are all exit codes of its script."""
+    ftrun = f'echo "$*" >> "$FAKE/calls"; [ "$(wc -l < "$FAKE/calls")" -eq 1 ] || exit 0; exit {code}'
+    records = fake(ftrun=f"#!/bin/sh\n{ftrun}\n", ftctl="#!/bin/sh\n", getent="#!/bin/sh\n")
+    about = {"HEAD": "h:1", "NNODES": "2", "NPROC": "1", "NODE_RANK": "1", "JOB_DIR": str(tmp_path / "job")}
+    assert start(RECIPES / "node.sh", "--any", **about).wait(60) == (0 if again else code)
+    first, *joined = (records / "calls").read_text().splitlines()
+    assert "--node-rank 1" in first and len(joined) == again and all("--join h:1" in call for call in joined)
+
+
 def test_pods_survive_what_they_should() -> None:
     """Memory for NCCL, a secret; disruptions do not count as failures, and the job's own end does."""
     job, container, values = pod()
@@ -310,7 +328,9 @@ def test_pods_survive_what_they_should() -> None:
     assert [source["secretRef"]["name"] for source in container["envFrom"]] == ["gpt-secret"]
     assert container["resources"]["limits"] == container["resources"]["requests"]
     actions = {rule["action"]: rule for rule in job["podFailurePolicy"]["rules"]}
-    assert actions["FailJob"]["onExitCodes"]["values"] == [1, 2] and "Ignore" in actions
+    assert actions["FailJob"]["onExitCodes"]["operator"] == "NotIn" and "Ignore" in actions
+    assert {9, 128 + signal.SIGKILL, ENDED} <= set(actions["FailJob"]["onExitCodes"]["values"])
+    assert {1, 2, 3}.isdisjoint(actions["FailJob"]["onExitCodes"]["values"])
     assert spec["restartPolicy"] == "Never"  # podFailurePolicy needs it; a new pod takes the index
     assert job["successPolicy"]["rules"] == [{"succeededIndexes": "0"}]
 
