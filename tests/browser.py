@@ -25,6 +25,11 @@ def chromium() -> Iterator[Any]:
             browser.close()
 
 
+def complains(said: Any) -> bool:
+    """A connection that is lost is not the page's fault: it connects again."""
+    return said.type in ("error", "warning") and "net::" not in said.text
+
+
 @contextlib.contextmanager
 def opened(browser: Any, url: str, errors: list[str], **about: Any) -> Iterator[Any]:
     """A page of its own; what it complains of, also of its policy, goes to `errors`."""
@@ -32,7 +37,7 @@ def opened(browser: Any, url: str, errors: list[str], **about: Any) -> Iterator[
     context.set_default_timeout(60_000)
     page = context.new_page()
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda said: errors.append(said.text) if said.type in ("error", "warning") else None)
+    page.on("console", lambda said: errors.append(said.text) if complains(said) else None)
     try:
         page.goto(url)
         yield page

@@ -102,7 +102,7 @@ def families(found: Numbers) -> Iterator[Metric]:
         "Parts of the state whose whole copies are in fewer failure domains than --ft-replicas asks for.",
     )
     if found.held is not None:
-        below.add_metric([], found.held.below())
+        below.add_metric([], found.held.below)
     yield below
     devices = GaugeMetricFamily(
         "ft_device_health",

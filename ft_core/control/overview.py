@@ -115,7 +115,7 @@ class Overview:
             "spares": numbers.spares,
             "groups": numbers.groups,
             "suspects": numbers.suspects,
-            "below": self.held.below() if self.held is not None else None,
+            "below": self.held.below if self.held is not None else None,
             "durable": numbers.durable,
             "redone": numbers.steps_redone,
             "recoveries": sum(numbers.recoveries.values()),

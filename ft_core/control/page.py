@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import math
 import re
 import threading
 import time
@@ -124,6 +125,9 @@ class Page:
         self._shown: dict[str, Node] = {}
         self._job: dict[str, Any] = {}
         self._told = 0
+        self._looked = -math.inf
+        self._whole = b""
+        """What `_state` says, once somebody has asked since the last look."""
         web = resources.files("ft_core.control") / "web"
         self._files = {f"/{name}": ((web / name).read_bytes(), kind) for name, kind in FILES.items()}
         self._files["/"] = self._files["/index.html"]
@@ -164,8 +168,11 @@ class Page:
 
     async def _look(self) -> None:
         """Say what has changed."""
+        if time.monotonic() - self._looked < http.FRESH:
+            return  # many who come at once are told the same
         if (found := await self._overviews.get()) is None:
             return
+        self._looked = time.monotonic()
         told, rows = self._past.told, found.rows()
         job = {"name": self._job_dir.resolve().name, **found.job()}
         if not self._began and told.number:
@@ -182,6 +189,7 @@ class Page:
         if told.number != self._told:
             news |= _happened(told)
         self._shown, self._job, self._told = rows, job, told.number
+        self._whole = b""
         self._say(_event("news", news))
 
     def _say(self, event: bytes) -> None:
@@ -195,12 +203,10 @@ class Page:
 
     def _state(self) -> bytes:
         """All that is known, for somebody who has come now."""
-        whole = {
-            "job": self._job,
-            "nodes": self._shown,
-            "series": self._series.samples,
-        }
-        return _event("state", whole | _happened(self._past.told))
+        if not self._whole:
+            whole = {"job": self._job, "nodes": self._shown, "series": self._series.samples}
+            self._whole = _event("state", whole | _happened(self._past.told))
+        return self._whole
 
     async def _stream(self, _: Request) -> Response:
         listener: asyncio.Queue[bytes | None] = asyncio.Queue(BEHIND)
@@ -270,7 +276,7 @@ class Page:
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             return _no(415, "JSON is expected")
         try:
-            async with asyncio.timeout(http.SECONDS):
+            async with asyncio.timeout(http.ASKS):
                 body = b""
                 async for part in request.stream():
                     body += part

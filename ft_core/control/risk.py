@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -53,6 +54,7 @@ class Held:
     places: Mapping[int, str]
     catalogue: Mapping[int, Segments]
 
+    @cached_property
     def below(self) -> int:
         """Segments of roles that take part of which fewer than k + 1 domains have what the epoch began with,
         or anything newer: no step is finished before there are all copies of the one before."""
@@ -103,7 +105,7 @@ class Held:
             alone,
             version if version >= 0 else None,
             max(0, step - version) if version >= 0 else None,
-            max(0, replace(self, nodes=others).below() - self.below()),
+            max(0, replace(self, nodes=others).below - self.below),
         )
 
     def _enough(self, holders: str, others: set[str], own: Mapping[int, str]) -> bool:

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+ASKS = 5.0
+"""Seconds that a client may take to ask."""
 SECONDS = 5.0
-"""That a client may take to ask; and the event loop, to answer."""
+"""That the event loop may take to answer."""
 FRESH = 0.5
 """Seconds for which numbers are good, whoever asks."""
 

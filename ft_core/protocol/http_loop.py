@@ -57,7 +57,7 @@ class Connection(H11Protocol):
         """The oldest goes if there are too many."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # what is not taken at once is noticed
-        self.loop.call_later(http.SECONDS, self._has_asked)
+        self.loop.call_later(http.ASKS, self._has_asked)
         self._known[self] = None
         if len(self._known) > CONNECTIONS:
             next(iter(self._known)).drop()

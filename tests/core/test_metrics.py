@@ -156,18 +156,18 @@ def held(**changed: Any) -> Held:
 
 
 def test_parts_of_the_state_with_too_few_copies_are_counted() -> None:
-    assert held().below() == 0 and held(replicas=2).below() == 3 and held(replicas=0).below() == 0
-    assert held(version=5).below() == 2  # only role 3's is in two domains as of then
-    assert held(version=6).below() == 3
-    assert held(nodes=held().nodes[:2]).below() == 1  # role 3's node is lost
-    assert held(nodes=[held().nodes[0], held().nodes[2]]).below() == 3
-    assert held(places={3: "c"}).below() == 0 == held(catalogue={}).below()
+    assert held().below == 0 and held(replicas=2).below == 3 and held(replicas=0).below == 0
+    assert held(version=5).below == 2  # only role 3's is in two domains as of then
+    assert held(version=6).below == 3
+    assert held(nodes=held().nodes[:2]).below == 1  # role 3's node is lost
+    assert held(nodes=[held().nodes[0], held().nodes[2]]).below == 3
+    assert held(places={3: "c"}).below == 0 == held(catalogue={}).below
 
 
 def test_holders_in_other_domains_are_copies() -> None:
     spread = {0: {"0x3": "0,2,3"}}
-    assert held(catalogue=spread).below() == 0 == held(catalogue=spread, replicas=2).below()
-    assert held(catalogue=spread, replicas=3).below() == 1
+    assert held(catalogue=spread).below == 0 == held(catalogue=spread, replicas=2).below
+    assert held(catalogue=spread, replicas=3).below == 1
 
 
 def test_what_would_be_lost_with_a_node() -> None:
@@ -276,7 +276,7 @@ def is_open(client: socket.socket) -> bool:
 
 def test_those_who_say_nothing_hold_nobody_up(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than may be connected, and their time is not over."""
-    monkeypatch.setattr(served, "SECONDS", 600.0)
+    monkeypatch.setattr(served, "ASKS", 600.0)
     with contextlib.ExitStack() as stack:
         idle = []
         for number in range(CONNECTIONS + 8):
@@ -288,7 +288,7 @@ def test_those_who_say_nothing_hold_nobody_up(loop: Loop, monkeypatch: pytest.Mo
 
 
 def test_who_says_nothing_for_too_long_is_dropped(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served, "SECONDS", 0.2)
+    monkeypatch.setattr(served, "ASKS", 0.2)
     with socket.create_connection(("127.0.0.1", loop.server.server_port)) as client:
         client.sendall(b"GET /metrics HTTP/1.1\r\n")
         wait_for_value(lambda: is_open(client), False)

@@ -18,6 +18,7 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 import pytest
+from browser import chromium, opened
 from core.test_controller_machine import ControlPlane
 from core.test_metrics import recovered
 from hypothesis import HealthCheck, given, settings
@@ -487,6 +488,47 @@ def test_a_large_job_costs_the_controller_little(tmp_path: Path) -> None:
     beats = {id(node.beats) for node in job.controller.facts.nodes.values()}
     assert {id(node.roles) for node in taken.nodes} == beats
     assert len(taken.rows()) == 24 and all(len(row.marks) == 8 for row in taken.rows().values())
+
+
+# -- in a browser ------------------------------------------------------------------------------------
+
+
+def test_a_thousand_nodes_in_a_browser(tmp_path: Path) -> None:
+    """With the keyboard, on a phone; and what a job says is text, whatever it says."""
+    write_events(tmp_path, EVENTS)
+    errors: list[str] = []
+    with contextlib.ExitStack() as stack:
+        browser = stack.enter_context(chromium())
+        site = Site(ControlPlane(nodes=1000, spares=20, nproc=2), tmp_path)
+        stack.callback(site.close)
+        page = stack.enter_context(opened(browser, site.server.url, errors))
+        cells = page.locator(".node")
+        wait_for_value(cells.count, 1020)
+        names = cells.evaluate_all("cells => cells.map(cell => cell.dataset.name)")
+        assert names == [f"node{number}" for number in range(1020)]
+        columns = cells.evaluate_all("c => c.findIndex(cell => cell.offsetTop > c[0].offsetTop)")
+        cells.first.focus()
+        for key, at in {"ArrowRight": 1, "ArrowDown": 1 + columns, "ArrowLeft": columns, "End": 1019}.items():
+            page.keyboard.press(key)
+            assert page.evaluate("document.activeElement.dataset.name") == f"node{at}"
+        assert page.locator(".node[tabindex='0']").count() == 1
+        site.loop.call_soon_threadsafe(site.job["node7"].hangs_up)
+        site.loop.call_soon_threadsafe(site.job.wait, 20.0)
+        page.locator(".node.s-lost[data-name='node7']").wait_for()
+        assert page.locator("#summary").text_content().startswith("1,020 nodes: ")
+        page.locator("#find").fill("node99")
+        shown = page.locator(".node:visible")
+        wait_for_value(shown.count, 11)
+        page.locator(".recovery summary").get_by_text(XSS).wait_for()
+        assert page.locator("img").count() == 0
+        phone = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
+        page = stack.enter_context(opened(browser, site.server.url, errors, **phone))
+        wait_for_value(page.locator(".node").count, 1020)
+        assert not page.evaluate("document.documentElement.scrollWidth > innerWidth")
+        page.locator(".node").nth(3).tap()
+        page.locator("dialog#node .loss").wait_for()
+        assert page.locator("#node-title").text_content() == "node3"
+    assert not errors
 
 
 # -- its files ---------------------------------------------------------------------------------------

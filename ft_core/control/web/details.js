@@ -35,10 +35,13 @@ export class Details {
     this.say = say;
     this.name = null;
     this.shown = "";
+    this.pressed = false;
     for (const dialog of document.querySelectorAll("dialog")) {
       dialog.querySelectorAll("[data-close]").forEach((button) => button.addEventListener("click", () => dialog.close()));
     }
     byId("node").addEventListener("close", () => { this.name = null; clearTimeout(this.timer); });
+    byId("node").addEventListener("pointerdown", () => { this.pressed = true; });
+    for (const over of ["pointerup", "pointercancel"]) addEventListener(over, () => { this.pressed = false; });
     byId("stacks-box").addEventListener("toggle", () => this.stacks());
     byId("ledger-box").addEventListener("toggle", () => this.ledger());
     byId("confirm-yes").addEventListener("click", () => this.confirmed());
@@ -70,7 +73,7 @@ export class Details {
     const found = await this.get(`api/node?name=${encodeURIComponent(name)}`);
     if (this.name !== name) return;
     const said = JSON.stringify([found, this.token.may]);
-    if (said !== this.shown) {
+    if (said !== this.shown && !this.pressed) { // what is being pressed stays where it is
       this.shown = said;
       const key = document.activeElement?.dataset?.key;
       byId("node-body").replaceChildren(...(found.error ? [el("p", {}, found.error)] : this.node(found)), this.flightBox ?? "");

@@ -87,7 +87,7 @@ function showJob(job) {
 function take(news) {
   heard = Date.now();
   showLive();
-  if (news.job) showJob(news.job);
+  if (news.job?.phase) showJob(news.job);
   if (news.recoveries) line.show(news.recoveries, news.phases, news.events);
   const sample = news.sample ?? news.series?.at(-1);
   if (sample) line.tick(sample[0]);
