@@ -467,7 +467,10 @@ class SimJob:
             (controller or self.controller).machine_name,
             *([MACHINE] if self.arbiter is not None else []),
         ]
-        return self._ails(node) or not all(self.network.joins(node.machine_name, each) for each in needed)
+        since = self.world.now - _ANSWER  # if they are joined only just now, nothing has come yet
+        return self._ails(node) or not all(
+            self.network.joined(node.machine_name, each, since) for each in needed
+        )
 
     def _ails(self, node: SimNode) -> bool:
         """The same, but for what is between it and the controller alone."""
