@@ -21,7 +21,9 @@ import msgspec
 from benchmarks.simulated import AGAIN, PER_NODE, Client, Layout
 from ft_core.node.holdings import changed, more_than_versions
 from ft_core.node.machine import SAME
+from ft_core.node.relay import Relay
 from ft_core.protocol import messages as m
+from ft_core.protocol.bundle import KIND, unpack
 from ft_core.protocol.groups import roles_in, text_of
 from ft_core.protocol.pulses import Seal, sender
 from ft_core.protocol.sockets import split_address
@@ -158,32 +160,49 @@ class Agent(Client):
         """What it has said of what it holds, over this connection, and how often since it greeted."""
         self._shaken: asyncio.Future[None]
         """Of the newest connection: whether it stands, or has ended before."""
+        self._relay: Relay | None = None
+        """In which it speaks for others, or would."""
+        self._serving: asyncio.Future[None] | None = None
+        self._through = ""
+        """Where another speaks for it."""
+        self._calls = self._led = False
+        """Whether it asks the controller who does; whether that has answered its greeting."""
         self._beat: tuple[float, object] = 0.0, None
         """When it has beaten last, and what it said."""
 
     async def connect(self) -> None:
-        """Until there is a connection."""
-        loop = asyncio.get_running_loop()
+        """Until there is a connection: with who speaks for it, or else with the controller."""
+        loop, fleet = asyncio.get_running_loop(), self.fleet
         while not self.killed:
-            self._shaken = loop.create_future()
+            self._shaken, self._calls = loop.create_future(), not self._through
             try:
-                await loop.create_connection(lambda: self, self.fleet.host, self.fleet.port)
+                where = split_address(self._through) if self._through else (fleet.host, fleet.port)
+                await loop.create_connection(lambda: self, *where)
                 await self._shaken
                 return
             except OSError:
-                await asyncio.sleep(AGAIN)
+                if not self._calls:
+                    self._through = ""
+                if not (self._calls and self._through):  # or it was told where else to go
+                    await asyncio.sleep(AGAIN)
 
     def die(self) -> None:
         """All at once."""
         self.killed = True
+        self._stop_relaying()
         if self._transport is not None:
             self._transport.abort()
 
     # -- the connection --------------------------------------------------------------------------
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.fleet.told.connected -= self._frames is not None
+        self.fleet.told.connected -= self._led
         self._transport = self._frames = None
+        if self._relay is not None:
+            self._relay.disconnected()
+        if not self._led and not self._calls:
+            self._through = ""
+        self._led = False
         if not self._shaken.done():
             self._shaken.set_exception(ConnectionResetError())  # `connect` tries again
         elif not self.killed:
@@ -200,9 +219,46 @@ class Agent(Client):
 
     def greets(self) -> None:
         """As `Client.greets`."""
-        self.fleet.told.connected += 1
+        if not self._calls:
+            self._greet()
+            return
+        if self._relay is None:
+            fleet = self.fleet
+            wrong = fleet.told.wrong.append
+            self._relay = Relay("127.0.0.1", fleet.secret, self.name, wrong, lambda e: wrong(repr(e)))
+            self._serving = asyncio.ensure_future(self._relay.serve())
+            direct = False
+        else:
+            direct = True
+        self.send(m.Calls(self._relay.address, direct))
+
+    def _greet(self) -> None:
         self._shaken.set_result(None)
         self.send(self._hello())
+
+    def _answered(self, relay: str) -> None:
+        """Who is to speak for it; empty: nobody."""
+        self._through = relay
+        if relay:
+            self._stop_relaying()
+            assert self._transport is not None
+            self._transport.close()
+        else:
+            self._greet()
+
+    def _stop_relaying(self) -> None:
+        if self._relay is not None and self._serving is not None:
+            self._relay.disconnected()
+            self._serving.cancel()
+        self._relay = self._serving = None
+
+    def _led_by(self, session: str) -> None:
+        self.fleet.session, self._led = session, True
+        self.fleet.told.connected += 1
+        if self._relay is not None and not self._through:
+            frames, transport = self._frames, self._transport
+            assert frames is not None and transport is not None
+            self._relay.connected(lambda body: transport.write(frames.pack(body)))
 
     # -- what it says ----------------------------------------------------------------------------
 
@@ -260,7 +316,7 @@ class Agent(Client):
 
     def beat(self) -> None:
         """A heartbeat, if there is news. Of a step there are three: its end, its copy, its optimizer."""
-        if self._frames is None:
+        if self._frames is None or not self._shaken.done():
             return
         version, into = self.fleet.version, time.monotonic() % STEP / STEP
         copied, optimizer = into > COPIED, into > 1 - OPTIMIZER
@@ -287,6 +343,10 @@ class Agent(Client):
         """As `Client.heard`."""
         told = self.fleet.told
         told.largest = max(told.largest, len(body))
+        if body[:1] == KIND:
+            assert self._relay is not None
+            self._relay.deliver(unpack(body, self.name))
+            return
         if body[:1] != b"{":
             self._pieces.append(body)
             return
@@ -315,10 +375,12 @@ class Agent(Client):
                 told.wrong.append(f"{self.name}: {body[:200]!r}")
                 self.die()
             case b"Leads":
-                self.fleet.session = msgspec.json.decode(body, type=m.Leads).session
+                self._led_by(msgspec.json.decode(body, type=m.Leads).session)
+            case b"GoThrough":
+                self._answered(msgspec.json.decode(body, type=m.GoThrough).relay)
             case b"SendCounts" | b"Prepare" | b"SendHeartbeat" | b"Hold" | b"Withdraw" as kind:
                 self._return(kind, body)
-            case b"NodesChanged" | b"KeepStrikes" | b"Release":
+            case b"RelayLives" | b"NodesChanged" | b"KeepStrikes" | b"Release":
                 pass
             case kind:
                 told.wrong.append(f"{self.name} was sent {kind!r}")
@@ -378,7 +440,8 @@ class Agent(Client):
     def train(self) -> None:
         """Its workers have their state of the newest plan, and do a step."""
         self._said = list(self._progress(self._version))
-        self.send(*self._said)
+        if self._shaken.done():
+            self.send(*self._said)
 
     def _progress(self, version: int) -> Iterator[m.FromRoles]:
         """Its workers have their state, and have done a step."""

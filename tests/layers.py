@@ -19,6 +19,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "a node is lost, and the controller": (
         "test_controller.py::test_training_goes_on_without_a_controller_and_its_successor_recovers",
     ),
+    "one node speaks for all": ("test_relays.py::test_one_node_speaks_for_all_and_each_is_lost",),
     "the leader's machine is lost": (
         "test_succession.py::test_the_leader_is_lost_and_training_does_not_notice",
     ),

@@ -191,6 +191,14 @@ def parser() -> argparse.ArgumentParser:
         "3/60; 0: all are used)",
     )
     f.add_argument(
+        "--ft-direct-nodes",
+        type=int,
+        default=Settings.direct,
+        metavar="N",
+        help="nodes that have a connection with the controller; in a larger job the others have one with one "
+        f"of these (default {Settings.direct}, or the square root of the number of nodes if that is more)",
+    )
+    f.add_argument(
         "--ft-http",
         default=Settings.http,
         metavar="HOST:PORT",
@@ -293,6 +301,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         log_prefix=args.tee is not None,
         log_format=args.ft_log_format,
         inject=args.ft_inject,
+        direct=_count("--ft-direct-nodes", str(args.ft_direct_nodes)),
         http=_address("--ft-http", args.ft_http),
         metrics=_metrics(args.ft_metrics_port),
         **given,

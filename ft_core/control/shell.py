@@ -47,6 +47,7 @@ from ft_core.control.inside import Reply
 from ft_core.control.keeper import Keeper
 from ft_core.control.machine import FAILURES, Controller
 from ft_core.control.metrics import PAGES
+from ft_core.control.tree import BEATS, Branch, Client, Member, Said, Tree
 from ft_core.elastic import ledger
 from ft_core.errors import AuthenticationError, ConfigError, ProtocolError
 from ft_core.leadership.base import Notes
@@ -60,6 +61,7 @@ from ft_core.process.refusals import Refusals
 from ft_core.process.tasks import Tasks
 from ft_core.protocol import door
 from ft_core.protocol.async_channel import AsyncChannel
+from ft_core.protocol.bundle import Bundle, OrBundle
 from ft_core.protocol.codec import encode
 from ft_core.protocol.connection import Connection
 from ft_core.protocol.goodput import Spent
@@ -68,9 +70,11 @@ from ft_core.protocol.http_server import Server
 from ft_core.protocol.messages import (
     FROM_CLIENT,
     AgentHello,
+    Calls,
     CtlHello,
     FromAgent,
     FromCtl,
+    GoThrough,
     Pulse,
     ToCtl,
 )
@@ -85,12 +89,12 @@ PORT_RETRY = 0.2
 LAST_LINES = 3.0
 """Seconds that files, the console and the nodes have, each, to take what is still to be told at the end."""
 
-Client = AsyncChannel[FromAgent | FromCtl] | Reply
 _MAY_SAY: dict[type, tuple[type, ...]] = {
     AgentHello: get_args(FromAgent),
     CtlHello: get_args(FromCtl),
 }
 """By the greeting, what comes after it."""
+_CLIENTS = OrBundle(FROM_CLIENT)
 
 
 @dataclass
@@ -144,7 +148,8 @@ class Shell:
         self._collector = WhenQuiet()
         self._refusals = Refusals(lambda reason: self._handle(Refused(reason)))
         self._numbers = itertools.count()
-        self._channels: dict[Peer, Client] = {}
+        self._channels: dict[Peer, Client | Member | Reply] = {}
+        self._tree = Tree(settings, self._enter, self._heard, self._left, self._refusals.add)
         self._arriving = 0
         self._done: asyncio.Future[int | None]
 
@@ -171,6 +176,7 @@ class Shell:
         if self._office is None:  # or it goes when its node does, see `control.candidate`
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._handle, Terminate())
         tasks.spawn(self._tick())
+        tasks.spawn(self._beat())
         try:
             with pulses.heard(datagrams, self._secret, self._pulsed, self._refusals.add):
                 code = await self._done
@@ -183,6 +189,7 @@ class Shell:
             for channel in self._channels.values():
                 channel.close()
             return None
+        self._tree.flush()
         with contextlib.suppress(TimeoutError):  # of one that takes nothing any more
             async with asyncio.timeout(LAST_LINES):
                 flushed = (channel.drain() for channel in self._channels.values())
@@ -256,6 +263,11 @@ class Shell:
             self._refusals.tick()
             self._handle(Tick())
             self._collector.tick(self.machine.busy, self.clock.now)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.silence_limit / BEATS)
+            self._tree.beat()
 
     # -- events and effects --------------------------------------------------------------------
 
@@ -366,31 +378,65 @@ class Shell:
             connection.close()
 
     async def _admit(self, connection: Connection) -> None:
-        """Shake hands, hear who it is, and serve it until it leaves."""
-        self._arrive(1)
+        """Shake hands, hear who it is, and serve it until it leaves, unless another is to speak for it."""
+        calls: Calls | None = None
         try:
-            channel = await AsyncChannel.accept(connection, self._secret, FROM_CLIENT)
-            self._handle(Admitted())
-            hello = await channel.recv()
+            self._arrive(1)
+            try:
+                channel = await AsyncChannel.accept(connection, self._secret, _CLIENTS)
+                self._handle(Admitted())
+                hello = await channel.recv()
+                if isinstance(hello, Calls):
+                    if there := await self._tree.place(hello):
+                        return await channel.send(GoThrough(there))
+                    calls = hello
+                    channel.post(GoThrough(""))
+                    hello = await channel.recv()
+            finally:
+                self._arrive(-1)
+            if not isinstance(hello, AgentHello | CtlHello):
+                raise ProtocolError(f"{channel.peer} does not greet, but sends {type(hello).__name__}")
+            await self._serve_client(channel, hello, calls)
         finally:
-            self._arrive(-1)
-        if (says := _MAY_SAY.get(type(hello))) is None:
-            raise ProtocolError(f"{channel.peer} does not greet, but sends {type(hello).__name__}")
-        peer = next(self._numbers)
-        self._channels[peer] = channel
+            if calls is not None:
+                self._tree.leaves()
 
-        def received(message: FromAgent | FromCtl) -> None:
-            if type(message) not in says or type(message) in _MAY_SAY:
+    async def _serve_client(self, channel: Client, hello: AgentHello | CtlHello, calls: Calls | None) -> None:
+        says, peer = _MAY_SAY[type(hello)], self._enter(channel)
+        branch: Branch | None = None
+
+        def received(message: Said | Calls | Bundle) -> None:
+            if isinstance(message, Bundle) and branch is not None:
+                self._tree.hear(branch, message)
+            elif isinstance(message, Bundle | Calls | AgentHello | CtlHello) or type(message) not in says:
                 raise ProtocolError(f"{channel.peer} may not send {type(message).__name__}")
-            self._handle(Received(peer, message))
+            else:
+                self._heard(peer, message)
 
         try:
             if isinstance(hello, AgentHello):
-                self._handle(Greeted(peer, hello))
+                self._heard(peer, hello)
+                branch = self._tree.opens(channel, calls.relay) if calls is not None else None
             await channel.each(received)
         finally:
-            del self._channels[peer]
-            self._handle(Disconnected(peer))
+            if branch is not None:
+                self._tree.closes(branch)
+            self._left(peer)
+
+    def _enter(self, channel: Client | Member) -> Peer:
+        peer = next(self._numbers)
+        self._channels[peer] = channel
+        return peer
+
+    def _heard(self, peer: Peer, message: Said) -> None:
+        if isinstance(message, AgentHello):
+            self._handle(Greeted(peer, message))
+        else:
+            self._handle(Received(peer, message))
+
+    def _left(self, peer: Peer) -> None:
+        self._channels.pop(peer, None)
+        self._handle(Disconnected(peer))
 
     def _pulsed(self, pulse: Pulse) -> None:
         self._handle(Pulsed(pulse))

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import random
 import shutil
 import signal
 import sys
@@ -34,14 +33,15 @@ from ft_core.node import events as e
 from ft_core.node.about import About
 from ft_core.node.fetch import bring
 from ft_core.node.inquiries import Inquiries, relay
-from ft_core.node.looker import Looker
 from ft_core.node.machine import Agent
 from ft_core.node.memory_view import MemoryView
 from ft_core.node.metrics import PAGES
 from ft_core.node.oom import OomKiller
 from ft_core.node.pulse import Loop
 from ft_core.node.reach import probe
+from ft_core.node.relay import Relay
 from ft_core.node.replicator import Replicator
+from ft_core.node.uplink import Uplink
 from ft_core.node.workers import WorkerPool
 from ft_core.process import parent, sigterm, stacks
 from ft_core.process.awake import AwakeClock
@@ -51,7 +51,7 @@ from ft_core.process.outlet import console
 from ft_core.process.refusals import Refusals
 from ft_core.process.stalls import Stalls
 from ft_core.process.tasks import Tasks
-from ft_core.protocol import door, handshake
+from ft_core.protocol import door
 from ft_core.protocol import messages as m
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.connection import Connection
@@ -69,11 +69,6 @@ from ft_core.worker.logs import Tee, players
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_MISREAD, _STABLE = 3, 60.0
-"""Connections to the controller in a row, none longer than so many seconds, that end with what cannot be
-understood, before this agent fails."""
-_RECONNECT, _LATER = 0.05, 1.0
-"""Seconds until the next try to connect: fewer, and at most if the controller has more to do than it can."""
 _LAST_OUTPUT = 5.0
 """Seconds that the console has to take what workers have printed last."""
 LAST_WORD = 2.0
@@ -82,6 +77,8 @@ _STACKS = 10.0
 """Seconds to write down where a worker is, before it is ended all the same: storage may hang as well."""
 _LEFT_BEHIND = 10.0
 """Seconds that what workers had started has to end."""
+PATIENCE = 0.25
+"""Of the limit of silence: for so long an agent waits for a word of the controller through another agent."""
 _PORTS = 64
 """That are tried for metrics."""
 _END = 15.0
@@ -102,7 +99,7 @@ class NodeShell:
         self._memory = OomKiller()
         self._loop, self._inquiries = loop, Inquiries(node, self.store, loop.stalled)
         self._leadership = leadership.at(settings.meeting, self.secret, settings.size[0])
-        host = own_host(self._leadership.near)
+        host = self._host = own_host(self._leadership.near)
         self.transport = TcpTransport(self.store, self.secret, host=host, answer=self._inquiries.answer)
         injector = Injector(job_dir, settings.inject)
         self.replicator = Replicator(self.store, self.transport, settings.replicas, injector)
@@ -127,7 +124,6 @@ class NodeShell:
         self.machine = Agent(about, settings, MemoryView(self.store, self.pool, self.replicator))
         VOICE.about = lambda: {"node": node, "epoch": self.machine.epochs.epoch}
         self._refusals = Refusals(lambda reason: log.warning("node %s refused: %s", self.node, reason))
-        self._controller: AsyncChannel[m.ToAgent] | None = None
         self._events: deque[e.Event] = deque()
         self._handling = False
         roles = settings.nproc_per_node
@@ -140,7 +136,8 @@ class NodeShell:
         self._tasks: Tasks
         self._tee: Tee
         self._clock: AwakeClock
-        self._looker: Looker
+        self._relay: Relay
+        self._uplink: Uplink
 
     def _make_pool(self) -> WorkerPool:
         return WorkerPool(
@@ -189,7 +186,15 @@ class NodeShell:
         asyncio.get_running_loop().set_default_executor(self._network)
         self._clock = AwakeClock(2 * self.settings.heartbeat)
         self._inquiries.open(self._handle)
-        self._looker = Looker(self._leadership, self._deposed, self._fail)
+        who, settings, refused = f"the relay of node {self.node}", self.settings, self._refusals.add
+        self._relay = Relay(self._host, self.secret, who, refused, self._fail)
+        self._uplink = Uplink(
+            *(self.node, self.secret, self._leadership, self._relay, self._loop),
+            settings.silence_limit * PATIENCE,
+            handle=self._handle,
+            refused=refused,
+            failed=self._fail,
+        )
 
     def _serve_http(self) -> Server | None:
         """Where there are several agents on a machine, at the first port that is free from that on."""
@@ -212,7 +217,8 @@ class NodeShell:
 
     def _begin(self) -> None:
         self._handle(e.Begin())
-        self._tasks.spawn(self._serve_controller())
+        self._tasks.spawn(self._relay.serve())
+        self._tasks.spawn(self._uplink.serve())
         self._tasks.spawn(self._tick())
 
     def _fail(self, error: Exception) -> None:
@@ -248,74 +254,6 @@ class NodeShell:
                 await asyncio.sleep(self.settings.heartbeat)
         finally:
             stalls.close()
-
-    async def _serve_controller(self) -> None:
-        """For ever. Raises ProtocolError when it cannot be understood, again and again: connecting once more
-        does not mend that, and the controller would wait for this node."""
-        misread = 0
-        while True:
-            pause = _RECONNECT
-            if not (address := self._looker.leader.address):
-                self._handle(e.NotConnected("nobody leads the job at present"))
-                await self._looker.next()
-                continue
-            try:
-                channel = await self._connect(address)
-            except (AuthenticationError, ProtocolError) as error:
-                refused = isinstance(error, AuthenticationError)
-                self._handle(e.NotConnected(str(error), stranger=True, refused=refused))
-            except OSError as error:
-                self._handle(e.NotConnected(str(error)))
-                if isinstance(error, TimeoutError):  # each at a time of its own
-                    pause = random.uniform(_RECONNECT, _LATER)
-            else:
-                self._controller, follower = channel, self._looker.follower
-                follower.connected()
-                self._handle(e.Connected(max(1, follower.term)))
-                began = time.monotonic()
-                try:
-                    first = await channel.recv()
-                    if not isinstance(first, m.Leads):
-                        raise ProtocolError(f"{address} does not say in which term it leads")
-                    follower.led_by(first.term)
-                    self._loop.met(address, first.session)
-                    while True:
-                        message = await channel.recv()
-                        if not await self._looker.counts():
-                            raise ConnectionAbortedError(f"{address} leads no more, or that is not clear")
-                        self._handle(e.FromController(message))
-                except ConnectionError as error:
-                    log.debug("node %s: a connection ended (%s)", self.node, error)
-                except (AuthenticationError, ProtocolError) as error:
-                    self._refusals.add(str(error))
-                    misread = misread + 1 if time.monotonic() - began < _STABLE else 1
-                    if misread >= _MISREAD:
-                        raise
-                channel.close()
-                self._controller = None
-                self._handle(e.NotConnected("the connection has ended"))
-            await asyncio.sleep(pause)
-
-    async def _connect(self, address: str) -> AsyncChannel[m.ToAgent]:
-        """Unless somebody else leads before that has come about. Raises as `AsyncChannel.connect`."""
-        attempt = asyncio.ensure_future(
-            AsyncChannel.connect(address, self.secret, m.FROM_CONTROLLER, patience=handshake.PATIENCE)
-        )
-        try:
-            while not attempt.done():
-                look = asyncio.ensure_future(self._looker.next())
-                await asyncio.wait({attempt, look}, return_when=asyncio.FIRST_COMPLETED)
-                look.cancel()
-                if not attempt.done() and self._looker.leader.address not in ("", address):
-                    raise ConnectionAbortedError(f"{address} leads no more")
-            return attempt.result()
-        finally:
-            attempt.cancel()
-
-    def _deposed(self) -> None:
-        """Who it is connected to leads no more."""
-        if self._controller is not None:
-            self._controller.close()
 
     async def _receive(self, channel: AsyncChannel[T]) -> T | None:
         """The next message; None at the end of the connection."""
@@ -359,9 +297,9 @@ class NodeShell:
     def _do(self, effect: e.Effect) -> None:
         match effect:
             case e.ToController(message):
-                self._tell_controller(message)
+                self._uplink.post(message)
             case e.Report():
-                self._tell_controller(self.machine.epochs.report())
+                self._uplink.post(self.machine.epochs.report())
             case e.ToWorker(number, order):
                 self.pool.post(number, order)
             case e.Start(number, device):
@@ -420,11 +358,6 @@ class NodeShell:
                 self._end(code)
             case _:
                 assert_never(effect)
-
-    def _tell_controller(self, message: m.FromAgent) -> None:
-        if self._controller is not None:
-            with contextlib.suppress(ConnectionError):  # it just died: its reader notices
-                self._controller.post(message)
 
     def _begin_epoch(self, epoch: int) -> None:
         self.store.replicas.epoch = epoch
@@ -527,6 +460,7 @@ class NodeShell:
     async def _close(self) -> None:
         """End what is left, and have all of it said."""
         self.pool.close()
+        await self._relay.close()
         self.transport.close()
         deadline = time.monotonic() + _LEFT_BEHIND
         while True:

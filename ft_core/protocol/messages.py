@@ -792,6 +792,28 @@ FromAgent = (
 )  # fmt: skip
 
 
+# -- on the way between an agent and the controller -----------------------------------------------------
+
+
+class Calls(Message, frozen=True):
+    """An agent's first word to the controller: may it stay, or is another to speak for it? `relay`: where it
+    would take those for which it is to speak. `direct`: it may not be sent away, since it has others already,
+    or could not use who was to speak for it."""
+
+    relay: str
+    direct: bool
+
+
+class GoThrough(Message, frozen=True):
+    """The answer. `relay`: where it finds who speaks for it; empty: it is to greet here."""
+
+    relay: str
+
+
+class RelayLives(Message, frozen=True):
+    """To an agent, from who speaks for it: the controller has just said something."""
+
+
 # -- the process beside an agent to the controller ------------------------------------------------------
 
 
@@ -1514,8 +1536,10 @@ ToWorker = (
 # -- what each end of a connection decodes -------------------------------------------------------------
 
 FROM_CONTROLLER = Decoder[ToAgent](ToAgent)
-FROM_CLIENT = Decoder[FromAgent | FromCtl](FromAgent | FromCtl)
+FROM_CLIENT = Decoder[FromAgent | FromCtl | Calls](FromAgent | FromCtl | Calls)
 """Of the controller: an agent, or `ftctl`."""
+TO_AGENT = Decoder[ToAgent | GoThrough | RelayLives](ToAgent | GoThrough | RelayLives)
+"""From the controller, or from who passes on what that says."""
 FROM_PULSE = Decoder[Pulse](Pulse)
 TO_CTL = Decoder[ToCtl](ToCtl)
 FROM_WORKER = Decoder[FromWorker](FromWorker)

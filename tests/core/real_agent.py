@@ -71,14 +71,20 @@ class RealAgent(NodeShell):
 
     async def end(self) -> None:
         await asyncio.gather(*self._tasks.cancel(), return_exceptions=True)
-        if self._controller is not None:
-            self._controller.close()
+        self._relay.disconnected()
+        self._uplink.hang_up()
         self.transport.close()
         if self._done.done():
             self._done.result()  # an error of the agent's own
 
     def _kill_node(self) -> None:
         raise AssertionError(f"node {self.node} is told to kill its process group, which is the test's")
+
+    @property
+    def connected(self) -> bool:
+        """Whether it can talk to a controller."""
+        channel = self._uplink._channel
+        return channel is not None and not channel._connection.transport.is_closing()
 
     @property
     def nodes(self) -> set[str]:

@@ -50,7 +50,7 @@ TIMES = 64
 """What a message takes in memory, at most, for each of its bytes."""
 
 LISTENERS: dict[str, tuple[Any, Decoder[Any]]] = {
-    "controller": (messages.FromAgent | messages.FromCtl, messages.FROM_CLIENT),
+    "controller": (messages.FromAgent | messages.FromCtl | messages.Calls, messages.FROM_CLIENT),
     "agent": (messages.FromWorker, messages.FROM_WORKER),
     "transport": (transfers.Request, transfers.REQUEST),
     "store": (store.Request, store.REQUEST),
@@ -58,7 +58,7 @@ LISTENERS: dict[str, tuple[Any, Decoder[Any]]] = {
 }
 """By who listens, what it takes."""
 CLIENTS: dict[str, tuple[Any, Decoder[Any]]] = {
-    "to an agent": (messages.ToAgent, messages.FROM_CONTROLLER),
+    "to an agent": (messages.ToAgent | messages.GoThrough | messages.RelayLives, messages.TO_AGENT),
     "to a worker": (messages.ToWorker, messages.TO_WORKER),
     "to ftctl": (messages.ToCtl, messages.TO_CTL),
     "of a transport": (transfers.Answer, transfers.ANSWER),

@@ -193,18 +193,19 @@ def test_a_message_is_lost_and_said_again(tmp_path: Path, kind: type[Message], s
 def test_what_an_agent_says_while_its_connection_breaks_is_said_again(tmp_path: Path, kind: type):
     async def test(fleet: Fleet) -> None:
         agent = RealAgent(fleet.settings, fleet.job_dir, "node1", 1)
-        tell, lost = agent._tell_controller, []
+        lost: list[m.FromAgent] = []
         agent.serve()
+        tell = agent._uplink.post
         await fleet.event("resumed")
 
         def lose(message: m.FromAgent) -> None:
             if lost or not isinstance(message, kind):
                 tell(message)
-            elif agent._controller is not None:
+            elif agent.connected:
                 lost.append(message)
-                agent._controller.close()
+                agent._uplink.hang_up()
 
-        agent._tell_controller = lose  # type: ignore[method-assign]
+        agent._uplink.post = lose  # type: ignore[method-assign]
         agent.crash(1)
         await fleet.event("resumed", 2)
         fleet["node0"].complete(0)

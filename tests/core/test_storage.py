@@ -45,13 +45,9 @@ def test_a_node_whose_storage_hangs_trains_recovers_and_connects_anew(
             for epoch in (2, 3):
                 agent.crash(1)
                 await fleet.event("resumed", epoch)
-            assert agent._controller is not None
-            agent._controller.close()
-            await fleet.until(
-                lambda: (
-                    agent._controller is not None and not agent._controller._connection.transport.is_closing()
-                )
-            )
+            assert agent.connected
+            agent._uplink.hang_up()
+            await fleet.until(lambda: agent.connected)
             agent.crash(1)
             await fleet.event("resumed", 4)
             assert not [e for e in fleet.events("detected") if "node1 lost" in e["reason"]]

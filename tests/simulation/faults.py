@@ -110,6 +110,20 @@ def _break(job: SimJob, node: SimNode, rng: Random) -> None:
         node.link.break_(rng.random())
 
 
+def lose_relay(job: SimJob, rng: Random) -> None:
+    """Who speaks for some of the nodes is lost, perhaps with its node: they notice; that they have no
+    connection the controller does not know."""
+    nodes = job.live()
+    relay = rng.choice(nodes) if nodes and rng.random() < 0.5 else None
+    behind = [node for node in nodes if node is not relay and node.link is not None]
+    for node in rng.sample(behind, rng.randint(min(1, len(behind)), len(behind))):
+        job.world.trace(f"who speaks for {node.name} is lost")
+        node.troubled(SHORT)
+        assert node.link is not None
+        node.link.break_(rng.random(), late=job.settings.silence_limit)
+    _kill(job, rng, relay)
+
+
 def cut(job: SimJob, rng: Random) -> None:
     """A node's network lets nothing through."""
     if node := some(job, rng):
@@ -474,6 +488,8 @@ def schedule(job: SimJob, rng: Random) -> float:
         faults = LEADERS
     elif job.shape.elects:
         faults = {fault: faults.get(fault, 0) + ELECTION.get(fault, 0) for fault in (*faults, *ELECTION)}
+    if job.shape.relays:
+        faults = faults | {lose_relay: 8}
     for _ in range(count):
         fault = rng.choices(list(faults), list(faults.values()))[0]
 

@@ -70,6 +70,8 @@ class Shape:
     """The version with which a first part of the script ends."""
     elects: bool = False
     """The controller is on any of the nodes, by a lease, and not on a machine of its own."""
+    relays: bool = False
+    """Some nodes have no connection with the controller, but others speak for them."""
     cut_short: bool = False
     """It ends with the last fault."""
     brief: bool = False

@@ -37,10 +37,14 @@ def shape(rng: Random) -> Shape:
     return found
 
 
+RELAYS = 10**9
+"""Seeds from this on, or as far below 0, are of jobs in which some nodes speak for others."""
+
+
 def simulate(seed: int, world: World | None = None) -> Outcome:
     """Run one schedule. Raises Violation. A negative seed is of a job whose leader is elected."""
     rng = Random(seed)
-    found = replace(shape(rng), elects=seed < 0)
+    found = replace(shape(rng), elects=seed < 0, relays=abs(seed) >= RELAYS)
     job = SimJob(world or World(seed), found)
     return job.run(schedule(job, rng))
 

@@ -9,7 +9,7 @@ import pytest
 
 from .__main__ import failure, failures
 from .mutations import ELECTED, MUTATIONS
-from .schedules import simulate
+from .schedules import RELAYS, simulate
 
 SCHEDULES = int(os.environ.get("SCHEDULES", "10000"))
 FAILED_ONCE = {
@@ -82,6 +82,12 @@ def test_schedules() -> None:
 
 def test_schedules_with_leaders_that_are_elected() -> None:
     found = list(itertools.islice(failures(range(-SCHEDULES // 20, 0), processes()), 5))
+    assert not found, "\n".join(f"seed {seed} (--repeat={seed}): {why}" for seed, why in found)
+
+
+def test_schedules_with_nodes_that_speak_for_others() -> None:
+    seeds = range(RELAYS, RELAYS + SCHEDULES // 5), range(-RELAYS - SCHEDULES // 100, -RELAYS)
+    found = list(itertools.islice(failures(itertools.chain(*seeds), processes()), 5))
     assert not found, "\n".join(f"seed {seed} (--repeat={seed}): {why}" for seed, why in found)
 
 

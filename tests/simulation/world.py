@@ -201,15 +201,19 @@ class Link:
         message = queue.popleft()
         self.ends[1 - sender].do(lambda: self.heard[1 - sender](message))
 
-    def break_(self, lost: float = 1.0) -> None:
-        """Both ends hear of it; what is on its way arrives before or, with this likelihood, is lost."""
+    def break_(self, lost: float = 1.0, late: float = 0.0) -> None:
+        """Both ends hear of it, the second so many seconds late; what is on its way arrives before or, with
+        this likelihood, is lost."""
         if not self.open:
             return
         self.open = False
-        for end in (0, 1):
+        for end, after in enumerate((0.0, late)):
             if self.world.rng.random() < lost:
                 self._queues[1 - end].clear()
-            self._end(end)
+            if after:
+                self.world.at(after, lambda end=end: self._end(end))  # type: ignore[misc]
+            else:
+                self._end(end)
 
     def _end(self, end: int) -> None:
         """Tell one end, after all that was sent to it."""

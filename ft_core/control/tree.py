@@ -1,0 +1,205 @@
+"""The controller's end of a tree of agents: some have a connection with it, and speak for the others
+(`node.relay`). Each of the others is a peer of its own all the same.
+
+What is said to many of them is sent once to each who speaks for them. That such a one is gone says nothing of
+the others: they look for another way, and pulses tell that they live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Callable
+from itertools import count
+from typing import get_args
+
+from ft_core.control.events import Peer
+from ft_core.errors import ProtocolError
+from ft_core.protocol import messages as m
+from ft_core.protocol.async_channel import AsyncChannel
+from ft_core.protocol.bundle import LARGE, Bundle, pack
+from ft_core.settings import Settings
+
+Said = m.FromAgent | m.FromCtl
+Client = AsyncChannel[Said | m.Calls | Bundle]
+
+BEATS = 16
+"""In the limit of silence, those that speak for others hear that the controller lives."""
+_GATHER = 2.0
+"""Seconds until which those that are to speak for others may greet, before the others are sent to them."""
+_AGENT = frozenset(get_args(m.FromAgent))
+
+
+class Branch:
+    """An agent that speaks for others."""
+
+    def __init__(self, channel: Client, address: str) -> None:
+        """`address`: where it takes them."""
+        self.channel, self.address = channel, address
+        self.members: dict[int, Peer] = {}
+        """By their numbers there."""
+        self._parts: list[tuple[list[int], bytes]] = []
+        self._of: dict[int, int] = {}
+        """Of a message, by its identity, the part that it is in."""
+        self._newest: dict[int, int] = {}
+        """Of a member, the last part that is for it: what is said to it stays in order."""
+        self._size = 0
+
+    def post(self, number: int, body: bytes) -> None:
+        """Say something to one of them, with the next bundle; nothing: its connection is to end."""
+        at = self._of.get(id(body), -1)
+        if at <= self._newest.get(number, -1):
+            at = self._of[id(body)] = len(self._parts)
+            self._parts.append(([], body))
+            self._size += len(body)
+        self._parts[at][0].append(number)
+        self._newest[number] = at
+        if self._size >= LARGE:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what is there."""
+        if self._parts:
+            self._send(pack(self._parts))
+            self._parts, self._size = [], 0
+            self._of.clear()
+            self._newest.clear()
+
+    def beat(self) -> None:
+        """Tell that this controller lives."""
+        self._send(pack(()))
+
+    def _send(self, bundle: bytes) -> None:
+        with contextlib.suppress(ConnectionError):  # its reader notices
+            self.channel.post_encoded(bundle)
+
+
+class Member:
+    """The connection with one of the others: what a controller needs of `AsyncChannel`."""
+
+    def __init__(self, tree: Tree, branch: Branch, number: int) -> None:
+        self._tree, self._branch, self._number = tree, branch, number
+
+    def post_encoded(self, body: bytes) -> None:
+        """As `AsyncChannel.post_encoded`; raises nothing."""
+        self._branch.post(self._number, body)
+        self._tree.post(self._branch)
+
+    def close(self) -> None:
+        """As `AsyncChannel.close`."""
+        if self._number in self._branch.members:
+            self.post_encoded(b"")
+            asyncio.get_running_loop().call_soon(self._tree.ended, self._branch, self._number)
+
+    async def drain(self) -> None:
+        """As `AsyncChannel.drain`."""
+        await self._branch.channel.drain()
+
+
+class Tree:
+    """All who speak for others, and who goes where."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        enter: Callable[[Member], Peer],
+        heard: Callable[[Peer, Said], None],
+        left: Callable[[Peer], None],
+        refused: Callable[[str], None],
+    ) -> None:
+        """What is called when there is one of the others, when it says something, its greeting first, and
+        when it is gone; and when somebody says what it may not."""
+        self._most = max(settings.direct, math.isqrt(settings.size[0]))
+        self._silence = settings.silence_limit
+        self._enter, self._heard, self._left, self._refused = enter, heard, left, refused
+        self._stay = 0
+        """Agents that this controller serves itself, or that were told that it would."""
+        self._branches: list[Branch] = []
+        self._turns = count()
+        self._waiting: set[Branch] = set()
+        """Those for which there is something."""
+
+    # -- who goes where ----------------------------------------------------------------------------
+
+    async def place(self, calls: m.Calls) -> str:
+        """Where the agent that calls is to go; empty: it stays, until `leaves`."""
+        if not calls.direct and self._stay >= self._most:
+            loop = asyncio.get_running_loop()
+            until = loop.time() + _GATHER
+            while len(self._branches) < self._most and loop.time() < until:
+                await asyncio.sleep(_GATHER / 40)
+            if self._branches:
+                return self._branches[next(self._turns) % len(self._branches)].address
+        self._stay += 1
+        return ""
+
+    def leaves(self) -> None:
+        """One that was to stay."""
+        self._stay -= 1
+
+    def opens(self, channel: Client, address: str) -> Branch:
+        """One that stays has greeted."""
+        branch = Branch(channel, address)
+        self._branches.append(branch)
+        return branch
+
+    def closes(self, branch: Branch) -> None:
+        """It is gone. The others, if they do not come back, are so as well, after a while."""
+        self._branches.remove(branch)
+        self._waiting.discard(branch)
+        members, branch.members = branch.members, {}
+        loop = asyncio.get_running_loop()
+        for peer in members.values():
+            loop.call_later(self._silence, self._left, peer)
+
+    # -- what is said ------------------------------------------------------------------------------
+
+    def hear(self, branch: Branch, bundle: Bundle) -> None:
+        """What the others say there."""
+        for numbers, body in bundle.parts:
+            for number in numbers:
+                if not body:
+                    self.ended(branch, number)
+                    continue
+                try:
+                    self._take(branch, number, m.FROM_CLIENT.decode(body, branch.channel.peer))
+                except ProtocolError as error:
+                    self._refused(str(error))
+                    branch.post(number, b"")
+                    self.post(branch)
+                    self.ended(branch, number)
+
+    def _take(self, branch: Branch, number: int, message: Said | m.Calls) -> None:
+        peer = branch.members.get(number)
+        if peer is None:
+            if not isinstance(message, m.AgentHello):
+                return  # it was said before its connection ended
+            peer = branch.members[number] = self._enter(Member(self, branch, number))
+        elif isinstance(message, m.AgentHello):
+            raise ProtocolError(f"a node behind {branch.channel.peer} greets twice")
+        if isinstance(message, m.Calls) or type(message) not in _AGENT:
+            raise ProtocolError(f"a node behind {branch.channel.peer} may not send {type(message).__name__}")
+        self._heard(peer, message)
+
+    def ended(self, branch: Branch, number: int) -> None:
+        """The connection of one of them has."""
+        if (peer := branch.members.pop(number, None)) is not None:
+            self._left(peer)
+
+    def post(self, branch: Branch) -> None:
+        """It has something to send, with what else comes in this turn of the loop."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self.flush)
+        self._waiting.add(branch)
+
+    def flush(self) -> None:
+        """Send what is there."""
+        waiting, self._waiting = self._waiting, set()
+        for branch in waiting:
+            branch.flush()
+
+    def beat(self) -> None:
+        """Tell all who speak for others that this controller lives."""
+        for branch in self._branches:
+            branch.beat()

@@ -1,0 +1,227 @@
+"""An agent's connection with whoever leads the job: its own, or one with another agent that speaks for it.
+
+Which of them is for the controller to say, in answer to a call. An agent remembers who speaks for it, so that
+a new controller is asked by few. Where that does not come about, or the other agent has heard nothing of the
+controller for too long, this one asks again; and if who it is then sent to is of no use either, it asks to be
+served by the controller itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from ft_core.errors import AuthenticationError, ProtocolError
+from ft_core.leadership.base import Leadership
+from ft_core.node import events as e
+from ft_core.node.looker import Looker
+from ft_core.node.pulse import Loop
+from ft_core.node.relay import Relay
+from ft_core.protocol import handshake
+from ft_core.protocol import messages as m
+from ft_core.protocol.async_channel import AsyncChannel
+from ft_core.protocol.bundle import Bundle, OrBundle
+
+log = logging.getLogger(__name__)
+
+_MISREAD, _STABLE = 3, 60.0
+"""Connections to the controller in a row, none longer than so many seconds, that end with what cannot be
+understood, before this agent fails."""
+_RECONNECT, _LATER = 0.05, 1.0
+"""Seconds until the next try to connect: fewer, and at most if the controller has more to do than it can."""
+_TOLD = OrBundle(m.TO_AGENT)
+
+
+class _MisreadError(ProtocolError):
+    """What the controller answers cannot be understood."""
+
+
+Channel = AsyncChannel[m.ToAgent | m.GoThrough | m.RelayLives | Bundle]
+
+
+class Uplink:
+    """Of one agent."""
+
+    def __init__(
+        self,
+        node: str,
+        secret: bytes,
+        leadership: Leadership,
+        relay: Relay,
+        loop: Loop,
+        patience: float,
+        *,
+        handle: Callable[[e.Event], None],
+        refused: Callable[[str], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """`relay`: in which this agent speaks for others. `patience`: seconds without a word of the
+        controller through another agent, before this one looks for another way. `handle` is told what
+        happens."""
+        self._node, self._secret, self._relay, self._loop = node, secret, relay, loop
+        self._patience, self._handle, self._refused = patience, handle, refused
+        self._looker = Looker(leadership, self.hang_up, failed)
+        self._channel: Channel | None = None
+        self._through = ""
+        """Where somebody speaks for it; empty: nobody does."""
+        self._named = False
+        """Whether the controller has just named that one."""
+        self._in_vain = False
+        """Whether that one could not reach the controller when it was last asked."""
+        self._direct = False
+        """Whether the controller is to serve this agent itself."""
+
+    def post(self, message: m.FromAgent) -> None:
+        """Say something to the controller; nothing happens if there is no connection."""
+        if self._channel is not None:
+            with contextlib.suppress(ConnectionError):  # it just died: its reader notices
+                self._channel.post(message)
+
+    def hang_up(self) -> None:
+        """Who it is connected to leads no more."""
+        if self._channel is not None:
+            self._channel.close()
+
+    async def serve(self) -> NoReturn:
+        """For ever. Raises ProtocolError when the controller cannot be understood, again and again:
+        connecting once more does not mend that, and the controller would wait for this node."""
+        misread = 0
+        while True:
+            pause, began, failed = _RECONNECT, time.monotonic(), False
+            if not (leader := self._looker.leader.address):
+                self._handle(e.NotConnected("nobody leads the job at present"))
+                await self._looker.next()
+                continue
+            try:
+                channel = await self._reach(leader)
+            except _MisreadError as error:
+                failed = True
+                self._handle(e.NotConnected(str(error)))
+                self._refused(str(error))
+                if misread + 1 >= _MISREAD:
+                    raise
+            except (AuthenticationError, ProtocolError) as error:
+                refused = isinstance(error, AuthenticationError)
+                self._handle(e.NotConnected(str(error), stranger=True, refused=refused))
+            except OSError as error:
+                self._handle(e.NotConnected(str(error)))
+                if isinstance(error, TimeoutError):  # each at a time of its own
+                    pause = random.uniform(_RECONNECT, _LATER)
+            else:
+                began = time.monotonic()
+                try:
+                    await self._listen(channel, leader)
+                except ConnectionError as error:
+                    log.debug("node %s: a connection ended (%s)", self._node, error)
+                except (AuthenticationError, ProtocolError) as error:
+                    failed = True
+                    self._refused(str(error))
+                    if misread + 1 >= _MISREAD and time.monotonic() - began < _STABLE:
+                        raise
+                channel.close()
+                self._channel = None
+                self._relay.disconnected()
+                self._handle(e.NotConnected("the connection has ended"))
+            if failed:
+                misread = misread + 1 if time.monotonic() - began < _STABLE else 1
+            await asyncio.sleep(pause)
+
+    # -- a connection ------------------------------------------------------------------------------
+
+    async def _reach(self, leader: str) -> Channel:
+        """Raises as `AsyncChannel.connect` if the controller cannot be reached."""
+        self._direct |= self._named and self._in_vain
+        self._named = False
+        if self._through and not self._in_vain and (channel := await self._other(leader)) is not None:
+            return channel
+        self._in_vain = False
+        while True:
+            channel = await self._connect(leader, leader, handshake.SECONDS, handshake.PATIENCE)
+            try:
+                channel.post(m.Calls(self._relay.address, self._direct))
+                async with asyncio.timeout(handshake.PATIENCE):
+                    answer = await channel.recv()
+                if not isinstance(answer, m.GoThrough):
+                    raise ProtocolError(f"{leader} does not say who is to speak for this node")
+            except BaseException as error:
+                channel.close()
+                if isinstance(error, AuthenticationError | ProtocolError):
+                    raise _MisreadError(str(error)) from error
+                raise
+            self._through, self._named = answer.relay, True
+            if not self._through:
+                self._direct = True
+                return channel
+            channel.close()
+            if (other := await self._other(leader)) is not None:
+                return other
+            self._direct = True
+
+    async def _other(self, leader: str) -> Channel | None:
+        """A connection with who speaks for it; None if that cannot be had."""
+        try:
+            return await self._connect(self._through, leader, self._patience)
+        except (OSError, AuthenticationError, ProtocolError) as error:
+            log.debug("node %s: nobody speaks for it at %s (%s)", self._node, self._through, error)
+            return None
+
+    async def _connect(self, address: str, leader: str, timeout: float, patience: float = 0.0) -> Channel:
+        """Unless somebody else leads before that has come about. Raises as `AsyncChannel.connect`."""
+        attempt = asyncio.ensure_future(AsyncChannel.connect(address, self._secret, _TOLD, timeout, patience))
+        try:
+            while not attempt.done():
+                look = asyncio.ensure_future(self._looker.next())
+                await asyncio.wait({attempt, look}, return_when=asyncio.FIRST_COMPLETED)
+                look.cancel()
+                if not attempt.done() and self._looker.leader.address not in ("", leader):
+                    raise ConnectionAbortedError(f"{leader} leads no more")
+            return attempt.result()
+        finally:
+            attempt.cancel()
+
+    async def _listen(self, channel: Channel, leader: str) -> NoReturn:
+        """To the controller, until that ends. Raises as `AsyncChannel.recv`."""
+        self._channel, follower = channel, self._looker.follower
+        follower.connected()
+        self._handle(e.Connected(max(1, follower.term)))
+        self._in_vain = bool(self._through)
+        first = await self._next(channel)
+        while isinstance(first, m.RelayLives):
+            first = await self._next(channel)
+        if not isinstance(first, m.Leads):
+            raise ProtocolError(f"{channel.peer} does not say in which term it leads")
+        self._in_vain = self._named = False
+        follower.led_by(first.term)
+        self._loop.met(leader, first.session)
+        if not self._through:
+            self._relay.connected(channel.post_encoded)
+        while True:
+            message = await self._next(channel)
+            if isinstance(message, m.RelayLives):
+                continue
+            if not await self._looker.counts():
+                raise ConnectionAbortedError(f"{leader} leads no more, or that is not clear")
+            if isinstance(message, m.GoThrough):
+                raise ProtocolError(f"{channel.peer} says who is to speak for this node, which did not ask")
+            if not isinstance(message, Bundle):
+                self._handle(e.FromController(message))
+            elif self._through:
+                raise ProtocolError(f"{channel.peer} sent messages for others")
+            else:
+                self._relay.deliver(message)
+
+    async def _next(self, channel: Channel) -> m.ToAgent | m.GoThrough | m.RelayLives | Bundle:
+        """What it is told next. Raises ConnectionError if who speaks for it hears nothing any more."""
+        if not self._through:
+            return await channel.recv()
+        try:
+            async with asyncio.timeout(self._patience):
+                return await channel.recv()
+        except TimeoutError:
+            self._in_vain = True
+            raise ConnectionAbortedError(f"{channel.peer} hears nothing of the controller") from None

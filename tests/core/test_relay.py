@@ -1,0 +1,281 @@
+"""Agents that speak to the controller for others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from core.fleet import Fleet
+from core.real_agent import RealAgent
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft_core.control.tree import Branch
+from ft_core.errors import ProtocolError
+from ft_core.node import events as e
+from ft_core.protocol import messages as m
+from ft_core.protocol.async_channel import AsyncChannel
+from ft_core.protocol.bundle import LARGE, pack, unpack
+
+PARTS = st.lists(
+    st.tuples(st.lists(st.integers(0, 2**32 - 1), max_size=5), st.binary(max_size=20)), max_size=6
+)
+
+
+@given(PARTS)
+def test_a_bundle_comes_as_it_was_sent(parts: list[tuple[list[int], bytes]]):
+    assert [(list(numbers), body) for numbers, body in unpack(pack(parts), "x").parts] == parts
+
+
+@given(PARTS.filter(bool), st.data())
+def test_a_torn_bundle_is_refused(parts: list[tuple[list[int], bytes]], data: st.DataObject):
+    whole = pack(parts)
+    cut = whole[: data.draw(st.integers(1, len(whole) - 1))]
+    try:
+        found = unpack(cut, "x").parts
+    except ProtocolError as error:
+        assert "torn" in str(error)
+    else:
+        assert len(found) < len(parts), "it was cut between two"
+
+
+@settings(max_examples=2000)
+@given(st.binary(max_size=60))
+def test_what_is_no_bundle_is_refused_and_costs_nothing(junk: bytes):
+    try:
+        found = unpack(b"m" + junk, "x").parts
+    except ProtocolError:
+        return
+    assert sum(8 + 4 * len(numbers) + len(body) for numbers, body in found) == len(junk)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=60))
+def test_what_is_said_to_each_stays_in_order_and_is_sent_once_to_many(said: list[tuple[int, int]]):
+    sent: list[bytes] = []
+    branch = Branch(SimpleNamespace(post_encoded=sent.append), "")  # type: ignore[arg-type]
+    bodies = [bytes([number]) * 3 for number in range(6)]
+    expected = defaultdict(list)
+    for member, body in said:
+        branch.post(member, bodies[body])
+        expected[member].append(bodies[body])
+    branch.flush()
+    assert len(sent) == bool(said)
+    heard = defaultdict(list)
+    for bundle in sent:
+        for numbers, body in unpack(bundle, "x").parts:
+            for number in numbers:
+                heard[number].append(body)
+    assert heard == expected
+
+
+def test_what_goes_to_all_is_sent_once():
+    sent: list[bytes] = []
+    branch = Branch(SimpleNamespace(post_encoded=sent.append), "")  # type: ignore[arg-type]
+    plan = b"p" * 1000
+    for member in range(100):
+        branch.post(member, plan)
+    branch.flush()
+    assert len(sent) == 1 and len(sent[0]) < 1500
+    for _ in range(3):
+        branch.post(1, bytes(LARGE))
+    assert len(sent) == 4, "what is large does not wait"
+
+
+# -- real agents ------------------------------------------------------------------------------------------
+
+DIRECT = 2
+
+
+class Job:
+    """Of real agents, most of which have no connection with the controller."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.agents: dict[str, RealAgent] = {}
+
+    async def begin(self, nodes: int, spares: int) -> None:
+        """Those that come first speak for the others."""
+        for number in range(nodes + spares):
+            await self.join(number if number < nodes else -1, f"node{number}")
+        await self.fleet.event("resumed")
+
+    async def join(self, rank: int, name: str) -> RealAgent:
+        agent = self.agents[name] = RealAgent(self.fleet.settings, self.fleet.job_dir, name, rank)
+        agent.serve()
+        await self.fleet.until(lambda: agent.connected and name in self.fleet.facts.nodes)
+        return agent
+
+    @property
+    def members(self) -> list[RealAgent]:
+        """Those for which others speak."""
+        return [agent for agent in self.agents.values() if agent._uplink._through]
+
+    def relay_of(self, agent: RealAgent) -> RealAgent:
+        return next(a for a in self.agents.values() if a._relay.address == agent._uplink._through)
+
+    async def lose(self, agent: RealAgent) -> None:
+        """All at once."""
+        del self.agents[agent.node]
+        agent._relay._listener.close()
+        await agent.end()
+
+    def lost(self) -> list[str]:
+        events = [e for e in self.fleet.events() if e["event"] == "spare_lost" or " lost: " in e["reason"]]
+        return [e["reason"] for e in events]
+
+    def recover(self, epoch: int) -> Any:
+        return self.fleet.event("resumed", epoch)
+
+
+def play(job_dir: Path, test: Any, nodes: int = 6, spares: int = 2, **about: Any) -> None:
+    async def run() -> None:
+        about.setdefault("heartbeats_missed", 100)
+        async with Fleet(job_dir, nodes, spares=spares, ranks=[], direct=DIRECT, **about) as fleet:
+            job = Job(fleet)
+            try:
+                await job.begin(nodes, spares)
+                assert len(job.members) == nodes + spares - DIRECT
+                await test(job)
+            finally:
+                for agent in list(job.agents.values()):
+                    await agent.end()
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_is_lost_behind_another_is_replaced(tmp_path: Path):
+    async def test(job: Job) -> None:
+        victim = next(agent for agent in job.members if agent.machine.crew.playing())
+        victim.crash(victim.machine.crew.playing()[0].role)
+        await job.recover(2)
+        assert not job.lost()
+
+    play(tmp_path / "job", test)
+
+
+def test_a_node_that_is_lost_behind_another_is_noticed_at_once(tmp_path: Path):
+    async def test(job: Job) -> None:
+        victim = next(agent for agent in job.members if agent.machine.crew.playing())
+        await job.lose(victim)
+        await job.recover(2)
+        assert job.lost() == [f"node {victim.node} lost: its agent's connection broke"]
+
+    play(tmp_path / "job", test)
+
+
+def test_whose_relay_is_lost_goes_elsewhere_and_is_not(tmp_path: Path):
+    async def test(job: Job) -> None:
+        relay = job.relay_of(job.members[0])
+        behind = [agent for agent in job.members if job.relay_of(agent) is relay]
+        await job.lose(relay)
+        await job.recover(2)
+        [reason] = job.lost()
+        assert relay.node in reason
+        await job.fleet.until(lambda: all(agent.connected for agent in behind))
+        assert {agent._uplink._through for agent in behind} != {relay._relay.address}
+        victim = behind[-1]
+        role = victim.machine.crew.playing()[0].role if victim.machine.crew.playing() else 0
+        next(agent for agent in job.agents.values() if agent.machine.crew.of_role(role)).crash(role)
+        await job.recover(3)
+        assert job.lost() == [reason]
+
+    play(tmp_path / "job", test)
+
+
+def test_a_new_controller_is_found_through_the_same_relays(tmp_path: Path):
+    async def test(job: Job) -> None:
+        through = {agent.node: agent._uplink._through for agent in job.agents.values()}
+        await job.fleet.stop_controller()
+        await asyncio.sleep(0.3)
+        await job.fleet.start_controller()
+        await job.fleet.until(lambda: len(job.fleet.facts.nodes) == len(job.agents))
+        assert {agent.node: agent._uplink._through for agent in job.agents.values()} == through
+        job.agents["node5"].crash(5)
+        await job.recover(2)
+        assert not job.lost()
+
+    play(tmp_path / "job", test)
+
+
+def test_a_relay_that_hears_nothing_of_the_controller_is_left(tmp_path: Path):
+    """Its own connection looks well: nothing gets through, as on a network that is cut."""
+
+    async def test(job: Job) -> None:
+        relay = job.relay_of(job.members[0])
+        behind = [agent for agent in job.members if job.relay_of(agent) is relay]
+        relay._relay.deliver = lambda bundle: None  # type: ignore[method-assign]
+        relay._relay._flush = lambda: None  # type: ignore[method-assign]
+        await job.fleet.until(
+            lambda: (
+                all(
+                    agent.connected and job.relay_of(agent) is not relay
+                    for agent in behind
+                    if agent in job.members
+                )
+                and not relay._relay._others
+            )
+        )
+        assert not job.lost()
+
+    play(tmp_path / "job", test, heartbeats_missed=40)
+
+
+def test_who_cannot_reach_its_relay_is_served_by_the_controller(tmp_path: Path):
+    async def test(job: Job) -> None:
+        for agent in job.agents.values():
+            if agent not in job.members:
+                agent._relay._listener.close()
+                agent._relay.serve = lambda: None  # type: ignore[assignment, method-assign]
+        late = await job.join(-1, "late")
+        assert not late._uplink._through and late._uplink._direct
+
+    play(tmp_path / "job", test)
+
+
+def test_a_relay_says_that_its_controller_is_away(tmp_path: Path):
+    async def test(job: Job) -> None:
+        member, heard = job.members[0], []
+        handle = member._handle
+        member._handle = member._uplink._handle = lambda event: (heard.append(event), handle(event))  # type: ignore[assignment, method-assign]
+        await job.fleet.stop_controller()
+        await job.fleet.until(lambda: any(isinstance(event, e.NotConnected) for event in heard))
+        await job.fleet.start_controller()
+        await job.fleet.until(lambda: len(job.fleet.facts.nodes) == len(job.agents))
+
+    play(tmp_path / "job", test)
+
+
+def test_who_has_not_called_may_not_speak_for_others(tmp_path: Path):
+    """And what others behind a relay may not say is refused; it costs only them their connection."""
+
+    async def test(job: Job) -> None:
+        fleet = job.fleet
+        hello = fleet_hello(fleet, "stranger")
+        channel = await AsyncChannel.connect(fleet.settings.controller, fleet.secret, m.FROM_CONTROLLER)
+        channel.post(hello)
+        channel.post_encoded(pack([([0], b"{}")]))
+        with pytest.raises(ConnectionError):
+            while True:
+                await channel.recv()
+        relay = next(agent for agent in job.agents.values() if agent._relay._others)
+        number = max(relay._relay._others)
+        others = len(relay._relay._others)
+        relay._relay._send(pack([([number], b'{"type":"AskStatus"}'), ([number + 7], b"{}"), ([9999], b"")]))  # type: ignore[misc]
+        await fleet.until(
+            lambda: any("may not send AskStatus" in event["reason"] for event in fleet.events())
+        )
+        await fleet.until(lambda: len(relay._relay._others) == others and number not in relay._relay._others)
+        assert relay.connected
+
+    play(tmp_path / "job", test)
+
+
+def fleet_hello(fleet: Fleet, name: str) -> m.AgentHello:
+    node = fleet.join(name)
+    hello = node.hello()
+    node.die()
+    return hello
