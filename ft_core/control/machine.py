@@ -144,7 +144,7 @@ class Controller:
             waited=tally.waited,
             sent=tally.sent,
             durable=None if at is None else since_1970 - (wall - at),
-            suspects=epochs.hangs.suspects,
+            suspects=len(epochs.hangs.suspects),
             writes=counted(tally.writes),
             broken=facts.strikes.broken(epochs.now),
             held=risk.held(facts) if facts.plan is not None else None,
@@ -153,7 +153,8 @@ class Controller:
     def overview(self, wall: float, since_1970: float) -> Overview:
         """For the page, likewise."""
         epochs, numbers = self._epochs, self.numbers(wall, since_1970)
-        return overview(self.facts, numbers, epochs.completion.finished, epochs.account.step, epochs.now)
+        roles = epochs.completion.finished, epochs.hangs.suspects
+        return overview(self.facts, numbers, *roles, epochs.account.step, epochs.now)
 
     def handle(self, event: Event, now: float, wall: float | None = None) -> list[Effect]:
         """What to do about `event`, in order. `now`: seconds for which this process was awake; `wall`: all

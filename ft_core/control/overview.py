@@ -16,7 +16,7 @@ from ft_core.control.strikes import place
 from ft_core.control.tally import Numbers
 from ft_core.protocol.goodput import Cause
 from ft_core.protocol.groups import runs_of, text_of
-from ft_core.protocol.messages import RoleBeat
+from ft_core.protocol.messages import NAMED, RoleBeat
 
 State = Literal["well", "behind", "missing", "lost", "spare", "starting"]
 """Of a node: `behind`, some role of it has done fewer steps than others have; `missing`: of one nothing is
@@ -53,6 +53,8 @@ class Overview:
     hosts: Mapping[str, list[int]]
     """By node, its roles."""
     finished: frozenset[int]
+    suspects: tuple[int, ...]
+    """Roles that others wait for longer than usual."""
     struck: Mapping[str, tuple[int, bool]]
     """By place: what counts against it, and whether it is avoided."""
     strikes: int
@@ -114,7 +116,13 @@ class Overview:
             "finished": len(self.finished),
             "spares": numbers.spares,
             "groups": numbers.groups,
-            "suspects": numbers.suspects,
+            "suspects": [
+                (role, node)
+                for node, roles in (self.hosts.items() if self.suspects else ())
+                for role in roles
+                if role in self.suspects
+            ][:NAMED],
+            "suspected": len(self.suspects),
             "below": self.held.below if self.held is not None else None,
             "durable": numbers.durable,
             "redone": numbers.steps_redone,
@@ -182,7 +190,9 @@ def _state(here: bool, marks: str, idle: int) -> State:
     return "missing" if "m" in marks else "behind" if "b" in marks else "well"
 
 
-def overview(facts: Facts, numbers: Numbers, finished: set[int], step: float, now: float) -> Overview:
+def overview(
+    facts: Facts, numbers: Numbers, finished: set[int], suspects: tuple[int, ...], step: float, now: float
+) -> Overview:
     """As of now. `step`: seconds that one takes."""
     settings, strikes = facts.settings, facts.strikes
     avoided = strikes.avoided(now)
@@ -198,6 +208,7 @@ def overview(facts: Facts, numbers: Numbers, finished: set[int], step: float, no
         },
         facts.hosts,
         frozenset(finished),
+        suspects,
         {where: (len(strikes.against(where, now)), where in avoided) for where in strikes.places()},
         settings.strikes,
         settings.world_size,

@@ -44,6 +44,17 @@ def test_top_level_names(installed: Path) -> None:
         assert found == {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
 
 
+def test_the_page_is_there_with_its_licences(installed: Path) -> None:
+    web = Path("ft_core", "control", "web")
+    files = {path.relative_to(ROOT) for path in (ROOT / web).rglob("*") if path.is_file()}
+    assert web / "index.html" in files and web / "uplot" / "LICENSE" in files
+    assert {path.relative_to(installed) for path in (installed / web).rglob("*") if path.is_file()} == files
+    (metadata,) = installed.glob("*.dist-info")
+    licences = metadata / "licenses"
+    assert {path.name for path in licences.iterdir()} >= {"LICENSE", "NOTICE"}
+    assert "uPlot" in (licences / "NOTICE").read_text()
+
+
 PLAN = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257"
 
 

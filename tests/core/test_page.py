@@ -229,6 +229,13 @@ def test_failures_and_recoveries_are_told_with_their_phases(site: Site) -> None:
         next(found for _, found in events if (found.get("events") or [{}])[0].get("event") == "waiting")
 
 
+def test_who_holds_the_others_up_is_named(site: Site) -> None:
+    site.job.controller._epochs.hangs._suspects = (1,)
+    with streamed(site) as events:
+        job = next(found["job"] for _, found in events if found["job"]["suspected"])
+    assert (job["suspected"], job["suspects"]) == (1, [[1, "node2"]])
+
+
 def test_a_node_is_shown_with_its_roles_and_what_would_be_lost(site: Site) -> None:
     found = site.get("/api/node?name=node0")
     assert found["here"] and [role["role"] for role in found["roles"]] == [0]
@@ -512,6 +519,11 @@ def test_a_thousand_nodes_in_a_browser(tmp_path: Path) -> None:
             page.keyboard.press(key)
             assert page.evaluate("document.activeElement.dataset.name") == f"node{at}"
         assert page.locator(".node[tabindex='0']").count() == 1
+        assert page.locator("#hang").is_hidden()
+        site.job.controller._epochs.hangs._suspects = (0,)
+        page.get_by_role("button", name="role 0 on node0").click()
+        page.locator("dialog#node").get_by_text("main thread: waits").wait_for()
+        page.keyboard.press("Escape")
         site.loop.call_soon_threadsafe(site.job["node7"].hangs_up)
         site.loop.call_soon_threadsafe(site.job.wait, 20.0)
         page.locator(".node.s-lost[data-name='node7']").wait_for()

@@ -105,9 +105,9 @@ class Detector:
         """And in those before, as far as the job has not left that step behind."""
 
     @property
-    def suspects(self) -> int:
+    def suspects(self) -> tuple[int, ...]:
         """Roles without whom nothing moves just now."""
-        return len(self._suspects)
+        return self._suspects
 
     def quiet(self, now: float) -> float:
         """Seconds since anything moved."""

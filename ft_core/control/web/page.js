@@ -57,7 +57,7 @@ function cards(job) {
     ["recoveries", count(job.recoveries)],
     ["steps done again", count(job.redone)],
     ["parts with too few copies", count(job.below), job.below > 0],
-    ["suspected of a hang", count(job.suspects), job.suspects > 0],
+    ["suspected of a hang", count(job.suspected), job.suspected > 0],
     ["since a durable checkpoint", job.durable === null ? "none" : long(Math.max(0, Date.now() / 1000 - job.durable))],
   ].filter(Boolean);
   const box = byId("cards");
@@ -72,7 +72,20 @@ function cards(job) {
   });
 }
 
+let suspected = "[]";
+
+function showHang(suspects) {
+  const said = JSON.stringify(suspects);
+  if (said === suspected) return;
+  suspected = said;
+  byId("hang").hidden = !suspects.length;
+  byId("hang").replaceChildren(el("p", {}, "Others wait longer than usual for: ", ...suspects.map(([role, node]) =>
+    el("button", { type: "button", class: "danger", onclick: () => { details.open(node); details.flight(role, node); } },
+      `role ${role} on ${node.split("+", 1)[0]}`))));
+}
+
 function showJob(job) {
+  showHang(job.suspects);
   setText(byId("job"), `Job ${job.name}`);
   setText(byId("phase"), job.phase);
   byId("phase").dataset.phase = job.phase;

@@ -10,6 +10,7 @@ const PLOTS = [
 ];
 const MOST = 4000;
 const GAP = 0.5;
+const HEIGHT = 140;
 const DAY = 86400;
 
 export class Plots {
@@ -64,10 +65,10 @@ export class Plots {
       this.box.append(place);
       const range = (_, low, high) => (low === null ? [0, 1] : [Math.min(0, low), high <= 0 ? 1 : high * 1.08]);
       return new uPlot({
-        width: place.clientWidth - 20 || 300, height: 150, legend: { show: false },
+        width: place.clientWidth - 20 || 300, height: HEIGHT, legend: { show: false },
         cursor: { sync: { key: "job" }, drag: { x: true, y: false } },
         scales: { y: { range } },
-        axes: [{ ...axis, values: times, space: 80 }, { ...axis, size: 52 }],
+        axes: [{ ...axis, values: times, space: 80, size: 30 }, { ...axis, size: 52 }],
         series: [{}, { stroke: color("--curve"), width: 1.5, spanGaps: true, points: { show: false } }],
       }, this.data(at), place);
     });
@@ -78,7 +79,7 @@ export class Plots {
   resize() {
     for (const plot of this.plots) {
       const width = plot.root.parentNode.clientWidth - 20;
-      if (width > 0 && width !== plot.width) plot.setSize({ width, height: 150 });
+      if (width > 0 && width !== plot.width) plot.setSize({ width, height: HEIGHT });
     }
   }
 }
