@@ -31,6 +31,7 @@ def main() -> int:
     parent.expect(args.parent)
     VOICE.component = "controller"
     log_to_console()
+    console().keep(args.job_dir / "logs" / "controller.log")
     collector.exempt()
     try:
         settings = Settings.read(args.job_dir)

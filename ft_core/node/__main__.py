@@ -53,6 +53,7 @@ def main() -> int:
     VOICE.json, VOICE.component = settings.log_format == "json", "agent"
     VOICE.about = lambda: {"node": args.node}
     log_to_console()
+    console().keep(args.job_dir / "logs" / f"{args.node}-{os.getpid()}" / "agent.log")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Or asking whether there is a GPU, as DeepSpeed's import does, leaves the fork server's children none.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

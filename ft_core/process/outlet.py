@@ -147,10 +147,57 @@ def _open(path: Path) -> int:
     return descriptor
 
 
+class _LogFile(Outlet):
+    """What it does not take is on the console only: a disk that is full costs nothing else."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        super().__init__("log-file", -1)
+
+    def _put(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):
+            if self._descriptor < 0:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                self._descriptor = os.open(self._path, flags, 0o644)
+            put(self._descriptor, data)
+
+
+class Console(Outlet):
+    """This process's stderr; and a file that has what was said there."""
+
+    def __init__(self) -> None:
+        super().__init__("console", 2)
+        self._file: Outlet | None = None
+
+    def keep(self, path: Path) -> None:
+        """In this file, from now on. It is made once there is something to say."""
+        self._file = _LogFile(path)
+
+    def write(self, text: str) -> None:
+        """To both."""
+        super().write(text)
+        if self._file is not None:
+            self._file.write(text)
+
+    def flush(self, seconds: float) -> bool:
+        """Whether the console has everything; the file is waited for as long."""
+        done = super().flush(seconds)
+        if self._file is not None:
+            self._file.flush(seconds)
+        return done
+
+    def close(self) -> None:
+        """Of both."""
+        super().close()
+        if self._file is not None:
+            self._file.close()
+
+
 @cache
-def console() -> Outlet:
-    """This process's stderr."""
-    return Outlet("console", 2)
+def console() -> Console:
+    """Of this process."""
+    return Console()
 
 
 def say(text: str, level: str = "INFO") -> None:

@@ -213,11 +213,15 @@ def test_a_whole_jobs_console(tmp_path: Path) -> None:
 
 def test_a_whole_jobs_console_as_objects(short_path: Path) -> None:
     """Of the launcher, the controller, the workers and the script."""
-    lines = [json.loads(line) for line in job(short_path, "--ft-log-format=json", code=3)]
+    console = job(short_path, "--ft-log-format=json", code=3)
+    lines = [json.loads(line) for line in console]
     assert all(line.keys() >= {"time", "level", "component", "message"} for line in lines)
     by = {name: [line for line in lines if line["component"] == name] for name in COMPONENTS}
     assert sum(map(len, by.values())) == len(lines)
     assert by["ftrun"][0]["message"].startswith("ftrun: job directory ")
+    [directory] = short_path.glob("ftjob-*")
+    said = (directory / "logs" / "controller.log").read_text().splitlines()
+    assert said == [line for line, found in zip(console, lines, strict=True) if found in by["controller"]]
     stops = by["controller"][-1]
     assert stops["level"] == "ERROR" and "the job stops" in stops["message"] and "epoch" in stops
     assert {line["role"] for line in by["worker"]} == {0, 1, 2, 3}

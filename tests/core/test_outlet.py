@@ -14,7 +14,7 @@ from full_disk import file_limit
 from waiting import wait_for_value
 
 from ft_core.process import refusals
-from ft_core.process.outlet import FileOutlet, Outlet
+from ft_core.process.outlet import Console, FileOutlet, Outlet
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.messages import FROM_CONTROLLER
 
@@ -111,6 +111,23 @@ def test_a_job_goes_on_while_the_controllers_disk_is_full_and_its_console_unread
             os.close(reader)
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("place", ["logs/n-1/agent.log", "a file/agent.log", "/dev/full"])
+def test_what_is_said_is_in_a_file_too_if_that_can_be(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], place: str
+):
+    (tmp_path / "a file").touch()
+    said = Console()
+    said.keep(tmp_path / place)
+    assert not (tmp_path / "logs").exists(), "nothing was said"
+    for number in range(3):
+        said.write(f"line {number}\n")
+    assert said.flush(30)
+    assert capfd.readouterr().err == "line 0\nline 1\nline 2\n"
+    if place.startswith("logs"):
+        wait_for_value(lambda: (tmp_path / place).exists() and (tmp_path / place).read_text().count("\n"), 3)
+    said.close()
 
 
 def test_refused_connections_are_told_by_number_when_they_are_many(
