@@ -57,6 +57,7 @@ def test_a_browser_walks_the_page_of_a_job(tmp_path: Path) -> None:
     errors: list[str] = []
     with contextlib.ExitStack() as stack:
         browser = stack.enter_context(chromium())
+        clients = stack.enter_context(contextlib.ExitStack())  # which are there when the job ends
         training = Loading(("--num-workers=0",))
         job = stack.enter_context(Job(tmp_path / "gpt-small", training, 1_000_000, spares=2))
         job.wait_for("resumed")
@@ -65,7 +66,9 @@ def test_a_browser_walks_the_page_of_a_job(tmp_path: Path) -> None:
         url = (job.job_dir / "http").read_text().strip()
         assert address.startswith(f"{url}/#token=")
         for number in range(40):  # those who look, and read nothing
-            client = stack.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))))
+            client = clients.enter_context(
+                socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
+            )
             client.sendall(b"GET /api/stream HTTP/1.1\r\nHost: localhost\r\n\r\n" * (number % 2))
 
         page = stack.enter_context(opened(browser, url, errors))
@@ -99,6 +102,8 @@ def test_a_browser_walks_the_page_of_a_job(tmp_path: Path) -> None:
                 assert not other.evaluate(OVERFLOWS)
                 picture(other, name, whole=True)
     assert not errors
+    console = (tmp_path / "gpt-small.console").read_text()
+    assert "Traceback" not in console and "Exception" not in console, console
 
 
 def check_reading_only(page: Any, url: str, job: Job) -> None:
