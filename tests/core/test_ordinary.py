@@ -27,7 +27,8 @@ def test_a_script_is_told_what_a_plain_process_is_told(tmp_path: Path):
     flags = ["--standalone", "--nproc-per-node=2", f"--job-dir={tmp_path / 'job'}"]
     job = run("-m", "ft_core.cli.launch", *flags, str(CARD), str(tmp_path), cwd=tmp_path)
     assert job.returncode == 0, job.stderr
-    said = [line.split(" ft ")[-1] for line in job.stderr.splitlines()]
+    own = [line for line in job.stderr.splitlines() if not line.startswith("ftrun: ")]  # of a slow machine
+    said = [line.split(" ft ")[-1] for line in own]
     told, warned = ["as the script wants it: told", "WARNING of ftrun's own"], plain.stderr.splitlines()[:2]
     assert plain.stderr.splitlines()[2:] == [told[0], f"as the script wants it: {told[1][8:]}"]
     assert sorted(said) == sorted([*warned, *told, *told]), "no tracker complains of what was left"
