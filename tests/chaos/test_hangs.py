@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
+from urllib import request
 
 import pytest
 from deepspeed_jobs import TWICE, Zero
@@ -22,6 +24,7 @@ def test_a_worker_that_is_stopped_is_replaced(tmp_path: Path) -> None:
         _, worker = job.pids(1)
         os.kill(worker, signal.SIGSTOP)
         job.wait_for("hang")
+        job.until(lambda: worker in stacks(job), "where it is on the job's page")
         result = job.finish()
     check_identical(result, LAYOUT, STEPS)
     check_survivors(result, LAYOUT.world)
@@ -30,6 +33,13 @@ def test_a_worker_that_is_stopped_is_replaced(tmp_path: Path) -> None:
     assert hang["roles"] == [1] and hang["explained"] and "it is stopped (state T)" in hang["reason"]
     written = list((job.job_dir / "hangs").iterdir())
     assert job.job_dir / "hangs" / f"role-1-{worker}.txt" in written and len(written) == 2
+
+
+def stacks(job: Job) -> list[int]:
+    """The workers whose stacks the job's page shows."""
+    url = (job.job_dir / "http").read_text().strip()
+    with request.urlopen(f"{url}/api/stacks", timeout=30) as answer:
+        return [each["pid"] for each in json.loads(answer.read())]
 
 
 DRILLS = ("0@forward:4:spin", "1@optimizer:9:lock", "2@backward:14:deadlock", "0@gradients:19:stop")
