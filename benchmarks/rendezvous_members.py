@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
-from benchmarks.simulated import AGAIN, Client, Layout
+from benchmarks.simulated import AGAIN, AT_ONCE, Client, Layout
 from ft_core.comm.process_group import OPENERS
 from ft_core.protocol import store as s
 from ft_core.protocol.groups import GroupId, runs_of, text_of
@@ -161,20 +161,21 @@ def serve(
                     shared[place] = Group(members, newcomers)
                 groups.setdefault(role, []).append(shared[place])
         host, port = split_address(address)
-        loop = asyncio.get_running_loop()
+        loop, room = asyncio.get_running_loop(), asyncio.Semaphore(AT_ONCE)
         kept: list[Member] = []
 
         async def connect(role: int) -> None:
-            while True:
-                try:
-                    _, member = await loop.create_connection(
-                        lambda: Member(seen, secret, epoch, role, groups.get(role, [])), host, port
-                    )
-                    await member.greeted
-                    kept.append(member)
-                    return
-                except OSError:
-                    await asyncio.sleep(AGAIN)
+            async with room:
+                while True:
+                    try:
+                        _, member = await loop.create_connection(
+                            lambda: Member(seen, secret, epoch, role, groups.get(role, [])), host, port
+                        )
+                        await member.greeted
+                        kept.append(member)
+                        return
+                    except OSError:
+                        await asyncio.sleep(AGAIN)
 
         orders.send("ready")
         await asyncio.to_thread(orders.recv)

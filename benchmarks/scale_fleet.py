@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.simulated import AGAIN, PER_NODE, Client, Layout
+from benchmarks.simulated import AGAIN, AT_ONCE, PER_NODE, Client, Layout
 from ft_core.node.holdings import changed, more_than_versions
 from ft_core.node.machine import SAME
 from ft_core.node.relay import Relay
@@ -88,6 +88,7 @@ class Fleet:
         self.layout, self.secret = layout, secret
         self.every, self.again = settings.pulse, SAME * settings.silence_limit
         self.host, self.port = split_address(controller)
+        self.doorstep = asyncio.Semaphore(AT_ONCE)
         self.restoring = False
         """Whether workers take their time to have their state."""
         self.session = ""
@@ -176,9 +177,10 @@ class Agent(Client):
         while not self.killed:
             self._shaken, self._calls = loop.create_future(), not self._through
             try:
-                where = split_address(self._through) if self._through else (fleet.host, fleet.port)
-                await loop.create_connection(lambda: self, *where)
-                await self._shaken
+                async with fleet.doorstep if self._calls else contextlib.nullcontext():
+                    where = split_address(self._through) if self._through else (fleet.host, fleet.port)
+                    await loop.create_connection(lambda: self, *where)
+                    await self._shaken
                 return
             except OSError:
                 if not self._calls:

@@ -17,6 +17,10 @@ LAYOUTS = {"data": (1, 1), "model": (8, 16)}
 """Tensor and pipeline parallel size."""
 PER_NODE = 8
 """Roles."""
+AT_ONCE = 64
+"""Connections that one process makes at once: who has another core for each member says who it is as soon as
+there is a connection; here it may take longer than a server waits for a stranger, if there are many.
+"""
 AGAIN = 0.05
 """Seconds until the next try to connect."""
 

@@ -184,6 +184,10 @@ class Epochs:
             return  # several were asked
         self.facts.take(state)
         self.facts.strikes.take(told.strikes, self.now)
+        blamed = {strike.place for strike in told.strikes}
+        for there in self.facts.nodes.values():
+            if strikes.place(there.name) in blamed:  # missed, perhaps, by a leader that was none any more
+                self.facts.strikes.lives(there.name, there.hello.pid)
         self._begin(state, others=True)
         self.returning.taken_over(self.now)
         for node in list(self.facts.nodes.values()):
