@@ -52,7 +52,9 @@ def _doing(facts: Facts, phase: Phase, progress: Progress | None) -> str:
             missing = [rank for rank in range(wanted) if rank not in ranked]
             if missing:
                 here, late = wanted - len(missing), explain.some(missing)
-                return f"starting: {here} of {wanted} nodes are up; not yet: ranks {late}"
+                return (
+                    f"starting: {here} of {wanted} nodes are up; not here, or still importing: ranks {late}"
+                )
             late = explain.some([node.name for rank in range(wanted) if (node := ranked[rank]).idle < n])
             return f"starting: all {wanted} nodes are up; still importing: {late}"
         case Rebuilding():

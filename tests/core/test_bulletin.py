@@ -36,7 +36,7 @@ def test_a_job_that_forms_says_which_nodes_are_missing() -> None:
     job.wait(FIRST - 0.2)
     assert not news(job)
     job.wait(0.4)
-    line = "starting: 2 of 3 nodes are up; not yet: ranks 1"
+    line = "starting: 2 of 3 nodes are up; not here, or still importing: ranks 1"
     assert news(job) == [line]
     job.wait(FIRST - 1)
     assert not news(job)
