@@ -197,7 +197,7 @@ class Uplink:
             raise ProtocolError(f"{channel.peer} does not say in which term it leads")
         self._in_vain = self._named = False
         follower.led_by(first.term)
-        self._loop.met(leader, first.session)
+        self._loop.met(await self._address(first.term, leader), first.session)
         if not self._through:
             self._relay.connected(channel.post_encoded)
         while True:
@@ -214,6 +214,16 @@ class Uplink:
                 raise ProtocolError(f"{channel.peer} sent messages for others")
             else:
                 self._relay.deliver(message)
+
+    async def _address(self, term: int, leader: str) -> str:
+        """Of the leader of that term: who speaks for this agent may have heard of a new one before."""
+        try:
+            async with asyncio.timeout(self._patience):
+                while 0 < self._looker.leader.term < term:
+                    await self._looker.next()
+        except TimeoutError:
+            raise ConnectionAbortedError(f"it is not clear where the leader of term {term} is") from None
+        return self._looker.leader.address or leader
 
     async def _next(self, channel: Channel) -> m.ToAgent | m.GoThrough | m.RelayLives | Bundle:
         """What it is told next. Raises ConnectionError if who speaks for it hears nothing any more."""
