@@ -136,8 +136,8 @@ def test_strangers_are_refused_and_the_job_goes_on(tmp_path):
         controller = (job.job_dir / "controller").read_text().strip()
         listeners = [controller, f"unix:{memory_of.worker_socket(agent)}"]
         ports = memory_of.listening_ports(agent)
-        assert [greeting(p) for p in ports] == [b"FTRN"] * 2, (
-            "the data's and the epochs' stores, nothing else"
+        assert [greeting(p) for p in ports] == [b"FTRN"] * 3, (
+            "the data's and the epochs' stores, and where it takes those for which it speaks; nothing else"
         )
         listeners += [f"127.0.0.1:{port}" for port in ports]
         for address in listeners:
