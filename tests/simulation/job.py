@@ -181,6 +181,8 @@ class SimJob:
         """Nodes whose memory is lost since everything was in enough of them."""
         self._out: dict[str, float] = {}
         """Nodes that live, and are lost to the controller: since when."""
+        self._joined: dict[str, float] = {}
+        """When nodes greeted a controller that had not heard of them."""
         self._linked = 0, ""
         """The epoch that a broken link has begun, and the machine that was replaced."""
         self._given_up: set[str] = set()
@@ -367,6 +369,8 @@ class SimJob:
             for node in self.nodes:
                 if node.name == found[1]:
                     self._is_lost(node, event.reason, controller)
+        if event.event == "joined":
+            self._joined[event.more["node"]] = self.world.now
         if event.event == "controller_restarted":
             self._look(controller)
         said = event.event == "starting_over" or "it is damaged" in event.reason
@@ -486,6 +490,8 @@ class SimJob:
             self.network.joined(node.machine_name, other.machine_name, since) and not self._in_trouble(other)
             for other in self.live()
             if other is not node and other.name in seen
+            # Who has come only just now may not have been asked.
+            if self._joined.get(other.name, since) <= since
         )
 
     def _check_blame(self, controller: SimController, event: ev.Record) -> None:

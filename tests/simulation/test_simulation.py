@@ -38,6 +38,7 @@ FAILED_ONCE = {
     "(where_scripts_begin_is_unknown)",
     106746: "a node that trained alone, unheard, was lost, and the others began anew without waiting for it",
     25054: "roles lost their connections, and a link to a spare broke: it was replaced, and they hung",
+    954147: "a node was taken for lost while the only other one that reached it had only just come",
     914492: "a worker died at the end of a step of which nobody had heard, and the oracle counted it",
     921281: "a spare alone had begun the first plan of a controller that was killed then, and was given up",
     24984: "a node was told to end, and a new controller that had heard of nobody else yet ended the job",
