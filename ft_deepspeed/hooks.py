@@ -12,10 +12,13 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ft_core.import_hook import after_import
 from ft_deepspeed import patched
+
+if TYPE_CHECKING:
+    from ft_core.worker.session import Session
 
 
 def install() -> None:
@@ -60,12 +63,15 @@ def _not_under_ftrun(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _unannounced() -> Iterator[None]:
-    """A pipeline's stages send each other a zero when they are made, which does no more than connect them.
+def _unannounced(current: Session) -> Iterator[None]:
+    """What a newcomer leaves out.
 
-    A newcomer's peers have done so; or they come back with it, and are connected when they take part.
+    A pipeline's stages send each other a zero when they are made, which does no more than connect them. A
+    newcomer's peers have done so; or they come back with it, and are connected when they take part. And stage
+    3 writes out all its parameters, for a line that it does not print.
     """
     with contextlib.ExitStack() as undo:
+        undo.enter_context(current.deferred.text_unread())
         for patch in patched.CONNECT_STAGES:
             undo.enter_context(patch.replaced(lambda *args, **kwargs: None))
         yield
@@ -108,7 +114,7 @@ def _protected(original: Callable[..., Any]) -> Callable[..., Any]:
         from ft_deepspeed.protection import Protection
 
         current.configure(section.settings())
-        with _unannounced() if current.joining else contextlib.nullcontext():
+        with _unannounced(current) if current.joining else contextlib.nullcontext():
             engine, *others = original(*args, **kwargs)
         given_here = "policy" in section.model_fields_set
         Protection(engine, current, section.policy == "shrink" if given_here else current.groups.elastic)

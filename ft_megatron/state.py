@@ -25,6 +25,7 @@ from ft_core.adapter import Redundancy, ReplicaGroup, State, StateTensor
 from ft_core.errors import ConfigError, EpochChanged
 from ft_core.kept import Kept
 from ft_core.state import rng
+from ft_core.worker import session
 from ft_megatron.adoption import Shards, can_adopt, remember_parameters
 from ft_megatron.deal import Dealer
 
@@ -205,6 +206,9 @@ class MegatronAdapter:
         if self._gathers_late:
             for optimizer in optimizers:
                 optimizer._copy_main_params_to_model_params()  # into their part of the buffers
+            if (current := session.current()) is not None:  # `gather_parameters` makes the others'
+                gathered = (p.data for chunk in self._model for p in chunk.param_to_bucket_group)
+                current.deferred.follow(gathered)
 
     @torch.no_grad()
     def gather_parameters(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ft_core import plugins
-from ft_core.cli import events, flight, ledger_check, nodes, report, status, top
+from ft_core.cli import events, flight, ledger_check, nodes, report, status, timeline, top
 from ft_core.cli.ask import DeniedError, line
 from ft_core.cli.doctor import command as doctor
 from ft_core.cli.planner import command as planner
@@ -51,6 +51,9 @@ def parser(frameworks: Iterable[Framework]) -> argparse.ArgumentParser:
     events.add_arguments(commands.add_parser("events", help="what has happened, out of events.jsonl"))
     top.add_arguments(commands.add_parser("top", help="the job on a screen, again and again"))
     report.add_arguments(commands.add_parser("report", help="what happened in a job, and what it cost"))
+    timeline.add_arguments(
+        commands.add_parser("timeline", help="where the time of a start or a recovery went, role by role")
+    )
     planner.add_arguments(
         commands.add_parser("plan", help="bytes, memory and what is survived, for given flags"), frameworks
     )
@@ -89,6 +92,8 @@ def _main(argv: list[str] | None) -> int:
                 return top.main(args)
             case "report":
                 return report.main(args)
+            case "timeline":
+                return timeline.main(args)
             case "plan":
                 with line(args.job_dir, args.controller) as found:
                     described = found.expect(DescribeRole(args.role), RoleDescribed)

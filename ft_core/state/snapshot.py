@@ -17,6 +17,7 @@ import xxhash
 
 from ft_core.adapter import State, StateTensor
 from ft_core.errors import CorruptSnapshot
+from ft_core.process.timeline import timeline
 from ft_core.state import envelope
 from ft_core.state.manifest import CHUNK, Segment, layout
 from ft_core.state.memory import TORN, SharedMemory, SnapshotBuffer
@@ -124,7 +125,9 @@ class Snapshotter:
             buffer = self._map(slot, address, segments, _device_of(self._state.tensors()))
         if buffer.version != version:
             raise CorruptSnapshot(f"snapshot buffer {slot} holds version {buffer.version}, not {version}")
+        timeline.mark("verifying")
         verify(buffer)
+        timeline.mark("loading")
         views: dict[str, torch.Tensor] = {}
         for index, segment in enumerate(buffer.segments):
             flat = torch.frombuffer(buffer.data(index), dtype=torch.uint8)

@@ -16,11 +16,12 @@ from ft_core.errors import ConfigError
 from ft_core.process import stacks
 from ft_core.process.lines import VOICE
 from ft_core.process.outlet import log_beside_script
+from ft_core.process.timeline import timeline
 from ft_core.protocol.channel import Channel
 from ft_core.protocol.messages import TO_WORKER, Fault, ScriptFailed
 from ft_core.settings import Command
 from ft_core.state.snapshot import has_gpu
-from ft_core.worker import cuda_fork, device_memory, faults, import_output, ordinary, unprotected
+from ft_core.worker import cuda_fork, device_memory, faults, import_output, marks, ordinary, unprotected
 from ft_core.worker.logs import redirect, take_over
 from ft_core.worker.ordinary import exit_code
 from ft_core.worker.session import Session, begin
@@ -48,6 +49,8 @@ def main(
     `device` is the index of the GPU this worker would use, or -1 for one that may serve any. `logs`:
     which streams (1 out, 2 err, 3 both) go to files, and in which directory. `json`: how this engine logs.
     """
+    timeline.begin(Path(logs[1]))
+    timeline.mark("forked")
     ordinary.begin()
     VOICE.json, VOICE.component = json, "worker"
     node = Path(logs[1]).parent.name.rpartition("-")[0]
@@ -61,7 +64,9 @@ def main(
     on_gpu = not command.no_python and not cuda_fork.broken() and has_gpu()
     if on_gpu:
         device_memory.warm(device)
+    timeline.mark("standing by")
     assignment = shell.wait_for_role()
+    timeline.mark("role taken")
     VOICE.about = lambda: {"node": node, **shell.about}
     predecessors = take_over(Path(logs[1]), assignment.role, assignment.plan.started_over)
     if assignment.role == 0 and not predecessors:
@@ -75,8 +80,11 @@ def main(
         os.execvp(command.target, [command.target, *command.arguments])
     session = Session(shell, predecessors)
     begin(session)
+    if session.joining:
+        session.deferred.begin()
     backend.install(session.comms)
     watch = unprotected.install(session)
+    marks.install()
     process = os.getpid()
     code, failure, error = _outcome(command)
     if os.getpid() != process:  # a child that the script has forked; the role is its parent's
@@ -98,6 +106,7 @@ def _outcome(command: Command) -> tuple[int, ScriptFailed | None, BaseException 
         cuda_fork.check()
         for install in plugins.load(plugins.HOOKS):
             install()
+        timeline.mark("script")
         run(command)
     except SystemExit as stop:
         code = exit_code(stop)

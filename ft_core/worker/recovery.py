@@ -6,13 +6,16 @@ import logging
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from ft_core.adapter import Adapter
 from ft_core.errors import CorruptSnapshot, FtError
 from ft_core.process.collector import Pause
+from ft_core.process.timeline import timeline
 from ft_core.protocol import messages as m
 from ft_core.state.adoption import Snapshots
+from ft_core.state.deferred import Deferred
 from ft_core.state.memory import Word
 from ft_core.worker import events as e
 from ft_core.worker.calls import Calls
@@ -28,10 +31,17 @@ class Recovery:
     """Of one role whose training is protected. Main thread."""
 
     def __init__(
-        self, shell: WorkerShell, groups: Groups, adapter: Adapter, redo: Callable[[], None]
+        self,
+        shell: WorkerShell,
+        groups: Groups,
+        adapter: Adapter,
+        redo: Callable[[], None],
+        deferred: Deferred,
     ) -> None:
-        """`redo` brings the role from the version that was loaded to where its script is."""
+        """`redo` brings the role from the version that was loaded to where its script is. `deferred`: what
+        the script's start-up has left to the first restore."""
         self._shell, self._groups, self._adapter, self._redo = shell, groups, adapter, redo
+        self._deferred = deferred
         self.snapshots = Snapshots(
             shell.machine.role,
             adapter,
@@ -78,6 +88,7 @@ class Recovery:
     def quiesce(self) -> None:
         """Drop what was under way, and wait for the next epoch."""
         self.pause.begin()
+        timeline.mark("unwinding")
         try:
             self.snapshots.wait()
         except Exception:
@@ -86,6 +97,7 @@ class Recovery:
                 *(self._shell.machine.role, self._shell.version),
             )
         self._adapter.reset()
+        timeline.mark("waiting for the epoch")
         self._shell.handle(e.Unwound())
         self._shell.wait_while(Quiet)
         if self._shell.machine.parts < self.left:
@@ -117,10 +129,13 @@ class Recovery:
         self._groups.begin(self._adapter.replica_group)
         if machine.epoch > 1:
             shell.point("recovery")
+        timeline.mark("waiting for state")
         state = shell.wait_while(Restoring)
         shell.check_epoch()
         assert isinstance(state, Loading), state
+        timeline.mark("loading")
         loaded = self._load(state.restore)
+        timeline.mark("step")
         if not loaded:
             self.snapshots.stage(shell.version)
         shell.is_at(shell.version)
@@ -136,19 +151,28 @@ class Recovery:
         without = held - {role, *(part.role for part in parts)}
         if without and (shell.version or without & set(self._groups.start.present)):
             raise FtError(f"role {role} has no copy of what roles {sorted(without)} had alone")
+        if restore.version is None or all(part.role != role for part in parts):
+            self._deferred.end("nothing is restored", logging.DEBUG)
+        load = partial(self._load_parts, parts, restore.version)
+        if self._deferred.restoring(load):
+            self.snapshots.step_begins()  # what was loaded is overwritten
+            load()
+        if restore.version is None or all(part.role != role for part in parts):
+            return False
+        shell.version = shell.control[Word.STAGED] = restore.version
+        return True
+
+    def _load_parts(self, parts: list[m.CopyHere], version: int | None) -> None:
+        shell = self._shell
         for part in parts:
-            assert restore.version is not None
+            assert version is not None
             try:
-                self.snapshots.load(part, restore.version)
+                self.snapshots.load(part, version)
             except CorruptSnapshot as error:
                 # The copy is struck off, and the controller decides again without it.
                 shell.handle(e.FoundCorrupt(part.role, part.slot, str(error)))
                 shell.wait_while(Stuck)
                 shell.check_epoch()
-        if restore.version is None or all(part.role != role for part in parts):
-            return False
-        shell.version = shell.control[Word.STAGED] = restore.version
-        return True
 
     def _staged(self, role: int, version: int) -> None:
         if role == self._shell.machine.role:

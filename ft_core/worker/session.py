@@ -18,12 +18,15 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from ft_core.adapter import Adapter
 from ft_core.comm.process_group import Communicators
 from ft_core.errors import ConfigError, FtError
+from ft_core.process.timeline import timeline
 from ft_core.protocol import messages as m
 from ft_core.protocol.groups import parse
+from ft_core.state.deferred import Deferred
 from ft_core.state.envelope import decode
 from ft_core.state.memory import IN_OPTIMIZER, Word
 from ft_core.state.snapshot import settle
 from ft_core.worker import events as e
+from ft_core.worker import marks
 from ft_core.worker.groups import Groups
 from ft_core.worker.logs import played, printed
 from ft_core.worker.ordinary import exit_code
@@ -73,6 +76,8 @@ class Session:
         """Where all processes of the job write."""
         self.groups = Groups(shell)
         """The replica groups that take part."""
+        self.deferred = Deferred()
+        """Initialisation that waits for its restore, in a newcomer."""
 
     @property
     def role(self) -> int:
@@ -175,6 +180,8 @@ class Session:
             raise FtError("only one training function, or one engine, can be protected in a process")
         if self._unprotected is not None:
             raise ConfigError(f"this job cannot be protected: {self._unprotected}")
+        marks.remove()
+        timeline.mark("waiting for the epoch")
         self._shell.handle(e.Begins())
         self._shell.wait_while(StartUp)
         self.comms.startup.training_begins(self.recover)
@@ -182,7 +189,7 @@ class Session:
         if objection and not self.joining:
             raise ConfigError(objection)
         self._shell.is_at(version)
-        self._recovery = recovery = Recovery(self._shell, self.groups, adapter, redo)
+        self._recovery = recovery = Recovery(self._shell, self.groups, adapter, redo, self.deferred)
         about = version, list(adapter.ring), resumes, adapter.replica_group, self._shell.recorded()
         self._shell.handle(e.Registers(m.Registered(*about)))
         recovery.persist(recovery.catch_up, recovery.quiesce)
@@ -195,6 +202,7 @@ class Session:
         """
         if not self._ahead:
             return
+        self.deferred.complete("a step is rehearsed", logging.DEBUG)
         try:
             with self.comms.startup.rehearsal():
                 step()
@@ -302,6 +310,7 @@ class Session:
         if reason and self.role == 0:
             log.warning("%s: any failure ends this job", reason)
         self.comms.end_startup()
+        self.deferred.end("nothing is restored", logging.DEBUG)
         self._shell.handle(e.RunsUnprotected())
 
     def commit_wait(self) -> None:
@@ -359,6 +368,8 @@ class Session:
             self._control[Word.STEP_NS] = now - recovery.step_began
         recovery.step_began = now
         shell.is_at(shell.version + 1)
+        if timeline.running:
+            timeline.end(self.role, machine.epoch)
         if machine.reports_step:
             shell.handle(e.StepDone(shell.version))
         recovery.snapshots.stage(shell.version)
