@@ -54,6 +54,8 @@ sys.argv[0] = "ft_core.control"
 runpy.run_module("ft_core.control", run_name="__main__", alter_sys=True)
 """
 """With `FT_PROFILE` each phase of the controller's work leaves a profile in a file that begins with this."""
+_HUSH = 1.0
+"""Seconds until what was said has been heard."""
 PATIENCE = 900.0
 """Seconds for each phase."""
 
@@ -219,14 +221,12 @@ class Job:
 
         What simulates the agents needs more time for its part than the controller, and as many machines
         would need next to none. So the seconds that count are those that the controller takes: its CPU time,
-        and the time for which it waits by itself. It works with one thread. What pulses and heartbeats take
-        of its core, `background`, goes on for as long as the agents take, and is left out: what is counted
-        has the rest of the core.
+        and the time for which it waits by itself. It works with one thread. While that is measured nobody
+        says more than it is asked; of the core that leaves what pulses and heartbeats of a job that trains
+        do not take, `background`.
         """
-        found = self._epoch(lambda: self.kill(names))
-        own = max(0.0, found["controller_cpu_s"] - background * found["seconds"])
-        found["own_cpu_s"] = own
-        found["plan_everywhere_s"] = RETURN_GRACE + TICK + own / (1 - background)
+        found = self._epoch(lambda: self.kill(names), hush=True)
+        found["plan_everywhere_s"] = RETURN_GRACE + TICK + found["controller_cpu_s"] / (1 - background)
         return found
 
     def back(self, count: int) -> dict[str, float]:
@@ -238,12 +238,14 @@ class Job:
         assert len(self.events("returned")) == returned + 1
         return found
 
-    def _epoch(self, cause: Callable[[], None]) -> dict[str, float]:
+    def _epoch(self, cause: Callable[[], None], hush: bool = False) -> dict[str, float]:
         """Of what it has the job do: until all have another plan, and then until all have done a step."""
         found: dict[str, float] = {}
         resumed: dict[str, float] = {}
         epoch, resumes = max(self.told().plans), len(self.events("resumed"))
         self._order("restoring", True)
+        self._order("hush", hush)
+        time.sleep(_HUSH)
         with self.measured(found):
             begun = time.monotonic()
             cause()
@@ -252,6 +254,7 @@ class Job:
         newest = max(told.plans)
         found["plan_bytes"] = told.planned_bytes[newest] / told.plans[newest]
         found["with_agents_s"] = told.last[newest] - begun
+        self._order("hush", False)
         with self.measured(resumed):
             self._order("restoring", False)
             self.until(lambda: len(self.events("resumed")) > resumes)

@@ -91,6 +91,8 @@ class Fleet:
         self.doorstep = asyncio.Semaphore(AT_ONCE)
         self.restoring = False
         """Whether workers take their time to have their state."""
+        self.hushed = False
+        """Whether nobody says more than it is asked."""
         self.session = ""
         """Of the controller that agents have met last."""
         self._seal, self._datagrams = Seal(secret), sender(controller)
@@ -129,7 +131,7 @@ class Fleet:
         while True:
             for part in range(parts):
                 begun = time.monotonic()
-                for agent in list(self.nodes.values())[part::parts]:
+                for agent in [] if self.hushed else list(self.nodes.values())[part::parts]:
                     agent.beat()
                     self._pulse(agent.name)
                 await asyncio.sleep(max(0.0, begun + self.every / parts - time.monotonic()))
@@ -168,24 +170,29 @@ class Agent(Client):
         """Where another speaks for it."""
         self._calls = self._led = False
         """Whether it asks the controller who does; whether that has answered its greeting."""
+        self._sent_away = self._in_vain = False
+        """Whether it was told who does; whether that one had no connection with the controller."""
         self._beat: tuple[float, object] = 0.0, None
         """When it has beaten last, and what it said."""
 
     async def connect(self) -> None:
-        """Until there is a connection: with who speaks for it, or else with the controller."""
+        """Until there is a connection: with who speaks for it, or with the controller, by turns (see
+        `node.uplink`)."""
         loop, fleet = asyncio.get_running_loop(), self.fleet
         while not self.killed:
-            self._shaken, self._calls = loop.create_future(), not self._through
+            self._shaken, self._calls, self._sent_away = loop.create_future(), True, False
+            if self._through and not self._in_vain:
+                self._calls = False
+            self._in_vain = False
+            where = (fleet.host, fleet.port) if self._calls else split_address(self._through)
             try:
-                async with fleet.doorstep if self._calls else contextlib.nullcontext():
-                    where = split_address(self._through) if self._through else (fleet.host, fleet.port)
+                async with fleet.doorstep:
                     await loop.create_connection(lambda: self, *where)
                     await self._shaken
                 return
             except OSError:
-                if not self._calls:
-                    self._through = ""
-                if not (self._calls and self._through):  # or it was told where else to go
+                self._in_vain = not self._calls
+                if not self._sent_away:
                     await asyncio.sleep(AGAIN)
 
     def die(self) -> None:
@@ -202,8 +209,7 @@ class Agent(Client):
         self._transport = self._frames = None
         if self._relay is not None:
             self._relay.disconnected()
-        if not self._led and not self._calls:
-            self._through = ""
+        self._in_vain = not self._led and not self._calls
         self._led = False
         if not self._shaken.done():
             self._shaken.set_exception(ConnectionResetError())  # `connect` tries again
@@ -227,7 +233,8 @@ class Agent(Client):
         if self._relay is None:
             fleet = self.fleet
             wrong = fleet.told.wrong.append
-            self._relay = Relay("127.0.0.1", fleet.secret, self.name, wrong, lambda e: wrong(repr(e)))
+            failed = lambda error: wrong(repr(error))  # noqa: E731
+            self._relay = Relay("127.0.0.1", fleet.secret, self.name, lambda _: None, failed)
             self._serving = asyncio.ensure_future(self._relay.serve())
             direct = False
         else:
@@ -240,7 +247,7 @@ class Agent(Client):
 
     def _answered(self, relay: str) -> None:
         """Who is to speak for it; empty: nobody."""
-        self._through = relay
+        self._through, self._sent_away = relay, bool(relay)
         if relay:
             self._stop_relaying()
             assert self._transport is not None
@@ -506,6 +513,8 @@ def serve(
                 fleet.restoring = argument
                 for agent in [] if argument else fleet.nodes.values():
                     agent.train()
+            elif order == "hush":
+                fleet.hushed = argument
             elif order == "kill":
                 for name in argument:
                     fleet.nodes.pop(name).die()

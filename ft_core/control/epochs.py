@@ -368,11 +368,11 @@ class Epochs:
             if name == "resumed" and facts.resumes and "resumes" not in self._recorded:
                 self._once("resumes", reason="started again, the script goes on from its newest checkpoint")
 
-    def heard(self, node: Node, beat: m.Heartbeat) -> None:
-        """A node says how far its roles are."""
+    def heard(self, node: Node, beat: m.Heartbeat, newest: m.Version) -> None:
+        """A node says how far its roles are; the first of them."""
         self.tally.beat(node.beats, beat.roles)
         if beat.epoch == self.facts.epoch and isinstance(self.phase, Running):
-            self._tally_steps(lambda: self.account.heard(beat.roles, self.wall))
+            self._tally_steps(lambda: self.account.heard(beat.roles, newest, self.wall))
 
     def _tally_steps(self, account: Callable[[], None]) -> None:
         before = self.account.version

@@ -119,15 +119,15 @@ class Account:
         self._steps(steps, self.open(wall))
         self._wrong, self._blind = math.inf, False
 
-    def heard(self, beats: Mapping[int, RoleBeat], wall: float) -> None:
-        """A node says, in this epoch, how far its roles are."""
+    def heard(self, beats: Mapping[int, RoleBeat], newest: int, wall: float) -> None:
+        """A node says, in this epoch, how far its roles are; the first of them."""
         if not self.trains or not beats:
             return
         for role, beat in beats.items():
             waited = beat.waited_s - self._waits.setdefault(role, beat.waited_s)
             if waited > self._longest:
                 self._longest = waited
-        self.stepped(max(beat.step for beat in beats.values()), wall)
+        self.stepped(newest, wall)
 
     def wrong(self, since: float) -> None:
         """Something may have failed at that time."""

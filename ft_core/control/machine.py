@@ -294,15 +294,16 @@ class Controller:
         elif isinstance(message, m.Hosts):
             node.hosts += message.hosts
         elif isinstance(message, m.Heartbeat):
-            self._epochs.heard(node, message)
+            newest = max([beat.step for beat in message.roles.values()], default=-1)
+            self._epochs.heard(node, message, newest)
             node.beat(message)
             node.sight.beat(self._epochs.now)
-            self._epochs.watch.beat(message, self._epochs.now)
+            self._epochs.watch.beat(message.begun, newest, self._epochs.now)
             self._epochs.hangs.beat(message.roles, self._epochs.now)
-            self._epochs.remind(node, message.epoch, set(message.roles))
+            self._epochs.remind(node, message.epoch, message.roles.keys())
             self._epochs.do(*self._epochs.returning.beat(facts, node.name))
             # Kept here, because a node that is lost takes what it said with it.
-            facts.seen_at(beat.step for beat in message.roles.values())
+            facts.reached = max(facts.reached, newest)
         elif isinstance(message, m.NodesProbed):
             self._epochs.watch.probed(node, message)
         elif isinstance(message, m.Idle):

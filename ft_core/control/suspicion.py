@@ -147,9 +147,8 @@ class Steps:
     lived: float = -math.inf
     """Until when the workers of all roles lived: when the step before was heard of."""
 
-    def done(self, versions: Iterable[Version], now: float) -> None:
-        """Some role has these."""
-        newest = max(versions, default=-1)
+    def done(self, newest: Version, now: float) -> None:
+        """Some role has this one."""
         if newest > self.newest:
             self.lived = self.at
             self.newest, self.at = newest, now

@@ -100,8 +100,10 @@ class Tally:
                 self.sent += beat.h2h_bytes
                 self.waited += beat.waited_s
             else:
-                self.sent += max(0, beat.h2h_bytes - last.h2h_bytes)
-                self.waited += max(0.0, beat.waited_s - last.waited_s)
+                if beat.h2h_bytes > last.h2h_bytes:
+                    self.sent += beat.h2h_bytes - last.h2h_bytes
+                if beat.waited_s > last.waited_s:
+                    self.waited += beat.waited_s - last.waited_s
 
     def written(self, version: int, roles: int, seconds: float, wall: float) -> None:
         """A role's part of a durable checkpoint is, of so many."""

@@ -12,7 +12,7 @@ from ft_core.control.events import Effect, Send
 from ft_core.control.facts import Facts, Node
 from ft_core.control.links import Links
 from ft_core.control.suspicion import ASK, Steps, chosen
-from ft_core.protocol.messages import Heartbeat, NodeName, NodesProbed, ProbeNodes
+from ft_core.protocol.messages import NodeName, NodesProbed, PlanId, ProbeNodes, Version
 
 LOOK = 0.25
 """Seconds between two looks at all nodes for those that are silent; whose connection is gone is seen at
@@ -71,10 +71,10 @@ class Watch:
         self.links.suspect(now, training=False)
         self.suspected(name, reason, now)
 
-    def beat(self, beat: Heartbeat, now: float) -> None:
-        """It says how far its roles are."""
-        if beat.begun == self._facts.plan_id:
-            self._steps.done((role.step for role in beat.roles.values()), now)
+    def beat(self, begun: PlanId, newest: Version, now: float) -> None:
+        """A node says which plan it has, and how far the first of its roles is."""
+        if begun == self._facts.plan_id:
+            self._steps.done(newest, now)
 
     def probed(self, witness: Node, answer: NodesProbed) -> None:
         """A node says which others it reaches."""

@@ -86,10 +86,10 @@ def test_groups_that_are_away_take_their_share() -> None:
 
 def test_the_role_that_waits_longest_for_copies_is_what_all_wait_for() -> None:
     account = trains()
-    account.heard({0: beat(0, 7.0), 1: beat(0, 1.0)}, 10.0)  # before this epoch
-    account.heard({0: beat(1, 7.5)}, 12.0)
-    account.heard({1: beat(1, 1.25)}, 12.1)
-    account.heard({0: beat(2, 7.75), 1: beat(2, 1.5)}, 14.0)
+    account.heard({0: beat(0, 7.0), 1: beat(0, 1.0)}, 0, 10.0)  # before this epoch
+    account.heard({0: beat(1, 7.5)}, 1, 12.0)
+    account.heard({1: beat(1, 1.25)}, 1, 12.1)
+    account.heard({0: beat(2, 7.75), 1: beat(2, 1.5)}, 2, 14.0)
     assert of(account) == {"start_up": 10, "productive": 3.25, "saving": 0.75}
 
 

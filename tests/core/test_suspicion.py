@@ -88,8 +88,8 @@ def test_one_that_reaches_it_speaks_for_it_for_a_while() -> None:
 def test_steps_that_all_roles_finish_speak_for_its_workers() -> None:
     sight, steps = regular(), Steps()
     for version in range(1, 60):
-        steps.done([version, version - 1], 10.0 + version)
-        steps.done([version], 10.5 + version)  # nothing new
+        steps.done(version, 10.0 + version)
+        steps.done(version, 10.5 + version)  # nothing new
     assert steps.lived == 68.0, "until the step before: who finishes one was in it with all others"
     assert not lost(sight, 78.0, steps.lived)
     assert lost(sight, 78.1, steps.lived)

@@ -124,17 +124,20 @@ class Detector:
 
     def beat(self, beats: Mapping[int, RoleBeat], now: float) -> None:
         """How far the roles of a node are."""
+        moved = False
         for role, beat in beats.items():
             where = beat.pid, beat.step, beat.tag
             if self._where.get(role) != where:
-                self._excuse(now - self._moved)
-                self._where[role], self._moved = where, now
-                self._forget()
+                self._where[role], moved = where, True
             if beat.step > self._newest:
                 if self._training and self._newest >= 0 and beat.step_s > 0:
                     self._steps.add(beat.step_s)
                 self._newest = beat.step
                 self._replaced = {r: step for r, step in self._replaced.items() if step >= beat.step}
+        if moved:
+            self._excuse(now - self._moved)
+            self._moved = now
+            self._forget()
 
     def _excuse(self, seconds: float) -> None:
         """They have come by themselves."""
