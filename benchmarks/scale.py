@@ -149,6 +149,12 @@ class Job:
         self.controller.wait()
         self.controller = self._start_controller("--failed-before", "0")
 
+    def hush(self, how: int) -> None:
+        """See `Fleet.hush`."""
+        self._order("hush", how)
+        self.told()
+        time.sleep(_HUSH)
+
     def _order(self, order: str, argument: object = None) -> None:
         for fleet in self._fleets:
             fleet.send((order, argument))
@@ -222,8 +228,7 @@ class Job:
         What simulates the agents needs more time for its part than the controller, and as many machines
         would need next to none. So the seconds that count are those that the controller takes: its CPU time,
         and the time for which it waits by itself. It works with one thread. While that is measured nobody
-        says more than it is asked; of the core that leaves what pulses and heartbeats of a job that trains
-        do not take, `background`.
+        says more than it is asked; of the core it has what pulses do not take, `background`.
         """
         found = self._epoch(lambda: self.kill(names), hush=True)
         found["plan_everywhere_s"] = RETURN_GRACE + TICK + found["controller_cpu_s"] / (1 - background)
@@ -244,8 +249,8 @@ class Job:
         resumed: dict[str, float] = {}
         epoch, resumes = max(self.told().plans), len(self.events("resumed"))
         self._order("restoring", True)
-        self._order("hush", hush)
-        time.sleep(_HUSH)
+        if hush:
+            self.hush(2)
         with self.measured(found):
             begun = time.monotonic()
             cause()
@@ -254,7 +259,7 @@ class Job:
         newest = max(told.plans)
         found["plan_bytes"] = told.planned_bytes[newest] / told.plans[newest]
         found["with_agents_s"] = told.last[newest] - begun
-        self._order("hush", False)
+        self._order("hush", 0)
         with self.measured(resumed):
             self._order("restoring", False)
             self.until(lambda: len(self.events("resumed")) > resumes)
@@ -300,16 +305,21 @@ def measure(roles: int, layout: str, seconds: float, processes: int, silence: fl
             with job.measured(steady := phases.setdefault("steady", {})):
                 time.sleep(seconds)
             steady["cores"] = steady["controller_cpu_s"] / steady["seconds"]
+            job.hush(1)
+            with job.measured(idle := phases.setdefault("nobody trains", {})):
+                time.sleep(seconds)
+            idle["cores"] = idle["controller_cpu_s"] / idle["seconds"]
+            job.hush(0)
             with job.measured(scraped := phases.setdefault("scraped", {})):
                 scrapes, size = job.scrape(seconds)
             scraped["scrape_bytes"] = size
             more = scraped["controller_cpu_s"] - steady["cores"] * scraped["seconds"]
             scraped["scrape_cpu_ms"] = 1000 * more / scrapes
-            phases["a node lost"] = job.recovery(job.names[1:2], steady["cores"])
+            phases["a node lost"] = job.recovery(job.names[1:2], idle["cores"])
             some = job.names[10 : 10 + 2 * job.hundredth : 2]
-            phases["1 % of nodes lost"] = job.recovery(some, steady["cores"])
+            phases["1 % of nodes lost"] = job.recovery(some, idle["cores"])
             if shape.data > 1:  # no spare is left
-                phases["a replica group leaves"] = job.recovery(job.names[4:5], steady["cores"])
+                phases["a replica group leaves"] = job.recovery(job.names[4:5], idle["cores"])
                 phases["it returns"] = job.back(1)
             before, given_up = len(job.events("detected")), job.told().given_up
             with job.measured(phases.setdefault("controller restarted", {})):

@@ -24,6 +24,7 @@ from ft_core.node.machine import SAME
 from ft_core.node.relay import Relay
 from ft_core.protocol import messages as m
 from ft_core.protocol.bundle import KIND, unpack
+from ft_core.protocol.codec import encode
 from ft_core.protocol.groups import roles_in, text_of
 from ft_core.protocol.pulses import Seal, sender
 from ft_core.protocol.sockets import split_address
@@ -91,8 +92,8 @@ class Fleet:
         self.doorstep = asyncio.Semaphore(AT_ONCE)
         self.restoring = False
         """Whether workers take their time to have their state."""
-        self.hushed = False
-        """Whether nobody says more than it is asked."""
+        self.hush = 0
+        """1: nobody trains, so there is no news to beat for; 2: nobody says more than it is asked."""
         self.session = ""
         """Of the controller that agents have met last."""
         self._seal, self._datagrams = Seal(secret), sender(controller)
@@ -131,8 +132,9 @@ class Fleet:
         while True:
             for part in range(parts):
                 begun = time.monotonic()
-                for agent in [] if self.hushed else list(self.nodes.values())[part::parts]:
-                    agent.beat()
+                for agent in [] if self.hush > 1 else list(self.nodes.values())[part::parts]:
+                    if not self.hush:
+                        agent.beat()
                     self._pulse(agent.name)
                 await asyncio.sleep(max(0.0, begun + self.every / parts - time.monotonic()))
 
@@ -161,6 +163,8 @@ class Agent(Client):
         self._said: list[m.FromRoles] = []
         self._reported: tuple[m.Holdings | None, int] = None, 0
         """What it has said of what it holds, over this connection, and how often since it greeted."""
+        self._prepared: tuple[int, m.Holdings, int, bytes] | None = None
+        """The report of an epoch: which, what it says, its number, its bytes."""
         self._shaken: asyncio.Future[None]
         """Of the newest connection: whether it stands, or has ended before."""
         self._relay: Relay | None = None
@@ -285,6 +289,23 @@ class Agent(Client):
             self._reported = now, number + 1
             self.send(report)
 
+    def prepare(self) -> None:
+        """Have the report ready that the next epoch begins with: as many machines would take no time."""
+        epoch, (before, number) = self.epoch, self._reported
+        if before is not None:
+            self.epoch = self.reported = epoch + 1
+            now = self._holdings()
+            self._prepared = epoch + 1, now, number, encode(changed(before, now, number))
+            self.epoch = self.reported = epoch
+
+    def _say_what_is_prepared(self) -> bool:
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or prepared[0] != self.epoch or prepared[2] != self._reported[1]:
+            return False
+        self._reported = prepared[1], prepared[2] + 1
+        self.send_encoded(prepared[3])
+        return True
+
     def _holdings(self) -> m.Holdings:
         layout, version = self.fleet.layout, self.fleet.version
         trained = self.begun != ""
@@ -368,7 +389,8 @@ class Agent(Client):
                 if (epoch := _number(_EPOCH, body)) > self.epoch:
                     self.epoch = self.reported = epoch
                     self.fleet.stop()
-                    self._report()
+                    if not self._say_what_is_prepared():
+                        self._report()
             case b"SendState":
                 plan = self.fleet.plan
                 assert plan is not None
@@ -514,7 +536,11 @@ def serve(
                 for agent in [] if argument else fleet.nodes.values():
                     agent.train()
             elif order == "hush":
-                fleet.hushed = argument
+                fleet.hush = argument
+                if fleet.hush > 1:
+                    fleet.stop()
+                    for agent in fleet.nodes.values():
+                        agent.prepare()
             elif order == "kill":
                 for name in argument:
                     fleet.nodes.pop(name).die()

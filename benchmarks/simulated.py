@@ -125,5 +125,9 @@ class Client(asyncio.Protocol):
 
     def send(self, *messages: Message) -> None:
         """Nothing happens if there is no connection."""
+        self.send_encoded(*map(encode, messages))
+
+    def send_encoded(self, *bodies: bytes) -> None:
+        """The same."""
         if self._frames is not None and self._transport is not None:
-            self._transport.write(b"".join(self._frames.pack(encode(message)) for message in messages))
+            self._transport.write(b"".join(map(self._frames.pack, bodies)))
