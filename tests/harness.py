@@ -31,6 +31,7 @@ from ft_core.history import goodput
 from ft_core.protocol.goodput import Cause
 from ft_core.protocol.messages import Inject, Injected
 from ft_core.settings import Settings
+from ft_core.state.deferred import DEFERRED
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = (ROOT / "recipes" / "megatron", ROOT / "recipes" / "deepspeed")
@@ -221,7 +222,8 @@ class Job:
 
     def __init__(self, job_dir: Path, layout: Training, iterations: int, *, nproc: int = 1, spares: int = 1,
                  ftrun: tuple[str, ...] = (), flags: tuple[str, ...] = (), script: Path | None = None,
-                 protected: bool = True) -> None:  # fmt: skip
+                 protected: bool = True, deferred: bool = False) -> None:  # fmt: skip
+        """`deferred`: newcomers put off their initialisation."""
         self.job_dir = job_dir
         self._joined: list[subprocess.Popen] = []
         nnodes = layout.world // nproc
@@ -231,6 +233,8 @@ class Job:
         # Not below `job_dir`: the path of a socket is 107 bytes long at most.
         self._temporary = Path(tempfile.mkdtemp(prefix="ft-job-"))
         self._environment = environment() | layout.environment() | {"TMPDIR": str(self._temporary)}
+        if deferred:
+            self._environment |= {DEFERRED: "1"}
         self._output = (job_dir.parent / f"{job_dir.name}.console").open("w+")
         self.process = subprocess.Popen(
             command,

@@ -37,7 +37,8 @@ class Scripted(Zero):
 )
 def test_script(training: Scripted, tmp_path: Path) -> None:
     ftrun = ("--respawn", "--ft-inject", ",".join(KILLS))
-    with Job(tmp_path / "job", training, ITERATIONS, nproc=1, spares=3, ftrun=ftrun) as job:
+    about = {"nproc": 1, "spares": 3, "ftrun": ftrun, "deferred": True}
+    with Job(tmp_path / "job", training, ITERATIONS, **about) as job:
         result = job.finish()
     check_identical(result, training, ITERATIONS, again=TWICE * len(KILLS))
     check_survivors(result, training.world)
