@@ -54,6 +54,8 @@ sys.argv[0] = "ft_core.control"
 runpy.run_module("ft_core.control", run_name="__main__", alter_sys=True)
 """
 """With `FT_PROFILE` each phase of the controller's work leaves a profile in a file that begins with this."""
+_DIRECT = 128
+"""Nodes that speak for the others."""
 _HUSH = 1.0
 """Seconds until what was said has been heard."""
 PATIENCE = 900.0
@@ -91,6 +93,7 @@ class Job:
             controller=address,
             spares=self.spares,
             heartbeats_missed=missed,
+            direct=_DIRECT,
             policy="shrink",
         )
         self.job_dir, self.layout = job_dir, layout

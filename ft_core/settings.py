@@ -115,9 +115,9 @@ class Settings:
     """How the job's own processes log (`--ft-log-format`): `text` for people, `json` for programs."""
     inject: str = ""
     """Failures on purpose (`--ft-inject`), see `ft_core.process.inject`."""
-    direct: int = 128
+    direct: int = 0
     """Nodes that the controller serves itself; of a larger job the others go through one of these
-    (`--ft-direct-nodes`)."""
+    (`--ft-direct-nodes`). 0: all."""
     http: str = "127.0.0.1:0"
     """Where the controller serves its metrics (`--ft-http`), host:port; of port 0, at a free one."""
     metrics: str = ""

@@ -110,7 +110,7 @@ class Tree:
     ) -> None:
         """What is called when there is one of the others, when it says something, its greeting first, and
         when it is gone; and when somebody says what it may not."""
-        self._most = max(settings.direct, math.isqrt(settings.size[0]))
+        self._most = max(settings.direct, math.isqrt(settings.size[0])) if settings.direct else math.inf
         self._silence = settings.silence_limit
         self._enter, self._heard, self._left, self._refused = enter, heard, left, refused
         self._stay = 0
