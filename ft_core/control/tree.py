@@ -200,6 +200,7 @@ class Tree:
             branch.flush()
 
     def beat(self) -> None:
-        """Tell all who speak for others that this controller lives."""
+        """Tell all who speak for others that this controller lives; most agents speak for nobody."""
         for branch in self._branches:
-            branch.beat()
+            if branch.members:
+                branch.beat()
