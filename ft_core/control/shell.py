@@ -47,7 +47,7 @@ from ft_core.control.inside import Reply
 from ft_core.control.keeper import Keeper
 from ft_core.control.machine import FAILURES, Controller
 from ft_core.control.metrics import PAGES
-from ft_core.control.tree import BEATS, Branch, Client, Member, Said, Tree
+from ft_core.control.tree import BEATS, Branch, Client, Member, Other, Said, Tree
 from ft_core.elastic import ledger
 from ft_core.errors import AuthenticationError, ConfigError, ProtocolError
 from ft_core.leadership.base import Notes
@@ -59,7 +59,7 @@ from ft_core.process.lines import VOICE
 from ft_core.process.outlet import FileOutlet, say
 from ft_core.process.refusals import Refusals
 from ft_core.process.tasks import Tasks
-from ft_core.protocol import door
+from ft_core.protocol import door, handshake
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.bundle import Bundle, OrBundle
 from ft_core.protocol.codec import encode
@@ -259,7 +259,7 @@ class Shell:
             await asyncio.sleep(TICK)
             if parent.gone():
                 self._handle(LauncherGone())
-            self.clock.tick()
+            self._tree.tick(self.clock.tick())
             self._refusals.tick()
             self._handle(Tick())
             self._collector.tick(self.machine.busy, self.clock.now)
@@ -370,8 +370,8 @@ class Shell:
             pass  # this controller ends
         except (AuthenticationError, ProtocolError) as error:
             self._refusals.add(str(error))
-        except ConnectionError:
-            pass
+        except (ConnectionError, TimeoutError):
+            pass  # it left; it does not greet
         except Exception as error:
             self._fail(error)
         finally:
@@ -391,7 +391,8 @@ class Shell:
                         return await channel.send(GoThrough(there))
                     calls = hello
                     channel.post(GoThrough(""))
-                    hello = await channel.recv()
+                    async with asyncio.timeout(handshake.PATIENCE):  # it has somebody's place
+                        hello = await channel.recv()
             finally:
                 self._arrive(-1)
             if not isinstance(hello, AgentHello | CtlHello):
@@ -405,10 +406,10 @@ class Shell:
         says, peer = _MAY_SAY[type(hello)], self._enter(channel)
         branch: Branch | None = None
 
-        def received(message: Said | Calls | Bundle) -> None:
+        def received(message: Said | Other | Bundle) -> None:
             if isinstance(message, Bundle) and branch is not None:
                 self._tree.hear(branch, message)
-            elif isinstance(message, Bundle | Calls | AgentHello | CtlHello) or type(message) not in says:
+            elif isinstance(message, Bundle | Other | AgentHello | CtlHello) or type(message) not in says:
                 raise ProtocolError(f"{channel.peer} may not send {type(message).__name__}")
             else:
                 self._heard(peer, message)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections import deque
 from collections.abc import Callable
 from itertools import count
 from typing import get_args
@@ -22,7 +23,9 @@ from ft_core.protocol.bundle import LARGE, Bundle, pack
 from ft_core.settings import Settings
 
 Said = m.FromAgent | m.FromCtl
-Client = AsyncChannel[Said | m.Calls | Bundle]
+Other = m.Calls | m.GoesElsewhere
+"""What is said about the way that something takes."""
+Client = AsyncChannel[Said | Other | Bundle]
 
 BEATS = 16
 """In the limit of silence, those that speak for others hear that the controller lives."""
@@ -119,18 +122,25 @@ class Tree:
         self._turns = count()
         self._waiting: set[Branch] = set()
         """Those for which there is something."""
+        self._now = 0.0
+        """Seconds for which this process was awake: who was stopped itself has heard of nobody's return."""
+        self._away: deque[tuple[float, Peer]] = deque()
+        """Those whose connection ended for a reason that says nothing of them, and until when they may come
+        back."""
 
     # -- who goes where ----------------------------------------------------------------------------
 
     async def place(self, calls: m.Calls) -> str:
         """Where the agent that calls is to go; empty: it stays, until `leaves`."""
-        if not calls.direct and self._stay >= self._most:
-            loop = asyncio.get_running_loop()
-            until = loop.time() + _GATHER
-            while len(self._branches) < self._most and loop.time() < until:
-                await asyncio.sleep(_GATHER / 40)
-            if self._branches:
-                return self._branches[next(self._turns) % len(self._branches)].address
+        loop = asyncio.get_running_loop()
+        until = loop.time() + _GATHER
+        while not calls.direct and self._stay >= self._most:
+            branches = [branch for branch in self._branches if not branch.channel.closing]
+            if len(branches) >= self._most or loop.time() >= until:
+                if not branches:
+                    break
+                return branches[next(self._turns) % len(branches)].address
+            await asyncio.sleep(_GATHER / 40)
         self._stay += 1
         return ""
 
@@ -149,9 +159,13 @@ class Tree:
         self._branches.remove(branch)
         self._waiting.discard(branch)
         members, branch.members = branch.members, {}
-        loop = asyncio.get_running_loop()
-        for peer in members.values():
-            loop.call_later(self._silence, self._left, peer)
+        self._away.extend((self._now + self._silence, peer) for peer in members.values())
+
+    def tick(self, now: float) -> None:
+        """Seconds for which this process was awake. Who has not come back in time is gone."""
+        self._now = now
+        while self._away and self._away[0][0] <= now:
+            self._left(self._away.popleft()[1])
 
     # -- what is said ------------------------------------------------------------------------------
 
@@ -166,21 +180,29 @@ class Tree:
                     self._take(branch, number, m.FROM_CLIENT.decode(body, branch.channel.peer))
                 except ProtocolError as error:
                     self._refused(str(error))
-                    branch.post(number, b"")
-                    self.post(branch)
+                    self._hang_up(branch, number)
                     self.ended(branch, number)
 
-    def _take(self, branch: Branch, number: int, message: Said | m.Calls) -> None:
+    def _take(self, branch: Branch, number: int, message: Said | Other) -> None:
         peer = branch.members.get(number)
+        if isinstance(message, m.GoesElsewhere):
+            if branch.members.pop(number, None) is not None and peer is not None:
+                self._away.append((self._now + self._silence, peer))
+            return
         if peer is None:
             if not isinstance(message, m.AgentHello):
-                return  # it was said before its connection ended
+                self._hang_up(branch, number)  # unless it has ended: it is to greet
+                return
             peer = branch.members[number] = self._enter(Member(self, branch, number))
         elif isinstance(message, m.AgentHello):
             raise ProtocolError(f"a node behind {branch.channel.peer} greets twice")
         if isinstance(message, m.Calls) or type(message) not in _AGENT:
             raise ProtocolError(f"a node behind {branch.channel.peer} may not send {type(message).__name__}")
         self._heard(peer, message)
+
+    def _hang_up(self, branch: Branch, number: int) -> None:
+        branch.post(number, b"")
+        self.post(branch)
 
     def ended(self, branch: Branch, number: int) -> None:
         """The connection of one of them has."""

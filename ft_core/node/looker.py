@@ -28,7 +28,9 @@ class Looker:
     ) -> None:
         """`deposed` is called when whoever this agent is connected to is found to lead no more."""
         elected = not isinstance(leadership, Fixed)
-        self.follower = Follower(trust(leadership.every) if elected else math.inf)
+        self.patience = trust(leadership.every) if elected else 0.0
+        """Seconds after which it has looked again."""
+        self.follower = Follower(self.patience if elected else math.inf)
         self.leader = Leader()
         self._leadership, self._deposed, self._failed = leadership, deposed, failed
         self._loop = asyncio.get_running_loop()

@@ -69,14 +69,15 @@ class Relay:
         self._there.set()
         self._gone.clear()
 
-    def disconnected(self) -> None:
-        """It does not, any more. The others will have to greet it again."""
+    def disconnected(self) -> bool:
+        """It does not, any more. The others will have to greet it again. Returns whether there are any."""
         self._send, others, self._others = None, self._others, {}
         self._there.clear()
         self._gone.set()
         self._forget()
         for channel in others.values():
             channel.close()
+        return bool(others)
 
     def deliver(self, bundle: Bundle) -> None:
         """What the controller tells the others."""
@@ -107,12 +108,15 @@ class Relay:
         try:
             channel = await AsyncChannel.accept(connection, self._secret, Raw())
             async with asyncio.timeout(_WAIT):
-                await self._there.wait()
+                while self._send is None:  # that it is there may be over again by now
+                    await self._there.wait()
             number = next(self._numbers)
             self._others[number] = channel
             await channel.each(lambda body: self._pass_on(number, body))
-        except (TimeoutError, ConnectionError, asyncio.CancelledError):
-            pass  # the controller is away; it leaves; this agent ends
+        except (TimeoutError, ConnectionError):
+            pass  # the controller is away; it leaves
+        except asyncio.CancelledError:
+            self._others.pop(number, None)  # this agent ends, which says nothing of the others
         except (AuthenticationError, ProtocolError) as error:
             self._refused(str(error))
         except Exception as error:

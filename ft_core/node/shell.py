@@ -137,6 +137,7 @@ class NodeShell:
         self._tee: Tee
         self._clock: AwakeClock
         self._relay: Relay
+        self._relaying: asyncio.Task[None]
         self._uplink: Uplink
 
     def _make_pool(self) -> WorkerPool:
@@ -217,7 +218,7 @@ class NodeShell:
 
     def _begin(self) -> None:
         self._handle(e.Begin())
-        self._tasks.spawn(self._relay.serve())
+        self._relaying = self._tasks.spawn(self._relay.serve())
         self._tasks.spawn(self._uplink.serve())
         self._tasks.spawn(self._tick())
 
@@ -460,6 +461,8 @@ class NodeShell:
     async def _close(self) -> None:
         """End what is left, and have all of it said."""
         self.pool.close()
+        self._uplink.ends()
+        self._relaying.cancel()
         await self._relay.close()
         self.transport.close()
         deadline = time.monotonic() + _LEFT_BEHIND

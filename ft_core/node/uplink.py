@@ -14,7 +14,6 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from typing import NoReturn
 
 from ft_core.errors import AuthenticationError, ProtocolError
 from ft_core.leadership.base import Leadership
@@ -35,6 +34,9 @@ understood, before this agent fails."""
 _RECONNECT, _LATER = 0.05, 1.0
 """Seconds until the next try to connect: fewer, and at most if the controller has more to do than it can."""
 _TOLD = OrBundle(m.TO_AGENT)
+_LOOKS = 4
+"""In the time in which who speaks for it should have said something: between two of them every socket is
+read, so who was stopped itself does not take its own silence for the other's."""
 
 
 class _MisreadError(ProtocolError):
@@ -74,9 +76,11 @@ class Uplink:
         self._in_vain = False
         """Whether that one could not reach the controller when it was last asked."""
         self._direct = False
-        """Whether the controller is to serve this agent itself."""
+        """Whether the controller is to serve this agent itself: who was to speak for it is of no use, or it
+        speaks for others, which will look for it where it was."""
+        self._ends = False
 
-    def post(self, message: m.FromAgent) -> None:
+    def post(self, message: m.FromAgent | m.GoesElsewhere) -> None:
         """Say something to the controller; nothing happens if there is no connection."""
         if self._channel is not None:
             with contextlib.suppress(ConnectionError):  # it just died: its reader notices
@@ -84,14 +88,20 @@ class Uplink:
 
     def hang_up(self) -> None:
         """Who it is connected to leads no more."""
-        if self._channel is not None:
-            self._channel.close()
+        if (channel := self._channel) is not None:
+            if self._through:  # which is not to take this for the end of the agent
+                self.post(m.GoesElsewhere())
+            channel.close()
 
-    async def serve(self) -> NoReturn:
-        """For ever. Raises ProtocolError when the controller cannot be understood, again and again:
+    def ends(self) -> None:
+        """This connection was the last."""
+        self._ends = True
+
+    async def serve(self) -> None:
+        """Until it `ends`. Raises ProtocolError when the controller cannot be understood, again and again:
         connecting once more does not mend that, and the controller would wait for this node."""
         misread = 0
-        while True:
+        while not self._ends:
             pause, began, failed = _RECONNECT, time.monotonic(), False
             if not (leader := self._looker.leader.address):
                 self._handle(e.NotConnected("nobody leads the job at present"))
@@ -118,14 +128,19 @@ class Uplink:
                     await self._listen(channel, leader)
                 except ConnectionError as error:
                     log.debug("node %s: a connection ended (%s)", self._node, error)
+                    if self._in_vain:  # as thousands may, since the controller was held up
+                        pause = random.uniform(_RECONNECT, _LATER)
                 except (AuthenticationError, ProtocolError) as error:
-                    failed = True
                     self._refused(str(error))
-                    if misread + 1 >= _MISREAD and time.monotonic() - began < _STABLE:
-                        raise
-                channel.close()
+                    if self._through:  # it may be to blame, rather than the controller
+                        self._in_vain = True
+                    else:
+                        failed = True
+                        if misread + 1 >= _MISREAD and time.monotonic() - began < _STABLE:
+                            raise
+                self.hang_up()
                 self._channel = None
-                self._relay.disconnected()
+                self._direct = self._relay.disconnected()
                 self._handle(e.NotConnected("the connection has ended"))
             if failed:
                 misread = misread + 1 if time.monotonic() - began < _STABLE else 1
@@ -155,7 +170,6 @@ class Uplink:
                 raise
             self._through, self._named = answer.relay, True
             if not self._through:
-                self._direct = True
                 return channel
             channel.close()
             if (other := await self._other(leader)) is not None:
@@ -166,7 +180,7 @@ class Uplink:
         """A connection with who speaks for it; None if that cannot be had."""
         try:
             return await self._connect(self._through, leader, self._patience)
-        except (OSError, AuthenticationError, ProtocolError) as error:
+        except (OSError, AuthenticationError, ProtocolError, ValueError, OverflowError) as error:
             log.debug("node %s: nobody speaks for it at %s (%s)", self._node, self._through, error)
             return None
 
@@ -184,15 +198,13 @@ class Uplink:
         finally:
             attempt.cancel()
 
-    async def _listen(self, channel: Channel, leader: str) -> NoReturn:
-        """To the controller, until that ends. Raises as `AsyncChannel.recv`."""
+    async def _listen(self, channel: Channel, leader: str) -> None:
+        """To the controller, until that ends: raises as `AsyncChannel.recv`."""
         self._channel, follower = channel, self._looker.follower
         follower.connected()
         self._handle(e.Connected(max(1, follower.term)))
         self._in_vain = bool(self._through)
-        first = await self._next(channel)
-        while isinstance(first, m.RelayLives):
-            first = await self._next(channel)
+        first = await self._first(channel)
         if not isinstance(first, m.Leads):
             raise ProtocolError(f"{channel.peer} does not say in which term it leads")
         self._in_vain = self._named = False
@@ -218,20 +230,30 @@ class Uplink:
     async def _address(self, term: int, leader: str) -> str:
         """Of the leader of that term: who speaks for this agent may have heard of a new one before."""
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._looker.patience):
                 while 0 < self._looker.leader.term < term:
                     await self._looker.next()
         except TimeoutError:
             raise ConnectionAbortedError(f"it is not clear where the leader of term {term} is") from None
         return self._looker.leader.address or leader
 
+    async def _first(self, channel: Channel) -> m.ToAgent | m.GoThrough | Bundle:
+        """What the controller says first. Raises ConnectionError if it says nothing through another agent."""
+        try:
+            async with asyncio.timeout(handshake.PATIENCE if self._through else None):
+                while isinstance(message := await self._next(channel), m.RelayLives):
+                    pass
+                return message
+        except TimeoutError:
+            raise ConnectionAbortedError(f"{channel.peer} is not heard by the controller") from None
+
     async def _next(self, channel: Channel) -> m.ToAgent | m.GoThrough | m.RelayLives | Bundle:
         """What it is told next. Raises ConnectionError if who speaks for it hears nothing any more."""
         if not self._through:
             return await channel.recv()
-        try:
-            async with asyncio.timeout(self._patience):
-                return await channel.recv()
-        except TimeoutError:
-            self._in_vain = True
-            raise ConnectionAbortedError(f"{channel.peer} hears nothing of the controller") from None
+        for _ in range(_LOOKS):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._patience / _LOOKS):
+                    return await channel.recv()
+        self._in_vain = True
+        raise ConnectionAbortedError(f"{channel.peer} hears nothing of the controller")

@@ -98,6 +98,11 @@ class AsyncChannel(Generic[T]):
             raise
         return cls(connection, hands.frames(), receives, peer)
 
+    @property
+    def closing(self) -> bool:
+        """Whether nothing more can be sent."""
+        return self._connection.transport.is_closing()
+
     def post(self, message: Struct) -> None:
         """Queue a message without waiting. Raises ConnectionError if closed or the peer takes nothing."""
         self.post_encoded(encode(message))

@@ -42,6 +42,7 @@ Session = Annotated[str, Meta(pattern=r"^[0-9a-z]{1,64}$")]
 """The name of one controller's process, which no other has: pulses for another do not count."""
 PlanId = Annotated[str, Meta(pattern=r"^([0-9]{1,18}-[0-9a-z]{1,64})?$")]
 """Epoch and name of a plan, of which two controllers may make one each; empty where there is none."""
+Address = Annotated[str, Meta(pattern=r"^[^\s]+:[1-9][0-9]{0,4}$")]
 CheckpointName = Annotated[str, Meta(pattern=r"^step-[0-9]{1,18}-")]
 """Of a durable checkpoint, see `state.durable`."""
 Stage = Literal["startup", "training"]
@@ -800,7 +801,7 @@ class Calls(Message, frozen=True):
     would take those for which it is to speak. `direct`: it may not be sent away, since it has others already,
     or could not use who was to speak for it."""
 
-    relay: str
+    relay: Address
     direct: bool
 
 
@@ -812,6 +813,10 @@ class GoThrough(Message, frozen=True):
 
 class RelayLives(Message, frozen=True):
     """To an agent, from who speaks for it: the controller has just said something."""
+
+
+class GoesElsewhere(Message, frozen=True):
+    """From an agent, over the connection with who speaks for it: that ends, and the agent lives."""
 
 
 # -- the process beside an agent to the controller ------------------------------------------------------
@@ -1536,7 +1541,9 @@ ToWorker = (
 # -- what each end of a connection decodes -------------------------------------------------------------
 
 FROM_CONTROLLER = Decoder[ToAgent](ToAgent)
-FROM_CLIENT = Decoder[FromAgent | FromCtl | Calls](FromAgent | FromCtl | Calls)
+FROM_CLIENT = Decoder[FromAgent | FromCtl | Calls | GoesElsewhere](
+    FromAgent | FromCtl | Calls | GoesElsewhere
+)
 """Of the controller: an agent, or `ftctl`."""
 TO_AGENT = Decoder[ToAgent | GoThrough | RelayLives](ToAgent | GoThrough | RelayLives)
 """From the controller, or from who passes on what that says."""

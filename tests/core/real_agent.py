@@ -72,7 +72,8 @@ class RealAgent(NodeShell):
     async def end(self) -> None:
         await asyncio.gather(*self._tasks.cancel(), return_exceptions=True)
         self._relay.disconnected()
-        self._uplink.hang_up()
+        if (channel := self._uplink._channel) is not None:
+            channel.close()  # as the end of its process does
         self.transport.close()
         if self._done.done():
             self._done.result()  # an error of the agent's own

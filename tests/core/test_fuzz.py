@@ -50,7 +50,10 @@ TIMES = 64
 """What a message takes in memory, at most, for each of its bytes."""
 
 LISTENERS: dict[str, tuple[Any, Decoder[Any]]] = {
-    "controller": (messages.FromAgent | messages.FromCtl | messages.Calls, messages.FROM_CLIENT),
+    "controller": (
+        messages.FromAgent | messages.FromCtl | messages.Calls | messages.GoesElsewhere,
+        messages.FROM_CLIENT,
+    ),
     "agent": (messages.FromWorker, messages.FROM_WORKER),
     "transport": (transfers.Request, transfers.REQUEST),
     "store": (store.Request, store.REQUEST),

@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from ft_core.control.tree import Branch
 from ft_core.errors import ProtocolError
 from ft_core.node import events as e
+from ft_core.node.relay import Relay
 from ft_core.protocol import messages as m
 from ft_core.protocol.async_channel import AsyncChannel
-from ft_core.protocol.bundle import LARGE, pack, unpack
+from ft_core.protocol.bundle import LARGE, Raw, pack, unpack
+from ft_core.protocol.codec import encode
 
 PARTS = st.lists(
     st.tuples(st.lists(st.integers(0, 2**32 - 1), max_size=5), st.binary(max_size=20)), max_size=6
@@ -117,9 +119,14 @@ class Job:
     def relay_of(self, agent: RealAgent) -> RealAgent:
         return next(a for a in self.agents.values() if a._relay.address == agent._uplink._through)
 
-    async def lose(self, agent: RealAgent) -> None:
-        """All at once."""
+    async def lose(self, agent: RealAgent, said: bool = False) -> None:
+        """All at once; or `said` before."""
         del self.agents[agent.node]
+        if said:
+            agent._uplink.post(m.Left())
+            agent._uplink.ends()
+            agent._relaying.cancel()
+            await agent._relay.close()
         agent._relay._listener.close()
         await agent.end()
 
@@ -186,7 +193,9 @@ def test_whose_relay_is_lost_goes_elsewhere_and_is_not(tmp_path: Path):
     play(tmp_path / "job", test)
 
 
-def test_a_new_controller_is_found_through_the_same_relays(tmp_path: Path):
+def test_a_new_controller_is_found_through_the_same_relays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ft_core.node.relay._WAIT", 60.0)  # whatever the machine does meanwhile
+
     async def test(job: Job) -> None:
         through = {agent.node: agent._uplink._through for agent in job.agents.values()}
         await job.fleet.stop_controller()
@@ -198,7 +207,7 @@ def test_a_new_controller_is_found_through_the_same_relays(tmp_path: Path):
         await job.recover(2)
         assert not job.lost()
 
-    play(tmp_path / "job", test)
+    play(tmp_path / "job", test, heartbeats_missed=2000)
 
 
 def test_a_relay_that_hears_nothing_of_the_controller_is_left(tmp_path: Path):
@@ -234,6 +243,82 @@ def test_who_cannot_reach_its_relay_is_served_by_the_controller(tmp_path: Path):
         assert not late._uplink._through and late._uplink._direct
 
     play(tmp_path / "job", test)
+
+
+def test_who_leaves_its_relay_by_itself_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As all do after a while in which the controller said nothing."""
+    monkeypatch.setattr("ft_core.node.uplink._RECONNECT", 1.0)  # longer than those that broke off have
+
+    async def test(job: Job) -> None:
+        members = job.members
+        for agent in members:
+            agent._uplink.hang_up()
+        await job.fleet.until(lambda: not any(agent.connected for agent in members))
+        await job.fleet.until(lambda: all(agent.connected for agent in members))
+        members[-1].crash(members[-1].machine.crew.playing()[0].role)
+        await job.recover(2)
+        assert not job.lost()
+
+    play(tmp_path / "job", test, nodes=8, spares=0)
+
+
+def test_a_relay_that_talks_nonsense_is_left(tmp_path: Path):
+    """It, and not the controller, is to blame: no node ends over that."""
+
+    async def test(job: Job) -> None:
+        relay = job.relay_of(job.members[0])
+        behind = [agent for agent in job.members if job.relay_of(agent) is relay]
+        relay._relay._lives = b'{"type":"Nonsense"}'
+        await job.fleet.until(lambda: not relay._relay._others)
+        await job.fleet.until(lambda: all(agent.connected for agent in behind))
+        assert not job.lost()
+
+    play(tmp_path / "job", test)
+
+
+def test_a_relay_that_is_told_to_end_lets_others_go_at_once(tmp_path: Path):
+    """Or they would wait for the end of its process."""
+
+    async def test(job: Job) -> None:
+        relay = job.relay_of(job.members[0])
+        behind = [agent for agent in job.members if job.relay_of(agent) is relay]
+        await job.lose(relay, said=True)
+        await job.fleet.until(lambda: all(agent.connected for agent in behind))
+        assert not any(agent._uplink._through == relay._relay.address for agent in behind)
+        assert all(event.startswith(f"node {relay.node}") for event in job.lost())
+
+    play(tmp_path / "job", test)
+
+
+def test_who_waits_at_a_relay_is_heard_by_the_next_controller_as_well():
+    """That the relay has a connection is over before they have noticed."""
+
+    async def test() -> None:
+        sent: list[bytes] = []
+        relay = Relay("127.0.0.1", b"s" * 32, "a relay", sent.append, sent.append)  # type: ignore[arg-type]
+        serving = asyncio.create_task(relay.serve())
+        channel = await AsyncChannel.connect(relay.address, b"s" * 32, Raw())
+        channel.post_encoded(b"hello")
+        while not relay._there._waiters:
+            await asyncio.sleep(0.01)
+        relay.connected(sent.append)
+        relay.disconnected()
+        await asyncio.sleep(0.05)
+        assert not relay._others
+        relay.connected(sent.append)
+        while not sent:
+            await asyncio.sleep(0.01)
+        assert unpack(sent[0], "x").parts == [((0,), b"hello")]
+        serving.cancel()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("address", ["", "nonsense", ":80", "host:0", "host:x", "host:\u00b2"])
+def test_an_address_that_is_none_is_refused(address: str):
+    body = encode(m.Calls("127.0.0.1:80", direct=False)).replace(b"127.0.0.1:80", address.encode())
+    with pytest.raises(ProtocolError):
+        m.FROM_CLIENT.decode(body, "x")
 
 
 def test_a_relay_says_that_its_controller_is_away(tmp_path: Path):
