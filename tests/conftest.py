@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -18,6 +19,12 @@ from layers import CHAOS, COLLECTED, is_quick
 UNTIL = "FT_TESTS_UNTIL"
 """A time in seconds since 1970 (`date +%s`) after which no `long` test begins."""
 LEFT_OUT = f"left out: it is later than {UNTIL} says"
+
+with contextlib.suppress(ModuleNotFoundError):  # the environment of megatron.training is without it
+    from hypothesis import settings
+
+    settings.register_profile("any machine", deadline=None)  # 200 ms otherwise: machines stall for longer
+    settings.load_profile("any machine")
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ def outcome(choose: Any, *arguments: Any, **more: Any) -> object:
 
 
 @given(SEEDS)
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 def test_the_choice_is_that_of_looking_at_every_role(seed: int) -> None:
     draw = random.Random(seed)
     roles = draw.randrange(1, 9)
@@ -118,7 +118,7 @@ def but_for_said(told: tuple[int, Any, Any]) -> object:
 
 
 @given(SEEDS)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_what_is_said_by_difference_is_what_is_held(seed: int) -> None:
     draw = random.Random(seed)
     said = [held_by(draw, ["n0", "n1", "n2"], 6)["n0"] for _ in range(draw.randrange(1, 4))]
@@ -171,7 +171,7 @@ def test_a_worker_that_died_counts_no_more_until_its_node_reports_another() -> N
 
 
 @given(SEEDS)
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=800)
 def test_records_that_are_added_up_are_those_of_all_roles(seed: int) -> None:
     draw = random.Random(seed)
     roles = draw.randrange(2, 8)

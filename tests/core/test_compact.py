@@ -136,7 +136,7 @@ def test_operations_are_said_to_those_who_lack_some_in_one_of_their_groups() -> 
     assert found["n3"] == {world: (5, 0), sent: (1, 2)}, "all of a group, where some of it lacks"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.dictionaries(st.integers(0, 300), st.integers(0, 300), max_size=60))
 def test_who_stands_for_whom_is_said_in_few_words(others: dict[int, int]) -> None:
     said = msgspec.json.encode(compact.counterparts(others))

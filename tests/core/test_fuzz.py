@@ -140,7 +140,7 @@ def test_what_is_malformed_is_refused_by_the_decoder(who: str) -> None:
     enough = ENOUGH if who in LISTENERS else ENOUGH // 10
     count = 0
 
-    @settings(derandomize=True, max_examples=2 * enough // each + 1, deadline=None, database=None)
+    @settings(derandomize=True, max_examples=2 * enough // each + 1, database=None)
     @given(NAMES, VALUES)
     def spoil(name: str, value: Any) -> None:
         nonlocal count

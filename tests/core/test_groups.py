@@ -80,7 +80,7 @@ def plain_returning(
     return {role: node for role, node in now.items() if role not in placed}
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.data())
 def test_groups_come_back_to_places_as_if_their_roles_were_lost(data: st.DataObject) -> None:
     found = Groups(Start(ROLES, 1, ROLES))
@@ -107,7 +107,7 @@ def test_a_returning_role_takes_over_from_its_counterpart() -> None:
     assert groups().counterparts([1], placed(1, 2, 4, 5)) == {1: 0}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sets(st.integers(0, 11), min_size=1, max_size=11))
 def test_counterparts_are_the_least_asked_of_the_next_groups(away: set[int]) -> None:
     """By the rule, one role after the other."""

@@ -324,7 +324,7 @@ HEADERS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(line=LINES, headers=HEADERS, ends=st.booleans())
 def test_whatever_is_asked_is_answered_without_repeating_it(
     loop: Loop, line: bytes, headers: list[bytes], ends: bool

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from core.test_controller_machine import ControlPlane
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_core.cli import ctl, events, report_html, top
@@ -183,7 +183,6 @@ def test_nothing_that_a_job_says_is_markup(tmp_path: Path, capsys: pytest.Captur
         assert "\x1b" not in capsys.readouterr().out, command
 
 
-@settings(deadline=None)
 @given(text=st.text(max_size=80))
 def test_whatever_a_job_says(text: str) -> None:
     parsed = [json.loads(line) for line in hostile(text)]
@@ -211,7 +210,6 @@ KEYS = [
 ]
 
 
-@settings(deadline=None)
 @given(damage=st.lists(st.tuples(st.integers(0, 12), st.sampled_from(KEYS), WRONG), max_size=4))
 def test_damaged_lines_are_left_out(damage: list[tuple[int, str, Any]]) -> None:
     parsed = [json.loads(line) for line in LINES]
