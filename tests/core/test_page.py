@@ -435,12 +435,12 @@ def test_whatever_is_to_be_done_nothing_is_done_that_was_not_confirmed(
 
 def test_who_does_not_take_what_it_is_sent_is_dropped(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the controller's event loop is as quick as ever."""
-    monkeypatch.setattr(http_loop, "TAKES", 0.3)
     much = {"padding": "x" * (16 << 20)}  # more than the kernel keeps
     monkeypatch.setattr(pages, "_happened", lambda told: {"recoveries": told.recoveries, **much})
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2026)
-    with client:
+    with client, monkeypatch.context() as patch:
+        patch.setattr(http_loop, "TAKES", 0.3)
         client.connect(("127.0.0.1", site.server.server_port))
         # Both ports: those that others on this machine connect from may be the same.
         ends = [f"0100007F:{port:04X}" for port in (site.server.server_port, client.getsockname()[1])]
