@@ -21,12 +21,10 @@ class Members:
     def __init__(self, count: int = 3, *flags: str) -> None:
         self._flags = flags
         self._directory = Path(tempfile.mkdtemp(prefix="ft-etcd-"))
-        reserved = [reserve("127.0.0.1") for _ in range(2 * count)]
-        ports = [each.getsockname()[1] for each in reserved]
+        self._reserved = [reserve("127.0.0.1") for _ in range(2 * count)]
+        ports = [each.getsockname()[1] for each in self._reserved]
         self.servers = [("127.0.0.1", port) for port in ports[:count]]
         self._peers = [f"http://127.0.0.1:{port}" for port in ports[count:]]
-        for each in reserved:
-            each.close()
         self._processes = [self._start(number) for number in range(count)]
 
     def _start(self, number: int) -> subprocess.Popen[bytes]:
@@ -56,6 +54,8 @@ class Members:
         for process in self._processes:
             process.kill()
             process.wait()
+        for each in self._reserved:  # until now, or somebody else might be given one while a member starts
+            each.close()
         shutil.rmtree(self._directory)
 
     def kill(self, number: int) -> None:
