@@ -55,12 +55,15 @@ def paused(job: Job, world: int) -> Iterator[int]:
 
 
 def _settled(job: Job) -> int | None:
-    time.sleep(0.6)  # longer than a heartbeat, so that the status is of after the stop
+    time.sleep(0.6)  # longer than a heartbeat, so that the status is of after the stop, as a rule
     rows = job.status()["roles"]
     held = [row["held"] for row in rows]
     held += [v for row in rows for s, found in row["replicas"].items() for v in found.values() if "x1-" in s]
     if any(versions != held[0] for versions in held) or len(held[0]) != 2:
         return None
+    for row in rows:  # the heartbeat of a machine that stalls comes later than that
+        if {snapshot.version for snapshot in memory_of.snapshots(row["agent_pid"])} != set(held[0]):
+            return None
     return held[0][1]
 
 
