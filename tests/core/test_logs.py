@@ -168,7 +168,8 @@ def test_a_job_ends_though_its_disk_is_full_and_nobody_reads_its_console(tmp_pat
             os.close(reader)
     assert (tmp_path / "done-0").exists() and (tmp_path / "done-1").exists()
     events = [json.loads(line) for line in (tmp_path / "job" / "events.jsonl").read_text().splitlines()]
-    all_of_them = ["started", "joined", "joined", "decided", "goodput", "finished"]
-    assert [e["event"] for e in events] == all_of_them
+    names = [e["event"] for e in events]
+    assert names[-2:] == ["goodput", "finished"]  # on a slow machine there is one each minute before
+    assert [n for n in names if n != "goodput"] == ["started", "joined", "joined", "decided", "finished"]
     for log in (tmp_path / "job").glob("logs/role-*/*.log"):
         assert log.stat().st_size == 1_000_000
