@@ -233,6 +233,8 @@ class Job:
         # Not below `job_dir`: the path of a socket is 107 bytes long at most.
         self._temporary = Path(tempfile.mkdtemp(prefix="ft-job-"))
         self._environment = environment() | layout.environment() | {"TMPDIR": str(self._temporary)}
+        self._awaited = job_dir.parent / f"{job_dir.name}.awaited"
+        self._environment["FT_TESTS_AWAITED"] = str(self._awaited)  # for paced.py
         if deferred:
             self._environment |= {DEFERRED: "1"}
         self._output = (job_dir.parent / f"{job_dir.name}.console").open("w+")
@@ -383,6 +385,7 @@ class Job:
 
     def finish(self, timeout: float = 150) -> Result:
         """Wait for the end and read everything."""
+        self._awaited.touch()
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
