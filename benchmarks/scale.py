@@ -95,6 +95,8 @@ class Job:
             heartbeats_missed=missed,
             direct=_DIRECT,
             policy="shrink",
+            hang_after=PATIENCE,  # that nobody trains for a while is on purpose
+            hang_limit=PATIENCE,
         )
         self.job_dir, self.layout = job_dir, layout
         self.settings.write(job_dir)
