@@ -184,10 +184,8 @@ class Agent(Client):
         `node.uplink`)."""
         loop, fleet = asyncio.get_running_loop(), self.fleet
         while not self.killed:
-            self._shaken, self._calls, self._sent_away = loop.create_future(), True, False
-            if self._through and not self._in_vain:
-                self._calls = False
-            self._in_vain = False
+            self._shaken, self._calls = loop.create_future(), not self._through or self._in_vain
+            self._sent_away = self._in_vain = False
             where = (fleet.host, fleet.port) if self._calls else split_address(self._through)
             try:
                 async with fleet.doorstep:
@@ -237,8 +235,9 @@ class Agent(Client):
         if self._relay is None:
             fleet = self.fleet
             wrong = fleet.told.wrong.append
-            failed = lambda error: wrong(repr(error))  # noqa: E731
-            self._relay = Relay("127.0.0.1", fleet.secret, self.name, lambda _: None, failed)
+            self._relay = Relay(
+                "127.0.0.1", fleet.secret, self.name, lambda _: None, lambda error: wrong(repr(error))
+            )
             self._serving = asyncio.ensure_future(self._relay.serve())
             direct = False
         else:

@@ -188,12 +188,12 @@ class Settings:
 
         `names`: of settings that did not come from their flag, how a message calls them.
         """
-        name = {**FLAGS, **(names or {})}
+        name = {**FLAGS, "direct": "--ft-direct-nodes", **(names or {})}
         if self.leadership:
             leadership.check(self.leadership)
         if self.strikes < 0 or self.strike_minutes <= 0:
             raise ConfigError(f"--ft-strikes {self.strikes}/{self.strike_minutes:g}: give N/MINUTES")
-        for count in ("replicas", "spares"):
+        for count in ("replicas", "spares", "direct"):
             if getattr(self, count) < 0:
                 raise ConfigError(f"{name[count]} {getattr(self, count)}: give a number of 0 or more")
         if self.policy not in POLICIES:

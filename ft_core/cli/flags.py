@@ -301,7 +301,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         log_prefix=args.tee is not None,
         log_format=args.ft_log_format,
         inject=args.ft_inject,
-        direct=_direct(args.ft_direct_nodes),
+        direct=args.ft_direct_nodes,
         http=_address("--ft-http", args.ft_http),
         metrics=_metrics(args.ft_metrics_port),
         **given,
@@ -367,12 +367,6 @@ def _address(flag: str, text: str) -> str:
 
 def _metrics(text: str) -> str:
     return text and _address("--ft-metrics-port", text if ":" in text else f"127.0.0.1:{text}")
-
-
-def _direct(nodes: int) -> int:
-    if nodes < 0:
-        raise ConfigError(f"--ft-direct-nodes {nodes}: give a number of 0 or more")
-    return nodes
 
 
 def _gpus() -> int:

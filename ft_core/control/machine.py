@@ -303,7 +303,7 @@ class Controller:
             self._epochs.remind(node, message.epoch, message.roles.keys())
             self._epochs.do(*self._epochs.returning.beat(facts, node.name))
             # Kept here, because a node that is lost takes what it said with it.
-            facts.reached = max(facts.reached, newest)
+            facts.seen_at([newest])
         elif isinstance(message, m.NodesProbed):
             self._epochs.watch.probed(node, message)
         elif isinstance(message, m.Idle):

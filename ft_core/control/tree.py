@@ -159,7 +159,11 @@ class Tree:
         self._branches.remove(branch)
         self._waiting.discard(branch)
         members, branch.members = branch.members, {}
-        self._away.extend((self._now + self._silence, peer) for peer in members.values())
+        for peer in members.values():
+            self._may_return(peer)
+
+    def _may_return(self, peer: Peer) -> None:
+        self._away.append((self._now + self._silence, peer))
 
     def tick(self, now: float) -> None:
         """Seconds for which this process was awake. Who has not come back in time is gone."""
@@ -186,8 +190,9 @@ class Tree:
     def _take(self, branch: Branch, number: int, message: Said | Other) -> None:
         peer = branch.members.get(number)
         if isinstance(message, m.GoesElsewhere):
-            if branch.members.pop(number, None) is not None and peer is not None:
-                self._away.append((self._now + self._silence, peer))
+            if peer is not None:
+                del branch.members[number]
+                self._may_return(peer)
             return
         if peer is None:
             if not isinstance(message, m.AgentHello):

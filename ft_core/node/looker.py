@@ -28,9 +28,9 @@ class Looker:
     ) -> None:
         """`deposed` is called when whoever this agent is connected to is found to lead no more."""
         elected = not isinstance(leadership, Fixed)
-        self.patience = trust(leadership.every) if elected else 0.0
+        self.patience = trust(leadership.every) if elected else math.inf
         """Seconds after which it has looked again."""
-        self.follower = Follower(self.patience if elected else math.inf)
+        self.follower = Follower(self.patience)
         self.leader = Leader()
         self._leadership, self._deposed, self._failed = leadership, deposed, failed
         self._loop = asyncio.get_running_loop()

@@ -461,9 +461,7 @@ class NodeShell:
     async def _close(self) -> None:
         """End what is left, and have all of it said."""
         self.pool.close()
-        self._uplink.ends()
-        self._relaying.cancel()
-        await self._relay.close()
+        await self._leave_controller()
         self.transport.close()
         deadline = time.monotonic() + _LEFT_BEHIND
         while True:
@@ -476,6 +474,12 @@ class NodeShell:
                 *(self.node, self._log_dir),
             )
         await asyncio.to_thread(console().flush, LAST_WORD)
+
+    async def _leave_controller(self) -> None:
+        """This connection was the last; those for which this agent speaks go elsewhere."""
+        self._uplink.ends()
+        self._relaying.cancel()
+        await self._relay.close()
 
     async def _begin_again(self) -> NoReturn:
         """Become another agent of this machine: all that is held here is of another past of the job.

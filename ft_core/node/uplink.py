@@ -87,7 +87,7 @@ class Uplink:
                 self._channel.post(message)
 
     def hang_up(self) -> None:
-        """Who it is connected to leads no more."""
+        """Whoever it is connected to leads no more, or is of no use."""
         if (channel := self._channel) is not None:
             if self._through:  # which is not to take this for the end of the agent
                 self.post(m.GoesElsewhere())

@@ -85,7 +85,7 @@ class RealAgent(NodeShell):
     def connected(self) -> bool:
         """Whether it can talk to a controller."""
         channel = self._uplink._channel
-        return channel is not None and not channel._connection.transport.is_closing()
+        return channel is not None and not channel.closing
 
     @property
     def nodes(self) -> set[str]:

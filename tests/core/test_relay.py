@@ -124,9 +124,7 @@ class Job:
         del self.agents[agent.node]
         if said:
             agent._uplink.post(m.Left())
-            agent._uplink.ends()
-            agent._relaying.cancel()
-            await agent._relay.close()
+            await agent._leave_controller()
         agent._relay._listener.close()
         await agent.end()
 
