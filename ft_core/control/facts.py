@@ -115,6 +115,8 @@ class Facts:
     """Role -> its segments and their holders: what is lost without a trace must still be missed."""
     _compact: Catalogue | None = None
     """The same for plans, once it was asked for."""
+    _shown: dict[int, compact.Segments] | None = None
+    """The same for who looks at the job, likewise."""
     initial: int | None = None
     """The version that the script makes by itself; known once a role has reached training."""
     reached: int = 0
@@ -267,11 +269,17 @@ class Facts:
             self._compact = compact.catalogue(self.catalogue)
         return self._compact
 
+    def catalogue_now(self) -> Mapping[int, compact.Segments]:
+        """The catalogue, as it stays: the same object for as long as nothing new is learnt."""
+        if self._shown is None:
+            self._shown = dict(self.catalogue)
+        return self._shown
+
     def _learn(self, role: int, segments: compact.Segments) -> None:
         """What its state consists of."""
         if self.catalogue.get(role) != segments:
             self.catalogue[role] = segments
-            self._compact = None
+            self._compact = self._shown = None
 
     def alive(self, role: int, node: str) -> bool:
         """Whether `role` has a live worker on `node`."""
@@ -294,7 +302,7 @@ class Facts:
     def take(self, state: Plan) -> None:
         """A plan of another controller, from an agent that has begun it."""
         self.catalogue = {**compact.expanded(state.catalogue), **self.catalogue}
-        self._compact = None
+        self._compact = self._shown = None
         self.initial, self.reached = state.initial, max(self.reached, state.reached)
         self.parts = state.parts
         self.resumes |= state.resumes
@@ -370,7 +378,7 @@ class Facts:
         self.initial, self.reached, self.begins_at, self.catalogue, self.parts = None, 0, 0, {}, []
         self.started_over, self.start = self.epoch, (None, "initial")
         self.groups.forget()
-        self._compact = None
+        self._compact = self._shown = None
 
 
 def hosts_now(

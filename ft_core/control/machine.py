@@ -85,6 +85,7 @@ class Controller:
         self._began = False
         self._questions = ctl.Questions()
         self._bulletin = Bulletin()
+        self._counted = risk.Last()
         self._termination = Termination()
         self._pid = pid
         self._session = ids()
@@ -147,7 +148,7 @@ class Controller:
             suspects=len(epochs.hangs.suspects),
             writes=counted(tally.writes),
             broken=facts.strikes.broken(epochs.now),
-            held=risk.held(facts) if facts.plan is not None else None,
+            held=risk.held(facts, self._counted) if facts.plan is not None else None,
         )
 
     def overview(self, wall: float, since_1970: float) -> Overview:

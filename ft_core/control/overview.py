@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -76,37 +77,47 @@ class Overview:
         """The most steps that any role has done; -1: none is heard of."""
         return max((beat.step for node in self.nodes for beat in node.roles.values()), default=-1)
 
+    @property
+    def goodput(self) -> float | None:
+        """Of the job's time, what went to steps that count; None: there was no time yet."""
+        whole = sum(self.numbers.seconds.values())
+        return self.numbers.seconds[Cause.PRODUCTIVE] / whole if whole else None
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of the fastest role's last step; None: there is none."""
+        return min((beat.step_s for node in self.nodes for beat in node.roles.values()), default=None)
+
     def rows(self) -> dict[str, Node]:
         """Of all nodes, by name."""
         newest = self.newest
         beats = dict(zip((node.name for node in self.nodes), self.nodes, strict=True))
         idle = dict(zip(beats, self.idle, strict=True))
         found = {}
+        least = newest - self.slack
         for name in sorted({*beats, *self.gone}):
             roles = self.hosts.get(name, [])
             heard = beats[name].roles if name in beats else {}
-            marks = "".join(self._mark(role, heard.get(role), newest) for role in roles)
-            strikes, avoided = self.struck.get(place(name), (0, False))
+            marks = "".join([self._mark(role, heard.get(role), least) for role in roles])
+            strikes, avoided = self.struck.get(place(name), (0, False)) if self.struck else (0, False)
             domain = beats[name].domain if name in beats else self.gone[name]
-            steps = [heard[role].step for role in roles if role in heard]
+            step = min([heard[role].step for role in roles if role in heard], default=-1)
             state = _state(name in beats, marks, idle.get(name, 0))
             found[name] = Node(
-                *(domain, state, text_of(runs_of(set(roles))), marks, min(steps, default=-1)),
-                *(idle.get(name, 0), strikes, avoided),
+                *(domain, state, _text(tuple(roles)), marks, step, idle.get(name, 0), strikes, avoided)
             )
         return found
 
-    def _mark(self, role: int, beat: RoleBeat | None, newest: int) -> str:
+    def _mark(self, role: int, beat: RoleBeat | None, least: int) -> str:
         if role in self.finished:
             return "f"
         if beat is None:
             return "m"
-        return "b" if beat.step < newest - self.slack else "."
+        return "b" if beat.step < least else "."
 
     def job(self) -> dict[str, Any]:
         """What is so of all together."""
         numbers = self.numbers
-        whole = sum(numbers.seconds.values())
         return {
             "phase": numbers.phase,
             "epoch": numbers.epoch,
@@ -127,7 +138,7 @@ class Overview:
             "durable": numbers.durable,
             "redone": numbers.steps_redone,
             "recoveries": sum(numbers.recoveries.values()),
-            "goodput": numbers.seconds[Cause.PRODUCTIVE] / whole if whole else None,
+            "goodput": self.goodput,
             "seconds": {str(cause): round(seconds, 2) for cause, seconds in numbers.seconds.items()},
             "policy": self.policy,
             "replicas": self.replicas,
@@ -180,6 +191,12 @@ class Overview:
             for other, idle in zip(self.nodes, self.idle, strict=True)
         )
         return {**msgspec.to_builtins(found), "ready": ready, "policy": self.policy}
+
+
+@lru_cache(maxsize=1 << 14)
+def _text(roles: tuple[int, ...]) -> str:
+    """Those of a node hardly ever change."""
+    return text_of(runs_of(roles))
 
 
 def _state(here: bool, marks: str, idle: int) -> State:

@@ -28,7 +28,7 @@ from starlette.routing import Route
 from ft_core.control.operator import Operator, token_of, write_url
 from ft_core.control.overview import Node, Overview
 from ft_core.control.past import Past
-from ft_core.control.series import Series
+from ft_core.control.series import Sample, Series
 from ft_core.elastic import ledger
 from ft_core.protocol import http
 from ft_core.protocol.flight import FlightLog
@@ -122,6 +122,7 @@ class Page:
         self._began = False
         """Whether what was before is in there."""
         self._listeners: set[asyncio.Queue[bytes | None]] = set()
+        self._nodes = 0
         self._shown: dict[str, Node] = {}
         self._job: dict[str, Any] = {}
         self._told = 0
@@ -152,10 +153,12 @@ class Page:
         try:
             while True:
                 began = time.monotonic()
-                if self._listeners or self._due():
+                if self._listeners:
                     await self._look()
+                elif self._due() and (found := await self._overviews.get()) is not None:
+                    self._sample(found)  # plots go on while nobody looks, and nothing else does
                 # Of ten thousand nodes each look takes the controller some milliseconds.
-                pause = max(EVERY, len(self._shown) / 2000)
+                pause = max(EVERY, self._nodes / 2000)
                 await asyncio.sleep(max(0.1, pause - (time.monotonic() - began)))
         finally:
             self._past.close()
@@ -175,13 +178,7 @@ class Page:
         self._looked = time.monotonic()
         told, rows = self._past.told, found.rows()
         job = {"name": self._job_dir.resolve().name, **found.job()}
-        if not self._began and told.number:
-            self._began = True
-            self._series.begin([(at, step, good, None, done) for at, step, good, done in told.points])
-        step = min((beat.step_s for node in found.nodes for beat in node.roles.values()), default=None)
-        sample = (round(time.time(), 2), step, job["goodput"], found.numbers.spares, found.numbers.step)
-        news: dict[str, Any] = {"job": job, "sample": sample}
-        self._series.add(sample)
+        news: dict[str, Any] = {"job": job, "sample": self._sample(found)}
         if changed := {name: row for name, row in rows.items() if self._shown.get(name) != row}:
             news["nodes"] = changed
         if gone := [name for name in self._shown if name not in rows]:
@@ -191,6 +188,15 @@ class Page:
         self._shown, self._job, self._told = rows, job, told.number
         self._whole = b""
         self._say(_event("news", news))
+
+    def _sample(self, found: Overview) -> Sample:
+        told, numbers, self._nodes = self._past.told, found.numbers, len(found.nodes)
+        if not self._began and told.number:
+            self._began = True
+            self._series.begin([(at, step, good, None, done) for at, step, good, done in told.points])
+        sample = (round(time.time(), 2), found.step_s, found.goodput, numbers.spares, numbers.step)
+        self._series.add(sample)
+        return sample
 
     def _say(self, event: bytes) -> None:
         for listener in list(self._listeners):

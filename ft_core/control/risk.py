@@ -5,7 +5,7 @@ should be. What is known is gathered in the event loop; what follows from it is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
@@ -42,6 +42,22 @@ class Loss:
     """Parts of the state that would have too few copies, and have enough now."""
 
 
+Whole = tuple[str, list[int], list[str]]
+"""Of a node: its domain, its roles that have what counts, and the segments of which it keeps that."""
+
+
+@dataclass
+class Last:
+    """What was counted last, and of what. Within an epoch hardly anything of that changes: versions get
+    newer, and what counts is those that the epoch began with."""
+
+    whole: list[Whole] = field(default_factory=list)
+    places: Mapping[int, str] | None = None
+    catalogue: Mapping[int, Segments] | None = None
+    replicas: int = 0
+    below: int = 0
+
+
 @dataclass(frozen=True)
 class Held:
     """Who holds what, at a moment. None of it changes."""
@@ -53,19 +69,35 @@ class Held:
     nodes: list[Present]
     places: Mapping[int, str]
     catalogue: Mapping[int, Segments]
+    last: Last = field(default_factory=Last, repr=False, compare=False)
+    """Of whoever counts again and again."""
 
     @cached_property
     def below(self) -> int:
         """Segments of roles that take part of which fewer than k + 1 domains have what the epoch began with,
         or anything newer: no step is finished before there are all copies of the one before."""
+        whole, last = [self._whole(node) for node in self.nodes], self.last
+        same = self.places is last.places and self.catalogue is last.catalogue
+        if not (same and self.replicas == last.replicas and whole == last.whole):
+            last.below = self._below(whole)
+            last.whole, last.places = whole, self.places
+            last.catalogue, last.replicas = self.catalogue, self.replicas
+        return last.below
+
+    def _whole(self, node: Present) -> Whole:
         least = self.version
+        roles = [role for role, beat in node.roles.items() if beat.held and max(beat.held) >= least]
+        kept = [name for name, versions in node.replicas.items() if versions and max(versions) >= least]
+        return node.domain, roles, kept
+
+    def _below(self, whole: list[Whole]) -> int:
         own: dict[int, str] = {}
         copies: dict[str, str] = {}
         more: dict[str, set[str]] = {}
-        for _, domain, roles, replicas in self.nodes:
-            own |= {role: domain for role, beat in roles.items() if beat.held and max(beat.held) >= least}
-            for segment, versions in replicas.items():
-                if versions and max(versions) >= least and copies.setdefault(segment, domain) is not domain:
+        for domain, roles, kept in whole:
+            own |= dict.fromkeys(roles, domain)
+            for segment in kept:
+                if copies.setdefault(segment, domain) is not domain:
                     more.setdefault(segment, {copies[segment]}).add(domain)
         below, seen = 0, set[str]()
         for role in self.catalogue.keys() & self.places:
@@ -105,7 +137,7 @@ class Held:
             alone,
             version if version >= 0 else None,
             max(0, step - version) if version >= 0 else None,
-            max(0, replace(self, nodes=others).below - self.below),
+            max(0, replace(self, nodes=others, last=Last()).below - self.below),
         )
 
     def _enough(self, holders: str, others: set[str], own: Mapping[int, str]) -> bool:
@@ -119,11 +151,11 @@ class Held:
         return len(domains) > self.replicas
 
 
-def held(facts: Facts) -> Held:
+def held(facts: Facts, last: Last) -> Held:
     """As of now."""
     plan = facts.begun
     version = (facts.initial or 0) if plan.version is None else plan.version
-    return Held(facts.settings.replicas, version, present(facts), plan.roles, dict(facts.catalogue))
+    return Held(facts.settings.replicas, version, present(facts), plan.roles, facts.catalogue_now(), last)
 
 
 def present(facts: Facts) -> list[Present]:

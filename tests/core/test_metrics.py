@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -28,7 +28,7 @@ from waiting import wait_for_value
 
 from ft_core.control import tally as tallied
 from ft_core.control.metrics import PAGES
-from ft_core.control.risk import Held, Loss, Present
+from ft_core.control.risk import Held, Last, Loss, Present, Whole
 from ft_core.control.tally import Durations, Numbers, Tally
 from ft_core.node.metrics import PAGES as OF_NODE
 from ft_core.node.metrics import NodeNumbers
@@ -162,6 +162,34 @@ def test_parts_of_the_state_with_too_few_copies_are_counted() -> None:
     assert held(nodes=held().nodes[:2]).below == 1  # role 3's node is lost
     assert held(nodes=[held().nodes[0], held().nodes[2]]).below == 3
     assert held(places={3: "c"}).below == 0 == held(catalogue={}).below
+
+
+def test_what_is_as_it_was_is_not_counted_again() -> None:
+    last, counted = Last(), []
+
+    class Counted(Held):
+        def _below(self, whole: list[Whole]) -> int:
+            counted.append(self)
+            return super()._below(whole)
+
+    def now(**changed: Any) -> int:
+        about = {each.name: getattr(first, each.name) for each in fields(Held)} | {"last": last} | changed
+        return Counted(**about).below
+
+    first = held()
+    assert now() == 0 and len(counted) == 1
+    newer = [
+        Present(n.name, n.domain, dict(n.roles), {s: [*v, 6] for s, v in n.replicas.items()})
+        for n in first.nodes
+    ]
+    assert now(nodes=newer) == 0 and len(counted) == 1  # of the same roles and segments all that counts
+    assert now(nodes=newer[:2]) == 1 and len(counted) == 2
+    assert now(nodes=newer[:2]) == 1 and len(counted) == 2
+    gone = [newer[0]._replace(replicas={}), *newer[1:]]
+    assert now(nodes=gone) == 1 and now(nodes=newer) == 0 and len(counted) == 4
+    assert now(nodes=newer, version=6) == 3 and len(counted) == 5
+    assert now(nodes=newer, replicas=2) == 3 and now(nodes=newer, places={3: "c"}) == 0
+    assert now(nodes=newer, catalogue={}) == 0 and now(nodes=newer) == 0
 
 
 def test_holders_in_other_domains_are_copies() -> None:

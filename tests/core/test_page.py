@@ -28,6 +28,7 @@ from waiting import wait_for_value
 from ft_core.control import page as pages
 from ft_core.control.metrics import PAGES
 from ft_core.control.operator import Operator, token_of
+from ft_core.control.overview import Overview
 from ft_core.control.page import FILES, Page
 from ft_core.control.series import Series
 from ft_core.protocol import http_loop
@@ -207,6 +208,20 @@ def test_all_is_said_once_and_then_what_changes(site: Site) -> None:
             if news["job"]["step"] == 3:
                 break
         assert news["sample"][4] == 3
+
+
+def test_while_nobody_looks_there_are_samples_and_nothing_else(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Overview] = []
+    rows = Overview.rows
+    monkeypatch.setattr(Overview, "rows", lambda self: made.append(self) or rows(self))
+    sampled = threading.Semaphore(0)
+    add = Series.add
+    monkeypatch.setattr(Series, "add", lambda self, sample: (add(self, sample), sampled.release())[0])
+    assert sampled.acquire(timeout=60) and sampled.acquire(timeout=60) and not made
+    with streamed(site) as events:
+        assert len(next(events)[1]["series"]) > 2 and made  # as of before, too
 
 
 def test_failures_and_recoveries_are_told_with_their_phases(site: Site) -> None:
