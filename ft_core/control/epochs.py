@@ -329,10 +329,10 @@ class Epochs:
             if self.now - node.planned > REPEAT:
                 self._send_plan(node)
         else:
-            here = set(facts.hosts.get(node.name, ()))
             # Of a group whose start was given up, perhaps by a former controller.
-            if others := (set(shown) - here).difference(self.returning.on(node.name)):
-                self.do(Send(node.peer, m.Withdraw(roles=sorted(others))))
+            others = [role for role in shown if facts.places.get(role) != node.name]
+            if others and (others := sorted(set(others).difference(self.returning.on(node.name)))):
+                self.do(Send(node.peer, m.Withdraw(roles=others)))
             self.do(*self.returning.remind(node, shown))
 
     def tell_of_nodes(self) -> None:

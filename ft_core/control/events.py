@@ -7,6 +7,7 @@ a new one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,10 +38,17 @@ class Received:
 
 
 @dataclass(frozen=True)
-class Pulsed:
-    """A node says that it lives, or somebody says it again."""
+class Together:
+    """Messages of agents that have greeted, which came at once, in order for each."""
 
-    pulse: Pulse
+    messages: Sequence[tuple[Peer, Message]]
+
+
+@dataclass(frozen=True)
+class Pulsed:
+    """Nodes say that they live, or somebody says it again."""
+
+    pulses: Sequence[Pulse]
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,7 @@ class Failed:
 
 
 Event = (
-    Greeted | Received | Pulsed | Disconnected | Admitted | Arriving | Refused | Tick | Terminate
+    Greeted | Received | Together | Pulsed | Disconnected | Admitted | Arriving | Refused | Tick | Terminate
     | LauncherGone | Failed
 )  # fmt: skip
 

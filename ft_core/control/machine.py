@@ -11,7 +11,7 @@ Here is what comes from outside: connections, messages, signals, time. What it m
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, assert_never
 
 from ft_core.control import ctl, risk, takeover
@@ -35,6 +35,7 @@ from ft_core.control.events import (
     Send,
     Terminate,
     Tick,
+    Together,
 )
 from ft_core.control.facts import Facts, Node, epoch_of
 from ft_core.control.goodput import Account
@@ -174,8 +175,11 @@ class Controller:
             self._greet(event.peer, event.hello)
         elif isinstance(event, Received):
             self._receive(event.peer, event.message)
+        elif isinstance(event, Together):
+            for peer, message in event.messages:
+                self._receive(peer, message)
         elif isinstance(event, Pulsed):
-            self._pulsed(event.pulse)
+            self._pulsed(event.pulses)
         elif isinstance(event, Tick):
             self._tick()
         elif isinstance(event, Disconnected):
@@ -245,11 +249,12 @@ class Controller:
         self._epochs.do(*self._epochs.returning.back(node, set(node.holdings.roles)))
         self._epochs.decide_if_ready()
 
-    def _pulsed(self, pulse: m.Pulse) -> None:
-        """A node that has greeted lives, unless this was said to another controller."""
-        node = self.facts.nodes.get(pulse.node)
-        if node is not None and pulse.session == self._session:
-            node.sight.pulse(self._epochs.now, pulse.number, pulse.stalled)
+    def _pulsed(self, pulses: Iterable[m.Pulse]) -> None:
+        """Nodes that have greeted live, unless this was said to another controller."""
+        nodes, session, now = self.facts.nodes, self._session, self._epochs.now
+        for pulse in pulses:
+            if pulse.session == session and (node := nodes.get(pulse.node)) is not None:
+                node.sight.pulse(now, pulse.number, pulse.stalled)
 
     def _heard(self) -> None:
         """Of somebody who knows the secret."""
@@ -290,37 +295,43 @@ class Controller:
     def _on_agent(self, node: Node, message: m.Message) -> None:
         """What is understood without a plan; the rest once that is known."""
         facts = self.facts
-        if isinstance(message, m.KeptState):
+        if isinstance(message, m.Heartbeat):  # first, since nearly all are
+            self._beaten(node, message)
+        elif isinstance(message, m.HoldingsChanged):
+            if facts.report(node, message):
+                self._epochs.decide_if_ready()
+            else:  # it will say everything
+                self._epochs.do(Close(node.peer))
+        elif isinstance(message, m.KeptState):
             self._epochs.take(node, message)
         elif isinstance(message, m.Hosts):
             node.hosts += message.hosts
-        elif isinstance(message, m.Heartbeat):
-            newest = max([beat.step for beat in message.roles.values()], default=-1)
-            self._epochs.heard(node, message, newest)
-            node.beat(message)
-            node.sight.beat(self._epochs.now)
-            self._epochs.watch.beat(message.begun, newest, self._epochs.now)
-            self._epochs.hangs.beat(message.roles, self._epochs.now)
-            self._epochs.remind(node, message.epoch, message.roles.keys())
-            self._epochs.do(*self._epochs.returning.beat(facts, node.name))
-            # Kept here, because a node that is lost takes what it said with it.
-            facts.seen_at([newest])
         elif isinstance(message, m.NodesProbed):
             self._epochs.watch.probed(node, message)
         elif isinstance(message, m.Idle):
             node.idle = message.idle
             if isinstance(self.phase, Waiting):
                 self._epochs.decide_if_ready()
-        elif isinstance(message, m.HoldingsChanged):
-            if facts.report(node, message):
-                self._epochs.decide_if_ready()
-            else:  # it will say everything
-                self._epochs.do(Close(node.peer))
         elif not self._epochs.planned:
             node.unheard.append(message)
         else:
             self._hear(node)  # in the order in which it was said
             self._on_news(node, message)
+
+    def _beaten(self, node: Node, beat: m.Heartbeat) -> None:
+        """Some thousands a second of a large job."""
+        epochs, now = self._epochs, self._epochs.now
+        newest = max([role.step for role in beat.roles.values()], default=-1)
+        epochs.heard(node, beat, newest)
+        node.beat(beat)
+        node.sight.beat(now)
+        epochs.watch.beat(beat.begun, newest, now)
+        epochs.hangs.beat(beat.roles, now)
+        epochs.remind(node, beat.epoch, beat.roles.keys())
+        if epochs.returning.attempt is not None:
+            epochs.do(*epochs.returning.beat(self.facts, node.name))
+        # Kept here, because a node that is lost takes what it said with it.
+        self.facts.seen_at([newest])
 
     def _on_news(self, node: Node, message: m.Message) -> None:
         facts, now = self.facts, self._epochs.now

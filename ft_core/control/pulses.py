@@ -18,27 +18,28 @@ BATCH = 256
 
 @contextlib.contextmanager
 def heard(
-    sock: socket.socket, secret: bytes, hear: Callable[[Pulse], None], refuse: Callable[[str], None]
+    sock: socket.socket, secret: bytes, hear: Callable[[list[Pulse]], None], refuse: Callable[[str], None]
 ) -> Iterator[None]:
-    """Within this block `hear` is called with each pulse, and `refuse` with why something is none. Closes
-    `sock`."""
+    """Within this block `hear` is called with pulses, all that have come, and `refuse` with why something is
+    none. Closes `sock`."""
     seal, loop = Seal(secret), asyncio.get_running_loop()
 
     def read() -> None:
+        pulses: list[Pulse] = []
         for _ in range(BATCH):
             try:
                 datagram, (host, port, *_) = sock.recvfrom(MAX_BYTES + 1)
             except BlockingIOError:
-                return
+                break
             except OSError as error:
                 refuse(f"datagrams cannot be read: {error}")
-                return
+                break
             try:
-                pulse = seal.open(datagram, join_address(host, port))
+                pulses.append(seal.open(datagram, join_address(host, port)))
             except (AuthenticationError, ProtocolError) as error:
                 refuse(str(error))
-            else:
-                hear(pulse)
+        if pulses:
+            hear(pulses)
 
     with sock:
         loop.add_reader(sock, read)

@@ -13,6 +13,7 @@ import secrets
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -42,6 +43,7 @@ from ft_core.control.events import (
     Send,
     Terminate,
     Tick,
+    Together,
 )
 from ft_core.control.inside import Reply
 from ft_core.control.keeper import Keeper
@@ -149,7 +151,9 @@ class Shell:
         self._refusals = Refusals(lambda reason: self._handle(Refused(reason)))
         self._numbers = itertools.count()
         self._channels: dict[Peer, Client | Member | Reply] = {}
-        self._tree = Tree(settings, self._enter, self._heard, self._left, self._refusals.add)
+        self._tree = Tree(
+            settings, self._enter, self._heard, self._heard_together, self._left, self._refusals.add
+        )
         self._arriving = 0
         self._done: asyncio.Future[int | None]
 
@@ -313,6 +317,7 @@ class Shell:
 
     def _carry_out(self, effects: list[Effect]) -> None:
         encoded: dict[int, bytes] = {}  # what goes to all nodes is one object
+        ignored = contextlib.suppress(ConnectionError)  # it is noticed by its reader
         for effect in effects:
             match effect:
                 case Send(peer, message):
@@ -320,7 +325,7 @@ class Shell:
                         continue
                     if (body := encoded.get(id(message))) is None:
                         body = encoded[id(message)] = encode(message)
-                    with contextlib.suppress(ConnectionError):  # it is noticed by its reader
+                    with ignored:
                         channel.post_encoded(body)
                 case Close(peer):
                     if (channel := self._channels.get(peer)) is not None:
@@ -439,8 +444,11 @@ class Shell:
         self._channels.pop(peer, None)
         self._handle(Disconnected(peer))
 
-    def _pulsed(self, pulse: Pulse) -> None:
-        self._handle(Pulsed(pulse))
+    def _heard_together(self, messages: Sequence[tuple[Peer, FromAgent]]) -> None:
+        self._handle(Together(messages))
+
+    def _pulsed(self, pulses: Sequence[Pulse]) -> None:
+        self._handle(Pulsed(pulses))
 
     def _arrive(self, change: int) -> None:
         self._arriving += change

@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
-from typing import get_args
+from typing import cast, get_args
 
 from ft_core.control.events import Peer
 from ft_core.errors import ProtocolError
@@ -107,15 +107,19 @@ class Tree:
         self,
         settings: Settings,
         enter: Callable[[Member], Peer],
-        heard: Callable[[Peer, Said], None],
+        greeted: Callable[[Peer, m.AgentHello], None],
+        heard: Callable[[Sequence[tuple[Peer, m.FromAgent]]], None],
         left: Callable[[Peer], None],
         refused: Callable[[str], None],
     ) -> None:
-        """What is called when there is one of the others, when it says something, its greeting first, and
-        when it is gone; and when somebody says what it may not."""
+        """What is called when there is one of the others, when it greets, when some of them have said
+        something, and when one is gone; and when somebody says what it may not."""
         self._most = max(settings.direct, math.isqrt(settings.size[0])) if settings.direct else math.inf
         self._silence = settings.silence_limit
-        self._enter, self._heard, self._left, self._refused = enter, heard, left, refused
+        self._enter, self._greeted, self._heard = enter, greeted, heard
+        self._left, self._refused = left, refused
+        self._said: list[tuple[Peer, m.FromAgent]] = []
+        """What is taken in with the next of those calls."""
         self._stay = 0
         """Agents that this controller serves itself, or that were told that it would."""
         self._branches: list[Branch] = []
@@ -186,9 +190,19 @@ class Tree:
                     self._refused(str(error))
                     self._hang_up(branch, number)
                     self.ended(branch, number)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Of what was said until now: what is heard next comes after it."""
+        if self._said:
+            said, self._said = self._said, []
+            self._heard(said)
 
     def _take(self, branch: Branch, number: int, message: Said | Other) -> None:
         peer = branch.members.get(number)
+        if peer is not None and type(message) in _AGENT and type(message) is not m.AgentHello:
+            self._said.append((peer, cast(m.FromAgent, message)))
+            return
         if isinstance(message, m.GoesElsewhere):
             if peer is not None:
                 del branch.members[number]
@@ -199,11 +213,12 @@ class Tree:
                 self._hang_up(branch, number)  # unless it has ended: it is to greet
                 return
             peer = branch.members[number] = self._enter(Member(self, branch, number))
+            self._tell()
+            self._greeted(peer, message)
         elif isinstance(message, m.AgentHello):
             raise ProtocolError(f"a node behind {branch.channel.peer} greets twice")
-        if isinstance(message, m.Calls) or type(message) not in _AGENT:
+        else:
             raise ProtocolError(f"a node behind {branch.channel.peer} may not send {type(message).__name__}")
-        self._heard(peer, message)
 
     def _hang_up(self, branch: Branch, number: int) -> None:
         branch.post(number, b"")
@@ -212,6 +227,7 @@ class Tree:
     def ended(self, branch: Branch, number: int) -> None:
         """The connection of one of them has."""
         if (peer := branch.members.pop(number, None)) is not None:
+            self._tell()
             self._left(peer)
 
     def post(self, branch: Branch) -> None:

@@ -14,9 +14,9 @@ from ft_core.control.links import Links
 from ft_core.control.suspicion import ASK, Steps, chosen
 from ft_core.protocol.messages import NodeName, NodesProbed, PlanId, ProbeNodes, Version
 
-LOOK = 0.25
-"""Seconds between two looks at all nodes for those that are silent; whose connection is gone is seen at
-once."""
+LOOK = 1 / 20
+"""Of the limit of silence: so often are all nodes looked at for those that are silent; whose connection is
+gone is seen at once."""
 
 
 class Watch:
@@ -106,7 +106,7 @@ class Watch:
     def _silent(self, now: float) -> list[Node]:
         """Those of which some may be silent now, or gone."""
         nodes, bound = self._facts.nodes, self._facts.settings.silence_limit
-        if now - self._quiet[0] >= min(LOOK, bound / 16):
+        if now - self._quiet[0] >= LOOK * bound:
             self._quiet = now, [name for name, node in nodes.items() if not node.sight.lively(now, bound)]
         names = dict.fromkeys([*self._quiet[1], *self._facts.gone])
         return [node for name in names if (node := nodes.get(name)) is not None]

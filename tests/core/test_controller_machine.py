@@ -1472,7 +1472,7 @@ def test_a_pulse_counts_once_for_a_node_that_is_there_and_for_this_controller() 
     session = job.controller._session
 
     def pulse(session: str, node: str, number: int) -> None:
-        assert job.controller.handle(Pulsed(Pulse(session, node, number, 0.0)), job.now) == []
+        assert job.controller.handle(Pulsed([Pulse(session, node, number, 0.0)]), job.now) == []
 
     pulse("another", "node0", 9)
     pulse(session, "nobody", 9)

@@ -106,7 +106,7 @@ def test_who_sends_more_than_can_be_read_holds_nothing_up() -> None:
         found: list[Pulse] = []
         refused: list[str] = []
         turns = 0
-        with receiver("127.0.0.1", 0) as datagrams, heard(datagrams, SECRET, found.append, refused.append):
+        with receiver("127.0.0.1", 0) as datagrams, heard(datagrams, SECRET, found.extend, refused.append):
             to = sender(f"127.0.0.1:{datagrams.getsockname()[1]}")
             seal = Seal(SECRET)
             for number in range(BATCH):

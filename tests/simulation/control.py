@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .node import SimNode
 
 _RETRY = 0.5
+_COMPANY = 0.005
+"""Seconds that messages wait for others where agents speak for others, at most."""
 TICK = 0.25
 """Seconds. The shell's is shorter; nothing may depend on it."""
 
@@ -38,6 +40,8 @@ class SimController(Process):
         self.nodes: dict[int, SimNode] = {}
         self._peers = itertools.count(1)
         self._arriving: set[int] = set()
+        self._together: list[tuple[int, m.Message]] = []
+        """Messages that come at once."""
         self._unwritten: list[Call] = []
         """Lines of files, as their disk is full."""
         self.code: int | None = None
@@ -154,6 +158,7 @@ class SimController(Process):
         self.connected.clear()
         self.links.clear()
         self._arriving.clear()
+        self._together.clear()
 
     # -- connections ---------------------------------------------------------------------------
 
@@ -181,10 +186,22 @@ class SimController(Process):
         else:
             assert isinstance(message, m.Message)
             self._arriving.discard(peer)
-            self.handle(ev.Received(peer, message))
+            if not self.job.shape.relays:
+                self.handle(ev.Received(peer, message))
+                return
+            self._together.append((peer, message))
+            if len(self._together) == 1:
+                self.later(self.world.rng.random() * _COMPANY, self._take_together)
+
+    def _take_together(self) -> None:
+        messages, self._together = [said for said in self._together if said[0] in self.links], []
+        if messages:
+            self.handle(ev.Together(messages))
 
     def _ended(self, peer: int) -> None:
-        if self.links.pop(peer, None) is not None:
+        if peer in self.links:
+            self._take_together()
+            del self.links[peer]
             self._arriving.discard(peer)
             self.handle(ev.Disconnected(peer))
 
@@ -195,10 +212,14 @@ class SimController(Process):
         if not self._lease.holds(self.clock):
             self._resign("its lease may have run out")
             return
-        if not isinstance(event, ev.Tick | ev.Received | ev.Pulsed) or (
+        if not isinstance(event, ev.Tick | ev.Received | ev.Together | ev.Pulsed) or (
             isinstance(event, ev.Received) and not isinstance(event.message, m.Heartbeat)
         ):
             self.world.trace(f"{self.name} <- ", event)
+        if isinstance(event, ev.Together):
+            for peer, message in event.messages:
+                if not isinstance(message, m.Heartbeat):
+                    self.world.trace(f"{self.name} <- ", ev.Received(peer, message))
         self._handled = self.world.now
         effects = self.machine.handle(event, self.awake, self._handled)
         self._time.check(self.machine.account, self.world.now)

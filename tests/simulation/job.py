@@ -244,7 +244,8 @@ class SimJob:
         for _ in range(0 if draw < 0.02 else 2 if draw < 0.04 else 1):
             late = rng.choice((1.0, 10.0)) if rng.random() < 0.01 else 0.0
             self.world.at(
-                late + self.world.delay(), lambda: controller.do(lambda: controller.handle(ev.Pulsed(pulse)))
+                late + self.world.delay(),
+                lambda: controller.do(lambda: controller.handle(ev.Pulsed([pulse]))),
             )
 
     def restart_controller(self) -> None:
