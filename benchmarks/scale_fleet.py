@@ -122,6 +122,18 @@ class Fleet:
         """An epoch ends."""
         self.stopped = self.version
 
+    def kill(self, names: list[str]) -> None:
+        """These nodes die, some of them here. Who had connections with their workers sees them break."""
+        hosts = [host for name in names if (host := self.hosts.get(name)) is not None]
+        lost = {role for host in hosts for run in roles_in(host.roles) for role in run}
+        near = {other for role in lost for other in self.layout.neighbours(role)} - lost
+        for name in names:
+            if (agent := self.nodes.pop(name, None)) is not None:
+                agent.die()
+        for agent in self.nodes.values():
+            if seen := near.intersection(agent.roles):
+                agent.send(*(m.Suspect(agent.epoch, role, "connection reset by peer") for role in seen))
+
     def go_on(self, version: int) -> None:
         """The next one begins."""
         self.stopped, self.begun = None, (version + 1, _steps())
@@ -541,8 +553,7 @@ def serve(
                     for agent in fleet.nodes.values():
                         agent.prepare()
             elif order == "kill":
-                for name in argument:
-                    fleet.nodes.pop(name).die()
+                fleet.kill(argument)
             elif order == "join":
                 for name in argument:
                     fleet.nodes[name] = Agent(fleet, name, -1)

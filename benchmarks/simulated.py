@@ -51,6 +51,14 @@ class Layout:
         first = role // stage * stage + role % self.tensor
         return range(first, first + stage, self.tensor)
 
+    def neighbours(self, role: int) -> set[int]:
+        """Roles that have connections with it all the time: those before and after it in rings of
+        its data-parallel peers, and in the pipeline."""
+        peers, stage = self.peers(role), self.tensor * self.data
+        place = peers.index(role)
+        ring = {peers[place - 1], peers[(place + 1) % len(peers)]}
+        return (ring | {(role + way) % self.roles for way in (-stage, stage)}) - {role}
+
     def groups(self, role: int) -> list[list[range]]:
         """All roles, data, tensor, pipeline and model parallel; those of more than one. Each as its runs."""
         stage = self.tensor * self.data
