@@ -11,7 +11,7 @@ import contextlib
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
@@ -87,7 +87,8 @@ class Fleet:
 
     def __init__(self, layout: Sharded, controller: str, secret: bytes, settings: Settings) -> None:
         self.layout, self.secret = layout, secret
-        self.every, self.again = settings.pulse, SAME * settings.silence_limit
+        usual = replace(settings, heartbeats_missed=Settings.heartbeats_missed)
+        self.every, self.again = usual.pulse, SAME * usual.silence_limit
         self.host, self.port = split_address(controller)
         self.doorstep = asyncio.Semaphore(AT_ONCE)
         self.restoring = False
