@@ -40,6 +40,13 @@ class Patch:
         """The name of the attribute, without what holds it."""
         return self.target.rpartition(":")[2].rpartition(".")[2]
 
+    def exists(self) -> bool:
+        """Whether it is there. Raises ConfigError if it is not, and is not optional."""
+        if self.optional:
+            return hasattr(self._owner(), self.name)
+        self.original()
+        return True
+
     def original(self, of: Any = None) -> Any:
         """What is there now. `of`: the object that has it; by default what the target names.
 

@@ -1,40 +1,43 @@
 """Initialisation that is put off, because a restore is to overwrite it: a newcomer's.
 
 Almost all that a newcomer's start-up does with a big model is to draw weights, which the restore then
-overwrites. `Deferred` sees every operation of the main thread before torch does it. What fills a tensor with
-random numbers is not done but queued, and so is what only moves such content on or scales it. The content of
-these tensors does not exist. So
+overwrites. `Deferred` sees every operation of the script's threads before torch does it. What fills a tensor
+with random numbers is not done but queued (see `undone`), and so is what only moves such content on or scales
+it. The content of these tensors does not exist. So
 
-- an operation that needs it has the whole queue done first, as it would have been, and sees what it would
-  have seen. That is so for all operations but those that are known to need nothing;
+- an operation that needs it has it done first, as it would have been, and sees what it would have seen. That
+  is so for all operations but those that are known to need nothing, and for all else that reads memory;
 - the random generator stands where the queued draws leave it whenever somebody asks: they are counted, and
   it is brought there at once (see `owed`);
 - what a restore overwrites is seen, byte by byte. If it leaves anything of the queue that somebody still has,
-  the queue is done, and the state is restored again.
+  that is done, and the state is restored again.
 
 Nothing is assumed of the script, of a framework or of what an adapter restores. What is not seen: who reads
-weights in another thread or by their address, and who asks `torch.default_generator` itself for its state.
+weights from C++ without an operation, and who asks `torch.default_generator` itself for its state.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
+import os
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from ft_core.patched import GENERATOR_READERS, TENSOR_READERS, TENSOR_TEXT
+from ft_core import patched
+from ft_core.patching import Patch
 from ft_core.process.timeline import timeline
 from ft_core.state import mersenne
-from ft_core.state.owed import OwingGenerator, Position, draws_of
+from ft_core.state.owed import OwingGenerator, draws_of
+from ft_core.state.undone import Bytes, Operation, Undone, span_of, storage_of, tensors_of, users_of
+from ft_core.state.watch import Compiler, Watch, is_inside_compiler, unwatched, watch
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -42,43 +45,50 @@ aten = torch.ops.aten
 _FILLS = {aten.normal_.default, aten.uniform_.default}
 _SCALES = {aten.mul_, aten.add_, aten.sub_, aten.div_, aten.clamp_, aten.erfinv_, aten.fill_, aten.zero_}
 """In place, of one tensor and numbers."""
-_NEED_NOTHING = {
-    aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
-    aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
-    aten.new_empty_strided.default, aten.detach.default, aten._unsafe_view.default,
+_MAKE = {
+    aten.empty, aten.empty_strided, aten.zeros, aten.ones, aten.full,
+    aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like,
+    aten.new_empty, aten.new_empty_strided, aten.new_zeros, aten.new_ones, aten.new_full,
 }  # fmt: skip
-"""Beside views: what asks a tensor for its shape and type alone."""
+"""Memory of its own; of a tensor that it is given it needs no more than the shape and type."""
+_COPY = {aten.clone, aten._to_copy, aten.cat}
+"""Memory of their own, too."""
+_VIEWS = {aten.detach.default, aten._unsafe_view.default}
+"""Beside those that torch calls so."""
 _OVERWRITE = {aten.fill_, aten.zero_, aten.copy_}
 _INNER = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+_COMPARE = {"torch", "deepspeed", "megatron", "ft_core", "ft_deepspeed", "ft_megatron"}
+"""Packages that ask for addresses to compare them."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SMALL = 1 << 20
 """Bytes of real content that are kept for the queue."""
-
+_NOT = object()
 
 DEFERRED = "FT_DEFERRED_INIT"
 """Of `ftrun`'s environment: 1 has newcomers put off their initialisation. See docs/design.md for what is not
 covered yet."""
 
 
-class Deferred(TorchDispatchMode):
-    """Active from `begin` to `end`. Main thread."""
-
-    supports_higher_order_operators = True
+class Deferred:
+    """Active from `begin` to `end`. These two, and what is put off: main thread."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._queue: list[_Queued] = []
-        self._held: dict[int, int] = {}
-        """Storages whose content does not exist -> how many tensors of the queue keep them alive."""
-        self._exposed: dict[int, StorageWeakRef] = {}
-        """Storages that can be read past every operation, since numpy, say, has their memory."""
+        self._undone = Undone()
+        self._own: dict[int, StorageWeakRef] = {}
+        """Storages that were seen to be made, and that nobody can read past every operation, as numpy could
+        that has their memory."""
         self._generator = OwingGenerator()
-        self._restored: _Bytes | None = None
+        self._restored: Bytes | None = None
         """While something is restored: what of it is."""
         self._incomplete = ""
         """What showed that a restore does not overwrite everything."""
-        self._on = self._text_unread = False
-        self._patches = ExitStack()
+        self._began = self._on = self._busy = self._forked = self._text_unread = False
+        self._main = 0
+        self._lock = threading.RLock()
+        """Of all here, for the script's threads. It is not held while an operation of theirs is done."""
+        self._watch = Watch(self.operation)
+        self._compiler = Compiler(self._compiling)
+        self._patches, self._outer = ExitStack(), ExitStack()
         self.skipped = 0
         """Numbers that were not drawn, in all."""
         self.done = 0
@@ -95,13 +105,31 @@ class Deferred(TorchDispatchMode):
                 torch.__version__,
             )
             return
-        self._on = True
-        for patch in TENSOR_READERS:
-            self._patches.enter_context(patch.replaced(self._reading(patch.original(), patch.name)))
-        for patch in GENERATOR_READERS:
-            self._patches.enter_context(patch.replaced(self._asking(patch.original())))
-        self._patches.enter_context(TENSOR_TEXT.replaced(self._writing(TENSOR_TEXT.original())))
-        self.__enter__()
+        self._began = self._on = True
+        self._main = threading.get_ident()
+        self._replace(self._outer, patched.THREADS, self._starting)
+        self._replace(self._outer, patched.PARAMETERS, self._registering)
+        self._outer.enter_context(self._compiler.imported_meanwhile())
+        self._follow_forks()
+        self._look()
+
+    def _look(self) -> None:
+        """See what the script does."""
+        self._replace(self._patches, patched.READERS, self._reading)
+        self._replace(self._patches, patched.ADDRESSES, self._addressing)
+        self._replace(self._patches, patched.CONVERSIONS, self._converting)
+        self._replace(self._patches, patched.TENSOR_TEXT, self._writing)
+        self._replace(self._patches, patched.GENERATOR, self._asking)
+        self._replace(self._patches, patched.SCRIPTED, self._calling)
+        self._compiler.follow()
+        self._watch.begin()
+
+    def _look_away(self) -> None:
+        """Where nothing is put off."""
+        self._watch.end()
+        self._compiler.leave()
+        self._patches.close()
+        self._own.clear()
 
     @contextmanager
     def text_unread(self) -> Iterator[None]:
@@ -114,21 +142,17 @@ class Deferred(TorchDispatchMode):
 
     def end(self, why: str = "", level: int = logging.WARNING) -> None:
         """There is nothing to be put off any more; `why`: nothing overwrites what was, so it is done."""
-        if not self._on:
+        if not self._began:
             return
-        if why:
-            self.complete(why, level)
-        self._generator.settle()
-        self._on = False
+        with self._lock:
+            if why:
+                self.complete(why, level)
+            self._generator.settle()
+            self._began = self._on = False
+            self._undone.clear()
         timeline.facts |= {"skipped": self.skipped - self.done, "drawn": self.done}
-        self._queue.clear()
-        self._held.clear()
-        self._exposed.clear()
-        self._patches.close()
-        if _get_current_dispatch_mode() is self:
-            self.__exit__(None, None, None)
-        else:
-            log.warning("a dispatch mode of the script's is active: its operations stay slower by some us")
+        self._look_away()
+        self._outer.close()
 
     def restoring(self, restore: Callable[[], None]) -> bool:
         """Run `restore`, which overwrites what was put off, and end this.
@@ -138,7 +162,7 @@ class Deferred(TorchDispatchMode):
         if not self._on:
             restore()
             return False
-        self._restored, self._incomplete = _Bytes(), ""
+        self._restored, self._incomplete = Bytes(), ""
         try:
             restore()
             left = self._incomplete or self._left(self._restored)
@@ -151,66 +175,105 @@ class Deferred(TorchDispatchMode):
         """During a restore: these follow from it, and are made before anybody reads them."""
         if self._restored is not None:
             for tensor in tensors:
-                self._restored.add(_span(tensor))
+                self._restored.add(span_of(tensor))
 
     def complete(self, why: str, level: int = logging.WARNING) -> None:
         """Do all that was put off, and say why: the first time at that level."""
-        queue, self._queue = self._queue, []
-        self._held.clear()
-        if not queue:
-            return
-        numbers = sum(each.numbers for each in queue)
+        with self._lock:
+            if self._undone:
+                self._account(self._doing(lambda: self._undone.do_all(self._generator)), why, level)
+
+    def _do(self, storages: Iterable[int], why: str) -> None:
+        """What was put off and has to do with these, because of `why`."""
+        numbers = self._doing(lambda: self._undone.do(storages, self._generator))
+        self._account(numbers, why, logging.WARNING)
+
+    def _doing(self, do: Callable[[], int]) -> int:
+        threads = torch.get_num_threads()
+        self._busy = True
+        try:
+            if self._forked:
+                torch.set_num_threads(1)  # it has none of its parent's, and would wait for them
+            return do()
+        finally:
+            self._busy = False
+            if self._forked:
+                torch.set_num_threads(threads)
+
+    def _account(self, numbers: int, why: str, level: int) -> None:
         self.done += numbers
         log.log(
             logging.DEBUG if self.done > numbers else level,
             "initialisation that was left to the restore is done after all, %d numbers for a start: %s (%s)",
             *(numbers, why, _caller()),
         )
-        self._on = False
-        try:
-            with self._generator.elsewhere(), torch.no_grad():
-                for each in queue:
-                    if each.draws is not None:
-                        self._generator.go(each.draws)
-                    each.func(*each.args, **each.kwargs)
-        finally:
-            self._on = True
 
     # -- operations ------------------------------------------------------------------------------
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result of one, of any of the script's threads."""
         if not self._on:
             return func(*args, **kwargs)
-        tensors = [*_tensors(args), *_tensors(kwargs.values())]
-        if not isinstance(func, torch._ops.OpOverload) or any(type(t) not in _PLAIN for t in tensors):
-            # What it consists of is not seen here.
-            self._needed(f"{func} may need it")
-            self._generator.settle()
-            return func(*args, **kwargs)
-        if func in _FILLS and self._restored is None and (made := self._fill(func, args, kwargs)) is not None:
-            return made
-        missing = [t for t in tensors if _storage(t) in self._held] if self._held else []
-        if missing:
-            if self._restored is not None:
-                return self._while_restoring(func, tensors, missing, args, kwargs)
-            if func.is_view or func in _NEED_NOTHING:
-                return func(*args, **kwargs)
-            deferred = self._defer(func, tensors, args, kwargs)
-            if deferred is not _NOT:
-                return deferred
-            self._needed(f"{func} needs it")
-        if torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "prim", "c10d"):
-            self._generator.settle()
+        with self._lock:
+            if not self._busy and (made := self._made(func, args, kwargs)) is not _NOT:
+                return made
         return func(*args, **kwargs)
 
-    def _needed(self, why: str) -> None:
+    def _made(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Its result; _NOT if it is ordinary, and may be done without the lock: it may wait for another
+        thread."""
+        tensors = [*tensors_of(args), *tensors_of(kwargs.values())]
+        if not isinstance(func, torch._ops.OpOverload) or any(type(t) not in _PLAIN for t in tensors):
+            # What it consists of is not seen here.
+            self._all_needed(f"{func} may need it")
+            self._generator.settle()
+            return _NOT
+        is_main = threading.get_ident() == self._main
+        if is_main and func.overloadpacket in _MAKE:
+            return self._owned(func(*args, **kwargs))
+        fills = is_main and func in _FILLS and self._restored is None
+        if fills and (made := self._fill(func, args, kwargs)) is not None:
+            return made
+        if missing := [t for t in tensors if storage_of(t) in self._undone]:
+            if self._restored is not None:
+                return self._while_restoring(func, missing, args, kwargs)
+            if func.is_view or func in _VIEWS:
+                return self._view(func, missing, args, kwargs)
+            if is_main and (deferred := self._defer(func, tensors, args, kwargs)) is not _NOT:
+                return deferred
+            self._needed(map(storage_of, missing), f"{func} needs it")
+        if is_main and func.overloadpacket in _COPY:
+            return self._owned(func(*args, **kwargs))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._generator.settle()
+            return func(*args, **kwargs)  # before another thread can make the generator owe anything
+        if func.namespace not in ("aten", "prim", "c10d"):
+            self._generator.settle()
+        return _NOT
+
+    def _needed(self, storages: Iterable[int], why: str) -> None:
+        if self._restored is None:
+            self._do(storages, why)
+        else:
+            self._all_needed(why)
+
+    def _all_needed(self, why: str) -> None:
         if self._restored is None:
             self.complete(why)
-        elif self._held:
+        elif self._undone:
             self._incomplete = self._incomplete or f"while the state was restored, {why}"
+
+    def _view(
+        self, func: Any, missing: list[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What torch calls a view is one if it has the memory. It may be a copy, as `to` is at times; in
+        inference mode that is not taken apart before it comes here."""
+        made = func(*args, **kwargs)
+        storages = {storage_of(t) for t in missing}
+        if all(storage_of(t) in storages for t in tensors_of([made])):
+            return made
+        self._needed(storages, f"{func} needs it")
+        return func(*args, **kwargs)
 
     def _fill(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
         tensor: torch.Tensor = args[0]
@@ -226,34 +289,34 @@ class Deferred(TorchDispatchMode):
         if draws is None:
             return None
         position = self._generator.owe(draws)
-        alias = self._hold(tensor)
-        self._queue.append(_Queued(func, (alias, *args[1:]), {}, [_span(alias)], position, tensor.numel()))
+        alias = _alias(tensor)
+        written = [span_of(alias)]
+        self._undone.put(Operation(func, (alias, *args[1:]), {}, written, position, tensor.numel()))
         self.skipped += tensor.numel()
         return tensor
 
     def _defer(
         self, func: Any, tensors: list[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """The operation's result, or _NOT if it cannot be put off."""
-        packet = func.overloadpacket
+        """The operation's result, or _NOT if it is not put off: it is another, fails, or would keep much."""
         made: Any
         if func is aten.copy_.default or func is aten._foreach_copy_.default:
             changed = args[0] if isinstance(args[0], list) else [args[0]]
             if any(self._may_be_read(t) for t in changed):
                 return _NOT
-        if packet in _SCALES and len(tensors) == 1:
-            made, call = args[0], (func, (self._hold(args[0]), *args[1:]), kwargs)
-            written = [call[1][0]]
-        elif func is aten.copy_.default:
+        if func.overloadpacket in _SCALES and len(tensors) == 1 and not _fails(func, args, kwargs):
+            made, target = args[0], _alias(args[0])
+            call, written = (func, (target, *args[1:]), kwargs), [target]
+        elif func is aten.copy_.default and not _fails(func, args, kwargs):
             if (source := self._input(args[1])) is None:
                 return _NOT
-            made, target = args[0], self._hold(args[0])
+            made, target = args[0], _alias(args[0])
             call, written = (func, (target, source), {}), [target]
-        elif func is aten._foreach_copy_.default:
+        elif func is aten._foreach_copy_.default and not _fails(func, args, kwargs):
             sources = [self._input(t) for t in args[1]]
             if any(s is None for s in sources):
                 return _NOT
-            targets = [self._hold(t) for t in args[0]]
+            targets = [_alias(t) for t in args[0]]
             made, call, written = None, (func, (targets, sources), {}), targets
         elif func in (aten.clone.default, aten._to_copy.default):
             if kwargs.get("layout") not in (None, torch.strided) or kwargs.get("pin_memory"):
@@ -262,162 +325,258 @@ class Deferred(TorchDispatchMode):
                 return _NOT
             about = {name: kwargs[name] for name in ("dtype", "device") if kwargs.get(name) is not None}
             form = kwargs.get("memory_format") or torch.preserve_format
-            made = torch.empty_like(args[0], memory_format=form, **about)
-            target = self._hold(made)
+            made = self._owned(torch.empty_like(args[0], memory_format=form, **about))
+            target = _alias(made)
             call, written = (aten.copy_.default, (target, source), {}), [target]
-        elif func is aten.cat.default:
+        elif func is aten.cat.default and not _fails(func, args, kwargs):
             sources = [self._input(t) for t in args[0]]
             if any(s is None for s in sources) or len({t.dtype for t in args[0]}) > 1:
                 return _NOT
             shape = aten.cat.default([t.to("meta") for t in args[0]], *args[1:])
-            made = torch.empty_strided(
-                shape.size(), shape.stride(), dtype=shape.dtype, device=tensors[0].device
-            )
-            target = self._hold(made)
+            about = {"dtype": shape.dtype, "device": tensors[0].device}
+            made = self._owned(torch.empty_strided(shape.size(), shape.stride(), **about))
+            target = _alias(made)
             call, written = (aten.cat.out, (sources, *args[1:]), {"out": target}), [target]
         else:
             return _NOT
-        self._queue.append(_Queued(*call, [_span(t) for t in written]))
+        self._undone.put(Operation(*call, [span_of(t) for t in written]))
         return made
 
     def _input(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """What the queue keeps of a tensor that it reads; None if that would be much."""
-        if _storage(tensor) in self._held:
-            return self._hold(tensor)
+        if storage_of(tensor) in self._undone:
+            return _alias(tensor)
         return tensor.clone() if tensor.nbytes <= _SMALL else None
+
+    def _owned(self, made: torch.Tensor) -> torch.Tensor:
+        """It was made just now."""
+        if type(made) in _PLAIN and (storage := storage_of(made)):
+            self._own[storage] = StorageWeakRef(made.untyped_storage())
+        return made
 
     def _may_be_read(self, tensor: torch.Tensor) -> bool:
         """Whether somebody may read its memory by no operation: what is not torch's own, or shared."""
         storage = tensor.untyped_storage()
-        return storage._cdata in self._exposed or not storage.resizable() or storage.is_shared()
-
-    def _hold(self, tensor: torch.Tensor) -> torch.Tensor:
-        alias = tensor.data  # its changes are none of the original's, as autograd counts them
-        storage = _storage(alias)
-        self._held[storage] = self._held.get(storage, 0) + 1
-        return alias
+        return storage._cdata not in self._own or not storage.resizable() or storage.is_shared()
 
     # -- a restore -------------------------------------------------------------------------------
 
     def _while_restoring(
-        self,
-        func: Any,
-        tensors: list[torch.Tensor],
-        missing: list[torch.Tensor],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, func: Any, missing: list[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         assert self._restored is not None
-        if func.is_view or func in _NEED_NOTHING:
-            return func(*args, **kwargs)
+        if func.is_view or func in _VIEWS or func.overloadpacket in _MAKE:
+            made = func(*args, **kwargs)
+            storages = {storage_of(t) for t in missing}
+            if func.overloadpacket in _MAKE or all(storage_of(t) in storages for t in tensors_of([made])):
+                return made
         targets: list[torch.Tensor] = []
         if func.overloadpacket in _OVERWRITE:
             targets = [args[0]]
         elif func is aten._foreach_copy_.default:
             targets = list(args[0])
         read = [t for t in missing if not any(t is target for target in targets)]
-        if any(not self._restored.covers(_span(t)) for t in read):
+        if any(not self._restored.covers(span_of(t)) for t in read):
             self._incomplete = self._incomplete or f"while the state was restored, {func} needed it"
         result = func(*args, **kwargs)
         for target in targets:
-            if (span := _span(target)).dense:
+            if (span := span_of(target)).dense:
                 self._restored.add(span)
         return result
 
-    def _left(self, restored: _Bytes) -> str:
+    def _left(self, restored: Bytes) -> str:
         """Whether anything of the queue is left that somebody still has, and was not overwritten."""
-        known = _counted_beside_tensors()
-        for each in self._queue:
-            for span in each.written:
-                lives = torch._C._storage_Use_Count(span.storage) > self._held[span.storage] + known
-                if lives and not restored.covers(span):
-                    return f"the restore leaves {span.stop - span.start} bytes of a tensor as they were"
-        return ""
+        left = next((span for span in self._undone.written() if not restored.covers(span)), None)
+        return (
+            ""
+            if left is None
+            else f"the restore leaves {left.stop - left.start} bytes of a tensor as they were"
+        )
 
     # -- what is not an operation ------------------------------------------------------------------
 
+    def _replace(self, until: ExitStack, patches: Iterable[Patch], by: Callable[[Any, str], Any]) -> None:
+        for patch in patches:
+            if patch.exists():
+                until.enter_context(patch.replaced(by(patch.original(), patch.name)))
+
+    def _read(self, owner: torch.Tensor | torch.UntypedStorage, name: str) -> None:
+        """Somebody reads its content by `name`, and may do so later."""
+        with self._lock:
+            if not self._on:
+                return
+            if isinstance(owner, torch.Tensor):
+                storage, restored = storage_of(owner), self._restored
+                there = restored is not None and restored.covers(span_of(owner))
+            else:
+                storage, there = owner._cdata, False
+            if storage in self._undone and not there:
+                self._needed([storage], f"{type(owner).__name__}.{name} needs it")
+            self._own.pop(storage, None)
+
     def _reading(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def read(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of a tensor, a storage, or what is given one."""
+
+        def read(*args: Any, **kwargs: Any) -> Any:
             if self._on:
-                is_storage = isinstance(owner, torch.UntypedStorage)
-                storage = owner._cdata if is_storage else _storage(owner)
-                if storage in self._held:
-                    restored = None if is_storage else self._restored
-                    if restored is None or not restored.covers(_span(owner)):
-                        self._needed(f"{type(owner).__name__}.{name} needs it")
-                if storage and storage not in self._exposed:
-                    self._exposed[storage] = StorageWeakRef(owner if is_storage else owner.untyped_storage())
-            return original(owner, *args, **kwargs)
+                for each in (*args, *kwargs.values()):
+                    if isinstance(each, torch.Tensor | torch.UntypedStorage):
+                        self._read(each, name)
+            return original(*args, **kwargs)
 
         return read
 
-    def _writing(self, original: Callable[..., str]) -> Callable[..., str]:
+    def _addressing(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        read = self._reading(original, name)
+
+        def address(owner: Any) -> Any:
+            module = sys._getframe(1).f_globals.get("__name__", "")
+            compares = module.partition(".")[0] in _COMPARE and module != "torch._tensor"
+            return original(owner) if compares else read(owner)
+
+        return address
+
+    def _converting(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """To a number: as `_reading`, but nobody has the memory afterwards."""
+
+        def convert(tensor: Any, *args: Any) -> Any:
+            if self._on and storage_of(tensor) in self._undone:
+                with self._lock:
+                    if self._restored is None or not self._restored.covers(span_of(tensor)):
+                        self._needed([storage_of(tensor)], f"{type(tensor).__name__}.{name} needs it")
+            return original(tensor, *args)
+
+        return convert
+
+    def _writing(self, original: Callable[..., str], name: str) -> Callable[..., str]:
         def write(tensor: torch.Tensor, **kwargs: Any) -> str:
-            if self._on and self._text_unread and _storage(tensor) in self._held:
+            if self._on and self._text_unread and storage_of(tensor) in self._undone:
                 return f"tensor(..., size={tuple(tensor.shape)})"
             return original(tensor, **kwargs)
 
         return write
 
-    def _asking(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def ask(*args: Any, **kwargs: Any) -> Any:
+    def _asking(self, original: torch.Generator, name: str) -> _Asked:
+        def settle() -> None:
+            with self._lock:
+                self._generator.settle()
+
+        return _Asked(original, settle)
+
+    # -- other threads, compiled code, forked processes --------------------------------------------
+
+    def _starting(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """A thread: the script's are watched."""
+
+        def start(thread: threading.Thread) -> None:
+            if not self._on or thread.name.startswith("ft-"):
+                return original(thread)
+            watch = Watch(self.operation)
+            watch.begin()
+            try:
+                return original(thread)
+            finally:
+                watch.end()
+
+        return start
+
+    def _calling(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """TorchScript."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._on:
+                return original(*args, **kwargs)
+            self._unseen("TorchScript is called")
+            with unwatched():
+                return original(*args, **kwargs)
+
+        return call
+
+    def _compiling(self) -> None:
+        """Compiled code is called by this thread. It is watched again when it makes another weight."""
+        if self._on and (here := watch()) is not None:
+            self._unseen("compiled code is called")
+            if here is self._watch:
+                self._look_away()
+            else:
+                self._on = False  # of what that thread does from here on nothing is seen
+                here.end()
+
+    def _unseen(self, why: str) -> None:
+        with self._lock:
+            self._all_needed(why)
             self._generator.settle()
-            return original(*args, **kwargs)
 
-        return ask
+    def _registering(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def register(module: Any, name: str, param: Any) -> Any:
+            looks = not self._on or threading.get_ident() != self._main or watch() is not None
+            if not looks and not is_inside_compiler():
+                self._look()
+                if type(param) is torch.nn.Parameter and users_of(storage_of(param)) == 1:
+                    self._owned(param)
+            return original(module, name, param)
 
+        return register
 
-_NOT = object()
+    def _follow_forks(self) -> None:
+        """A forked process has what was put off as well, and does of it what it reads."""
+        here = weakref.ref(self)
 
+        def before() -> None:
+            if (deferred := here()) is not None:
+                deferred._lock.acquire()
 
-@dataclass(frozen=True)
-class _Span:
-    """Bytes of a storage."""
+        def after() -> None:
+            if (deferred := here()) is not None:
+                deferred._lock.release()
 
-    storage: int
-    start: int
-    stop: int
-    dense: bool
-    """Whether the tensor has each of them."""
+        def after_in_child() -> None:
+            after()
+            if (deferred := here()) is not None:
+                deferred._forked = True
+                if not deferred._undone:
+                    deferred.end()
 
-
-def _span(tensor: torch.Tensor) -> _Span:
-    size, start = tensor.element_size(), int(tensor.storage_offset())
-    extent = 0
-    if tensor.numel():
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        extent = 1 + sum(int((length - 1) * step) for length, step in steps)
-    return _Span(_storage(tensor), start * size, (start + extent) * size, extent == tensor.numel())
-
-
-class _Bytes:
-    """Which bytes of which storages."""
-
-    def __init__(self) -> None:
-        self._spans: dict[int, list[tuple[int, int]]] = {}
-
-    def add(self, span: _Span) -> None:
-        self._spans.setdefault(span.storage, []).append((span.start, span.stop))
-
-    def covers(self, span: _Span) -> bool:
-        at = span.start
-        for start, stop in sorted(self._spans.get(span.storage, ())):
-            if start > at:
-                break
-            at = max(at, stop)
-        return at >= span.stop
+        os.register_at_fork(before=before, after_in_parent=after, after_in_child=after_in_child)
 
 
-@dataclass(frozen=True)
-class _Queued:
-    """An operation that was put off."""
+class _Asked:
+    """A generator that is where it should be before anybody has anything of it but its seed, or sets it."""
 
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    written: list[_Span]
-    draws: Position | None = None
-    numbers: int = 0
+    def __init__(self, generator: torch.Generator, settle: Callable[[], None]) -> None:
+        self._asked, self._settle = generator, settle
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("manual_seed", "set_state", "seed", "initial_seed"):
+            self._settle()
+        return getattr(self._asked, name)
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.data  # its changes are none of the original's, as autograd counts them
+
+
+def _fails(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation would: tried without memory. Who has called it is to be told, and at once."""
+
+    def bare(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return [bare(each) for each in value] if isinstance(value, list) else value
+
+    changed = [] if func is aten.cat.default else tensors_of(args[:1])
+    if any(
+        step == 0 and length > 1 for t in changed for length, step in zip(t.shape, t.stride(), strict=True)
+    ):
+        return True
+    try:
+        if func.overloadpacket in _SCALES:  # without memory it takes any number
+            func(torch.empty(0, dtype=args[0].dtype), *args[1:], **kwargs)
+        else:
+            func(*map(bare, args), **kwargs)
+    except Exception:  # whatever an operation can raise: it is done, and will
+        return True
+    return False
 
 
 def _caller() -> str:
@@ -426,23 +585,3 @@ def _caller() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INNER):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-@functools.cache
-def _counted_beside_tensors() -> int:
-    """By how much more than its tensors a storage's count of uses is, once it was looked at from Python."""
-    tensor = torch.empty(1)
-    return torch._C._storage_Use_Count(_storage(tensor)) - 1
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Which memory it has; 0 for one that has none of its own."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)

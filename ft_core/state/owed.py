@@ -73,12 +73,14 @@ class OwingGenerator:
         self._next = Position(position.origin, position.draws + position.taken, 0)
 
 
+_untouched = torch.Generator()
 _measured: dict[tuple[Any, torch.dtype, int], int | None] = {}
 
 
 def draws_of(func: Any, args: Sequence[Any], dtype: torch.dtype, numbers: int) -> int | None:
     """How many words of 32 bits it takes to fill a contiguous tensor of so many numbers: tried with few, of
-    which each period more takes the same. None if this cannot be said."""
+    which each period more takes the same. None if this cannot be said. Raises what filling it would raise."""
+    func(torch.empty(0, dtype=dtype), *args[1:], generator=_untouched)
     few = numbers if numbers < 6 * _PERIOD else 4 * _PERIOD + numbers % _PERIOD
     first = _measure(func, args, dtype, few)
     if first is None or few == numbers:

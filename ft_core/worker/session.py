@@ -202,7 +202,7 @@ class Session:
         """
         if not self._ahead:
             return
-        self.deferred.complete("a step is rehearsed", logging.DEBUG)
+        self.deferred.end("a step is rehearsed", logging.DEBUG)
         try:
             with self.comms.startup.rehearsal():
                 step()

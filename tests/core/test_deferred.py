@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from core.putting_off import check, flat, plainly, putting_off, same
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
@@ -21,60 +21,6 @@ from ft_core.state.deferred import Deferred
 SHAPES = [(0,), (1,), (3,), (15,), (16,), (5, 7), (31, 33), (129, 257)]
 LARGE = (1031, 2053)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-
-
-@contextmanager
-def putting_off() -> Iterator[Deferred]:
-    """Active, and off again whatever happens."""
-    deferred = Deferred()
-    deferred.begin()
-    try:
-        yield deferred
-    finally:
-        deferred.end()
-
-
-def plainly(script: Callable[[], Any], seed: int = 5) -> tuple[Any, torch.Tensor]:
-    """What a script makes, and where it leaves the generator."""
-    torch.manual_seed(seed)
-    return script(), torch.get_rng_state()
-
-
-def flat(value: Any) -> list[Any]:
-    """All tensors and numbers of what a script returns."""
-    if isinstance(value, nn.Module):
-        return [*value.parameters(), *value.buffers()]
-    if isinstance(value, (list, tuple)):
-        return [each for part in value for each in flat(part)]
-    return [value]
-
-
-def same(found: Any, expected: Any) -> None:
-    """To the bit."""
-    for one, other in zip(flat(found), flat(expected), strict=True):
-        if isinstance(one, torch.Tensor):
-            assert one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
-            bits = [t.detach().contiguous().view(-1).view(torch.uint8) for t in (one, other)]
-            assert torch.equal(*bits)
-        else:
-            assert one == other
-
-
-def check(script: Callable[[], Any], put_off: bool = True) -> None:
-    """A script's results and its generator are the same, whether it is done at once or when it is asked for;
-    the generator is also where nobody ever asks."""
-    expected, state = plainly(script)
-    with putting_off() as deferred:
-        found, left = plainly(script)
-        assert torch.equal(left, state)
-        assert (deferred.skipped > deferred.done) == put_off
-        deferred.complete("the test wants to see it")
-        assert torch.equal(torch.get_rng_state(), state)
-    same(found, expected)
-    with putting_off():
-        torch.manual_seed(5)
-        script()
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 FILLS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -301,7 +247,7 @@ def test_gradients_of_what_was_put_off() -> None:
 
 @pytest.mark.parametrize("norm", [spectral_norm, weight_norm])
 def test_parametrisations_that_read_their_weight(norm: Callable[[nn.Module], nn.Module]) -> None:
-    check(lambda: norm(nn.Linear(24, 36)), put_off=False)
+    check(lambda: norm(nn.Linear(24, 36)))
 
 
 def restored(deferred: Deferred, restore: Callable[[], None]) -> int:

@@ -1,0 +1,135 @@
+"""Who sees what a thread has torch do, and who calls compiled code, of which nothing is seen inside.
+
+What compiles is not to notice a watch: code that torch compiles in a dispatch mode's presence is another, and
+a function that it is called with for the first time may never be compiled. So there is no watch while
+compiled code is called.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+from ft_core import patched
+
+Operation = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
+
+
+class Watch(TorchDispatchMode):
+    """Gives the operations of one thread to a function that makes their results."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, operation: Operation) -> None:
+        super().__init__()
+        self._operation = operation
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """It is not there when something is compiled."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, to keep it from what it never meets
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return self._operation(func, args, kwargs or {})
+
+    def begin(self) -> None:
+        """For this thread, below all modes of the script's. `with` would say to all threads that this one has
+        a mode."""
+        above = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
+        for mode in (self, *reversed(above)):
+            _push_mode(mode)
+
+    def end(self) -> bool:
+        """Of this thread's modes, also where the script has put others upon it. Whether it was there."""
+        if self not in _get_current_dispatch_mode_stack():
+            return False
+        above = []
+        while (mode := _pop_mode()) is not self:
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
+        return True
+
+
+def watch() -> Watch | None:
+    """This thread's."""
+    return next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Watch)), None)
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """This thread, for a while."""
+    here = watch()
+    if here is not None:
+        here.end()
+    try:
+        yield
+    finally:
+        if here is not None:
+            here.begin()
+
+
+class Compiler:
+    """Calls a function before the next call of one that `torch.compile` has made, and is gone: nothing of it
+    is there when that compiles."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._original = patched.EVAL_FRAME.original()
+
+    @contextmanager
+    def imported_meanwhile(self) -> Iterator[None]:
+        """Inside, what torch imports of its compiler is followed as well."""
+        with patched.EVAL_FRAME.replaced(self._set_eval_frame):
+            try:
+                yield
+            finally:
+                self.leave()
+
+    def follow(self) -> None:
+        """From here on."""
+        self._put(self._set_eval_frame, self._original)
+
+    def leave(self) -> None:
+        """Until then."""
+        self._put(self._original, self._set_eval_frame)
+
+    def _set_eval_frame(self, callback: Any) -> Any:
+        """The first thing that such a function does. One that is to stay as it is has no callback."""
+        function = sys._getframe(1).f_locals.get("self")
+        if getattr(function, "callback", None) is not None:
+            self.leave()
+            self._call()
+        return self._original(callback)
+
+    def _put(self, value: Any, instead: Any) -> None:
+        if (module := sys.modules.get("torch._dynamo.eval_frame")) is not None:
+            for patch in patched.EVAL_FRAME_IMPORTED:
+                if getattr(module, patch.name, None) == instead:
+                    patch.replace(value)
+
+
+def is_inside_compiler() -> bool:
+    """Whether torch's compiler is among this thread's callers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch._dynamo."):
+            return True
+        frame = frame.f_back
+    return False
