@@ -371,6 +371,7 @@ class Epochs:
     def heard(self, node: Node, beat: m.Heartbeat, newest: m.Version) -> None:
         """A node says how far its roles are; the first of them."""
         self.tally.beat(node.beats, beat.roles)
+        self.tally.erred(node.name, beat.xids)
         if beat.epoch == self.facts.epoch and isinstance(self.phase, Running):
             self._tally_steps(lambda: self.account.heard(beat.roles, newest, self.wall))
 

@@ -147,6 +147,7 @@ class Controller:
             sent=tally.sent,
             durable=None if at is None else since_1970 - (wall - at),
             suspects=len(epochs.hangs.suspects),
+            xids=dict(tally.xids),
             writes=counted(tally.writes),
             broken=facts.strikes.broken(epochs.now),
             held=risk.held(facts, self._counted) if facts.plan is not None else None,

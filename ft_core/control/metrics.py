@@ -16,6 +16,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.metrics_core import Metric
 
+from ft_core.control import stragglers
 from ft_core.control.phases import Done, Forming, Quiescing, Rebuilding, Running, Waiting
 from ft_core.control.tally import SECONDS, Numbers
 from ft_core.protocol.exposition import metrics, version
@@ -112,6 +113,23 @@ def families(found: Numbers) -> Iterator[Metric]:
     for node, device in sorted(found.broken):
         devices.add_metric([node, str(device)], 0)
     yield devices
+    xids = CounterMetricFamily(
+        "ft_xid",
+        "Errors of GPUs by NVIDIA's numbers, where agents may read the kernel's log.",
+        labels=["xid"],
+    )
+    for xid, count in sorted(found.xids.items()):
+        xids.add_metric([str(xid)], count)
+    yield xids
+    slow = GaugeMetricFamily(
+        "ft_straggler_score",
+        "Of a role whose own part of a step takes notably longer than others', how many times the median.",
+        labels=["role"],
+    )
+    nodes = found.held.nodes if found.held is not None else ()
+    for role, score in stragglers.scores(node.roles for node in nodes).items():
+        slow.add_metric([str(role)], score)
+    yield slow
     yield GaugeMetricFamily(
         "ft_hang_suspects", "Roles that others wait for longer than usual.", found.suspects
     )

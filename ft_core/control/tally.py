@@ -58,6 +58,10 @@ class Tally:
     """Seconds that all roles together have waited for copies."""
     sent: int = 0
     """Bytes of copies that were sent to other nodes."""
+    xids: Counter[int] = field(default_factory=Counter)
+    """Errors of GPUs, by the driver's number."""
+    _xids: dict[str, Mapping[int, int]] = field(default_factory=dict)
+    """What each node with any has said of them last."""
     writes: Durations = field(default_factory=Durations)
     """Of what single roles had of durable checkpoints."""
     durable: float | None = None
@@ -105,6 +109,15 @@ class Tally:
                 if beat.waited_s > last.waited_s:
                     self.waited += beat.waited_s - last.waited_s
 
+    def erred(self, node: str, xids: Mapping[int, int]) -> None:
+        """What the GPUs of a node have had of errors since its agent began, over whichever connection."""
+        if not xids or (node not in self._xids and len(self._xids) >= PLACES):
+            return
+        before, self._xids[node] = self._xids.get(node, {}), xids
+        for xid, count in xids.items():
+            if count > before.get(xid, 0) and (xid in self.xids or len(self.xids) < PLACES):
+                self.xids[xid] += count - before.get(xid, 0)
+
     def written(self, version: int, roles: int, seconds: float, wall: float) -> None:
         """A role's part of a durable checkpoint is, of so many."""
         self.writes.add(seconds)
@@ -139,6 +152,8 @@ class Numbers:
     durable: float | None
     """Seconds since 1970."""
     suspects: int
+    xids: dict[int, int]
+    """Errors of GPUs, by number."""
     writes: tuple[list[int], float]
     broken: set[tuple[str, int]]
     """Devices that have failed of late: the node, and the index."""

@@ -132,7 +132,7 @@ class Epochs:
         """That this node lives, and how far its roles are."""
         begun = self.plan.id if self.plan else ""
         beats, replicas = holdings.beats(self.crew, self._view), self._view.replicas()
-        return m.Heartbeat(self.epoch, begun, beats, len(self.crew.idle()), replicas)
+        return m.Heartbeat(self.epoch, begun, beats, len(self.crew.idle()), replicas, self._view.xids())
 
     def holdings(self) -> m.Holdings:
         """What this node could give to a recovery, as of now."""

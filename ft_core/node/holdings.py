@@ -101,6 +101,7 @@ def beats(crew: Crew, view: View) -> dict[m.Role, m.RoleBeat]:
             waited_s=words.waited_s,
             h2h_bytes=sent,
             h2h_snapshots=snapshots,
+            own_s=words.own_s,
         )
     return found
 

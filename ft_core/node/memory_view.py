@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from ft_core.node.own_time import OwnTimes
 from ft_core.node.replicator import Replicator
 from ft_core.node.view import Words
 from ft_core.node.workers import WorkerPool
+from ft_core.node.xids import Xids
 from ft_core.state.manifest import Segment
 from ft_core.state.memory import TORN, Word
 from ft_core.state.store import NodeStore
@@ -17,12 +19,15 @@ class MemoryView:
 
     def __init__(self, store: NodeStore, pool: WorkerPool, replicator: Replicator) -> None:
         self._store, self._pool, self._replicator = store, pool, replicator
+        self._own_times, self._xids = OwnTimes(), Xids()
 
     def words(self, worker: int) -> Words:
         if (control := self._pool.control(worker)) is None:
+            self._own_times.forget(worker)
             return Words(TORN, TORN, 0.0, 0.0)  # its end is about to be handled
         seconds = control[Word.STEP_NS] / 1e9, control[Word.WAITED_NS] / 1e9
-        return Words(control[Word.VERSION], control[Word.TAG], *seconds)
+        own = self._own_times.of(worker, control)
+        return Words(control[Word.VERSION], control[Word.TAG], *seconds, own)
 
     def roles(self, adopted: bool) -> Collection[int]:
         return list(self._store.adopted if adopted else self._store.roles)
@@ -45,3 +50,6 @@ class MemoryView:
 
     def bandwidth(self) -> float:
         return self._replicator.bandwidth()
+
+    def xids(self) -> dict[int, int]:
+        return self._xids.counts()

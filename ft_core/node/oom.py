@@ -6,16 +6,13 @@ The cgroup counts how often that has happened in it; the kernel's log, where it 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 
+from ft_core.node.kernel_log import PATH, KernelLog
+
 CGROUPS = Path("/sys/fs/cgroup")
-_KERNEL_LOG = "/dev/kmsg"
-_RECORD = 8192
-"""Bytes of the largest record in it."""
 _KEPT = 64
 """Pids from there that are remembered, should their ends be noticed later."""
 _KILLED = re.compile(r"Killed process (\d+)")
@@ -25,20 +22,17 @@ _COUNT = re.compile(r"^oom_kill (\d+)$", re.M)
 class OomKiller:
     """What it has done since this object was made."""
 
-    def __init__(self, cgroup: Path | None = None, kernel_log: str = _KERNEL_LOG) -> None:
+    def __init__(self, cgroup: Path | None = None, kernel_log: str = PATH) -> None:
         """`cgroup`: the directory of this process's, if not to be looked for."""
         found = own_cgroup() if cgroup is None else cgroup
         self._files = [found / name for name in ("memory.events", "memory.oom_control")]
         self._count = self._counted()
-        self._log = -1
+        self._log = KernelLog(kernel_log)
         self._pids: deque[int] = deque(maxlen=_KEPT)
-        with contextlib.suppress(OSError):  # as a rule only root may read it
-            self._log = os.open(kernel_log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            os.lseek(self._log, 0, os.SEEK_END)
 
     def ended(self, pid: int) -> bool:
         """Whether it has ended this process, which died of SIGKILL. A count tells of one process each."""
-        self._pids.extend(int(found) for record in self._records() for found in _KILLED.findall(record))
+        self._pids.extend(int(found) for record in self._log.records() for found in _KILLED.findall(record))
         named = pid in self._pids
         counted = self._counted()
         if counted > self._count:
@@ -52,18 +46,6 @@ class OomKiller:
                 if (found := _COUNT.search(file.read_text())) is not None:
                     return int(found[1])
         return 0
-
-    def _records(self) -> Iterator[str]:
-        while self._log >= 0:
-            try:
-                record = os.read(self._log, _RECORD)
-            except BrokenPipeError:
-                continue  # some were overwritten
-            except OSError:  # no more of them
-                return
-            if not record:
-                return
-            yield record.decode(errors="replace")
 
 
 def own_cgroup(membership: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS) -> Path:

@@ -15,6 +15,8 @@ class Words(NamedTuple):
     tag: int
     step_s: float
     waited_s: float
+    own_s: float = 0.0
+    """See `node.own_time`."""
 
 
 class View(Protocol):
@@ -44,3 +46,6 @@ class View(Protocol):
 
     def bandwidth(self) -> float:
         """Bytes per second of all sending so far; 0 before any."""
+
+    def xids(self) -> dict[int, int]:
+        """Errors of its GPUs, by number."""

@@ -318,6 +318,8 @@ class RoleBeat(Value, frozen=True):
     waited_s: float
     h2h_bytes: Number
     h2h_snapshots: Number
+    own_s: float = 0.0
+    """Of a step, what is not spent in operations of process groups; 0: not known. See `node.own_time`."""
 
 
 # -- plans ---------------------------------------------------------------------------------------------
@@ -523,6 +525,8 @@ class Heartbeat(Message, frozen=True):
     roles: dict[Role, RoleBeat]
     idle: Number
     replicas: dict[SegmentId, list[Version]]
+    xids: dict[Number, Number] = {}
+    """Errors of its GPUs since its agent began, by the driver's number."""
 
 
 class Idle(Message, frozen=True):

@@ -123,6 +123,7 @@ def main() -> None:
     parser.add_argument("--num-workers", type=int, default=2)
     parser.add_argument("--persistent-workers", action="store_true")
     parser.add_argument("--leave", default="", help="ROLE:STEP:exit, fail or _exit; ROLE may be `all`")
+    parser.add_argument("--slow", type=float, default=0.0, help="seconds a step more, of the last role")
     parser.add_argument("--ft", action="store_true")
     args = parser.parse_args()
     warnings.warn(f"told by rank {os.environ['RANK']}", stacklevel=1)
@@ -150,7 +151,7 @@ def main() -> None:
         log()
         for batch in loader:
             job.point("forward")
-            time.sleep(PACE)
+            time.sleep(PACE + args.slow * (rank == world - 1))
             leave(args.leave, rank, job.version)
             loss, gradient = model.gradient(batch)
             dist.all_reduce(gradient)

@@ -69,3 +69,19 @@ def test_a_prometheus_reads_a_job(tmp_path: Path) -> None:
             wait_for_value(lambda: value(api, "sum(ft_failures_total)"), 1.0, 60)
             wait_for_value(lambda: value(api, "count(ft_role_step > 0)"), 2.0, 60)
             wait_for_value(lambda: value(api, "ft_productive_seconds_total") > 0, True, 60)
+
+
+def test_who_holds_the_others_up_is_told_from_those_who_wait(tmp_path: Path) -> None:
+    training = Loading(("--num-workers=0", "--slow=0.1"), world=4)
+    with Job(tmp_path / "job", training, 1_000_000) as job:
+        job.wait_for("resumed")
+        url = (job.job_dir / "http").read_text().strip()
+
+        def stragglers() -> list[str]:
+            with request.urlopen(f"{url}/metrics", timeout=30) as answer:
+                lines = answer.read().decode().splitlines()
+            return [line for line in lines if line.startswith("ft_straggler_score{")]
+
+        (line,) = job.until(stragglers, "somebody who stands out")
+        name, score = line.split()
+        assert name == 'ft_straggler_score{role="3"}' and float(score) > 2.0

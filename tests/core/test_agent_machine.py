@@ -55,6 +55,9 @@ class Memory:
     def sent(self, role: int) -> tuple[int, int]:
         return 100, 2
 
+    def xids(self) -> dict[int, int]:
+        return {79: 2}
+
     def bandwidth(self) -> float:
         return 0.0
 

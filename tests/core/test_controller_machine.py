@@ -132,6 +132,8 @@ class Agent:
         """How often others were asked about it."""
         self.step_now = 1
         """Of its roles, as its beats say."""
+        self.own_s = 0.0
+        self.xids: dict[int, int] = {}
         self.layouts: dict[int, RoleLayout] = {}
         """What its roles have said of their state: repeated with each greeting."""
         self.parts: list[int] = []
@@ -193,12 +195,13 @@ class Agent:
 
     def beat(self) -> list[Effect]:
         beat = {"tag": 1, "committed": -1, "step_s": 0.1, "waited_s": 0.0, "h2h_bytes": 0, "h2h_snapshots": 0}
+        beat["own_s"] = self.own_s
         roles = {
             role: RoleBeat(pid=pid, step=self.step_now, held=self.versions.get(role, []), **beat)
             for role, pid in self.workers.items()
         }
         about = {"epoch": self.epoch, "begun": self.begun, "idle": self.idle}
-        return self.say(Heartbeat(**about, roles=roles, replicas=self.replicas))
+        return self.say(Heartbeat(**about, roles=roles, replicas=self.replicas, xids=self.xids))
 
     def hangs_up(self) -> list[Effect]:
         peer, self.peer = self.peer, -1

@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import ANY
 from urllib import request
 
+import msgspec
 import pytest
 from core.test_controller_machine import ControlPlane
 from harness import environment
@@ -26,6 +27,7 @@ from hypothesis import strategies as st
 from ports import free_port
 from waiting import wait_for_value
 
+from ft_core.control import stragglers
 from ft_core.control import tally as tallied
 from ft_core.control.metrics import PAGES
 from ft_core.control.risk import Held, Last, Loss, Present, Whole
@@ -43,7 +45,7 @@ NAMES = """ft_job_info ft_phase ft_epoch ft_step ft_spares ft_replica_groups ft_
 ft_recoveries_total ft_recovery_seconds ft_steps_redone_total ft_productive_seconds_total
 ft_lost_seconds_total ft_step_seconds ft_commit_wait_seconds_total ft_h2h_bytes_total
 ft_durable_last_success_timestamp_seconds ft_durable_write_seconds ft_segments_below_k ft_device_health
-ft_hang_suspects"""
+ft_straggler_score ft_xid_total ft_hang_suspects"""
 
 
 def numbers(job: ControlPlane) -> Numbers:
@@ -137,6 +139,46 @@ def test_a_device_that_has_failed_is_named() -> None:
     assert not [name for name in samples(job) if name.startswith("ft_device_health")]
     job["node0"].say(WorkerLost(0, 1, "ended", 1, Fault.DEVICE, step=2, device=3))
     assert samples(job)['ft_device_health{device="3",node="node0"}'] == 0
+
+
+def test_who_holds_the_others_up_is_named_with_a_score() -> None:
+    def own(*seconds: float) -> dict[int, RoleBeat]:
+        return {
+            role: msgspec.structs.replace(beat(5, committed=5), own_s=each)
+            for role, each in enumerate(seconds)
+        }
+
+    assert stragglers.scores([own(1.0, 1.1, 1.0, 1.2)]) == {} == stragglers.scores([own(), own(0.0, 0.0)])
+    assert stragglers.scores([own(1.0, 1.1, 2.2, 0.0, 1.5, 1.0)]) == {2: 2.0, 4: 1.36}
+    assert stragglers.scores([own(0.001, 0.002, 0.01)]) == {}, "of such short steps that is nothing"
+    assert stragglers.scores([own(1.0, 1.6)]) == {1: 1.6}
+    many = stragglers.scores([own(*[1.0] * 200, *range(2, 102))])
+    assert list(many) == list(range(299, 299 - stragglers.MOST, -1))
+
+    job = recovered()
+    assert not [name for name in samples(job) if name.startswith(("ft_straggler", "ft_xid_total"))]
+    for name, own_s in (("node0", 0.5), ("node2", 0.9)):
+        job[name].own_s = own_s
+        job[name].beat()
+    assert samples(job)['ft_straggler_score{role="1"}'] == 1.8
+
+
+def test_errors_of_gpus_are_counted_by_their_number() -> None:
+    job = recovered()
+    job["node0"].xids = {79: 1, 13: 2}
+    job["node0"].beat()
+    job["node2"].xids = {13: 1}
+    job["node2"].beat()
+    job["node0"].beat()  # says the same again
+    assert {n: x for n, x in samples(job).items() if "xid" in n} == {
+        'ft_xid_total{xid="13"}': 3,
+        'ft_xid_total{xid="79"}': 1,
+    }
+    job["node0"].hangs_up()
+    job["node0"].greet()
+    job["node0"].xids = {79: 2, 13: 2}
+    job["node0"].beat()
+    assert samples(job)['ft_xid_total{xid="79"}'] == 2 and samples(job)['ft_xid_total{xid="13"}'] == 3
 
 
 def beat(*held: int, committed: int) -> RoleBeat:

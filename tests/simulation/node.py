@@ -546,5 +546,8 @@ class SimNode(Process):
     def sent(self, role: int) -> tuple[int, int]:
         return 0, 0
 
+    def xids(self) -> dict[int, int]:
+        return {}
+
     def bandwidth(self) -> float:
         return 0.0
