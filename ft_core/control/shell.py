@@ -184,7 +184,9 @@ class Shell:
         try:
             with pulses.heard(datagrams, self._secret, self._pulsed, self._refusals.add):
                 code = await self._done
-            sigterm.ignore()
+                sigterm.ignore()
+                if code is not None:
+                    await self._see_off()
         finally:
             tasks.cancel()
             if http is not None:
@@ -199,6 +201,13 @@ class Shell:
                 flushed = (channel.drain() for channel in self._channels.values())
                 await asyncio.gather(*flushed, return_exceptions=True)
         return code
+
+    async def _see_off(self) -> None:
+        """Those that others speak for: they leave who is of no use before they would count as silent."""
+        peers = self.machine.facts.peers
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.settings.silence_limit):
+                await self._tree.end(peers.__contains__)
 
     def _serve_http(self) -> Server | None:
         """No job ends, or waits, because of who looks at it."""
@@ -276,8 +285,12 @@ class Shell:
     # -- events and effects --------------------------------------------------------------------
 
     def _handle(self, event: Event) -> None:
-        if self._done.done() and (self._done.exception() is not None or self._done.result() is None):
-            return  # this controller has failed, or is none any more
+        if self._done.done() and (
+            self._done.exception() is not None
+            or self._done.result() is None
+            or not isinstance(event, Greeted)
+        ):
+            return  # it has failed, or is none any more; or the job is over, as who comes is told
         if not self._leads():
             return
         try:

@@ -19,7 +19,7 @@ from ft_core.control.events import Peer
 from ft_core.errors import ProtocolError
 from ft_core.protocol import messages as m
 from ft_core.protocol.async_channel import AsyncChannel
-from ft_core.protocol.bundle import LARGE, Bundle, pack
+from ft_core.protocol.bundle import FULL, OWN, Bundle, pack
 from ft_core.settings import Settings
 
 Said = m.FromAgent | m.FromCtl
@@ -53,13 +53,13 @@ class Branch:
         """Say something to one of them, with the next bundle; nothing: its connection is to end."""
         at = self._of.get(id(body), -1)
         if at <= self._newest.get(number, -1):
+            if self._size + len(body) > FULL:
+                self.flush()
             at = self._of[id(body)] = len(self._parts)
             self._parts.append(([], body))
-            self._size += len(body)
+            self._size += OWN + len(body)
         self._parts[at][0].append(number)
         self._newest[number] = at
-        if self._size >= LARGE:
-            self.flush()
 
     def flush(self) -> None:
         """Send what is there."""
@@ -131,6 +131,10 @@ class Tree:
         self._away: deque[tuple[float, Peer]] = deque()
         """Those whose connection ended for a reason that says nothing of them, and until when they may come
         back."""
+        self._over = False
+        """Whether the job is."""
+        self._came = 0
+        """Agents that have come since then."""
 
     # -- who goes where ----------------------------------------------------------------------------
 
@@ -138,7 +142,7 @@ class Tree:
         """Where the agent that calls is to go; empty: it stays, until `leaves`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _GATHER
-        while not calls.direct and self._stay >= self._most:
+        while not calls.direct and self._stay >= self._most and not self._over:
             branches = [branch for branch in self._branches if not branch.channel.closing]
             if len(branches) >= self._most or loop.time() >= until:
                 if not branches:
@@ -156,6 +160,7 @@ class Tree:
         """One that stays has greeted."""
         branch = Branch(channel, address)
         self._branches.append(branch)
+        self._came += self._over
         return branch
 
     def closes(self, branch: Branch) -> None:
@@ -163,8 +168,9 @@ class Tree:
         self._branches.remove(branch)
         self._waiting.discard(branch)
         members, branch.members = branch.members, {}
-        for peer in members.values():
-            self._may_return(peer)
+        if not self._over:  # else it has told them
+            for peer in members.values():
+                self._may_return(peer)
 
     def _may_return(self, peer: Peer) -> None:
         self._away.append((self._now + self._silence, peer))
@@ -174,6 +180,22 @@ class Tree:
         self._now = now
         while self._away and self._away[0][0] <= now:
             self._left(self._away.popleft()[1])
+
+    async def end(self, there: Callable[[Peer], bool]) -> None:
+        """Until all have taken what was said last: one that does not, since who speaks for it does not pass
+        it on, comes to hear of the job's end. `there`: whether somebody is the job's, and not there anew."""
+        self._over = True
+        self.flush()
+        for branch in self._branches:
+            if branch.members:  # who speaks for them reads all, and hangs up
+                branch.channel.say_no_more()
+
+        def waiting() -> int:
+            away = sum(there(peer) for _, peer in self._away)
+            return away + sum(len(branch.members) for branch in self._branches)
+
+        while waiting() > self._came:
+            await asyncio.sleep(_GATHER / 40)
 
     # -- what is said ------------------------------------------------------------------------------
 

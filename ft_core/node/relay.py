@@ -16,7 +16,7 @@ from collections.abc import Callable
 from ft_core.errors import AuthenticationError, ProtocolError
 from ft_core.protocol import door
 from ft_core.protocol.async_channel import AsyncChannel
-from ft_core.protocol.bundle import LARGE, Bundle, Part, Raw, pack
+from ft_core.protocol.bundle import LARGE, OWN, Bundle, Part, Raw, pack
 from ft_core.protocol.codec import encode
 from ft_core.protocol.connection import Connection
 from ft_core.protocol.messages import RelayLives
@@ -91,8 +91,12 @@ class Relay:
                     del self._others[number]
                     channel.close()
         if not bundle.parts:
-            for channel in self._others.values():
-                self._post(channel, self._lives)
+            self.hears()
+
+    def hears(self) -> None:
+        """The controller is saying something: it may take its time to be here."""
+        for channel in self._others.values():
+            self._post(channel, self._lives)
 
     async def close(self) -> None:
         """Once its agent is to end: the others are told what the controller says last."""
@@ -136,7 +140,7 @@ class Relay:
 
     def _queue(self, number: int, body: bytes, patience: float) -> None:
         self._parts.append(([number], body))
-        self._size += len(body)
+        self._size += OWN + len(body)
         loop = asyncio.get_running_loop()
         due = loop.time() + patience
         if self._size >= LARGE:

@@ -2,8 +2,8 @@
 
 Which of them is for the controller to say, in answer to a call. An agent remembers who speaks for it, so that
 a new controller is asked by few. Where that does not come about, or the other agent has heard nothing of the
-controller for too long, this one asks again; and if who it is then sent to is of no use either, it asks to be
-served by the controller itself.
+controller for too long, though that answers this one, this one asks again; and if who it is then sent to is
+of no use either, it asks to be served by the controller itself.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ _TOLD = OrBundle(m.TO_AGENT)
 _LOOKS = 4
 """In the time in which who speaks for it should have said something: between two of them every socket is
 read, so who was stopped itself does not take its own silence for the other's."""
+_SURE = 2
+"""Looks after the controller has answered: so many words of it would have come by then. If it does not answer
+either, nobody is served better elsewhere."""
+_LONGEST = 4 * _LOOKS
+"""Looks after which this agent goes elsewhere all the same."""
 
 
 class _MisreadError(ProtocolError):
@@ -78,6 +83,8 @@ class Uplink:
         self._direct = False
         """Whether the controller is to serve this agent itself: who was to speak for it is of no use, or it
         speaks for others, which will look for it where it was."""
+        self._call: asyncio.Task[bool] | None = None
+        """Whether the controller answers, as was looked last while nothing was heard of it."""
         self._ends = False
 
     def post(self, message: m.FromAgent | m.GoesElsewhere) -> None:
@@ -204,7 +211,7 @@ class Uplink:
         follower.connected()
         self._handle(e.Connected(max(1, follower.term)))
         self._in_vain = bool(self._through)
-        first = await self._first(channel)
+        first = await self._first(channel, leader)
         if not isinstance(first, m.Leads):
             raise ProtocolError(f"{channel.peer} does not say in which term it leads")
         self._in_vain = self._named = False
@@ -213,7 +220,7 @@ class Uplink:
         if not self._through:
             self._relay.connected(channel.post_encoded)
         while True:
-            message = await self._next(channel)
+            message = await self._next(channel, leader)
             if isinstance(message, m.RelayLives):
                 continue
             if not await self._looker.counts():
@@ -237,23 +244,51 @@ class Uplink:
             raise ConnectionAbortedError(f"it is not clear where the leader of term {term} is") from None
         return self._looker.leader.address or leader
 
-    async def _first(self, channel: Channel) -> m.ToAgent | m.GoThrough | Bundle:
+    async def _first(self, channel: Channel, leader: str) -> m.ToAgent | m.GoThrough | Bundle:
         """What the controller says first. Raises ConnectionError if it says nothing through another agent."""
         try:
             async with asyncio.timeout(handshake.PATIENCE if self._through else None):
-                while isinstance(message := await self._next(channel), m.RelayLives):
+                while isinstance(message := await self._next(channel, leader), m.RelayLives):
                     pass
                 return message
         except TimeoutError:
             raise ConnectionAbortedError(f"{channel.peer} is not heard by the controller") from None
 
-    async def _next(self, channel: Channel) -> m.ToAgent | m.GoThrough | m.RelayLives | Bundle:
-        """What it is told next. Raises ConnectionError if who speaks for it hears nothing any more."""
-        if not self._through:
-            return await channel.recv()
-        for _ in range(_LOOKS):
+    async def _next(self, channel: Channel, leader: str) -> m.ToAgent | m.GoThrough | m.RelayLives | Bundle:
+        """What it is told next. Raises ConnectionError if who speaks for it hears nothing any more, and the
+        controller can be talked to."""
+        silent = sure = 0
+        while silent < _LONGEST and sure < _SURE:
+            received = channel.received
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._patience / _LOOKS):
                     return await channel.recv()
+            if channel.received != received:  # of something large
+                silent = sure = 0
+                self._relay.hears()
+            elif self._through:
+                silent += 1
+                if silent >= _LOOKS:
+                    sure = sure + 1 if self._answers(leader, again=silent == _LOOKS) else 0
         self._in_vain = True
         raise ConnectionAbortedError(f"{channel.peer} hears nothing of the controller")
+
+    def _answers(self, leader: str, again: bool) -> bool:
+        """Whether the controller is known to answer. Until then it is called; `again`: if it has answered
+        before, that was some time ago."""
+        call = self._call
+        if call is None or (call.done() and (again or not call.result())):
+            self._call = asyncio.ensure_future(self._call_up(leader))
+            return False
+        return call.done()
+
+    async def _call_up(self, leader: str) -> bool:
+        """Whether it shakes hands."""
+        await asyncio.sleep(random.uniform(0.0, self._patience / 2))  # thousands may hear nothing of it
+        try:
+            channel = await self._connect(leader, leader, handshake.SECONDS, handshake.PATIENCE)
+        except (OSError, AuthenticationError, ProtocolError) as error:
+            log.debug("node %s: no answer of %s (%s)", self._node, leader, error)
+            return False
+        channel.close()
+        return True

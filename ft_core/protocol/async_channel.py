@@ -35,6 +35,7 @@ class AsyncChannel(Generic[T]):
         self._connection = connection
         self._frames = frames
         self._receives = receives
+        self._said_all = False
 
     @classmethod
     async def connect(
@@ -101,7 +102,12 @@ class AsyncChannel(Generic[T]):
     @property
     def closing(self) -> bool:
         """Whether nothing more can be sent."""
-        return self._connection.transport.is_closing()
+        return self._said_all or self._connection.transport.is_closing()
+
+    @property
+    def received(self) -> int:
+        """Bytes, of messages that are here and of one that is on its way."""
+        return self._connection.received
 
     def post(self, message: Struct) -> None:
         """Queue a message without waiting. Raises ConnectionError if closed or the peer takes nothing."""
@@ -110,7 +116,7 @@ class AsyncChannel(Generic[T]):
     def post_encoded(self, body: bytes) -> None:
         """The same, of a message that was encoded once for several peers."""
         transport = self._connection.transport
-        if transport.is_closing():
+        if self.closing:
             raise ConnectionResetError(f"the connection to {self.peer} is closed")
         if transport.get_write_buffer_size() > MAX_BYTES:
             transport.abort()
@@ -188,6 +194,12 @@ class AsyncChannel(Generic[T]):
         if isinstance(error, OSError):
             return lost(self.peer, error)
         return ConnectionResetError(f"{self.peer} closed the connection")
+
+    def say_no_more(self) -> None:
+        """Once the peer has read all of it, it finds that this was the end."""
+        if not self.closing:
+            self._said_all = True
+            self._connection.transport.write_eof()
 
     def close(self) -> None:
         self._connection.close()

@@ -19,9 +19,13 @@ from ft_core.protocol.codec import Decoder
 KIND = b"m"
 """What no message begins with, be it compressed or not."""
 LARGE = 256 << 10
-"""Bytes of messages from which on a bundle waits for no more."""
+"""Bytes of messages from which on a bundle waits for no more: its last message may be large."""
+FULL = 8 << 20
+"""Bytes of several messages that one bundle has at most, where what is told to many is sent once."""
 
 _PART = struct.Struct("!II")
+OWN = _PART.size + 4
+"""Bytes that a bundle takes for a message to one, beside the message."""
 
 T = TypeVar("T")
 Part = tuple[Sequence[int], bytes]

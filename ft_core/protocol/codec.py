@@ -16,8 +16,10 @@ import msgspec
 from ft_core.errors import ProtocolError
 
 MAX_BYTES = 64 << 20
-"""Of one message, which takes up to 64 times as much once it is decoded. The checksums of a 256 GiB segment
-take about 6 MiB."""
+"""Of what is sent as one. A message takes up to 64 times as much once it is decoded. The checksums of a 256
+GiB segment take about 6 MiB."""
+BESIDE = 1 << 20
+"""Of these, what a message leaves to others that are sent with it (see `bundle`)."""
 
 _ZLIB = b"x"
 """What is compressed begins with it, and JSON does not."""
@@ -34,8 +36,8 @@ def encode(message: Any) -> bytes:
     body = msgspec.json.encode(message)
     if getattr(message, "compressed", False):
         body = zlib.compress(body, 1)
-    if len(body) > MAX_BYTES:
-        raise ProtocolError(f"a message of {len(body)} bytes is over the limit of {MAX_BYTES}")
+    if len(body) > MAX_BYTES - BESIDE:
+        raise ProtocolError(f"a message of {len(body)} bytes is over the limit of {MAX_BYTES - BESIDE}")
     return body
 
 

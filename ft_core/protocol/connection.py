@@ -24,6 +24,8 @@ class Connection(asyncio.Protocol):
         self._connected = connected
         self.buffer = bytearray()
         """What has come; whoever takes some removes it."""
+        self.received = 0
+        """Bytes, ever."""
         self._wanted = 0
         self.arrived: Callable[[], None] | None = None
         """Called when there are as many, and at the end, instead of waking who waits in `more`."""
@@ -54,6 +56,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.buffer += data
+        self.received += len(data)
         if len(self.buffer) >= self._wanted:
             self._tell()
         if len(self.buffer) > ROOM + self._wanted and not self._paused and not self.transport.is_closing():

@@ -120,6 +120,8 @@ class RealAgent(NodeShell):
         if (worker := self.machine.crew.get(number)) is None:
             return
         match message:
+            case m.Exit():
+                self.pool.signal(number, signal.SIGKILL)
             case m.Abort(epoch):
                 self.say(number, m.Quiesced(epoch, worker.stage, worker.counts))
             case m.Assign():

@@ -21,7 +21,7 @@ from ft_core.node.relay import Relay
 from ft_core.protocol import messages as m
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.bundle import LARGE, Raw, pack, unpack
-from ft_core.protocol.codec import encode
+from ft_core.protocol.codec import BESIDE, MAX_BYTES, encode
 
 PARTS = st.lists(
     st.tuples(st.lists(st.integers(0, 2**32 - 1), max_size=5), st.binary(max_size=20)), max_size=6
@@ -82,9 +82,37 @@ def test_what_goes_to_all_is_sent_once():
         branch.post(member, plan)
     branch.flush()
     assert len(sent) == 1 and len(sent[0]) < 1500
-    for _ in range(3):
-        branch.post(1, bytes(LARGE))
-    assert len(sent) == 4, "what is large does not wait"
+    sent.clear()
+    table, plan = b"t" * (2 * LARGE), b"p" * (2 * LARGE)
+    for member in range(100):
+        branch.post(member, table)
+        branch.post(member, plan)
+    branch.flush()
+    assert len(sent) == 1 and len(sent[0]) < 5 * LARGE, "what is large as well"
+
+
+def test_no_bundle_is_larger_than_what_is_taken():
+    """Whatever is said: a connection over which more is announced ends."""
+    sent: list[bytes] = []
+    with pytest.raises(ProtocolError, match="limit"):
+        encode("x" * (MAX_BYTES - BESIDE))
+    largest, small = bytes(MAX_BYTES - BESIDE), [bytes(1) for _ in range(LARGE - 1)]
+    branch = Branch(SimpleNamespace(post_encoded=sent.append), "")  # type: ignore[arg-type]
+    for body in [*small, largest, bytes(LARGE), largest]:
+        branch.post(1, body)
+    branch.flush()
+    assert len(sent) > 1
+
+    async def to_the_controller() -> None:
+        relay = Relay("127.0.0.1", b"s" * 32, "a relay", sent.append, sent.append)  # type: ignore[arg-type]
+        relay.connected(sent.append)
+        for body in [*small, largest, largest]:
+            relay._queue(1, body, 60.0)
+        relay._flush()
+        relay._listener.close()
+
+    asyncio.run(to_the_controller())
+    assert max(map(len, sent)) <= MAX_BYTES
 
 
 # -- real agents ------------------------------------------------------------------------------------------
@@ -229,6 +257,49 @@ def test_a_relay_that_hears_nothing_of_the_controller_is_left(tmp_path: Path):
         assert not job.lost()
 
     play(tmp_path / "job", test, heartbeats_missed=40)
+
+
+def test_a_relay_that_says_something_large_is_not_left(tmp_path: Path):
+    """It takes longer than a member waits for a word, and comes all the same."""
+
+    async def test(job: Job) -> None:
+        member = job.members[0]
+        relay, patience = job.relay_of(member)._relay, member._uplink._patience
+        handle, heard = member._handle, []
+        member._uplink._handle = lambda event: (heard.append(event), handle(event))  # type: ignore[assignment, method-assign]
+        slowly = []
+        for channel in relay._others.values():
+            channel.post_encoded = lambda _: None  # type: ignore[method-assign]
+            frame = channel._frames.pack(encode(m.RelayLives()) + b" " * (1 << 20))
+            pieces = [frame[at : at + len(frame) // 16] for at in range(0, len(frame), len(frame) // 16)]
+            slowly.append(_slowly(channel, pieces, patience / 8))
+        await asyncio.gather(*slowly)
+        assert not any(isinstance(event, e.NotConnected) for event in heard)
+
+    play(tmp_path / "job", test, heartbeats_missed=80)
+
+
+async def _slowly(channel: AsyncChannel[bytes], pieces: list[bytes], pause: float) -> None:
+    for piece in pieces:
+        channel._connection.write(piece)
+        await asyncio.sleep(pause)
+    del channel.post_encoded
+
+
+def test_a_job_that_ends_while_a_relay_hears_nothing_is_over_for_those_behind_it(tmp_path: Path):
+    async def test(job: Job) -> None:
+        relay = job.relay_of(job.members[0])
+        behind = [agent for agent in job.members if job.relay_of(agent) is relay]
+        assert relay._uplink._channel is not None
+        relay._uplink._channel._connection.transport.pause_reading()
+        for agent in job.agents.values():
+            for worker in agent.machine.crew.playing():
+                agent.say(worker.number, m.WorkerFinished())
+        assert await job.fleet.ended() == 0
+        await job.fleet.until(lambda: all(agent._done.done() for agent in behind))
+        assert [agent._done.result() for agent in behind] == [0] * len(behind)
+
+    play(tmp_path / "job", test)
 
 
 def test_who_cannot_reach_its_relay_is_served_by_the_controller(tmp_path: Path):
