@@ -43,6 +43,8 @@ def main(args: argparse.Namespace) -> int:
         print("\n".join(map(printable, in_lines(found))))
     elif str(args.html) == "-":
         print(report_html.page(found), end="")
+    elif args.html.is_symlink() or (args.html.exists() and not args.html.is_file()):
+        args.html.write_text(report_html.page(found), encoding="utf-8")  # /dev/null is to stay what it is
     else:
         beside = args.html.with_name(f".{args.html.name}-{os.getpid()}")
         beside.write_text(report_html.page(found), encoding="utf-8")

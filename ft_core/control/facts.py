@@ -140,6 +140,8 @@ class Facts:
     futile: int = 0
     """Failures since any step was done that is newer than the goal; and that, the newest before them."""
     goal: int = 0
+    entered: int = 0
+    """Of the steps that count, as many the ledger of samples has."""
 
     def __post_init__(self) -> None:
         self.strikes = Strikes(self.settings.strikes, 60 * self.settings.strike_minutes)

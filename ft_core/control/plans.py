@@ -60,6 +60,7 @@ def make(facts: Facts, start: Start, name: str, job: str) -> Plan:
         reached=facts.reached,
         futile=facts.futile,
         goal=facts.goal,
+        entered=min(facts.entered, start.version or 0),
         start=facts.start,
     )
 
@@ -82,6 +83,7 @@ def worker_plan(state: JobState, settings: Settings) -> WorkerPlan:
         policy=settings.policy,
         lr_intervention=settings.lr_intervention,
         began_with=BeganWith(roles=start.roles, stages=start.stages, there=start.there),
+        entered=state.entered,
     )
 
 

@@ -31,7 +31,7 @@ class Samples:
             for epoch in sorted(set(self._unknown) - {state.epoch}):
                 self._ledger.epoch(epoch, self._unknown[epoch], _json(start))
             self._unknown.clear()
-            self._epoch = state.epoch
+            self._epoch, facts.entered = state.epoch, state.entered
             self._ledger.epoch(state.epoch, state.version, _json(facts.groups.membership))
         return self._entered()
 
@@ -49,6 +49,8 @@ class Samples:
             problem = self._ledger.step({**when, **record, **about})
             if problem is not None:
                 effects.append(Record("ledger", facts.epoch, problem))
+            if each.epoch == self._epoch or each.step <= (facts.begun.version or 0):
+                facts.entered = max(facts.entered, each.step)
         self._waiting.clear()
         return effects + self._entered()
 

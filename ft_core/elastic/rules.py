@@ -66,6 +66,15 @@ def intervened(param_groups: Sequence[dict[str, Any]], factor: float) -> Iterato
             group["lr"] = rate
 
 
+TELLERS = 8
+"""Replica groups that tell the controller of a step's samples; all know the same."""
+
+
+def tellers(there: Sequence[int]) -> set[int]:
+    """Those that do, of the groups that take part: far from each other, so that hardly anything takes all."""
+    return {there[place * len(there) // TELLERS] for place in range(TELLERS)} if there else set()
+
+
 @dataclass(frozen=True)
 class Membership:
     """The replica groups of a job over its steps.

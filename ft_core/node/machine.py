@@ -347,9 +347,7 @@ class Agent:
                 self.epochs.post(m.OperationCounts(role, counts))
             case m.WorkerIssued(number, epoch, step, at_end, issued, unopened):
                 self.epochs.post(m.Issued(number, epoch, role, step, at_end, issued, unopened))
-            case m.WorkerTrained(epoch, step, samples):
-                assert self.epochs.plan is not None, "who trains was given a role by a plan"
-                since = self.epochs.plan.worker.version
+            case m.WorkerTrained(epoch, since, step, samples):
                 self._trained.append(m.Trained(epoch, since, step, role, samples))
                 self.epochs.post(self._trained[-1])
             case m.CorruptCopy(of, slot, reason):

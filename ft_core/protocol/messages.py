@@ -366,6 +366,8 @@ class WorkerPlan(Value, frozen=True):
     policy: str
     lr_intervention: str
     began_with: BeganWith
+    entered: Version
+    """Of the steps before it, as many the ledger has."""
     standing_in: Counterparts = Counterparts()
     """For roles that come back while others train."""
 
@@ -413,6 +415,8 @@ class JobState(Value, frozen=True):
     reached: Version
     futile: Number
     goal: Version
+    entered: Version
+    """Of its steps, as many the ledger has."""
     start: tuple[Version | None, Origin]
     """Version and origin that the job began with."""
 
@@ -1319,9 +1323,10 @@ class WorkerCompleted(Message, frozen=True):
 
 
 class WorkerTrained(Message, frozen=True):
-    """For the ledger, the samples of a step."""
+    """For the ledger, the samples of a step. `since`: as of `Trained`."""
 
     epoch: Epoch
+    since: Version | None
     step: Version
     dealt: Dealt
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 
 from ft_core.adapter import ReplicaGroup
-from ft_core.elastic.rules import AHEAD, Membership, Start, lr_factor
-from ft_core.protocol.messages import WorkerPlan
+from ft_core.elastic.rules import AHEAD, Membership, Start, lr_factor, tellers
+from ft_core.protocol.messages import Dealt, WorkerPlan, WorkerTrained
 from ft_core.worker.shell import WorkerShell
 
 log = logging.getLogger(__name__)
+
+_KEPT = 8
+"""Steps that may pass until who tells of them is heard, or known to be lost."""
 
 
 class Groups:
@@ -19,6 +23,10 @@ class Groups:
         self._shell = shell
         self.membership = Membership(1)
         """Which replica groups take part in which step."""
+        self._own = 0
+        """This role's."""
+        self._newest: deque[WorkerTrained] = deque(maxlen=_KEPT)
+        """The samples of the steps that were done last."""
 
     @property
     def _plan(self) -> WorkerPlan:
@@ -40,13 +48,14 @@ class Groups:
 
     def begin(self, own: ReplicaGroup) -> None:
         """An epoch begins, for a role that has this replica group."""
-        before = self.membership
+        before, self._own = self.membership, own.index
         self.learn()
         if not self.membership.groups:  # the plan was made before the roles had told of their groups
             self.membership = self.start.membership(own.groups)
         machine = self._shell.machine
         if self.membership != before and machine.role == min(set(range(machine.world_size)) - self.absent):
             self._say_what_changes(self._plan.version or 0)
+        self._fill_the_ledger()
 
     @property
     def elastic(self) -> bool:
@@ -72,6 +81,21 @@ class Groups:
     def _lr_factor(self, step: int) -> float:
         live = len(self.membership.contributing(step))
         return lr_factor(self._plan.lr_intervention, live, self.membership.groups)
+
+    def trained(self, dealt: Dealt) -> None:
+        """A step is done, with these samples."""
+        machine, version = self._shell.machine, self._shell.version
+        self._newest.append(WorkerTrained(machine.epoch, self._plan.version, version, dealt))
+        if self._own in tellers(self.membership.taking_part(version)):
+            self._shell.send(self._newest[-1])
+
+    def _fill_the_ledger(self) -> None:
+        """Who was to tell of steps may be lost, all at once."""
+        plan, newest = self._plan, list(self._newest)
+        self._newest.clear()
+        for trained in newest:
+            if plan.entered < trained.step <= (plan.version or 0):
+                self._shell.send(trained)
 
     def _say_what_changes(self, version: int) -> None:
         """The log says what becomes of the learning rate."""

@@ -355,7 +355,7 @@ class Session:
 
         Copying goes on behind the next forward pass. `dealt`: for the ledger, the samples of the step (see
         `ft_core.elastic.rules.Deal.ledger_entry`), with policy `shrink` only. One role of each replica group
-        gives them: all groups know the same, and the ledger must not lose a step with one.
+        gives them: all groups know the same, and the ledger must not lose a step with some.
 
         Raises ConfigError in the second step where `keep` was called and the adapter lists nothing of it.
         """
@@ -374,7 +374,7 @@ class Session:
             shell.handle(e.StepDone(shell.version))
         recovery.snapshots.stage(shell.version)
         if dealt is not None and self.groups.elastic:
-            shell.send(m.WorkerTrained(machine.epoch, shell.version, dealt))
+            self.groups.trained(dealt)
         if shell.version >= machine.hold_at:
             recovery.hold()
 

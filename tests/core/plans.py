@@ -31,6 +31,7 @@ def worker_plan(epoch: int = 1, **more: Any) -> m.WorkerPlan:
         policy="wait",
         lr_intervention="sqrt",
         began_with=m.BeganWith(2, 1, 2),
+        entered=0,
     )
     if "absent" in more:
         more["counterparts"] = compact.counterparts(more.pop("absent"))
@@ -64,6 +65,7 @@ def job_plan(roles: dict[int, str], epoch: int = 1, **more: Any) -> m.Plan:
         reached=0,
         futile=0,
         goal=0,
+        entered=0,
         start=(None, "initial"),
     )
     return msgspec.structs.replace(found, **more)

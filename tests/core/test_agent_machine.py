@@ -160,7 +160,7 @@ def test_a_node_begins_with_a_worker_for_each_device_and_a_standby():
 
 def test_a_greeting_says_who_it_is_and_repeats_what_must_be_known(training: Node):
     training.worker(m.WorkerStepped(1, 1))
-    training.worker(m.WorkerTrained(1, 1, {"0": [0, 8]}))
+    training.worker(m.WorkerTrained(1, 0, 1, {"0": [0, 8]}))
     training.worker(m.BringSettings(3, {"policy": "stop"}))
     hello = training.greeting()
     assert (hello.node, hello.pid, hello.domain, hello.holdings.begun) == ("node0", 42, "rack", "1-x")

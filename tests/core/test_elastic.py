@@ -6,12 +6,24 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from torch.utils.data import DistributedSampler
 
-from ft_core.elastic.rules import AHEAD, Deal, Membership, Range, Start, lr_factor, positions, stand_in
+from ft_core.elastic.rules import (
+    AHEAD,
+    TELLERS,
+    Deal,
+    Membership,
+    Range,
+    Start,
+    lr_factor,
+    positions,
+    stand_in,
+    tellers,
+)
 from ft_core.protocol.messages import Dealt, Redundancy, ReplicaGroup
 
 Hands = list[dict[int, list[Range]]]
@@ -158,6 +170,12 @@ def test_an_epoch_from_an_earlier_version_takes_back_later_changes():
     assert membership.changed(9, (1, 2)).changes == ((5, (0, 1, 2)), (9, (1, 2)))
     assert membership.changed(5, (3, 0)).changes == ((5, (0, 3)),)
     assert membership.changed(4, (0, 1, 2, 3)) == Membership(4)
+
+
+def test_few_groups_tell_of_samples_and_they_are_far_from_each_other():
+    assert tellers([]) == set() and tellers([3]) == {3} and tellers(range(8)) == set(range(8))
+    told = sorted(tellers([group for group in range(800) if group not in (0, 100)]))
+    assert len(told) == TELLERS and all(later - one > 90 for one, later in pairwise(told))
 
 
 def test_an_epoch_that_changes_nobody_is_no_change():

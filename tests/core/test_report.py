@@ -166,6 +166,10 @@ def hostile(text: str) -> list[str]:
 def test_a_page_says_what_happened(job_dir: Path) -> None:
     file = job_dir / "report.html"
     assert ctl.main(["--job-dir", str(job_dir), "report", "--html", str(file)]) == 0
+    link = job_dir / "link.html"  # as /dev/stdout is one
+    link.symlink_to(file)
+    assert ctl.main(["--job-dir", str(job_dir), "report", "--html", str(link)]) == 0
+    assert link.is_symlink() and not file.is_symlink()
     found = check_page(file.read_text())
     for words in ("node1", "What the time went to", "Recoveries", "restoring", "Failures by node"):
         assert words in found.text

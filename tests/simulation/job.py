@@ -14,7 +14,7 @@ from typing import Any
 from ft_core.cli import ledger_check
 from ft_core.control import events as ev
 from ft_core.control.recorded import EVENTS
-from ft_core.elastic.rules import Deal
+from ft_core.elastic.rules import Deal, tellers
 from ft_core.protocol import messages as m
 from ft_core.protocol.goodput import Spent
 from ft_core.settings import Command, Settings
@@ -323,6 +323,12 @@ class SimJob:
     def leads(self, role: int | None) -> bool:
         """Whether it is the first of its replica group, which tells of the samples."""
         return role is not None and role % (self.training.roles // self.shape.groups) == 0
+
+    def tells(self, role: int | None, there: tuple[int, ...]) -> bool:
+        """Whether its group is one of those that tell the controller: only one in some jobs, so that it is
+        lost now and then."""
+        group = (role or 0) // (self.training.roles // self.shape.groups)
+        return group in (there[:1] if self.shape.nodes % 2 else tellers(there))
 
     def own_checkpoint(self, plan: m.WorkerPlan) -> tuple[int, Content]:
         """What a script loads that begins now: version 0 if nothing."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ft_core.control import decision
+from ft_core.control import decision, plans
 from ft_core.control.epochs import Epochs
 from ft_core.control.events import Record
 from ft_core.control.facts import Facts
@@ -384,6 +384,16 @@ def steps_are_done_again_unseen() -> None:
     Account.spent = lambda self, wall: replace(original(self, wall), redone=0.0)  # type: ignore[method-assign]
 
 
+def steps_that_nobody_told_of_stay_unknown() -> None:
+    """Those who were to tell of their samples are lost, and the plan says that the ledger has them."""
+    original = plans.make
+
+    def mutated(facts: Facts, start: decision.Start, name: str, job: str) -> m.Plan:
+        return replace(original(facts, start, name, job), entered=start.version or 0)
+
+    plans.make = mutated
+
+
 ELECTED: dict[str, Callable[[], None]] = {
     mutation.__name__: mutation
     for mutation in (
@@ -434,5 +444,6 @@ MUTATIONS: dict[str, Callable[[], None]] = {
         what_is_cut_off_was_well_spent,
         a_successor_is_the_first,
         steps_are_done_again_unseen,
+        steps_that_nobody_told_of_stay_unknown,
     )
 }

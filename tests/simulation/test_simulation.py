@@ -41,6 +41,7 @@ FAILED_ONCE = {
     954147: "a node was taken for lost while the only other one that reached it had only just come",
     914492: "a worker died at the end of a step of which nobody had heard, and the oracle counted it",
     921281: "a spare alone had begun the first plan of a controller that was killed then, and was given up",
+    406: "who was to tell of a step's samples was lost with that (steps_that_nobody_told_of_stay_unknown)",
     24984: "a node was told to end, and a new controller that had heard of nobody else yet ended the job",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
@@ -51,6 +52,7 @@ FAILED_ONCE_ABOUT_LEADERS = {
 }
 
 FOUND_BY = {
+    "steps_that_nobody_told_of_stay_unknown": 406,
     "what_is_cut_off_was_well_spent": 1141,
     "what_to_prepare_is_said_once": 837,
     "a_busy_agent_is_a_silent_machine": 6126,

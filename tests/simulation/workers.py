@@ -83,6 +83,7 @@ class SimWorker(Process):
         self.version, self.content = 0, 1
         self.deal = Deal(1)
         self.membership = Membership(node.job.shape.groups)
+        self._newest: list[m.WorkerTrained] = []
         self.outbox = 0
         self.hung = False
         """Whether its main thread does nothing any more."""
@@ -343,6 +344,10 @@ class SimWorker(Process):
         if changes.groups:  # else the plan was made before the roles had told of their groups
             self.membership = Membership.of(changes)
         held = self.held
+        for trained in self._newest:  # as `ft_core.worker.groups`
+            if self.plan.entered < trained.step <= (self.plan.version or 0):
+                self._say(trained)
+        self._newest.clear()
         without = set(held[1:]) - {copy.role for copy in restore.parts}
         if without and self.version:
             raise Violation(f"3: role {self.role} has no copy of what roles {sorted(without)} had alone")
@@ -439,7 +444,10 @@ class SimWorker(Process):
         if job.shape.policy == "shrink" and job.leads(self.role):
             dealt = {group: list(ranges) for group, ranges in trained.items()}
             waiting = [(first, start, end) for first, start, end in self.deal.waiting]
-            self._say(m.WorkerTrained(self.epoch, step, m.Dealt(dealt, waiting, self.deal.next)))
+            told = m.Dealt(dealt, waiting, self.deal.next)
+            self._newest.append(m.WorkerTrained(self.epoch, self.plan.version, step, told))
+            if job.tells(self.role, self.membership.taking_part(step)):
+                self._say(self._newest[-1])
         yield from self._hold()
         if job.shape.saves and step % job.shape.saves == 0:
             yield from self._save()
