@@ -31,7 +31,6 @@ from ft_core.history import goodput
 from ft_core.protocol.goodput import Cause
 from ft_core.protocol.messages import Inject, Injected
 from ft_core.settings import Settings
-from ft_core.state.deferred import DEFERRED
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = (ROOT / "recipes" / "megatron", ROOT / "recipes" / "deepspeed")
@@ -222,8 +221,7 @@ class Job:
 
     def __init__(self, job_dir: Path, layout: Training, iterations: int, *, nproc: int = 1, spares: int = 1,
                  ftrun: tuple[str, ...] = (), flags: tuple[str, ...] = (), script: Path | None = None,
-                 protected: bool = True, deferred: bool = False) -> None:  # fmt: skip
-        """`deferred`: newcomers put off their initialisation."""
+                 protected: bool = True) -> None:  # fmt: skip
         self.job_dir = job_dir
         self._joined: list[subprocess.Popen] = []
         nnodes = layout.world // nproc
@@ -235,8 +233,6 @@ class Job:
         self._environment = environment() | layout.environment() | {"TMPDIR": str(self._temporary)}
         self._awaited = job_dir.parent / f"{job_dir.name}.awaited"
         self._environment["FT_TESTS_AWAITED"] = str(self._awaited)  # for paced.py
-        if deferred:
-            self._environment |= {DEFERRED: "1"}
         self._output = (job_dir.parent / f"{job_dir.name}.console").open("w+")
         self.process = subprocess.Popen(
             command,

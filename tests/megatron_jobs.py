@@ -241,7 +241,7 @@ def survives(
     text = reference(training, iterations, directory / "plain", *flags, "--save", str(expected))
     job_dir, flags = directory / "job", (*flags, "--save", str(saved))
     ftrun = ("--respawn", "--ft-inject", ",".join(injected))
-    about = {"spares": spares, "ftrun": ftrun, "flags": flags, "deferred": True}
+    about = {"spares": spares, "ftrun": ftrun, "flags": flags}
     with Job(job_dir, training, iterations, nproc=2, **about) as job:
         result = job.finish(timeout=240)
     check_log(result, text)

@@ -37,7 +37,7 @@ from ft_core.process.timeline import timeline
 from ft_core.state import mersenne
 from ft_core.state.owed import OwingGenerator, draws_of
 from ft_core.state.undone import Bytes, Operation, Undone, span_of, storage_of, tensors_of, users_of
-from ft_core.state.watch import Compiler, Watch, is_inside_compiler, unwatched, watch
+from ft_core.state.watch import Compiler, Watch, is_inside_compiler, watch
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -65,8 +65,13 @@ _SMALL = 1 << 20
 _NOT = object()
 
 DEFERRED = "FT_DEFERRED_INIT"
-"""Of `ftrun`'s environment: 1 has newcomers put off their initialisation. See docs/design.md for what is not
-covered yet."""
+"""Of `ftrun`'s environment: see `is_wanted`."""
+
+
+def is_wanted(on_gpu: bool) -> bool:
+    """Whether newcomers put off their initialisation: 0 says that they do not, 1 that they do it with weights
+    that come to a GPU as well. Kernels of extensions read there what torch's dispatcher does not see."""
+    return os.environ.get(DEFERRED, "0" if on_gpu else "1") == "1"
 
 
 class Deferred:
@@ -83,6 +88,7 @@ class Deferred:
         self._incomplete = ""
         """What showed that a restore does not overwrite everything."""
         self._began = self._on = self._busy = self._forked = self._text_unread = False
+        self._looks = self._told = False
         self._main = 0
         self._lock = threading.RLock()
         """Of all here, for the script's threads. It is not held while an operation of theirs is done."""
@@ -115,6 +121,7 @@ class Deferred:
 
     def _look(self) -> None:
         """See what the script does."""
+        self._looks = True
         self._replace(self._patches, patched.READERS, self._reading)
         self._replace(self._patches, patched.ADDRESSES, self._addressing)
         self._replace(self._patches, patched.CONVERSIONS, self._converting)
@@ -126,6 +133,7 @@ class Deferred:
 
     def _look_away(self) -> None:
         """Where nothing is put off."""
+        self._looks = False
         self._watch.end()
         self._compiler.leave()
         self._patches.close()
@@ -159,7 +167,7 @@ class Deferred:
 
         Returns whether it has left anything of that: then all was done, and it is to be restored again.
         """
-        if not self._on:
+        if not self._began:
             restore()
             return False
         self._restored, self._incomplete = Bytes(), ""
@@ -202,8 +210,9 @@ class Deferred:
 
     def _account(self, numbers: int, why: str, level: int) -> None:
         self.done += numbers
+        level, self._told = logging.DEBUG if self._told else level, True
         log.log(
-            logging.DEBUG if self.done > numbers else level,
+            level,
             "initialisation that was left to the restore is done after all, %d numbers for a start: %s (%s)",
             *(numbers, why, _caller()),
         )
@@ -487,20 +496,26 @@ class Deferred:
             if not self._on:
                 return original(*args, **kwargs)
             self._unseen("TorchScript is called")
-            with unwatched():
+            if (here := watch()) is not None:
+                here.end()
+            try:
                 return original(*args, **kwargs)
+            finally:
+                if here is not None and (self._looks or here is not self._watch):
+                    here.begin()
 
         return call
 
     def _compiling(self) -> None:
-        """Compiled code is called by this thread. It is watched again when it makes another weight."""
-        if self._on and (here := watch()) is not None:
-            self._unseen("compiled code is called")
-            if here is self._watch:
-                self._look_away()
-            else:
-                self._on = False  # of what that thread does from here on nothing is seen
-                here.end()
+        """Compiled code is called by this thread. The main one is watched again when it makes a weight."""
+        self._unseen("compiled code is called")
+        if threading.get_ident() == self._main:
+            self._look_away()
+            return
+        self._on = False  # of what this thread does from here on nothing is seen
+        self._compiler.leave()
+        if (here := watch()) is not None:
+            here.end()
 
     def _unseen(self, why: str) -> None:
         with self._lock:
@@ -509,8 +524,8 @@ class Deferred:
 
     def _registering(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
         def register(module: Any, name: str, param: Any) -> Any:
-            looks = not self._on or threading.get_ident() != self._main or watch() is not None
-            if not looks and not is_inside_compiler():
+            away = self._on and not self._looks and threading.get_ident() == self._main
+            if away and not is_inside_compiler():
                 self._look()
                 if type(param) is torch.nn.Parameter and users_of(storage_of(param)) == 1:
                     self._owned(param)

@@ -72,21 +72,8 @@ def watch() -> Watch | None:
     return next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Watch)), None)
 
 
-@contextmanager
-def unwatched() -> Iterator[None]:
-    """This thread, for a while."""
-    here = watch()
-    if here is not None:
-        here.end()
-    try:
-        yield
-    finally:
-        if here is not None:
-            here.begin()
-
-
 class Compiler:
-    """Calls a function before the next call of one that `torch.compile` has made, and is gone: nothing of it
+    """Calls a function before one that `torch.compile` has made is called. It is to `leave`: nothing of this
     is there when that compiles."""
 
     def __init__(self, call: Callable[[], None]) -> None:
@@ -114,7 +101,6 @@ class Compiler:
         """The first thing that such a function does. One that is to stay as it is has no callback."""
         function = sys._getframe(1).f_locals.get("self")
         if getattr(function, "callback", None) is not None:
-            self.leave()
             self._call()
         return self._original(callback)
 

@@ -20,7 +20,7 @@ from ft_core.process.timeline import timeline
 from ft_core.protocol.channel import Channel
 from ft_core.protocol.messages import TO_WORKER, Fault, ScriptFailed
 from ft_core.settings import Command
-from ft_core.state.deferred import DEFERRED
+from ft_core.state import deferred
 from ft_core.state.snapshot import has_gpu
 from ft_core.worker import cuda_fork, device_memory, faults, import_output, marks, ordinary, unprotected
 from ft_core.worker.logs import redirect, take_over
@@ -81,7 +81,7 @@ def main(
         os.execvp(command.target, [command.target, *command.arguments])
     session = Session(shell, predecessors)
     begin(session)
-    if session.joining and os.environ.get(DEFERRED) == "1":
+    if session.joining and deferred.is_wanted(has_gpu()):
         session.deferred.begin()
     backend.install(session.comms)
     watch = unprotected.install(session)

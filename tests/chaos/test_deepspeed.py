@@ -56,7 +56,7 @@ def moments(training: Training, nodes: int) -> dict[str, str]:
 def test_every_moment(training: Training, nproc: int, nodes: int, tmp_path):
     injected = moments(training, nodes)
     ftrun = ("--respawn", "--ft-inject", ",".join(injected.values()))
-    about = {"nproc": nproc, "spares": 3, "ftrun": ftrun, "flags": EVALUATED, "deferred": True}
+    about = {"nproc": nproc, "spares": 3, "ftrun": ftrun, "flags": EVALUATED}
     with Job(tmp_path / "job", training, ITERATIONS, **about) as job:
         result = job.finish()
     check_identical(result, training, ITERATIONS, *EVALUATED, again=TWICE * len(injected))

@@ -37,7 +37,7 @@ class Scripted(Zero):
 )
 def test_script(training: Scripted, tmp_path: Path) -> None:
     ftrun = ("--respawn", "--ft-inject", ",".join(KILLS))
-    about = {"nproc": 1, "spares": 3, "ftrun": ftrun, "deferred": True}
+    about = {"nproc": 1, "spares": 3, "ftrun": ftrun}
     with Job(tmp_path / "job", training, ITERATIONS, **about) as job:
         result = job.finish()
     check_identical(result, training, ITERATIONS, again=TWICE * len(KILLS))

@@ -53,7 +53,7 @@ def test_every_moment(layout: Layout, tmp_path):
     nproc = layout.world // 2
     injected = moments(layout, nproc)
     ftrun = ("--respawn", "--ft-inject", ",".join(injected.values()))
-    with Job(tmp_path / "job", layout, ITERATIONS, nproc=nproc, spares=3, ftrun=ftrun, deferred=True) as job:
+    with Job(tmp_path / "job", layout, ITERATIONS, nproc=nproc, spares=3, ftrun=ftrun) as job:
         result = job.finish()
     check_identical(result, layout, ITERATIONS)
     check_survivors(result, layout.world)
