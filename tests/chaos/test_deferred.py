@@ -32,7 +32,11 @@ class Scripted(Zero):
 
 @pytest.mark.parametrize(
     "training",
-    [Scripted(3, dp=2, bf16=True, name="made_in_parts"), Scripted(1, dp=2, name="looks_at_weights")],
+    [
+        Scripted(3, dp=2, bf16=True, name="made_in_parts"),
+        Scripted(1, dp=2, name="looks_at_weights"),
+        Scripted(2, dp=2, name="stranger"),
+    ],
     ids=lambda training: training.name,
 )
 def test_script(training: Scripted, tmp_path: Path) -> None:
