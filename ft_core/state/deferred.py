@@ -396,11 +396,9 @@ class Deferred:
     def _left(self, restored: Bytes) -> str:
         """Whether anything of the queue is left that somebody still has, and was not overwritten."""
         left = next((span for span in self._undone.written() if not restored.covers(span)), None)
-        return (
-            ""
-            if left is None
-            else f"the restore leaves {left.stop - left.start} bytes of a tensor as they were"
-        )
+        if left is None:
+            return ""
+        return f"the restore leaves {left.stop - left.start} bytes of a tensor as they were"
 
     # -- what is not an operation ------------------------------------------------------------------
 
