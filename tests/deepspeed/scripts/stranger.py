@@ -15,7 +15,7 @@ _build = pretrain_clm.build_model
 
 
 def build_model(args: argparse.Namespace) -> torch.nn.Module:
-    """As the recipe's, with weights that are scaled by what a compiled function, a thread and others found."""
+    """As the recipe's, with weights that are scaled by what compiled code, a thread and others found."""
     scale = torch.compile(lambda x: x.abs().mean() * 0.01 + 1, backend="eager", fullgraph=True)
     scale(torch.ones(3))  # warmed up, before there is a model
     model = _build(args)
