@@ -66,6 +66,9 @@ def intervened(param_groups: Sequence[dict[str, Any]], factor: float) -> Iterato
             group["lr"] = rate
 
 
+CHANGES = 128
+"""Of who takes part, that are known: plans have them, and a job that lives for months has thousands. Nobody
+goes back to before so many."""
 TELLERS = 8
 """Replica groups that tell the controller of a step's samples; all know the same."""
 
@@ -109,7 +112,7 @@ class Membership:
 
     def changed(self, version: int, members: Iterable[int]) -> Membership:
         """An epoch starts from `version` with `members`; what was to come after that version is void."""
-        kept = tuple(change for change in self.changes if change[0] < version)
+        kept = tuple(change for change in self.changes if change[0] < version)[1 - CHANGES :]
         now, members = Membership(self.groups, kept), tuple(sorted(members))
         if members == now.taking_part(version + 1):
             return now

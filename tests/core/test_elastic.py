@@ -14,6 +14,7 @@ from torch.utils.data import DistributedSampler
 
 from ft_core.elastic.rules import (
     AHEAD,
+    CHANGES,
     TELLERS,
     Deal,
     Membership,
@@ -176,6 +177,17 @@ def test_few_groups_tell_of_samples_and_they_are_far_from_each_other():
     assert tellers([]) == set() and tellers([3]) == {3} and tellers(range(8)) == set(range(8))
     told = sorted(tellers([group for group in range(800) if group not in (0, 100)]))
     assert len(told) == TELLERS and all(later - one > 90 for one, later in pairwise(told))
+
+
+def test_what_is_known_of_who_took_part_does_not_grow_with_the_jobs_age():
+    membership = Membership(3)
+    for version in range(10 * CHANGES):
+        membership = membership.changed(version, [0, 1] if version % 2 else [0, 1, 2])
+        assert membership.taking_part(version + 1) == ((0, 1) if version % 2 else (0, 1, 2))
+    assert len(membership.changes) == CHANGES
+    before = 10 * CHANGES - 20
+    back = membership.changed(before, [0])
+    assert back.dealt(before + 1) == membership.dealt(before + 1) and back.taking_part(before + 1) == (0,)
 
 
 def test_an_epoch_that_changes_nobody_is_no_change():
