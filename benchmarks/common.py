@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -61,7 +62,9 @@ def cpu_seconds(pid: int) -> float:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The flags that every benchmark has."""
+    """The flags that every benchmark has. From here on SIGTERM ends it as Ctrl-C does, with all it has
+    started."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     p = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
