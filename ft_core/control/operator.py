@@ -26,6 +26,9 @@ NAME = "page"
 """The job directory's file with the page's URL and the token."""
 CONFIRM = 60.0
 """Seconds in which what was asked for must be confirmed."""
+PRIVATE = ("localhost", "local", "internal", "svc")
+"""Domains of which nobody owns a name in the public DNS: so no page of somebody else's has one. Services of
+Kubernetes are in `svc` and in `svc.cluster.local`."""
 _OPEN = 64
 """Actions that wait for that, at most."""
 
@@ -58,14 +61,14 @@ class Operator:
 
     def may_read(self, headers: Headers) -> bool:
         """Not a page of somebody else's whose name was bound to this machine's address. What has no name of
-        the public DNS is ours: an address, a name without a dot, this machine's."""
+        the public DNS is ours: an address, a name without a dot or in a private domain, this machine's."""
         name = _host(headers.get("host", ""))
         if name in self._names or (name and "." not in name and ":" not in name):
             return True
         try:
             ipaddress.ip_address(name)
         except ValueError:
-            return name.endswith(".localhost")
+            return name.rpartition(".")[2] in PRIVATE
         return True
 
     def may_act(self, headers: Headers) -> bool:

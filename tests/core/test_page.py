@@ -361,13 +361,18 @@ def test_a_name_that_others_can_bind_to_this_address_is_refused(site: Site) -> N
         "evil.example:80",
         "127.0.0.1.evil.example",
         "localhost.evil.example",
+        "ft.training.svc.evil.example",
+        "evil.notlocal",
         "",
         "[::1",
     ):
         for path in ("/", "/api/stream", "/api/node?name=node0", "/page.js"):
             code, said = site.ask(path, Host=host)
             assert code in (400, 421) and b"evil" not in said
-    for host in ("127.0.0.1", "localhost:1", "[::1]:9", "node17", "a.localhost", socket.gethostname()):
+    ours = ["127.0.0.1", "localhost:1", "[::1]:9", "node17", "a.localhost", socket.gethostname()]
+    ours += ["ft.training.svc", "FT.training.svc:29480", "ft.training.svc.cluster.local", "ft.training.svc."]
+    ours += ["node17.local", "ip-10-0-0-1.ec2.internal"]
+    for host in ours:
         assert site.ask("/", Host=host)[0] == 200
     assert site.ask("/metrics", Host="prometheus.example")[0] == 200
 
