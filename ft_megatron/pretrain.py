@@ -221,7 +221,7 @@ class Hooks:
         self._loop = loop = Loop(self._training, self.loaders, current.comms.find)
         self._adapter = adapter = PretrainAdapter(model, optimizer, scheduler, loop)
         self._groups = groups = ReplicaGroups(self._training, current, adapter)
-        self._log = ProgressLog(self._training, groups.printed, groups.is_last)
+        self._log = ProgressLog(self._training, groups.printed, groups.is_last, current.tell_loss)
         groups.join(model, scheduler, self.loaders)
         self.finalize = hook_optimizer(optimizer, model, current, self._adapter.sharded)
         config = self._training.get_model_config(model[0])

@@ -18,15 +18,23 @@ from typing import Any
 
 from ft_megatron import patched
 
+_LOSS = re.compile(r"\| (?:[\w-]+ )*loss: (-?\d+\.\d+E[-+]\d+|NAN|INF) \|")
+"""The first of a line; there may be parts of it behind. Not the loss scale."""
+
 
 class ProgressLog:
     """What `megatron.training.training` prints on the last rank, and writes to tensorboard."""
 
     def __init__(
-        self, training: ModuleType, printed_before: Callable[[str], bool], is_last: Callable[[], bool]
+        self,
+        training: ModuleType,
+        printed_before: Callable[[str], bool],
+        is_last: Callable[[], bool],
+        tell_loss: Callable[[float], None] = lambda loss: None,
     ) -> None:
         """`printed_before`: whether a worker that has written it before has printed this. `is_last`: whether
-        this role is the last, which writes it, or stands in for that."""
+        this role is the last, which writes it, or stands in for that. `tell_loss`: is given the loss of each
+        line: Megatron has brought it to the host for that, and at no other time is it asked for."""
         self._printed_before, self._is_last = printed_before, is_last
         self.doubtful = 2
         """For how many steps what comes now may have been written by another worker: those of the version
@@ -45,6 +53,8 @@ class ProgressLog:
                     if (writer := get_tensorboard_writer()) is not None:
                         writer.flush()  # a successor that finds the line relies on its values
                     self._printed.add(self._key)
+                    if (found := _LOSS.search(message)) is not None:
+                        tell_loss(float(found[1]))
                 original(message)
 
             return print_rank_last

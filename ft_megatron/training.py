@@ -142,6 +142,11 @@ class ProtectedTraining:
 
     # -- the step ------------------------------------------------------------------------------
 
+    def tell_loss(self, loss: float) -> None:
+        """For the job's page, if this is a job: see `Session.tell_loss`."""
+        if self._session is not None:
+            self._session.tell_loss(loss)
+
     def step_done(self, result: Any = None) -> None:
         """The step is complete on this rank: its state is staged now, and `step` is one more.
 

@@ -148,6 +148,7 @@ class Controller:
             durable=None if at is None else since_1970 - (wall - at),
             suspects=len(epochs.hangs.suspects),
             xids=dict(tally.xids),
+            loss=tally.loss,
             writes=counted(tally.writes),
             broken=facts.strikes.broken(epochs.now),
             held=risk.held(facts, self._counted) if facts.plan is not None else None,

@@ -193,8 +193,9 @@ class Page:
         told, numbers, self._nodes = self._past.told, found.numbers, len(found.nodes)
         if not self._began and told.number:
             self._began = True
-            self._series.begin([(at, step, good, None, done) for at, step, good, done in told.points])
-        sample = (round(time.time(), 2), found.step_s, found.goodput, numbers.spares, numbers.step)
+            self._series.begin([(at, step, good, None, done, None) for at, step, good, done in told.points])
+        now, most = round(time.time(), 2), (numbers.spares, numbers.step, numbers.loss)
+        sample = (now, found.step_s, found.goodput, *most)
         self._series.add(sample)
         return sample
 

@@ -62,6 +62,8 @@ class Tally:
     """Errors of GPUs, by the driver's number."""
     _xids: dict[str, Mapping[int, int]] = field(default_factory=dict)
     """What each node with any has said of them last."""
+    loss: float | None = None
+    """That some role has told last."""
     writes: Durations = field(default_factory=Durations)
     """Of what single roles had of durable checkpoints."""
     durable: float | None = None
@@ -108,6 +110,8 @@ class Tally:
                     self.sent += beat.h2h_bytes - last.h2h_bytes
                 if beat.waited_s > last.waited_s:
                     self.waited += beat.waited_s - last.waited_s
+            if beat.loss is not None:
+                self.loss = beat.loss
 
     def erred(self, node: str, xids: Mapping[int, int]) -> None:
         """What the GPUs of a node have had of errors since its agent began, over whichever connection."""
@@ -154,6 +158,8 @@ class Numbers:
     suspects: int
     xids: dict[int, int]
     """Errors of GPUs, by number."""
+    loss: float | None
+    """Of the script, where it tells it."""
     writes: tuple[list[int], float]
     broken: set[tuple[str, int]]
     """Devices that have failed of late: the node, and the index."""

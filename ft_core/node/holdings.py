@@ -102,6 +102,7 @@ def beats(crew: Crew, view: View) -> dict[m.Role, m.RoleBeat]:
             h2h_bytes=sent,
             h2h_snapshots=snapshots,
             own_s=words.own_s,
+            loss=words.loss,
         )
     return found
 

@@ -10,7 +10,7 @@ from ft_core.node.view import Words
 from ft_core.node.workers import WorkerPool
 from ft_core.node.xids import Xids
 from ft_core.state.manifest import Segment
-from ft_core.state.memory import TORN, Word
+from ft_core.state.memory import TORN, Word, loss_of
 from ft_core.state.store import NodeStore
 
 
@@ -27,7 +27,7 @@ class MemoryView:
             return Words(TORN, TORN, 0.0, 0.0)  # its end is about to be handled
         seconds = control[Word.STEP_NS] / 1e9, control[Word.WAITED_NS] / 1e9
         own = self._own_times.of(worker, control)
-        return Words(control[Word.VERSION], control[Word.TAG], *seconds, own)
+        return Words(control[Word.VERSION], control[Word.TAG], *seconds, own, loss_of(control[Word.LOSS]))
 
     def roles(self, adopted: bool) -> Collection[int]:
         return list(self._store.adopted if adopted else self._store.roles)

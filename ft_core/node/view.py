@@ -17,6 +17,7 @@ class Words(NamedTuple):
     waited_s: float
     own_s: float = 0.0
     """See `node.own_time`."""
+    loss: float | None = None
 
 
 class View(Protocol):

@@ -320,6 +320,8 @@ class RoleBeat(Value, frozen=True):
     h2h_snapshots: Number
     own_s: float = 0.0
     """Of a step, what is not spent in operations of process groups; 0: not known. See `node.own_time`."""
+    loss: float | None = None
+    """That the script has told last."""
 
 
 # -- plans ---------------------------------------------------------------------------------------------

@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import math
 import mmap
 import os
 import resource
+import struct
+import sys
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -115,6 +118,19 @@ class Word(IntEnum):
     """Worker: duration of its last step in nanoseconds."""
     WAITED_NS = 6
     """Worker: total time spent in commit waits, in nanoseconds."""
+    LOSS = 7
+    """Worker: the loss that the script has told last, the bits of a double; NaN: none. See `loss_of`."""
+
+
+def word_of_loss(loss: float) -> int:
+    """For `Word.LOSS`."""
+    return int.from_bytes(struct.pack("=d", loss), sys.byteorder, signed=True)
+
+
+def loss_of(word: int) -> float | None:
+    """Inverse. None: there is none, or it is no number."""
+    (loss,) = struct.unpack("=d", word.to_bytes(8, sys.byteorder, signed=True))
+    return loss if math.isfinite(loss) else None
 
 
 class ControlBlock:
@@ -132,6 +148,7 @@ class ControlBlock:
         """A block with no version staged or committed."""
         block = cls(SharedMemory.create("ft-control", _PAGE + flight_memory.SIZE))
         block[Word.STAGED] = block[Word.COMMITTED] = TORN
+        block[Word.LOSS] = word_of_loss(math.nan)
         flight_memory.clear(block.flight)
         return block
 

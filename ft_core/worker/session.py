@@ -23,7 +23,7 @@ from ft_core.protocol import messages as m
 from ft_core.protocol.groups import parse
 from ft_core.state.deferred import Deferred
 from ft_core.state.envelope import decode
-from ft_core.state.memory import IN_OPTIMIZER, Word
+from ft_core.state.memory import IN_OPTIMIZER, Word, word_of_loss
 from ft_core.state.snapshot import settle
 from ft_core.worker import events as e
 from ft_core.worker import marks
@@ -377,6 +377,14 @@ class Session:
             self.groups.trained(dealt)
         if shell.version >= machine.hold_at:
             recovery.hold()
+
+    def tell_loss(self, loss: float) -> None:
+        """The loss of the newest step, where the host knows it: for the job's page, nothing depends on it.
+
+        It is one word that is written: call it whenever the script logs its loss. One role does, or all do
+        with the same number.
+        """
+        self._control[Word.LOSS] = word_of_loss(loss)
 
     def point(self, name: str) -> None:
         """A place where `--ft-inject` may have this worker or its node killed; `name`: one of

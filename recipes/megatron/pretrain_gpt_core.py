@@ -579,6 +579,8 @@ class Trainer:
         if not self.is_logger or self.training.replaying or self.training.printed(begin):
             return
         if step % args.log_interval == 0 or step == args.train_iters:
+            if loss is not None:
+                self.training.tell_loss(loss)
             norm = "overflow, skipped" if grad_norm is None and args.fp16 else f"{grad_norm or 0.0:.6f}"
             clear = "\r\033[K" if sys.stderr.isatty() else ""
             line = f"{begin} loss {loss!r} | lr {lr:.6E} | grad norm {norm}"

@@ -90,6 +90,8 @@ class Plain:
 
     def point(self, name: str) -> None: ...
 
+    def tell_loss(self, loss: float) -> None: ...
+
     def step_done(self) -> None:
         self.version += 1
 
@@ -160,6 +162,7 @@ def main() -> None:
             job.optimizer_begins()
             model.step(gradient / world)
             model.loss = loss.item()
+            job.tell_loss(model.loss)
             job.step_done()
             log()
 

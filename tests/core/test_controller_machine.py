@@ -133,6 +133,7 @@ class Agent:
         self.step_now = 1
         """Of its roles, as its beats say."""
         self.own_s = 0.0
+        self.loss: float | None = None
         self.xids: dict[int, int] = {}
         self.layouts: dict[int, RoleLayout] = {}
         """What its roles have said of their state: repeated with each greeting."""
@@ -195,7 +196,7 @@ class Agent:
 
     def beat(self) -> list[Effect]:
         beat = {"tag": 1, "committed": -1, "step_s": 0.1, "waited_s": 0.0, "h2h_bytes": 0, "h2h_snapshots": 0}
-        beat["own_s"] = self.own_s
+        beat |= {"own_s": self.own_s, "loss": self.loss}
         roles = {
             role: RoleBeat(pid=pid, step=self.step_now, held=self.versions.get(role, []), **beat)
             for role, pid in self.workers.items()

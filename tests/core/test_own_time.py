@@ -1,4 +1,5 @@
-"""What a role does itself in a step, read in its flight record; and errors of GPUs in the kernel's log."""
+"""What an agent reads beside the progress of its roles: their own time in a step, in the flight record; the
+loss; and errors of GPUs, in the kernel's log."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from ft_core.comm.flight_memory import SLOTS
 from ft_core.node.own_time import EVERY, STEPS, OwnTimes, own_seconds
 from ft_core.node.xids import Xids
 from ft_core.protocol.groups import GroupId
-from ft_core.state.memory import ControlBlock, Word
+from ft_core.state.memory import ControlBlock, Word, loss_of, word_of_loss
 
 SECOND = 10**9
 
@@ -132,3 +133,13 @@ def test_errors_of_gpus_are_counted(tmp_path: Path) -> None:
         file.write("4,6,6,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=1\n")
     assert xids.counts() == {79: 2, 13: 1}
     assert Xids(str(tmp_path / "none")).counts() == {}, "it may not be read"
+
+
+def test_a_loss_is_a_number_or_none(role: Role) -> None:
+    assert loss_of(role.control[Word.LOSS]) is None
+    for loss in (2.5, -1e-300, 0.0):
+        role.control[Word.LOSS] = word_of_loss(loss)
+        assert loss_of(role.control[Word.LOSS]) == loss
+    for loss in (float("nan"), float("inf"), -float("inf")):
+        role.control[Word.LOSS] = word_of_loss(loss)
+        assert loss_of(role.control[Word.LOSS]) is None

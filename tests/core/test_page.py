@@ -244,6 +244,19 @@ def test_failures_and_recoveries_are_told_with_their_phases(site: Site) -> None:
         next(found for _, found in events if (found.get("events") or [{}])[0].get("event") == "waiting")
 
 
+def test_the_loss_is_over_time_where_it_is_told(site: Site) -> None:
+    with streamed(site) as events:
+        assert next(events)[1]["series"][-1][5] is None
+
+        def told() -> None:
+            site.job["node2"].loss = 2.5
+            site.job["node2"].beat()
+            site.job["node0"].beat()  # and another does not tell it
+
+        site.loop.call_soon_threadsafe(told)
+        assert next(news for _, news in events if news["sample"][5] == 2.5)
+
+
 def test_who_holds_the_others_up_is_named(site: Site) -> None:
     site.job.controller._epochs.hangs._suspects = (1,)
     with streamed(site) as events:

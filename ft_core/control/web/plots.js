@@ -8,16 +8,20 @@ const PLOTS = [
   ["Spares", 3, (value) => value],
   ["Steps done", 4, (value) => value],
 ];
+const LOSS = ["Loss, as the script tells it", 5, (value) => value];  // where it does
 const MOST = 4000;
 const GAP = 0.5;
 const HEIGHT = 140;
 const DAY = 86400;
+
+const known = (value) => value !== null && value !== undefined;
 
 export class Plots {
   constructor() {
     this.samples = [];
     this.box = byId("plots");
     this.plots = [];
+    this.shown = PLOTS;
     this.waits = false;
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.make());
     new ResizeObserver(() => this.resize()).observe(this.box);
@@ -32,6 +36,7 @@ export class Plots {
     const last = this.samples[this.samples.length - 1];
     if (last && sample[0] - last[0] < GAP) return;
     this.samples.push(sample);
+    if (known(sample[LOSS[1]]) && !this.shown.includes(LOSS)) this.make();
     if (this.samples.length > MOST) this.samples = this.samples.filter((_, at) => at % 2 === 0);
     if (this.waits || document.hidden) return;
     this.waits = true;
@@ -42,8 +47,8 @@ export class Plots {
   }
 
   data(at) {
-    const [, column, of] = PLOTS[at];
-    const number = (value) => (value === null || value === undefined ? null : of(value));
+    const [, column, of] = this.shown[at];
+    const number = (value) => (known(value) ? of(value) : null);
     return [this.samples.map((sample) => sample[0]), this.samples.map((sample) => number(sample[column]))];
   }
 
@@ -60,7 +65,8 @@ export class Plots {
       return date.toLocaleString("en", long ? { month: "short", day: "numeric", ...part } : short);
     });
     const axis = { stroke: color("--soft"), grid: { stroke: color("--grid"), width: 1 }, ticks: { stroke: color("--grid"), width: 1 } };
-    this.plots = PLOTS.map(([title], at) => {
+    this.shown = this.samples.some((sample) => known(sample[LOSS[1]])) ? [...PLOTS, LOSS] : PLOTS;
+    this.plots = this.shown.map(([title], at) => {
       const place = el("div", { class: "plot" }, el("h3", {}, title));
       this.box.append(place);
       const range = (_, low, high) => (low === null ? [0, 1] : [Math.min(0, low), high <= 0 ? 1 : high * 1.08]);
@@ -73,7 +79,7 @@ export class Plots {
       }, this.data(at), place);
     });
     this.box.setAttribute("role", "img");
-    this.box.setAttribute("aria-label", `plots over time: ${PLOTS.map(([title]) => title).join("; ")}`);
+    this.box.setAttribute("aria-label", `plots over time: ${this.shown.map(([title]) => title).join("; ")}`);
   }
 
   resize() {
