@@ -6,8 +6,10 @@ and the lines of its log.
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from urllib import request
 
 import pytest
 from harness import RECIPES, ROOT, Job, forks, read_logs
@@ -114,6 +116,24 @@ def test_tensorboard(tmp_path: Path) -> None:
     expected, found = map(scalars, directories)
     assert result.code == 0 and result.recoveries == 3
     assert "lm loss" in expected and found == expected
+
+
+def test_the_loss_is_on_the_page(tmp_path: Path) -> None:
+    """As Megatron logs it, before and after its role was taken over."""
+    with Job(tmp_path / "job", Pretrain(pp=2), 1_000_000, nproc=2) as job:
+        job.wait_for("resumed")
+        url = (job.job_dir / "http").read_text().strip()
+
+        def loss() -> float | None:
+            with request.urlopen(f"{url}/api/stream", timeout=30) as stream:
+                state = next(line for line in iter(stream.readline, b"") if line.startswith(b"data: "))
+            found: float | None = json.loads(state[6:])["series"][-1][5]
+            return found
+
+        before = job.until(loss, "a loss")
+        job.kill_worker(3)
+        job.wait_for("resumed", 2)
+        job.until(lambda: loss() != before, "another")
 
 
 def test_newcomer_to_a_job_that_was_resumed(tmp_path: Path) -> None:
