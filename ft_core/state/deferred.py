@@ -18,6 +18,7 @@ weights from C++ without an operation, and who asks `torch.default_generator` it
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -82,6 +83,8 @@ class Deferred:
         self._own: dict[int, StorageWeakRef] = {}
         """Storages that were seen to be made, and that nobody can read past every operation, as numpy could
         that has their memory."""
+        self._most = 1000
+        """That there may be before those that are gone are forgotten."""
         self._generator = OwingGenerator()
         self._restored: Bytes | None = None
         """While something is restored: what of it is."""
@@ -202,7 +205,8 @@ class Deferred:
         try:
             if self._forked:
                 torch.set_num_threads(1)  # it has none of its parent's, and would wait for them
-            return do()
+            with torch._C.DisableTorchFunction():
+                return do()
         finally:
             self._busy = False
             if self._forked:
@@ -224,8 +228,11 @@ class Deferred:
         if not self._on:
             return func(*args, **kwargs)
         with self._lock:
-            if not self._busy and (made := self._made(func, args, kwargs)) is not _NOT:
-                return made
+            if not self._busy:
+                with torch._C.DisableTorchFunction():  # what the script has for functions is not for these
+                    made = self._made(func, args, kwargs)
+                if made is not _NOT:
+                    return made
         return func(*args, **kwargs)
 
     def _made(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -359,6 +366,9 @@ class Deferred:
 
     def _owned(self, made: torch.Tensor) -> torch.Tensor:
         """It was made just now."""
+        if len(self._own) >= self._most:
+            self._own = {storage: known for storage, known in self._own.items() if not known.expired()}
+            self._most = 2 * len(self._own) + 1000
         if type(made) in _PLAIN and (storage := storage_of(made)):
             self._own[storage] = StorageWeakRef(made.untyped_storage())
         return made
@@ -405,11 +415,15 @@ class Deferred:
     def _replace(self, until: ExitStack, patches: Iterable[Patch], by: Callable[[Any, str], Any]) -> None:
         for patch in patches:
             if patch.exists():
-                until.enter_context(patch.replaced(by(patch.original(), patch.name)))
+                original = patch.original()
+                made = by(original, patch.name)
+                if callable(original):
+                    functools.update_wrapper(made, original)
+                until.enter_context(patch.replaced(made))
 
     def _read(self, owner: torch.Tensor | torch.UntypedStorage, name: str) -> None:
         """Somebody reads its content by `name`, and may do so later."""
-        with self._lock:
+        with self._lock, torch._C.DisableTorchFunction():
             if not self._on:
                 return
             if isinstance(owner, torch.Tensor):
@@ -447,9 +461,10 @@ class Deferred:
         """To a number: as `_reading`, but nobody has the memory afterwards."""
 
         def convert(tensor: Any, *args: Any) -> Any:
-            if self._on and storage_of(tensor) in self._undone:
-                with self._lock:
-                    if self._restored is None or not self._restored.covers(span_of(tensor)):
+            if self._on and self._undone:
+                with self._lock, torch._C.DisableTorchFunction():
+                    missing = storage_of(tensor) in self._undone
+                    if missing and (self._restored is None or not self._restored.covers(span_of(tensor))):
                         self._needed([storage_of(tensor)], f"{type(tensor).__name__}.{name} needs it")
             return original(tensor, *args)
 

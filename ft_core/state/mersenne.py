@@ -19,6 +19,9 @@ _LEFT, _NEXT, _STATE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * _WORDS)
 """Where `torch.Generator.get_state` says how many words are left, and one, which is next, and the words."""
 _NBYTES = 5056
 
+_FEW = 100
+"""Times that are sooner made one by one."""
+
 Words = NDArray[np.uint32]
 
 
@@ -64,7 +67,9 @@ def other(state: torch.Tensor) -> torch.Tensor:
 def _made_anew(words: Words, times: int) -> Words:
     """The state's words after so many times, at least one."""
     words = _next(words)  # of the first word's lower bits the map knows nothing; from here on it does
-    if times == 1:
+    if times <= _FEW:
+        for _ in range(times - 1):
+            words = _next(words)
         return words
     sequence = [words]
     for _ in range(_DEGREE // _WORDS + 1):

@@ -24,6 +24,7 @@ import torch
 import torch.utils.dlpack
 from core.putting_off import check, plainly, putting_off, same
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.random import get_rng_state
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
@@ -592,6 +593,72 @@ def test_what_nobody_has_any_more_is_not_drawn() -> None:
         del gone
         deferred.complete("the test wants to see it")
         assert deferred.done == 100 and kept.isfinite().all()
+
+
+def test_what_is_gone_is_forgotten() -> None:
+    """A script may make any number of tensors before it trains."""
+    with putting_off() as deferred:
+        for _ in range(10000):
+            torch.zeros(3)
+        assert len(deferred._own) < 3000
+
+
+# -- what a script has for torch's functions -------------------------------------------------------------
+
+
+class Calls(TorchFunctionMode):
+    """Of functions that the script calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+def test_functions_that_the_script_looks_at() -> None:
+    def script() -> list[Any]:
+        with Calls() as calls:
+            weight = torch.empty(40).normal_()
+            made = [weight.clone().mul_(2), weight.norm(), float(weight[0]), torch.cat([weight, weight])]
+        return [weight, *made, *calls.seen]
+
+    check(script, put_off=False)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_another_device_by_default(everywhere: bool) -> None:
+    def script() -> list[Any]:
+        with torch.device("cpu" if everywhere else "meta"):
+            if everywhere:
+                torch.set_default_device("meta")
+            try:
+                ghost = nn.Linear(3, 3, device="meta")
+                weight = torch.empty(40, device="cpu").normal_()
+                made = [weight.clone(), weight.double(), weight.norm(), torch.cat([weight, weight]).mul_(2)]
+                weight[:3].mul_(3)
+            finally:
+                torch.set_default_device(None)
+        return [ghost.weight.is_meta, weight, *made, torch.empty(50).uniform_()]
+
+    check(script)
+
+
+def test_a_class_with_functions_of_its_own() -> None:
+    class Odd(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert "storage" not in getattr(func, "__name__", "")
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    def script() -> list[Any]:
+        weight = torch.empty(40).normal_()
+        odd = weight.as_subclass(Odd)
+        return [odd.numpy().copy().tolist(), float(odd[0]), weight, torch.empty(50).uniform_()]
+
+    check(script)
 
 
 # -- a stranger's start-up -------------------------------------------------------------------------------
