@@ -15,7 +15,7 @@ from ft_core.cli.doctor import command as doctor
 from ft_core.cli.planner import command as planner
 from ft_core.cli.planner.shape import Framework
 from ft_core.errors import FtError
-from ft_core.protocol.messages import DescribeRole, Inject, Injected, RoleDescribed
+from ft_core.protocol.messages import DescribeRole, DrainNode, Drains, Inject, Injected, RoleDescribed
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,6 +44,10 @@ def parser(frameworks: Iterable[Framework]) -> argparse.ArgumentParser:
     victim = kill.add_mutually_exclusive_group(required=True)
     victim.add_argument("--role", type=int)
     victim.add_argument("--node")
+    drain = commands.add_parser(
+        "drain", help="take a node out, without a failure: its roles move between two steps, then it ends"
+    )
+    drain.add_argument("node")
     flight.add_arguments(
         commands.add_parser("flight", help="what the process groups of a role, or of all, have done last")
     )
@@ -99,6 +103,10 @@ def _main(argv: list[str] | None) -> int:
                     described = found.expect(DescribeRole(args.role), RoleDescribed)
                     hosts = found.hosts()
                 return planner.of_running(described, hosts, args.json)
+            case "drain":
+                with line(args.job_dir, args.controller) as found:
+                    print(_drains(found.expect(DrainNode(args.node), Drains)))
+                return 0
             case _:
                 with line(args.job_dir, args.controller) as found:
                     print(f"killed {found.expect(Inject(args.role, args.node), Injected).killed}")
@@ -111,6 +119,11 @@ def _main(argv: list[str] | None) -> int:
     except (FtError, OSError) as error:
         print(f"ftctl: {error}", file=sys.stderr)
         return 2
+
+
+def _drains(found: Drains) -> str:
+    after = f", after those of {', '.join(found.before)}" if found.before else ""
+    return f"draining {found.node}: {found.roles} roles move{after}; `ftctl events` says when it is out"
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def _print_node(row: NodeStatus, limit: int) -> None:
         what = text_of(runs_of(row.roles))
     else:
         what = " ".join(map(str, row.roles)) if row.roles else "spare" if row.alive else "gone"
-    about = "  avoided while there is another" * row.avoided
+    about = "  avoided while there is another" * row.avoided + "  draining" * row.draining
     print(f"{row.node:<24} {row.domain or '-':<16} {row.idle:>4}  {count:>7}  {what}{about}")
     for strike in row.strikes:
         of = f"role {strike.role}" if strike.role >= 0 else "the node"

@@ -66,6 +66,8 @@ def _table(found: Line, status: JobStatus) -> None:
         print(_role(row))
     for spare in found.spares():
         print(_spare(spare))
+    for name in status.draining:
+        print(f"draining {name}")
 
 
 def _role(row: RoleStatus) -> str:
@@ -104,6 +106,8 @@ def summary(status: JobStatus) -> str:
         most = ", ".join(f"{each.domain} {each.spares}" for each in status.most_spares)
         more = status.spare_domains - len(status.most_spares)
         lines.append(f"{'':<10}{most}" + f", and {more:,} other domains" * (more > 0))
+    if status.draining:
+        say("draining", *status.draining)
     if status.slowest:
         say("slowest", *map(_pace, status.slowest))
     if status.strikes:

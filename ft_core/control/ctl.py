@@ -164,7 +164,8 @@ def nodes(facts: Facts, now: float, struck: bool) -> Iterator[NodesStatus]:
             strikes = against.get(where, [])
             if strikes or not struck:
                 found = facts.hosts.get(name, [])
-                yield NodeStatus(name, node.hello.domain, True, found, node.idle, strikes, where in avoided)
+                row = name, node.hello.domain, True, found, node.idle, strikes, where in avoided
+                yield NodeStatus(*row, draining=name in facts.draining)
 
     def gone() -> Iterator[NodeStatus]:
         for where, strikes in against.items():
@@ -256,10 +257,9 @@ def status(facts: Facts, phase: Phase, finished: set[int], pid: int, now: float)
                     last = slowest[-1][:2] if len(slowest) == SLOWEST else last
     domains: Counter[str] = Counter()
     ready = 0
-    for name, node in facts.nodes.items():
-        if name not in facts.hosts:
-            domains[node.hello.domain] += 1
-            ready += node.idle >= settings.nproc_per_node
+    for node in facts.spares():
+        domains[node.hello.domain] += 1
+        ready += node.idle >= settings.nproc_per_node
     struck = _struck(facts, now)
     return JobStatus(
         epoch=facts.epoch,
@@ -283,6 +283,7 @@ def status(facts: Facts, phase: Phase, finished: set[int], pid: int, now: float)
         limit=settings.strikes,
         struck=len(struck),
         most_struck=struck[:NAMED],
+        draining=facts.draining[:NAMED],
     )
 
 

@@ -90,25 +90,39 @@ Outcome = StandbyComes | AskStorage | Shortage | Start | StartOver | GiveUp
 
 def decide(
     facts: Facts,
-    returning: Places,
+    starting: Places,
     durable: Durable,
     standby_overdue: bool,
     avoided: Collection[str] = (),
+    clears: bool = False,
 ) -> Outcome:
-    """`returning`: places of the replica groups that are ready to come back. `avoided`: nodes that are used
-    only where there is no other."""
+    """`starting`: places of newcomers that are ready, of replica groups that come back or of roles that move.
+    `avoided`: nodes that are used only where there is no other. `clears`: there will be more idle workers."""
     withdrawn = facts.groups.withdrawn
     places = facts.places
     if withdrawn:
         places = {role: node for role, node in places.items() if role not in withdrawn}
-    lost = [role for role in facts.lost() if role in places]
+    moved = {role: node for role, node in starting.items() if role in places}
+    lost = [role for role in facts.lost() if role in places and role not in moved]
     idle = {name: node.idle for name, node in facts.nodes.items()}
     near = copies(_takers(facts, places, lost), facts.catalogue, lost)
-    assignment = decision.assign(places, idle, lost, facts.settings.nproc_per_node, near, avoided)
+    placed = {**places, **moved} if moved else places
+    assign = partial(decision.assign, placed, lost=lost, capacity=facts.settings.nproc_per_node, copies=near)
+    others = {name: count for name, count in idle.items() if name not in facts.draining}
+    assignment = assign(idle=others, avoided=avoided)
+    if assignment.unplaced and facts.draining:  # none of those is given a role, but for its own
+        own = Counter(places[role] for role in lost)
+        idle = others | {name: min(idle[name], own[name]) for name in facts.draining}
+        avoided = set(avoided) - set(facts.draining)
+        assignment = assign(idle=idle, avoided=avoided)
+    elif facts.draining:
+        avoided = {*avoided, *facts.draining}
     roles = assignment.roles
     stay = (role for role in lost if places[role] not in avoided or role in assignment.unplaced)
     crashed = Counter(places[role] for role in stay if places[role] in idle)
     if any(idle[node] < count for node, count in crashed.items()) and not standby_overdue:
+        return StandbyComes()
+    if assignment.unplaced and clears and not standby_overdue:
         return StandbyComes()
     if assignment.unplaced:
         left = _without(facts, roles, assignment.unplaced)
@@ -116,7 +130,7 @@ def decide(
             return left
         roles = left
     elif facts.settings.policy == "shrink":
-        roles = {**roles, **returning}
+        roles = {**roles, **starting}
 
     def from_the_scripts_checkpoint(reason: str, *, there_is_one: bool) -> StartOver | GiveUp:
         if there_is_one and not facts.groups.adopted(roles):
@@ -139,7 +153,8 @@ def decide(
         if bare <= set(assignment.unplaced):
             return Shortage(sorted(bare), "what they have alone has not been copied yet")
         return GiveUp(f"what roles {sorted(bare)} had alone is lost; start the job again")
-    newcomers = sorted({role for role in lost if role in roles} | (roles.keys() - places.keys()))
+    joined = roles.keys() - places.keys()
+    newcomers = sorted({role for role in (*lost, *moved) if role in roles} | joined)
     found = durable(set(roles.values())) or {} if chosen.origin == "durable" else {}
     name = found.get(chosen.version, "") if chosen.version is not None else ""
     return Start(roles, chosen.version, chosen.origin, chosen.sources, newcomers, name)
@@ -216,9 +231,14 @@ def _choose(facts: Facts, roles: Places, places: Places, durable: Durable) -> _C
     choice = None
     with contextlib.suppress(Unrecoverable):
         choice = choose(durable=())
-    # Storage is asked only where memory does not suffice, or has less than was promised: of copies that are
-    # left over from former places.
-    if choice is None or choice.origin != "memory" or older_than_promised(facts, choice.version):
+    # Storage is asked only where memory does not suffice, or may have less than was promised: of copies that
+    # are left over from former places, where perhaps nobody is left who knows how far others have come.
+    if (
+        choice is None
+        or choice.origin != "memory"
+        or older_than_promised(facts, choice.version)
+        or facts.nodes.keys().isdisjoint(facts.hosts)
+    ):
         if (found := _durable(facts, nodes, durable)) is None:
             return AskStorage(nodes)
         choice = choose(durable=found)

@@ -20,8 +20,9 @@ from ft_core.control.deciding import (
     decide,
     older_than_promised,
 )
+from ft_core.control.draining import Draining
 from ft_core.control.durable_names import Checkpoints
-from ft_core.control.events import Close, Effect, End, Record, Say, Send
+from ft_core.control.events import Close, Effect, End, Peer, Record, Say, Send
 from ft_core.control.facts import ALL_IS_LOST, Facts, Node, epoch_of
 from ft_core.control.forming import first_places
 from ft_core.control.goodput import Account
@@ -61,6 +62,7 @@ class Epochs:
         self.facts, self.settled = facts, settled
         self.phase: Phase = Forming()
         self.returning = Returning()
+        self.draining = Draining()
         self.completion = Completion()
         self.checkpoints = Checkpoints()
         self.progress: Progress
@@ -157,6 +159,10 @@ class Epochs:
             return False
         if epoch_of(begun) > plan.epoch:
             return False
+        if node.hello.draining:  # it was to be taken out, and plays no role
+            self.record("drained", "it was lost, and is back", node=node.name)
+            self.do(Send(node.peer, m.Shutdown(code=0)), Close(node.peer))
+            return True
         reason = f"node {node.name} is back, too late: it joins again as a spare"
         self.record("given_up", reason, node=node.name)
         self.do(Send(node.peer, m.GivenUp()), Close(node.peer))
@@ -229,6 +235,7 @@ class Epochs:
         """Begin an epoch. `counts`: the start-up operations of newcomers that have replayed them already."""
         facts, before = self.facts, self.facts.plan
         self.returning.epoch_begins(self.now)
+        self.draining.epoch_begins(facts)
         self.watch.begins()
         self.completion.left.clear()
         facts.groups.withdrawn = set()
@@ -368,12 +375,14 @@ class Epochs:
             if name == "resumed" and facts.resumes and "resumes" not in self._recorded:
                 self._once("resumes", reason="started again, the script goes on from its newest checkpoint")
 
-    def heard(self, node: Node, beat: m.Heartbeat, newest: m.Version) -> None:
-        """A node says how far its roles are; the first of them."""
+    def heard(
+        self, node: Node, beat: m.Heartbeat, roles: Mapping[int, m.RoleBeat], newest: m.Version
+    ) -> None:
+        """A node says how far its roles are, those that take part; the first of them."""
         self.tally.beat(node.beats, beat.roles)
         self.tally.erred(node.name, beat.xids)
         if beat.epoch == self.facts.epoch and isinstance(self.phase, Running):
-            self._tally_steps(lambda: self.account.heard(beat.roles, newest, self.wall))
+            self._tally_steps(lambda: self.account.heard(roles, newest, self.wall))
 
     def _tally_steps(self, account: Callable[[], None]) -> None:
         before = self.account.version
@@ -420,7 +429,7 @@ class Epochs:
         facts, same_again = self.facts, self.facts.strikes.again(lost)
         facts.seen_at([lost.step])
         self._strike(strikes.of_worker(lost, node.name), node.hello.domain)
-        if self.returning.concerns(role):
+        if self.returning.concerns(role, node.name):
             self.do(*self.returning.fail(facts, where))
             return
         facts.worker_died(node, role)
@@ -494,6 +503,7 @@ class Epochs:
         have (`_decide_if_ready`), other nodes get its roles (`deciding.decide`, `_start`), or the job waits
         for one. If it had none, nobody stops: the others are told where no more copies are to be kept.
         """
+        self.do(*self.draining.lost(self.facts, node.name))
         self.facts.drop(node)
         self.account.wrong(self.wall - node.sight.silence(self.now))
         if fault is m.Fault.NODE:
@@ -547,7 +557,7 @@ class Epochs:
         """Have all workers leave what they are in, and decide how to go on."""
         self.facts.epoch = self.facts.next_epoch()
         self.watch.ends()
-        self.returning.epoch_ends(self.now)
+        self.do(*self.returning.epoch_ends(self.facts, self.now))
         self.phase = Quiescing(self.now)
         self.checkpoints = self.checkpoints.forgotten()
         about = self._time_goes_to(Cause.DECISION)
@@ -624,7 +634,7 @@ class Epochs:
         """Whether the job would wait for a node if that one were replaced."""
         facts = self.facts
         needed = facts.settings.policy == "wait" and replaced in facts.hosts
-        return needed and not facts.nodes.keys() - facts.hosts.keys() - set(ends)
+        return needed and not facts.nodes.keys() - facts.hosts.keys() - set(ends) - set(facts.draining)
 
     def look_for_hangs(self) -> None:
         """Where nothing moves any more: who holds the others up, and another worker in its place."""
@@ -662,12 +672,31 @@ class Epochs:
         if question is not None:
             self.do(*facts.to_all(question))
 
-    def bring_groups_back(self) -> None:
-        facts = self.facts
+    def drain(self, peer: Peer, node: m.NodeName) -> None:
+        """Somebody wants a node out."""
+        reason = ""
+        if not isinstance(self.phase, Running):
+            reason = f"the job is {self.phase.name}; ask again once it trains"
+        elif self.unprotected or self.completion.released:
+            reason = "the script runs without fault tolerance, or has come to its end"
+        self.do(*self.draining.ask(self.facts, self.returning, peer, node, reason))
+
+    def start_ahead(self) -> None:
+        """While all train, others may start: in place of those on a node that is drained, or of replica
+        groups that are away."""
+        facts, shrinks = self.facts, self.facts.settings.policy == "shrink"
         if self.progress.all_stepped:
             self.return_if_due()
-            if not self.completion.released:
-                self.do(*self.returning.tick(facts, self.now))
+            if not self.completion.released and isinstance(self.phase, Running):
+                kept_by_all = facts.let_go
+                effects = self.draining.tick(facts, self.returning, self.now)
+                if facts.let_go != kept_by_all:
+                    self.tell_of_nodes()
+                self.do(*effects)
+                if shrinks:
+                    self.do(*self.returning.tick(facts, self.now))
+            return
+        if not shrinks:
             return
         restored = self.progress.restored
         late = self.returning.returned.late(restored, facts.settings.return_limit, self.now)
@@ -676,6 +705,10 @@ class Epochs:
 
     def return_if_due(self) -> None:
         if isinstance(self.phase, Running) and (roles := self.returning.due(self.facts, self.now)):
+            attempt = self.returning.attempt
+            if attempt is not None and attempt.leaves:
+                self.end_epoch("moving", f"the roles of node {attempt.leaves} move", roles)
+                return
             reason = f"replica groups {self.facts.groups.of(roles)} come back"
             self.end_epoch("returning", reason, roles)
 
@@ -739,7 +772,11 @@ class Epochs:
         facts.remember_the_lost()
         overdue = self.now - phase.since > STANDBY_GRACE
         avoided = facts.avoided(self.now)
-        outcome = decide(facts, self.returning.places(), self.checkpoints.common, overdue, avoided)
+        outcome = self._decide(overdue, avoided)
+        attempt = self.returning.attempt
+        if isinstance(outcome, Shortage) and attempt is not None and attempt.leaves:
+            self.do(*self.returning.fail(facts, "others need the places more"))
+            outcome = self._decide(overdue, avoided)
         if isinstance(outcome, StandbyComes) or self._waits_for_sight(outcome):
             self.phase = Waiting(phase.since)
         elif isinstance(outcome, AskStorage):
@@ -757,6 +794,11 @@ class Epochs:
             self.end(1, explain.the_end(facts, outcome, self.checkpoints.errors.values()))
         else:
             assert_never(outcome)
+
+    def _decide(self, overdue: bool, avoided: Collection[str]) -> Outcome:
+        facts, starting = self.facts, self.returning
+        clears = starting.clears(facts)
+        return decide(facts, starting.places(), self.checkpoints.common, overdue, avoided, clears)
 
     def _waits_for_sight(self, outcome: Outcome) -> bool:
         """Whether what it comes to is so bad that nodes which are merely out of sight are waited for: they

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -137,6 +137,10 @@ class Facts:
     """What has failed where."""
     parts: list[int] = field(default_factory=list)
     """Of the script, that every role has come to the end of: with which version."""
+    draining: list[str] = field(default_factory=list)
+    """Live nodes that are to be taken out, in that order: none of them is given another role."""
+    let_go: str = ""
+    """That of them which is to keep no copies any more, in the epoch under way."""
     futile: int = 0
     """Failures since any step was done that is newer than the goal; and that, the newest before them."""
     goal: int = 0
@@ -169,7 +173,7 @@ class Facts:
 
     def add(self, node: Node) -> None:
         """It has come, or has another connection."""
-        self.drop(node)
+        self._unlist(node)
         self.nodes[node.name] = self.peers[node.peer] = node
         self._late[1].append(node.name)
         self._count(node)
@@ -229,6 +233,11 @@ class Facts:
 
     def drop(self, node: Node) -> None:
         """Forget a node that is lost, or has left."""
+        self._unlist(node)
+        if node.name in self.draining:
+            self.draining.remove(node.name)
+
+    def _unlist(self, node: Node) -> None:
         if (known := self.nodes.pop(node.name, None)) is not None:
             del self.peers[known.peer]
             self.gone.discard(node.name)
@@ -246,6 +255,11 @@ class Facts:
     def playing(self) -> list[Node]:
         """The live nodes that have a role."""
         return [node for name in self.hosts if (node := self.nodes.get(name)) is not None]
+
+    def spares(self) -> Iterator[Node]:
+        """The live nodes that have none, and may be given some."""
+        hosts = self.hosts
+        return (n for name, n in self.nodes.items() if name not in hosts and name not in self.draining)
 
     def all_reported(self) -> bool:
         """Whether all nodes have said what they hold, in this epoch. Each is looked at a few times in it, not

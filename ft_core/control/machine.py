@@ -135,7 +135,7 @@ class Controller:
             phase=self.phase.name,
             epoch=facts.epoch,
             step=account.version,
-            spares=sum(name not in facts.hosts and node.idle > 0 for name, node in facts.nodes.items()),
+            spares=sum(node.idle > 0 for node in facts.spares()),
             groups=(there, groups - there) if groups else None,
             failures=dict(tally.failures),
             recoveries=dict(tally.recoveries),
@@ -249,6 +249,7 @@ class Controller:
             self._epochs.tell_of_nodes()
         self._epochs.tell_of_idle_nodes(node)
         self._epochs.do(*self._epochs.returning.back(node, set(node.holdings.roles)))
+        self._epochs.do(*self._epochs.draining.greeted(facts, node, known is not None))
         self._epochs.decide_if_ready()
 
     def _pulsed(self, pulses: Iterable[m.Pulse]) -> None:
@@ -287,6 +288,8 @@ class Controller:
         elif isinstance(message, m.Forgive):
             self._epochs.do(*ctl.forgive(self.facts, peer, message.node, self._epochs.now))
             self._epochs.strikes_changed = True
+        elif isinstance(message, m.DrainNode):
+            self._epochs.drain(peer, message.node)
         elif isinstance(message, m.DescribeRole | m.DescribeFlight):
             self._epochs.do(*self._questions.ask(self.facts, peer, message, self._epochs.now))
         else:  # it is lost: what it had said before is of no use, and it will greet again
@@ -324,14 +327,16 @@ class Controller:
         """Some thousands a second of a large job."""
         epochs, now = self._epochs, self._epochs.now
         newest = max([role.step for role in beat.roles.values()], default=-1)
-        epochs.heard(node, beat, newest)
+        takes_part = epochs.returning.taking_part(node.name, beat.roles)
+        epochs.heard(node, beat, takes_part, newest)
         node.beat(beat)
         node.sight.beat(now)
         epochs.watch.beat(beat.begun, newest, now)
-        epochs.hangs.beat(beat.roles, now)
+        epochs.hangs.beat(takes_part, now)
         epochs.remind(node, beat.epoch, beat.roles.keys())
         if epochs.returning.attempt is not None:
             epochs.do(*epochs.returning.beat(self.facts, node.name))
+        epochs.draining.beat(node, beat)
         # Kept here, because a node that is lost takes what it said with it.
         self.facts.seen_at([newest])
 
@@ -340,7 +345,7 @@ class Controller:
         match message:
             case m.WorkerLost():
                 self._epochs.worker_lost(node, message)
-            case m.NoIdleWorker(role=role) if self._epochs.returning.concerns(role):
+            case m.NoIdleWorker(role=role) if self._epochs.returning.concerns(role, node.name):
                 self._epochs.do(*self._epochs.returning.fail(facts, f"no idle worker on {node.name}"))
             case m.RestoreFailed(epoch=facts.epoch, role=role, reason=reason):
                 self._epochs.restore_failed(node, f"role {role} on {node.name}: {reason}", role)
@@ -363,12 +368,15 @@ class Controller:
                 self._epochs.do(*self._epochs.samples.trained(facts, message))
             case m.OperationCounts():
                 self._epochs.do(*self._epochs.returning.counted(facts, message))
+            case m.Issued() if self._epochs.returning.concerns(message.role, node.name):
+                pass  # another worker of this role takes part
             case m.Issued():
                 if (found := self._epochs.completion.answered(message, facts.plan_epoch)) is not None:
                     self._epochs.end(1, found)
             case m.Prepared(role, counts):
                 running = isinstance(self.phase, Running)
-                self._epochs.do(*self._epochs.returning.prepared(facts, role, counts, running, now))
+                started = self._epochs.returning.prepared(facts, node.name, role, counts, running, now)
+                self._epochs.do(*started)
             case m.Held(epoch=facts.epoch, role=role):
                 self._epochs.do(*self._epochs.returning.held(facts, role, now))
                 self._epochs.return_if_due()
@@ -540,8 +548,8 @@ class Controller:
         self._epochs.look_for_hangs()
         if not self.busy:
             self.facts.records.prepare(AT_ONCE)
-        if isinstance(self.phase, Running) and self.facts.settings.policy == "shrink":
-            self._epochs.bring_groups_back()
+        if isinstance(self.phase, Running):
+            self._epochs.start_ahead()
         told = isinstance(self.phase, Running) and not self._epochs.unprotected
         progress = self._epochs.progress if told else None
         self._epochs.do(*self._bulletin.tick(self.facts, self.phase, progress, now))

@@ -124,17 +124,19 @@ def kept(state: JobState, hosts: Iterable[Host]) -> Plan:
 
 
 def prepare(state: Plan, settings: Settings, roles: Places, records: Records) -> dict[str, Prepare]:
-    """What the nodes are told where `roles` (role -> node) start, to come back while others train.
+    """What the nodes are told where `roles` (role -> node) start while all train: to come back, or to move.
 
     `records`: of those who train.
     """
     worker = replace(
         worker_plan(state, settings),
         origin="memory",
-        standing_in=compact.counterparts({role: state.absent[role] for role in roles}),
+        standing_in=compact.counterparts({role: state.absent.get(role, role) for role in roles}),
         counterparts=compact.counterparts({r: other for r, other in state.absent.items() if r not in roles}),
     )
     needed = records.needed(roles, state.absent.keys())
+    for role in roles.keys() - state.absent.keys():  # its worker of now has all on record, the next nothing
+        needed.setdefault(roles[role], {}).update(records.of_groups_with(role))
     return {
         name: Prepare(
             epoch=state.epoch, roles=starting, worker=replace(worker, completed=needed.get(name, {}))
@@ -146,7 +148,7 @@ def prepare(state: Plan, settings: Settings, roles: Places, records: Records) ->
 def nodes_changed(facts: Facts) -> tuple[Plan, NodesChanged] | None:
     """Whether nodes without a role have come or gone since the plan: it as it is now, and what to tell."""
     state, hosts = facts.begun, facts.hosts
-    here = {node.name: node.address for node in facts.nodes.values()}
+    here = {node.name: node.address for node in facts.nodes.values() if node.name != facts.let_go}
     changes: dict[str, NodeAddress | None] = {
         name: about for name, about in here.items() if state.nodes.get(name) != about
     }

@@ -102,9 +102,17 @@ EVENTS: Mapping[str, Event] = {
         "a node that was thought lost is back, too late: it ends its workers and joins again as a spare",
         _NODE,
     ),
+    "draining": Event("`ftctl drain`: a node is to be taken out. `roles`: those that it plays", _NODE),
+    "moving": Event("an epoch ends for the roles of a drained node to go on elsewhere in the next"),
+    "not_moving": Event("they could not start elsewhere, and stay; it is tried again, three times at most"),
+    "drained": Event("the node plays no role, all that it kept is elsewhere, and it ends", _NODE),
+    "not_drained": Event("it stays and is used as before, or was lost; `reason` says why", _NODE),
     "left": Event("replica groups are away from this epoch on; `roles`: theirs"),
-    "preparing": Event("workers of replica groups that were away start, while the others train"),
-    "held": Event("the others stop at the end of a step, for groups that are ready to come back"),
+    "preparing": Event(
+        "workers start while all train: of replica groups that were away, or of roles that are to leave a "
+        "drained node"
+    ),
+    "held": Event("those who train stop at the end of a step, for those who are ready"),
     "returning": Event("an epoch ends for replica groups to come back in the next"),
     "returned": Event("they take part from this epoch on"),
     "not_returning": Event("they could not come back, and leave again; it is tried once more, later"),

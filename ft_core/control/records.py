@@ -108,6 +108,10 @@ class Records:
                     needed.setdefault(places[role], {}).update((name, done[name]) for name in mine)
         return needed
 
+    def of_groups_with(self, role: Role) -> Operations:
+        """What is done of all operations that this role takes part in."""
+        return {name: found for name, found in self.done().items() if _series(name).needs(role)}
+
     def _short(self, group: GroupId, names: Iterable[str], without: Set[Role]) -> set[Role]:
         """The roles of a group that have not all of it."""
         found: set[Role] = set()

@@ -1,15 +1,16 @@
-"""Brings replica groups back while the others train (FT-HSDP, sections 4.3 and 5): the controller's part.
+"""Starts roles while the others train (FT-HSDP, sections 4.3 and 5): the controller's part. They are those of
+replica groups that come back, or those of a node that is drained, which train on there until then.
 
 What takes long for a newcomer is to start: the script, the model, the record of start-up to replay. It does
 all that ahead of the epoch in which it takes part, without anybody waiting for it. That epoch begins once
-every role of the group is ready for its state, between two steps of the others.
+all of them are ready for their state, between two steps of the others.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from ft_core.control.events import Effect, Record, Send
@@ -41,15 +42,22 @@ PAUSE, LONGEST_PAUSE = 5.0, 600.0
 stays broken, or a node fails at once, the others are to train in between. Doubled each time in a row."""
 SKEW = 0.25
 """Seconds between the first and the last role's end of a step; who takes longer has missed the request."""
+ASK_AGAIN = 2.5
+"""The same where nobody's step is to be cut off: then all are asked again, as none of them waits any more."""
 
 
 @dataclass
 class Attempt:
-    """To start the roles of replica groups that are away. One at a time."""
+    """To start roles: of replica groups that are away, or of a node that is drained. One at a time."""
 
     places: Places
     uncounted: set[int]
     """Roles that have yet to say how far their start-up's record goes."""
+    leaves: str = ""
+    """The node that is drained, if so."""
+    since: float = 0.0
+    idle: dict[str, int] = field(default_factory=dict)
+    """Of a drained node's: where they start, the idle workers that were there before."""
     counts: dict[int, Counts] = field(default_factory=dict)
     """The others' records."""
     orders: dict[str, Prepare] = field(default_factory=dict)
@@ -103,6 +111,10 @@ class Returning:
     returned: Returned = field(default_factory=lambda: Returned(set(), 0.0))
     pause: float = PAUSE
     not_before: float = -math.inf
+    moves_failed: int = 0
+    """Attempts to start the roles of a node elsewhere, since somebody has asked."""
+    _emptied: dict[str, int] = field(default_factory=dict)
+    """Nodes where newcomers were ended that others may need the workers of: how many were idle before."""
 
     def tick(self, facts: Facts, now: float) -> list[Effect]:
         """All roles have finished a step in this epoch: if there are workers for all roles of a group that is
@@ -113,14 +125,19 @@ class Returning:
         if not facts.begun.absent:
             return []
         # Who has all of its devices in use has no room, and is nearly everybody.
-        idle = {n: node.idle for n, node in facts.nodes.items() if len(hosts.get(n, ())) < capacity}
+        usable = ((n, node) for n, node in facts.nodes.items() if n not in facts.draining)
+        idle = {n: node.idle for n, node in usable if len(hosts.get(n, ())) < capacity}
         room = sum(min(count, capacity - len(hosts.get(n, ()))) for n, count in idle.items())
         if room < facts.groups.size:
             return []
         places = facts.groups.returning(here, idle, capacity, facts.avoided(now))
-        if not places:
-            return []
-        self.attempt = Attempt(places, set(here), unheld=set(here))
+        return self.begin(facts, places, now) if places else []
+
+    def begin(self, facts: Facts, places: Places, now: float, leaves: str = "") -> list[Effect]:
+        """Start the roles there. `leaves`: the node that they are to leave, if they are not away."""
+        idle = {name: facts.nodes[name].idle for name in set(places.values())} if leaves else {}
+        here = set(facts.places)
+        self.attempt = Attempt(places, set(here), leaves, now, idle, unheld=here)
         return to(facts.playing(), SendCounts())
 
     def counted(self, facts: Facts, message: OperationCounts) -> list[Effect]:
@@ -133,7 +150,11 @@ class Returning:
         if attempt.uncounted:
             return []
         roles = sorted(attempt.places)
-        reason = f"replica groups {facts.groups.of(roles)} start"
+        reason = (
+            f"the roles of node {attempt.leaves} start elsewhere"
+            if attempt.leaves
+            else f"replica groups {facts.groups.of(roles)} start"
+        )
         done = completed(attempt.counts.items())
         attempt.orders = prepare(facts.begun, facts.settings, attempt.places, done)
         sends: list[Effect] = [
@@ -165,14 +186,25 @@ class Returning:
         order = None if self.attempt is None else self.attempt.orders.get(node.name)
         return [Send(node.peer, order)] if order is not None and set(order.roles) - set(shown) else []
 
-    def prepared(self, facts: Facts, role: int, counts: Counts, running: bool, now: float) -> list[Effect]:
-        """A role's worker has started, and waits for its state."""
+    def prepared(
+        self, facts: Facts, node: str, role: int, counts: Counts, running: bool, now: float
+    ) -> list[Effect]:
+        """A role's worker has started there, and waits for its state."""
         attempt = self.attempt
-        if attempt is None or role not in attempt.places or role in attempt.ready:
+        if attempt is None or not self.concerns(role, node) or role in attempt.ready:
             return []
         attempt.ready[role] = counts
-        if not attempt.complete or not running:
+        return self._ask_to_stop(facts, attempt, now) if attempt.complete and running else []
+
+    def ask_again(self, facts: Facts, now: float) -> list[Effect]:
+        """Where nobody's step is to be cut off, and not all have stopped after the same one."""
+        attempt = self.attempt
+        if attempt is None or not attempt.leaves or not attempt.complete or now <= attempt.no_later_than:
             return []
+        attempt.held, attempt.unheld = False, set(facts.places)
+        return self._ask_to_stop(facts, attempt, now)
+
+    def _ask_to_stop(self, facts: Facts, attempt: Attempt, now: float) -> list[Effect]:
         # A step that is cut off is done again: the others are asked to stop where one of theirs ends,
         # and all after the same one, which has to lie ahead of everybody.
         longest = max((beat.step_s for beat in _beats(facts)), default=0.0)
@@ -200,7 +232,7 @@ class Returning:
         if attempt.held:
             return []
         attempt.held = True
-        attempt.no_later_than = now + SKEW
+        attempt.no_later_than = now + (ASK_AGAIN if attempt.leaves else SKEW)
         return [Record("held", facts.epoch, "the others stop at the end of a step", (role,))]
 
     def due(self, facts: Facts, now: float) -> list[int]:
@@ -208,33 +240,56 @@ class Returning:
         attempt = self.attempt
         if attempt is None or not attempt.complete:
             return []
-        return sorted(attempt.places) if not attempt.unheld or now > attempt.no_later_than else []
+        late = not attempt.leaves and now > attempt.no_later_than
+        return sorted(attempt.places) if not attempt.unheld or late else []
 
     def places(self) -> Places:
-        """Where the roles are that can take part in the next epoch."""
+        """Where the newcomers are that can take part in the next epoch."""
         return dict(self.attempt.places) if self.attempt is not None and self.attempt.complete else {}
 
-    def concerns(self, role: int) -> bool:
-        """Whether the role is one of a group that is being started, and takes no part yet."""
-        return self.attempt is not None and role in self.attempt.places
+    def concerns(self, role: int, node: str) -> bool:
+        """Whether the worker of that role there is being started, and takes no part yet."""
+        return self.attempt is not None and self.attempt.places.get(role) == node
+
+    def taking_part(self, node: str, beats: Mapping[int, RoleBeat]) -> Mapping[int, RoleBeat]:
+        """Of the workers on a node, those whose roles do not train elsewhere yet."""
+        if self.attempt is None or not self.attempt.leaves or not self.attempt.on(node):
+            return beats
+        return {role: beat for role, beat in beats.items() if not self.concerns(role, node)}
 
     def on(self, node: str) -> list[int]:
-        """The roles that are to come back on this node."""
+        """The roles that are starting on this node."""
         return self.attempt.on(node) if self.attempt is not None else []
 
     def fail(self, facts: Facts, reason: str) -> list[Effect]:
-        """A worker or node of the group is lost while it starts: nobody else notices."""
+        """A worker or node of those who start is lost: nobody else notices."""
         if self.attempt is None:
             return []
-        places, self.attempt = self.attempt.places, None
+        if self.attempt.leaves:
+            self.moves_failed += 1
+            return self._end(facts, self.attempt, "not_moving", reason)
+        self._failed(facts, self.attempt.places)
+        return self._end(facts, self.attempt, "not_returning", reason)
+
+    def _end(self, facts: Facts, attempt: Attempt, event: str, reason: str) -> list[Effect]:
+        self.attempt, self._emptied = None, attempt.idle
         return [
-            Record("not_returning", facts.epoch, reason, tuple(sorted(places))),
+            Record(event, facts.epoch, reason, tuple(sorted(attempt.places))),
             *to(facts.playing(), Hold(epoch=0, step=0)),
-            *self.give_up(facts, places),
+            *_withdraw(facts, attempt.places),
         ]
+
+    def clears(self, facts: Facts) -> bool:
+        """Whether there will soon be more idle workers: in the places of newcomers that were ended."""
+        nodes = facts.nodes
+        return any(name in nodes and nodes[name].idle < count for name, count in self._emptied.items())
 
     def give_up(self, facts: Facts, places: Places) -> list[Effect]:
         """End the workers that play these roles; others take their places."""
+        self._failed(facts, places)
+        return _withdraw(facts, places)
+
+    def _failed(self, facts: Facts, places: Places) -> None:
         self.failed += 1
         if self.failed >= ATTEMPTS:
             log.warning(
@@ -242,25 +297,26 @@ class Returning:
                 "`ftrun --join`, makes them try again",
                 *(facts.groups.of(places), self.failed),
             )
-        return [
-            Send(facts.nodes[name].peer, Withdraw(roles=roles))
-            for name, roles in sorted(by_node(places).items())
-            if name in facts.nodes
-        ]
 
     def epoch_begins(self, now: float) -> None:
         """With those who were ready; agents end the workers of those who were not."""
-        self.returned, self.attempt = Returned(set(self.places()), now), None
+        came = set(self.places()) if self.attempt is not None and not self.attempt.leaves else set[int]()
+        self.returned, self.attempt, self._emptied = Returned(came, now), None, {}
 
     def taken_over(self, now: float) -> None:
         """The plan is another controller's."""
-        self.returned, self.attempt = Returned(set(), now), None
+        self.returned, self.attempt, self._emptied = Returned(set(), now), None, {}
 
-    def epoch_ends(self, now: float) -> None:
-        """If no step has ended since groups came back, it was in vain."""
+    def epoch_ends(self, facts: Facts, now: float) -> list[Effect]:
+        """If no step has ended since groups came back, it was in vain. The places of those who only begin to
+        move may be needed."""
         if self.returned.roles:
             self.returned, self.not_before = Returned(set(), now), now + self.pause
             self.pause = min(2 * self.pause, LONGEST_PAUSE)
+        attempt = self.attempt
+        if attempt is None or not attempt.leaves or attempt.complete:
+            return []
+        return self._end(facts, attempt, "not_moving", "an epoch has ended first")
 
     def stepped(self) -> None:
         """All roles have finished a step in this epoch."""
@@ -270,6 +326,15 @@ class Returning:
     def node_joined(self) -> None:
         """Worth another attempt."""
         self.failed = 0
+
+
+def _withdraw(facts: Facts, places: Places) -> list[Effect]:
+    """End the workers that play these roles; others take their places."""
+    return [
+        Send(facts.nodes[name].peer, Withdraw(roles=roles))
+        for name, roles in sorted(by_node(places).items())
+        if name in facts.nodes
+    ]
 
 
 def _beats(facts: Facts) -> list[RoleBeat]:

@@ -234,7 +234,9 @@ class Epochs:
             self.do(DropAfter(NONE))
             self.said.keep_only(())
         here = self.roles_here()
-        self.withdraw({worker.role for worker in self.crew.playing()} - set(here))
+        # Who was to start ahead, for a former controller, is of no use where all scripts begin anew.
+        anew = plan.worker.started_over == self.epoch
+        self.withdraw({worker.role for worker in self.crew.playing()} - (set() if anew else set(here)))
         adopted = self._adopted_here()
         self.said.keep_only({*here, *adopted})
         self.do(

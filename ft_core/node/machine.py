@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import assert_never
 
+from msgspec.structs import replace
+
 from ft_core.node import holdings
 from ft_core.node.about import About
 from ft_core.node.crew import Crew, Doing, Worker, lost
@@ -109,6 +111,8 @@ class Agent:
         """Worker -> the settings that it brings and waits for."""
         self._trained: deque[m.Trained] = deque(maxlen=_TRAINED)
         """The newest steps' samples, for the ledger."""
+        self.draining = False
+        """Whether it is to be taken out."""
         self._code = 0
         self._farewell_until = 0.0
 
@@ -211,7 +215,7 @@ class Agent:
         who = about.node, term, about.pid, about.node_rank, about.domain, about.data
         # A controller that died may not have answered those, and not have written down these.
         said = [*self.epochs.said, *self._asking.values(), *self._trained]
-        self.epochs.post(m.AgentHello(*who, self.epochs.greeting(), said))
+        self.epochs.post(m.AgentHello(*who, self.epochs.greeting(), said, self.draining))
         if self._termination.under_way:
             self.epochs.post(m.Leaving())
 
@@ -265,8 +269,10 @@ class Agent:
                 self.epochs.do(LookForDurable(number))
             case m.ProbeNodes(number, addresses):
                 self.epochs.do(Probe(number, addresses))
-            case m.SendHeartbeat():
-                self.epochs.post(self.epochs.heartbeat())
+            case m.SendHeartbeat(number):
+                self.epochs.post(replace(self.epochs.heartbeat(), answers=number))
+            case m.Drain(wanted):
+                self.draining = wanted
             case m.Release(parts):
                 self.epochs.parts = parts
                 self._tell_players(message)

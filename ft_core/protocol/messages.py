@@ -371,7 +371,8 @@ class WorkerPlan(Value, frozen=True):
     entered: Version
     """Of the steps before it, as many the ledger has."""
     standing_in: Counterparts = Counterparts()
-    """For roles that come back while others train."""
+    """For roles that start while others train: those that come back, and those that move, which train
+    themselves, elsewhere."""
 
     def __post_init__(self) -> None:
         check_texts(parse, self.completed)
@@ -388,7 +389,7 @@ class WorkerPlan(Value, frozen=True):
 
     @property
     def ahead(self) -> Mapping[Role, Role]:
-        """Roles that come back while others train, with those who stand for them."""
+        """Roles that start while others train, with those who stand for them."""
         return self.standing_in.expanded()
 
 
@@ -533,6 +534,8 @@ class Heartbeat(Message, frozen=True):
     replicas: dict[SegmentId, list[Version]]
     xids: dict[Number, Number] = {}
     """Errors of its GPUs since its agent began, by the driver's number."""
+    answers: Number = 0
+    """The number of the `SendHeartbeat` that it answers, if that has one."""
 
 
 class Idle(Message, frozen=True):
@@ -648,7 +651,8 @@ class Issued(Message, frozen=True):
 
 
 class Prepared(Message, frozen=True):
-    """A role that comes back waits for its state. `counts`: the start-up operations that it has on record."""
+    """A role that comes back, or moves, waits for its state. `counts`: the start-up operations that it has on
+    record."""
 
     role: Role
     counts: Counts
@@ -778,7 +782,7 @@ class KeptState(Message, frozen=True):
 
 class AgentHello(Message, frozen=True):
     """An agent greets. Its greeting is a report too. `term`: the newest that it knows of. `said`: what must
-    be known of its roles, said again."""
+    be known of its roles, said again. `draining`: it is to be taken out."""
 
     node: NodeName
     term: Term
@@ -788,6 +792,7 @@ class AgentHello(Message, frozen=True):
     data: str
     holdings: Holdings
     said: list[FromRoles]
+    draining: bool
 
 
 FromRoles = (
@@ -931,6 +936,14 @@ class ProbeNodes(Message, frozen=True):
 class SendHeartbeat(Message, frozen=True):
     """Now, not at the next beat."""
 
+    number: Number = 0
+
+
+class Drain(Message, frozen=True):
+    """This node is to be taken out, or not any more. It keeps that for a successor of the controller."""
+
+    wanted: bool
+
 
 class SendState(Message, frozen=True):
     """To a controller that has just started."""
@@ -974,8 +987,8 @@ class Hold(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """Start workers for roles that come back, ahead of the epoch in which they take part. `worker`: what
-    they begin with, in place of the plan's."""
+    """Start workers for roles that come back, or move, ahead of the epoch in which they take part. `worker`:
+    what they begin with, in place of the plan's."""
 
     epoch: Epoch
     roles: list[Role]
@@ -1022,7 +1035,7 @@ ToAgent = (
     Leads | Hosts | OwnPlan | SharedPlan | Abort | NodesChanged | KillWorker | Examine | DescribeRole
     | ListDurable | ProbeNodes | SendHeartbeat | SendState | Release | SendCounts | SendIssued | SendFlight
     | DescribeFlight | Hold | Prepare | Withdraw | GivenUp | UseSettings | ConfigureAnswer | KeepStrikes
-    | Shutdown
+    | Drain | Shutdown
 )  # fmt: skip
 
 
@@ -1061,6 +1074,12 @@ class AskHosts(Message, frozen=True):
 
 class Forgive(Message, frozen=True):
     """Forget what was counted against a node."""
+
+    node: NodeName
+
+
+class DrainNode(Message, frozen=True):
+    """Take a node out: its roles move, and then it ends."""
 
     node: NodeName
 
@@ -1148,6 +1167,8 @@ class JobStatus(Message, frozen=True):
     struck: Number
     """Nodes against which any count."""
     most_struck: list[Struck]
+    draining: list[NodeName]
+    """Nodes that are being taken out, in that order."""
 
 
 class RolesStatus(Message, frozen=True):
@@ -1175,6 +1196,8 @@ class NodeStatus(Value, frozen=True):
     idle: Number
     strikes: list[Strike]
     avoided: bool
+    draining: bool = False
+    """It is being taken out."""
 
 
 class NodesStatus(Message, frozen=True):
@@ -1191,6 +1214,14 @@ class Forgiven(Message, frozen=True):
 
     node: NodeName
     strikes: Number
+
+
+class Drains(Message, frozen=True):
+    """Answers `DrainNode`: so many roles of that node are to move, after those of the nodes `before` it."""
+
+    node: NodeName
+    roles: Number
+    before: list[NodeName]
 
 
 class Injected(Message, frozen=True):
@@ -1223,10 +1254,11 @@ NAMED = 16
 
 FromCtl = (
     CtlHello | AskStatus | AskRows | AskMore | AskHosts | Inject | DescribeRole | DescribeFlight | Forgive
+    | DrainNode
 )  # fmt: skip
 ToCtl = (
     JobStatus | RolesStatus | SparesStatus | NodesStatus | HostsFollow | Hosts | Injected | RoleDescribed
-    | RoleFlight | Forgiven | Denied
+    | RoleFlight | Forgiven | Drains | Denied
 )  # fmt: skip
 
 

@@ -238,6 +238,7 @@ class Node:
             data="127.0.0.1:1",
             holdings=self.holdings(),
             said=list(self._said.values()),  # type: ignore[arg-type]
+            draining=False,
         )
 
     def heartbeat(self) -> m.Heartbeat:

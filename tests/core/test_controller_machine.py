@@ -48,6 +48,7 @@ from ft_core.protocol.messages import (
     Denied,
     DescribeFlight,
     DescribeRole,
+    Drain,
     DurableNames,
     Fault,
     Finished,
@@ -97,6 +98,7 @@ from ft_core.protocol.messages import (
     Stepped,
     Suspect,
     UseSettings,
+    Withdraw,
     WorkerLost,
 )
 from ft_core.protocol.table import Received as PlanParts
@@ -138,6 +140,9 @@ class Agent:
         self.layouts: dict[int, RoleLayout] = {}
         """What its roles have said of their state: repeated with each greeting."""
         self.parts: list[int] = []
+        self.draining = False
+        self.committed, self.answers = -1, 0
+        """What its beats say of its roles, and which question they answer."""
 
     @property
     def begun(self) -> str:
@@ -189,20 +194,22 @@ class Agent:
             data="data",
             holdings=self.holdings(),
             said=[*(self.layouts[role] for role in self.workers if role in self.layouts), *said],
+            draining=self.draining,
         )
 
     def say(self, message: Message) -> list[Effect]:
         return self.job.happens(Received(self.peer, message))
 
     def beat(self) -> list[Effect]:
-        beat = {"tag": 1, "committed": -1, "step_s": 0.1, "waited_s": 0.0, "h2h_bytes": 0, "h2h_snapshots": 0}
-        beat |= {"own_s": self.own_s, "loss": self.loss}
+        sent = {"h2h_bytes": 0, "h2h_snapshots": 0, "own_s": self.own_s, "loss": self.loss}
+        beat = {"tag": 1, "committed": self.committed, "step_s": 0.1, "waited_s": 0.0, **sent}
         roles = {
             role: RoleBeat(pid=pid, step=self.step_now, held=self.versions.get(role, []), **beat)
             for role, pid in self.workers.items()
         }
         about = {"epoch": self.epoch, "begun": self.begun, "idle": self.idle}
-        return self.say(Heartbeat(**about, roles=roles, replicas=self.replicas, xids=self.xids))
+        about |= {"xids": self.xids, "answers": self.answers}
+        return self.say(Heartbeat(**about, roles=roles, replicas=self.replicas))
 
     def hangs_up(self) -> list[Effect]:
         peer, self.peer = self.peer, -1
@@ -237,6 +244,11 @@ class Agent:
         self.heard.append(message)
         if isinstance(message, Abort):
             self.epoch = max(self.epoch, message.epoch)
+        elif isinstance(message, Drain):
+            self.draining = message.wanted
+        elif isinstance(message, Withdraw):
+            for role in message.roles:
+                self.workers.pop(role, None)
         elif isinstance(message, Hosts | OwnPlan):
             self.parts_heard.hear(message)
         elif isinstance(message, SharedPlan) and message.state.epoch >= self.epoch:

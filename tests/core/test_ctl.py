@@ -53,7 +53,9 @@ class Large:
         facts.epoch = 3
         self.controller._epochs.phase = Running()
         for number, name in enumerate(names):
-            hello = m.AgentHello(name, 1, 100 + number, number, at[name].domain, at[name].data, _NOBODY, [])
+            hello = m.AgentHello(
+                name, 1, 100 + number, number, at[name].domain, at[name].data, _NOBODY, [], False
+            )
             node = Node.of(number, hello, 0.0)
             node.idle = 1 if number < hosting else PER_NODE + number % 2
             roles = range(number * PER_NODE, (number + 1) * PER_NODE) if number < hosting else ()

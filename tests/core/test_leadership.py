@@ -588,7 +588,7 @@ class Elected:
                 await asyncio.sleep(0.02)
                 continue
             held = m.Holdings(0, "", 0, [], {}, {}, {}, 0, "x", "x", None)
-            channel.post(m.AgentHello("node0", term, 1, 0, "domain", "data", held, []))
+            channel.post(m.AgentHello("node0", term, 1, 0, "domain", "data", held, [], False))
             return channel
 
 

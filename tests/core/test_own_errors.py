@@ -63,7 +63,7 @@ from ft_core.protocol.messages import (
 from ft_core.protocol.sockets import listen, reserve
 from ft_core.settings import Command, Settings, read_secret, write_secret
 
-HELLO = AgentHello("x", 1, 0, 0, "x", "x", Holdings(0, "", 0, [], {}, {}, {}, 2, "x", "x", None), [])
+HELLO = AgentHello("x", 1, 0, 0, "x", "x", Holdings(0, "", 0, [], {}, {}, {}, 2, "x", "x", None), [], False)
 POISON = RoleLayout(1, 0, adopted=False, segments={}, initial=0, resumes=False, group=None)
 """A message that its handler does not expect."""
 

@@ -271,7 +271,7 @@ class SimController(Process):
                 self.code = code
                 for link in self.links.values():
                     link.send(1, m.Shutdown(code))
-                self.job.ended(code)
+                self.job.ended(self, code)
             case ev.Resign(term):
                 self._floor = term
                 self._resign(f"there is term {term}")

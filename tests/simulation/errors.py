@@ -102,11 +102,14 @@ class Errors:
         facts = controller.machine.facts
         for failure in self._failures:
             failure.decided |= failure.role in moved
-        used = set(facts.begun.roles.values())
+        used = set(facts.begun.roles.values()) | self.job.drained
         spare = [n for n in facts.nodes.values() if n.name not in used and n.idle > 0]
         others = [node.name for node in spare if self._against(_machine(node.name), 2 * _SLACK) == 0]
         lost = Counter(before[role] for role in moved if role in before)
         for role, name in moved.items():
+            home = before.get(role, "")
+            if home in self.job.drained:
+                continue  # it was placed when it began to move, or is to leave in any case
             window = self.job.settings.strike_minutes * 60
             count = self._against(_machine(name), window, certain=True)
             # A role that comes back was placed when its replica group began to.
@@ -114,7 +117,6 @@ class Errors:
                 raise Violation(
                     f"8: {name} has failed {count} times, and role {role} is on it, not on {others}"
                 )
-            home = before.get(role, "")
             if self.job.shape.policy != "wait" or home == name or home not in facts.nodes:
                 continue
             count = self._against(_machine(home), window + _SLACK)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
+from ft_core.control.events import Received
+from ft_core.protocol.messages import DrainNode
+
 from .arbiter import MACHINE
 from .job import SHORT, SimJob
 from .node import SimNode
@@ -14,6 +17,9 @@ MOMENTS = (
     "WorkerLost SharedPlan Abort Release Prepare Withdraw SendState KeptState Hold SendCounts OperationCounts"
 ).split()
 """Messages whose sending is a moment for a fault."""
+
+NOBODY = -1
+"""The connection of somebody who does not wait for the answer."""
 
 Fault = Callable[[SimJob, Random], None]
 
@@ -289,6 +295,20 @@ def terminate_node(job: SimJob, rng: Random) -> None:
         job.terminate(node)
 
 
+def drain(job: SimJob, rng: Random) -> None:
+    """Somebody wants a node out."""
+    if node := some(job, rng):
+        job.world.trace(f"{node.name} is to be drained")
+        for seconds in (0.0, 1.0, 2.0):  # once it is possible
+            job.world.at(seconds, lambda: _ask_to_drain(job, node.name))
+
+
+def _ask_to_drain(job: SimJob, name: str) -> None:
+    controller = job.controller
+    if not job.over and name not in controller.machine.facts.draining:
+        controller.do(lambda: controller.handle(Received(NOBODY, DrainNode(name))))
+
+
 def poison(job: SimJob, rng: Random) -> None:
     """A role's worker dies whenever it has made a certain version: nothing helps against that."""
     if job.poison is None:
@@ -490,6 +510,10 @@ def schedule(job: SimJob, rng: Random) -> float:
         faults = {fault: faults.get(fault, 0) + ELECTION.get(fault, 0) for fault in (*faults, *ELECTION)}
     if job.shape.relays:
         faults = faults | {lose_relay: 8}
+    moments: tuple[str, ...] = tuple(MOMENTS)
+    if job.shape.drains:
+        faults = faults | {drain: sum(faults.values()) // 2, join: 4}
+        moments = (*MOMENTS, "Drain", "Prepare", "SendHeartbeat", "NodesChanged")
     for _ in range(count):
         fault = rng.choices(list(faults), list(faults.values()))[0]
 
@@ -498,7 +522,7 @@ def schedule(job: SimJob, rng: Random) -> float:
                 fault(job, rng)
 
         if rng.random() < 0.5:
-            moment, skip = rng.choice(MOMENTS), rng.choice((0, 0, 1, 2, 4))
+            moment, skip = rng.choice(moments), rng.choice((0, 0, 1, 2, 4))
             job.world.at(at, lambda m=moment, s=skip, f=strike: job.hooks.append((m, s, f)))  # type: ignore[misc]
         else:
             job.world.at(at, strike)

@@ -70,6 +70,8 @@ class Shape:
     """The version with which a first part of the script ends."""
     elects: bool = False
     """The controller is on any of the nodes, by a lease, and not on a machine of its own."""
+    drains: bool = False
+    """Nodes are taken out of it."""
     relays: bool = False
     """Some nodes have no connection with the controller, but others speak for them."""
     cut_short: bool = False
@@ -189,6 +191,10 @@ class SimJob:
         """Nodes without which the job has gone on."""
         self._ailed: set[str] = set()
         """Those of which that is no wonder."""
+        self.drained: set[str] = set()
+        """Nodes that are to be taken out."""
+        self._moving = 0
+        """The epoch that begins for that alone."""
         self._pids = itertools.count(1000)
         self._names = itertools.count()
         self._controllers = itertools.count()
@@ -376,6 +382,7 @@ class SimJob:
             for node in self.nodes:
                 if node.name == found[1]:
                     self._is_lost(node, event.reason, controller)
+        self._drains(controller, event)
         if event.event == "joined":
             self._joined[event.more["node"]] = self.world.now
         if event.event == "controller_restarted":
@@ -410,6 +417,28 @@ class SimJob:
             self.outcome.reason = event.reason
         if event.epoch > self._epoch:
             self._epoch, self._promised = event.epoch, self.storage.newest()
+
+    def _drains(self, controller: SimController, event: ev.Record) -> None:
+        """Nodes are taken out: no role moves to one of them, and nothing is done again for it."""
+        facts = controller.machine.facts
+        if event.event == "draining":
+            self.drained.add(event.more["node"])
+        elif event.event in ("drained", "not_drained"):
+            self.drained.discard(event.more["node"])
+        if event.event == "drained" and (roles := facts.hosts.get(event.more["node"])):
+            raise Violation(f"12: {event.more['node']} is let go, and plays roles {roles}")
+        if event.event == "moving":
+            self._moving = event.epoch
+        elif event.event == "detected" or event.epoch > self._moving:
+            self._moving = 0
+        if event.event == "decided":
+            new = {role: name for role, name in facts.places.items() if self._places.get(role) != name}
+            known = self._known_as_drained(controller)
+            if taken := {role: name for role, name in new.items() if name in known}:
+                raise Violation(f"12: roles move to nodes that are drained: {taken}")
+            version, newest = event.more["version"], self.training.newest
+            if self._moving and version != newest and not self._out:
+                raise Violation(f"12: roles move, and version {newest} is done again from {version}")
 
     def _is_lost(self, node: SimNode, reason: str, controller: SimController) -> None:
         """The controller takes a node for lost; it may live."""
@@ -545,13 +574,13 @@ class SimJob:
                 )
         training.go_on_from(event.epoch, version, content)
 
-    def ended(self, code: int) -> None:
+    def ended(self, controller: SimController, code: int) -> None:
         """The controller has ended the job."""
         self.over = True
         self.outcome.code = code
-        account = self.controller.machine.account
+        account = controller.machine.account
         self.time.compare(account, self.shape.elects)
-        if self.network.sound and not self.controller.slept:  # it saw all steps when they were done
+        if self.network.sound and not controller.slept:  # it saw all steps when they were done
             self.time.check_steps(account, self.training.step_at)
         if code == 0:
             done = self.training.finished.get(self.steps, set())
@@ -643,6 +672,7 @@ class SimJob:
             if out:
                 raise Violation(f"6: {out} are well, and stay out")
         self._groups_return()
+        self._drains_end()
         self.steps = self.training.newest + _STEPS
         world.run(world.now + _LIMIT, lambda: self.over)
         if not self.over:
@@ -659,6 +689,22 @@ class SimJob:
         if not self.over:
             raise Violation(f"6: replica groups stay away; {self._where()}")
 
+    def _known_as_drained(self, controller: SimController) -> set[str]:
+        """What was said by a leader that nobody obeyed any more, or that died over it, nobody may know."""
+        told = {node.name for node in self.live() if node.machine.draining}
+        return self.drained & {*told, *controller.machine.facts.draining}
+
+    def _drains_end(self) -> None:
+        """Nodes that are to be taken out are, or it is said that they stay; perhaps once another comes."""
+        self.drained = self._known_as_drained(self.controller)
+        for _ in range(2):
+            if self.over or not self.drained:
+                return
+            self.join()
+            self.world.run(self.world.now + 3 * _CALM, lambda: self.over or not self.drained)
+        if not self.over:
+            raise Violation(f"12: {self.drained} are being drained for ever; {self._where()}")
+
     def _everybody_trains(self) -> bool:
         return len(self.controller.machine.facts.places) == self.training.roles
 
@@ -674,7 +720,7 @@ class SimJob:
             self.arbiter.down = False
         for node in self.live():
             node.healed()
-        stay = [node for node in self.live() if not node.leaving]
+        stay = [node for node in self.live() if not node.leaving and node.name not in self.drained]
         if self.shape.brief:  # in the place of each: a job that has yet to begin waits long for others
             for rank in set(range(self.shape.nodes)) - {node.rank for node in stay}:
                 self.join(rank)

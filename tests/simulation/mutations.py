@@ -11,6 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ft_core.control import decision, plans
+from ft_core.control.draining import Draining
 from ft_core.control.epochs import Epochs
 from ft_core.control.events import Record
 from ft_core.control.facts import Facts
@@ -342,6 +343,42 @@ def where_scripts_begin_is_unknown() -> None:
     Facts.lay_out = mutated  # type: ignore[method-assign]
 
 
+def a_drained_node_is_used_again() -> None:
+    """Where roles need a place, it is a node like any other."""
+    decide = Epochs._decide
+
+    def mutated(self: Epochs, *about: Any) -> Any:
+        going, self.facts.draining = self.facts.draining, []
+        outcome = decide(self, *about)
+        self.facts.draining = going
+        return outcome
+
+    Epochs._decide = mutated  # type: ignore[method-assign]
+
+
+def a_drained_node_is_let_go_at_once() -> None:
+    """Nobody waits until the copies that it keeps are elsewhere."""
+    let_go = Draining._let_go
+
+    def mutated(self: Draining, facts: Facts, now: float) -> Any:
+        effects = let_go(self, facts, now)
+        if self._going is not None:
+            self._going.unheard, self._going.newest = set(), -1
+        return effects
+
+    Draining._let_go = mutated  # type: ignore[method-assign]
+
+
+def roles_move_at_any_time() -> None:
+    """Not between two steps, but once their newcomers are ready."""
+    Returning.due = lambda self, facts, now: sorted(self.places())  # type: ignore[method-assign]
+
+
+def who_is_drained_is_forgotten_by_a_new_controller() -> None:
+    """Nobody tells it."""
+    Draining.greeted = lambda self, facts, node, known: []  # type: ignore[method-assign]
+
+
 def a_leader_does_not_mind_its_lease() -> None:
     """It goes on deciding when that may have run out."""
     Lease.holds = lambda self, now: True  # type: ignore[method-assign]
@@ -393,6 +430,17 @@ def steps_that_nobody_told_of_stay_unknown() -> None:
 
     plans.make = mutated
 
+
+DRAINED: dict[str, Callable[[], None]] = {
+    mutation.__name__: mutation
+    for mutation in (
+        a_drained_node_is_used_again,
+        a_drained_node_is_let_go_at_once,
+        roles_move_at_any_time,
+        who_is_drained_is_forgotten_by_a_new_controller,
+    )
+}
+"""Of what keeps a drain from costing anything."""
 
 ELECTED: dict[str, Callable[[], None]] = {
     mutation.__name__: mutation

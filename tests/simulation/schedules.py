@@ -37,6 +37,8 @@ def shape(rng: Random) -> Shape:
     return found
 
 
+DRAINS = 5 * 10**8
+"""Of each of these ranges, from so far in nodes are drained in the second half."""
 RELAYS = 10**9
 """Seeds from this on, or as far below 0, are of jobs in which some nodes speak for others."""
 
@@ -44,7 +46,10 @@ RELAYS = 10**9
 def simulate(seed: int, world: World | None = None) -> Outcome:
     """Run one schedule. Raises Violation. A negative seed is of a job whose leader is elected."""
     rng = Random(seed)
-    found = replace(shape(rng), elects=seed < 0, relays=abs(seed) >= RELAYS)
+    drains = abs(seed) % RELAYS >= DRAINS
+    found = replace(shape(rng), elects=seed < 0, relays=abs(seed) >= RELAYS, drains=drains)
+    if drains:
+        found = replace(found, spares=found.spares + rng.choice((0, 1, 1, 2)))
     job = SimJob(world or World(seed), found)
     return job.run(schedule(job, rng))
 

@@ -8,8 +8,8 @@ import os
 import pytest
 
 from .__main__ import failure, failures
-from .mutations import ELECTED, MUTATIONS
-from .schedules import RELAYS, simulate
+from .mutations import DRAINED, ELECTED, MUTATIONS
+from .schedules import DRAINS, RELAYS, simulate
 
 SCHEDULES = int(os.environ.get("SCHEDULES", "10000"))
 FAILED_ONCE = {
@@ -42,6 +42,7 @@ FAILED_ONCE = {
     914492: "a worker died at the end of a step of which nobody had heard, and the oracle counted it",
     921281: "a spare alone had begun the first plan of a controller that was killed then, and was given up",
     406: "who was to tell of a step's samples was lost with that (steps_that_nobody_told_of_stay_unknown)",
+    500002119: "a newcomer of a former controller's was there when all scripts were to begin anew",
     24984: "a node was told to end, and a new controller that had heard of nobody else yet ended the job",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
@@ -95,6 +96,14 @@ def test_schedules_with_nodes_that_speak_for_others() -> None:
     assert not found, "\n".join(f"seed {seed} (--repeat={seed}): {why}" for seed, why in found)
 
 
+def test_schedules_with_nodes_that_are_drained() -> None:
+    few = SCHEDULES // 20
+    seeds = (range(sign * first, sign * first + few) for sign, first in ((1, DRAINS), (-1, DRAINS + few)))
+    relays = range(RELAYS + DRAINS, RELAYS + DRAINS + few)
+    found = list(itertools.islice(failures(itertools.chain(*seeds, relays), processes()), 5))
+    assert not found, "\n".join(f"seed {seed} (--repeat={seed}): {why}" for seed, why in found)
+
+
 def test_short_schedules_about_leaders() -> None:
     found = list(itertools.islice(failures(range(SCHEDULES // 5), processes(), leaders=True), 5))
     assert not found, "\n".join(f"seed {seed} (--leaders --repeat {seed}): {why}" for seed, why in found)
@@ -116,6 +125,13 @@ def test_a_mutation_is_found(name: str) -> None:
     seeds = itertools.chain(FAILED_ONCE, (FOUND_BY[name],) if name in FOUND_BY else (), range(SCHEDULES))
     found = next(iter(failures(seeds, processes(), mutation)), None)
     assert found is not None, f"{SCHEDULES} schedules, and nothing of it was noticed: {mutation.__doc__}"
+
+
+@pytest.mark.parametrize("name", DRAINED)
+def test_a_mutation_of_what_keeps_a_drain_from_costing_anything_is_found(name: str) -> None:
+    seeds = itertools.chain((FOUND_BY[name],), range(DRAINS, DRAINS + SCHEDULES))
+    found = next(iter(failures(seeds, processes(), DRAINED[name])), None)
+    assert found is not None, f"nothing of it was noticed: {DRAINED[name].__doc__}"
 
 
 @pytest.mark.parametrize("name", ELECTED)

@@ -465,7 +465,7 @@ class SimWorker(Process):
             return
         self.tell(ev.StepSafe(self.version))
         if self.machine.deadline is not None:
-            self.later(self.machine.deadline - self.awake, self._tick)
+            self.later(self.machine.deadline - self.awake + 1e-6, self._tick)  # not a rounding error early
         yield from self._while(Holding)
 
     def _tick(self) -> None:

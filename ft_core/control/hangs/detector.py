@@ -179,7 +179,12 @@ class Detector:
         self._asked = None
         quiet = now - self._moved
         self._next = now + max(READING, min(SELDOM, quiet / 20))
-        logs = [log for found in self._answers.values() for log in found if log.epoch == facts.plan_epoch]
+        logs = [
+            log
+            for node, found in self._answers.items()
+            for log in found
+            if log.epoch == facts.plan_epoch and facts.places.get(log.role, node) == node
+        ]
         self._answers = {}
         case = Case(logs, facts.places, _held_up(facts))
         finding = case.explain()
