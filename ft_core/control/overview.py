@@ -39,6 +39,7 @@ class Node(NamedTuple):
     idle: int
     strikes: int
     avoided: bool
+    draining: bool
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Overview:
     nproc: int
     policy: str
     replicas: int
+    draining: tuple[str, ...]
+    """Nodes that are being taken out."""
     slack: int
     """Steps that roles may differ by in what is heard of them, as it is not of one moment."""
 
@@ -104,7 +107,8 @@ class Overview:
             step = min([heard[role].step for role in roles if role in heard], default=-1)
             state = _state(name in beats, marks, idle.get(name, 0))
             found[name] = Node(
-                *(domain, state, _text(tuple(roles)), marks, step, idle.get(name, 0), strikes, avoided)
+                *(domain, state, _text(tuple(roles)), marks, step, idle.get(name, 0), strikes, avoided),
+                draining=name in self.draining,
             )
         return found
 
@@ -179,7 +183,17 @@ class Overview:
             ],
             "keeps": {s: list(versions) for s, versions in here.replicas.items()} if here is not None else {},
             "loss": self.loss(name),
+            "draining": name in self.draining,
         }
+
+    def drain(self, name: str) -> dict[str, Any]:
+        """What it would take to take that node out: roles that move, and workers for them on others."""
+        free = (
+            min(idle, self.nproc - len(self.hosts.get(other.name, ())))
+            for other, idle in zip(self.nodes, self.idle, strict=True)
+            if other.name != name and other.name not in self.draining
+        )
+        return {"roles": len(self.hosts.get(name, ())), "room": sum(max(0, count) for count in free)}
 
     def loss(self, name: str) -> dict[str, Any] | None:
         """If that node died now; None while it is not known who has what."""
@@ -232,5 +246,6 @@ def overview(
         settings.nproc_per_node,
         settings.policy,
         settings.replicas,
+        tuple(facts.draining),
         2 + int(2 * settings.pulse / max(step, 1e-3)),
     )

@@ -36,6 +36,8 @@ from ft_core.protocol.http import Numbering
 from ft_core.protocol.messages import (
     Denied,
     DescribeFlight,
+    DrainNode,
+    Drains,
     Forgive,
     Forgiven,
     FromCtl,
@@ -103,7 +105,13 @@ class ForgiveNode(Action, tag="forgive", tag_field="do", forbid_unknown_fields=T
     node: NodeName = ""
 
 
-_ACTION = msgspec.json.Decoder(Kill | ForgiveNode)
+class Drain(Action, tag="drain", tag_field="do", forbid_unknown_fields=True):
+    """Take it out, without a failure."""
+
+    node: NodeName = ""
+
+
+_ACTION = msgspec.json.Decoder(Kill | ForgiveNode | Drain)
 
 
 class Page:
@@ -297,7 +305,7 @@ class Page:
         if (found := await self._overviews.get()) is None:
             return _no(503, "the controller does not answer")
         question: FromCtl
-        loss = None
+        loss = moves = None
         match asked:
             case Kill(role=None, node=str(node)) if found.has_node(node):
                 question, says = Inject(node=node), f"SIGKILL everything on node {node}"
@@ -306,16 +314,24 @@ class Page:
                 question, says = Inject(role=role), f"SIGKILL the worker of role {role}"
             case ForgiveNode(node=node) if node in found.struck:
                 question, says = Forgive(node), f"forget what counts against node {node}"
+            case Drain(node=node) if found.has_node(node):
+                question, says = DrainNode(node), f"take node {node} out"
+                moves = found.drain(node)
             case _:
                 return _no(404, "there is no such node or role")
         if not self._operator.confirmed(says, asked.confirm):
-            return _json({"confirm": self._operator.ask(says), "says": says, "loss": loss}, 202)
+            about = {"says": says, "loss": loss, "moves": moves}
+            return _json({"confirm": self._operator.ask(says), **about}, 202)
         match await self._answer(question):
             case Injected(killed):
                 who = killed if isinstance(killed, str) else f"role {killed}"
                 return _json({"done": f"killed {who}"})
             case Forgiven(node, strikes):
                 return _json({"done": f"forgiven {node}: {strikes} strikes"})
+            case Drains(node, roles):
+                return _json({"done": f"draining {node}: {roles} roles move, then it ends"})
+            case Denied(error) if moves is not None:
+                return _no(409, error)
             case Denied():
                 return _no(404, "there is no such node or role any more")
         return _no(503, "the controller does not answer")

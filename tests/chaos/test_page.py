@@ -1,4 +1,4 @@
-"""A browser walks the page of a job, in which a worker and a node are killed from there."""
+"""A browser walks the page of a job. From there a worker and a node are killed, and a node is drained."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_browser_walks_the_page_of_a_job(tmp_path: Path) -> None:
         browser = stack.enter_context(chromium())
         clients = stack.enter_context(contextlib.ExitStack())  # which are there when the job ends
         training = Loading(("--num-workers=0",))
-        job = stack.enter_context(Job(tmp_path / "gpt-small", training, 1_000_000, spares=2))
+        job = stack.enter_context(Job(tmp_path / "gpt-small", training, 1_000_000, spares=3))
         job.wait_for("resumed")
         job.until((job.job_dir / "page").exists, "the page's address")
         address = (job.job_dir / "page").read_text().strip()
@@ -73,7 +73,7 @@ def test_a_browser_walks_the_page_of_a_job(tmp_path: Path) -> None:
 
         page = stack.enter_context(opened(browser, url, errors))
         wait_for_value(page.locator(".node.s-well").count, 2)
-        wait_for_value(page.locator(".node.s-spare").count, 2)
+        wait_for_value(page.locator(".node.s-spare").count, 3)
         check_reading_only(page, url, job)
 
         page = stack.enter_context(opened(browser, address, errors))
@@ -81,6 +81,7 @@ def test_a_browser_walks_the_page_of_a_job(tmp_path: Path) -> None:
         assert "token" not in page.url
         kill_a_worker(page, job)
         kill_a_node(page, job)
+        drain_a_node(page, job)
         steps = card(page, "steps done")
         wait_for_value(lambda: card(page, "steps done") != steps, True)
         assert page.locator(".plot").count() == 4
@@ -163,3 +164,24 @@ def kill_a_node(page: Any, job: Job) -> None:
     wait_for_value(page.locator(".recovery").count, 2)
     wait_for_value(page.locator(f".node[data-name='{name}']").count, 0)
     wait_for_value(page.locator(".node.s-well").count, 2)
+
+
+def drain_a_node(page: Any, job: Job) -> None:
+    """Its role moves to a spare, and it is gone; nothing has failed."""
+    cell = page.locator(".node.s-well").first
+    name = cell.get_attribute("data-name")
+    cell.click()
+    page.get_by_role("button", name="drain this node").click()
+    confirm = page.locator("dialog#confirm")
+    confirm.get_by_text(f"This will take node {name} out").wait_for()
+    confirm.get_by_text("change over between two steps").wait_for()
+    confirm.get_by_role("button", name="Cancel").click()
+    assert not [event for event in job.events() if event["event"] == "draining"]
+    page.get_by_role("button", name="drain this node").click()
+    page.get_by_role("button", name="Yes, do it").click()
+    job.wait_for("draining")
+    page.keyboard.press("Escape")
+    job.wait_for("drained")
+    wait_for_value(page.locator(f".node[data-name='{name}']").count, 0)
+    wait_for_value(page.locator(".node.s-well").count, 2)
+    assert not [event for event in job.events() if event["event"] == "detected" and event["epoch"] > 3]

@@ -38,6 +38,8 @@ from ft_core.protocol.http_server import Server
 from ft_core.protocol.messages import (
     Denied,
     DescribeFlight,
+    DrainNode,
+    Drains,
     Forgive,
     Forgiven,
     FromCtl,
@@ -115,6 +117,10 @@ class Site:
                 killed = node if role is None else role
                 assert killed is not None
                 found.set_result(Injected(killed))
+            case DrainNode("node2"):
+                found.set_result(Drains("node2", 1, []))
+            case DrainNode(node):
+                found.set_result(Denied(f"node {node} cannot be drained"))
             case Forgive(node):
                 found.set_result(Forgiven(node, 1))
             case DescribeFlight(role=0):
@@ -192,9 +198,9 @@ def test_all_is_said_once_and_then_what_changes(site: Site) -> None:
         name, state = next(events)
         assert name == "state" and state["job"]["step"] == 2 and state["job"]["phase"] == "running"
         assert set(state["nodes"]) == {"node0", "node2"}
-        domain, kind, roles, marks, step, _, strikes, avoided = state["nodes"]["node2"]
+        domain, kind, roles, marks, step, _, strikes, avoided, draining = state["nodes"]["node2"]
         assert (domain, kind, roles, marks, step) == ("node2", "well", "1", ".", 1)
-        assert (strikes, avoided) == (0, False)
+        assert (strikes, avoided, draining) == (0, False, False)
         name, news = next(events)
         assert name == "news" and "nodes" not in news and "gone" not in news
         job = site.job
@@ -314,6 +320,7 @@ def test_the_address_with_the_token_is_the_owners(site: Site) -> None:
 
 
 ACTIONS = [{"do": "kill", "role": 0}, {"do": "kill", "node": "node0"}, {"do": "forgive", "node": "node1"}]
+ACTIONS.append({"do": "drain", "node": "node2"})
 
 
 @pytest.mark.parametrize("action", ACTIONS)
@@ -337,16 +344,28 @@ def test_who_has_the_token_is_asked_twice(site: Site, action: dict[str, Any]) ->
     assert not site.asked
     code, said = site.act(action)
     code, done = site.act({**action, "confirm": said["confirm"]})
-    assert code == 200 and done["done"].startswith(
-        "killed" if action["do"] == "kill" else "forgiven node1: 1"
-    )
+    done_by = {"kill": "killed", "forgive": "forgiven node1: 1", "drain": "draining node2: 1 roles move"}
+    assert code == 200 and done["done"].startswith(done_by[action["do"]])
     assert len(site.asked) == 1
     assert site.act({**action, "confirm": said["confirm"]})[0] == 202  # a word is good for once
     assert len(site.asked) == 1
 
 
+def test_before_a_node_is_drained_it_is_said_what_that_takes_and_then_why_it_cannot_be(site: Site) -> None:
+    drain = {"do": "drain", "node": "node0"}
+    code, said = site.act(drain)
+    assert code == 202 and said["says"] == "take node node0 out" and said["moves"]["roles"] == 1
+    code, said = site.act({**drain, "confirm": said["confirm"]})
+    assert (code, said) == (409, {"error": "node node0 cannot be drained"})
+
+
 def test_what_is_not_there_is_not_named(site: Site) -> None:
-    for action in ({"do": "kill", "node": XSS}, {"do": "kill", "role": 99}, {"do": "forgive", "node": "x"}):
+    for action in (
+        {"do": "kill", "node": XSS},
+        {"do": "kill", "role": 99},
+        {"do": "forgive", "node": "x"},
+        {"do": "drain", "node": "x"},
+    ):
         code, said = site.act(action)
         assert (code, said) == (404, {"error": "there is no such node or role"})
     assert site.act({"do": "kill", "role": 0, "node": "node0"})[0] == 404 == site.act({"do": "kill"})[0]

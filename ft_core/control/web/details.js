@@ -29,6 +29,13 @@ export function lossInWords(loss) {
   return said.join(" ");
 }
 
+function movesInWords({ roles, room }) {
+  if (!roles) return "It plays no role: it ends once the copies that it keeps are elsewhere.";
+  const theirs = `Its ${many(roles, "role")} would start on other nodes, which have workers for ${count(room)}`;
+  if (room < roles) return `${theirs}: that is too few, and it will be refused.`;
+  return `${theirs}, and change over between two steps: no step is done again, nothing has fewer copies meanwhile.`;
+}
+
 export class Details {
   constructor(token, say) {
     this.token = token;
@@ -107,7 +114,8 @@ export class Details {
       return [role.role, beat.pid, count(beat.step), beat.held.join(" ") || "-", beat.committed < 0 ? "-" : count(beat.committed),
         copies(role), long(beat.step_s), long(beat.waited_s), does];
     });
-    const parts = [el("h3", {}, "If it died now"), el("p", { class: "loss" }, lossInWords(found.loss))];
+    const parts = found.draining ? [el("p", {}, "It is being taken out.")] : [];
+    parts.push(el("h3", {}, "If it died now"), el("p", { class: "loss" }, lossInWords(found.loss)));
     if (rows.length) {
       parts.push(el("h3", {}, "Roles"), el("div", { class: "wide" }, table(["n:role", "n:pid", "n:step", "versions held", "n:safe",
         "copies are on", "n:a step", "n:waited", ""], rows)));
@@ -115,7 +123,9 @@ export class Details {
     const keeps = Object.keys(found.keeps).length;
     parts.push(el("p", { class: "soft" }, keeps ? `It keeps copies of ${many(keeps, "part")} of other nodes' state.` : "It keeps no copies for others."));
     if (may) {
-      parts.push(el("p", { class: "line" }, found.here ? this.button("kill this node …", "kill-node", () => this.act({ do: "kill", node: found.name }), true) : null,
+      parts.push(el("p", { class: "line" },
+        found.here && !found.draining ? this.button("drain this node …", "drain", () => this.act({ do: "drain", node: found.name })) : null,
+        found.here ? this.button("kill this node …", "kill-node", () => this.act({ do: "kill", node: found.name }), true) : null,
         this.button("forgive its strikes …", "forgive", () => this.act({ do: "forgive", node: found.name.split("+", 1)[0] }))));
     } else parts.push(el("p", { class: "soft" }, "To act, open this page with the operator's token."));
     return parts;
@@ -176,7 +186,7 @@ export class Details {
     }
     this.asked = { ...action, confirm: said.confirm };
     byId("confirm-says").textContent = `This will ${said.says}.`;
-    byId("confirm-loss").textContent = said.loss ? lossInWords(said.loss) : "";
+    byId("confirm-loss").textContent = said.loss ? lossInWords(said.loss) : said.moves ? movesInWords(said.moves) : "";
     byId("confirm").showModal();
   }
 

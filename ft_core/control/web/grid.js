@@ -80,18 +80,18 @@ export class Grid {
 
   draw(name) {
     const cell = this.cells.get(name);
-    const [domain, state, roles, marks, step, idle, strikes, avoided] = this.nodes.get(name);
+    const [domain, state, roles, marks, step, idle, strikes, avoided, draining] = this.nodes.get(name);
     const short = name.split("+", 1)[0];
     const says = [`${short}: ${STATES[state][0]}`, roles && `roles ${runs(roles)}`, step >= 0 && `step ${count(step)}`,
-      domain && domain !== short && `domain ${domain}`, strikes && many(strikes, "strike"), avoided && "avoided"];
-    cell.className = `node s-${state}${avoided ? " avoided" : ""}`;
+      domain && domain !== short && `domain ${domain}`, strikes && many(strikes, "strike"), avoided && "avoided", draining && "is being taken out"];
+    cell.className = `node s-${state}${avoided ? " avoided" : ""}${draining ? " draining" : ""}`;
     cell.setAttribute("aria-label", says.filter(Boolean).join(", "));
     cell.title = says.filter(Boolean).join("\n");
     if (this.size === "small") {
       setText(cell, STATES[state][1]);
       return;
     }
-    const what = roles ? `${marks.length === 1 ? "role" : "roles"} ${runs(roles)}` : state === "spare" ? `spare, ${many(idle, "worker")} up` : STATES[state][0];
+    const what = roles ? `${marks.length === 1 ? "role" : "roles"} ${runs(roles)}` : draining ? "is being taken out" : state === "spare" ? `spare, ${many(idle, "worker")} up` : STATES[state][0];
     cell.replaceChildren(...[el("b", {}, short), el("small", {}, what),
       roles ? el("small", { class: "step" }, step >= 0 ? `step ${count(step)}` : STATES[state][0]) : null,
       el("span", { class: "marks" }, ...[...marks].map((mark) => el("i", { class: `s-${MARKS[mark]}` })))].filter(Boolean));
