@@ -123,7 +123,7 @@ def summary(status: JobStatus) -> str:
 
 
 def _pace(each: RoleNamed) -> str:
-    long = "" if each.step_s is None else f", {each.step_s:.1f} s a step"
+    long = "" if each.step_s is None else f", {each.step_s:.3g} s a step"
     return f"role {each.role} on {each.node}: step {_or_dash(each.step)}{long}"
 
 

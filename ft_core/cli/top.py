@@ -45,35 +45,36 @@ class Happened:
         """Whether the job is."""
         return self._tail is not None and self._tail.over
 
-    def lines(self) -> list[str]:
-        """With what has come since the last call."""
+    def lines(self) -> tuple[list[str], list[str]]:
+        """What the time went to, and events, the newest last; with what has come since the last call."""
         try:
             if self._tail is None and self._job_dir is not None:
                 self._tail = Tail(self._job_dir / "events.jsonl")
         except ConfigError as error:
-            return [str(error)]
+            return [str(error)], []
         for each in self._tail.lines() if self._tail is not None else ():
             if (event := parsed(each)) is not None:
                 self._newest.append(text(event))
                 if "spent" in event:
                     self._spent = msgspec.convert(event["spent"], Spent)
         words = [] if self._spent is None else [f"goodput   {in_words(self._spent.seconds)}", ""]
-        return words + list(self._newest)
+        return words, list(self._newest)
 
 
-def frame(args: argparse.Namespace, happened: Happened) -> list[str]:
-    """What is shown now."""
+def frame(args: argparse.Namespace, happened: Happened, height: int = sys.maxsize) -> list[str]:
+    """What is shown now, in so many lines: the oldest events make room."""
     lines = [f"ftctl top  {time.strftime('%H:%M:%S')}", ""]
+    try:
+        told, events = happened.lines()
+    except (msgspec.ValidationError, OSError) as error:
+        told, events = [f"events.jsonl cannot be read: {error}"], []
     try:
         with line(args.job_dir, args.controller) as found:
             lines += summary(found.status()).splitlines()[:-1]
     except (FtError, OSError) as error:
-        lines += [str(error), ""]
-    try:
-        lines += happened.lines()
-    except (msgspec.ValidationError, OSError) as error:
-        lines.append(f"events.jsonl cannot be read: {error}")
-    return [printable(each) for each in lines]
+        lines += ["the job is over" if happened.over else str(error), ""]
+    lines += told
+    return [printable(each) for each in lines + events[-max(1, height - len(lines)) :]]
 
 
 def main(args: argparse.Namespace) -> int:
@@ -86,8 +87,8 @@ def main(args: argparse.Namespace) -> int:
     shown: list[str] = []
     try:
         while not happened.over:
-            shown = frame(args, happened)
             width, height = shutil.get_terminal_size()
+            shown = frame(args, happened, height - 1)
             fitting = [each[:width] + _LINE_END for each in shown[: height - 1]]
             print(_HOME + "\n".join(fitting) + _REST, end="", flush=True)
             time.sleep(max(0.1, args.every))

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from ft_core.control import stragglers
 from ft_core.control.facts import Facts
 from ft_core.control.risk import Held, Present, present
 from ft_core.control.strikes import place
@@ -138,6 +139,7 @@ class Overview:
                 if role in self.suspects
             ][:NAMED],
             "suspected": len(self.suspects),
+            "stragglers": self._stragglers(),
             "below": self.held.below if self.held is not None else None,
             "durable": numbers.durable,
             "redone": numbers.steps_redone,
@@ -148,6 +150,12 @@ class Overview:
             "replicas": self.replicas,
             "strikes": self.strikes,
         }
+
+    def _stragglers(self) -> list[tuple[int, str, float]]:
+        """Role, node and score."""
+        places = self.held.places if self.held is not None else {}
+        found = stragglers.scores(node.roles for node in self.nodes)
+        return [(role, places[role], score) for role, score in found.items() if role in places]
 
     def has_node(self, name: str) -> bool:
         """Whether it is there."""

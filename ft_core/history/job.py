@@ -175,11 +175,16 @@ def _phases(lines: Iterable[Line]) -> Iterator[Phase]:
             yield Phase(now[0], now[1], began - now[1], *now[2:])
             for part, seconds in cut.items():
                 seconds = min(seconds, at - began)
-                yield Phase(part, began, seconds, line["epoch"], line["reason"])
+                yield Phase(part, began, seconds, line["epoch"], _why(line))
                 began += seconds
-        now = cause, at, line["epoch"], line["reason"] or line["event"]
+        now = cause, at, line["epoch"], _why(line)
     if now is not None:
         yield Phase(now[0], now[1], at - now[1], *now[2:])
+
+
+def _why(line: Line) -> str:
+    """What has come to pass; that of a sum of the time is no reason."""
+    return line["reason"] if line["reason"] and line["event"] != "goodput" else line["event"]
 
 
 def _recoveries(lines: Iterable[Line], phases: list[Phase]) -> Iterator[Recovery]:

@@ -84,7 +84,7 @@ def test_a_browser_walks_the_page_of_a_job(tmp_path: Path) -> None:
         drain_a_node(page, job)
         steps = card(page, "steps done")
         wait_for_value(lambda: card(page, "steps done") != steps, True)
-        assert page.locator(".plot").count() == 4
+        wait_for_value(page.locator(".plot").count, 5)  # with the loss, which this script tells
         wait_for_value(lambda: page.locator(".plot").evaluate_all(DRAWN), True)
         wait_for_value(lambda: (card(page, "recoveries"), card(page, "spares")), ("2", "1"))
         wait_for_value(lambda: page.locator("#spent i.c-restoring").count(), 1)

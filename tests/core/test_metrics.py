@@ -161,6 +161,7 @@ def test_who_holds_the_others_up_is_named_with_a_score() -> None:
         job[name].own_s = own_s
         job[name].beat()
     assert samples(job)['ft_straggler_score{role="1"}'] == 1.8
+    assert job.controller.overview(job.now, job.now).job()["stragglers"] == [(1, "node2", 1.8)]
 
 
 def test_errors_of_gpus_are_counted_by_their_number() -> None:

@@ -308,3 +308,20 @@ def test_top_shows_a_job_until_it_is_over(
     assert all(len(line.replace("\x1b[K", "").replace("\x1b[J", "")) <= 60 for line in frames[0].splitlines())
     assert all(len(each.splitlines()) < 20 for each in frames)
     assert "goodput" in last and "finished" in last and "\x1b" not in last
+    assert "the job is over" not in frames[0] and "the job is over" in last
+
+
+def test_of_a_small_screen_the_newest_is_there(
+    job_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    screen: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen()
+    monkeypatch.setenv("LINES", "8")
+    with (job_dir / "events.jsonl").open("a") as file:
+        file.write(END)
+    monkeypatch.setattr(top, "time", Clock(lambda: None))
+    assert ctl.main(["--job-dir", str(job_dir), "--controller", "127.0.0.1:1", "top"]) == 0
+    shown, _, last = capsys.readouterr().out.partition("\x1b[?1049l")
+    assert len(shown.split("\x1b[H")[1].splitlines()) < 8 and "finished" in last

@@ -72,20 +72,21 @@ function cards(job) {
   });
 }
 
-let suspected = "[]";
+const named = {};
 
-function showHang(suspects) {
-  const said = JSON.stringify(suspects);
-  if (said === suspected) return;
-  suspected = said;
-  byId("hang").hidden = !suspects.length;
-  byId("hang").replaceChildren(el("p", {}, "Others wait longer than usual for: ", ...suspects.map(([role, node]) =>
-    el("button", { type: "button", class: "danger", onclick: () => { details.open(node); details.flight(role, node); } },
-      `role ${role} on ${node.split("+", 1)[0]}`))));
+function showRoles(id, what, kind, roles) {
+  const said = JSON.stringify(roles);
+  if (said === (named[id] ?? "[]")) return;
+  named[id] = said;
+  byId(id).hidden = !roles.length;
+  byId(id).replaceChildren(el("p", {}, what, ...roles.map(([role, node, score]) =>
+    el("button", { type: "button", class: kind, onclick: () => { details.open(node); details.flight(role, node); } },
+      `role ${role} on ${node.split("+", 1)[0]}` + (score ? `: ${score.toFixed(2)} times` : "")))));
 }
 
 function showJob(job) {
-  showHang(job.suspects);
+  showRoles("hang", "Others wait longer than usual for: ", "danger", job.suspects);
+  showRoles("slow", "Takes longer than most for its own part of a step: ", "", job.stragglers);
   setText(byId("job"), `Job ${job.name}`);
   setText(byId("phase"), job.phase);
   byId("phase").dataset.phase = job.phase;
