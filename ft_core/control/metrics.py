@@ -127,7 +127,7 @@ def families(found: Numbers) -> Iterator[Metric]:
         labels=["role"],
     )
     nodes = found.held.nodes if found.held is not None else ()
-    for role, score in stragglers.scores(node.roles for node in nodes).items():
+    for role, score in stragglers.scores([node.roles for node in nodes]).items():
         slow.add_metric([str(role)], score)
     yield slow
     yield GaugeMetricFamily(

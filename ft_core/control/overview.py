@@ -154,7 +154,7 @@ class Overview:
     def _stragglers(self) -> list[tuple[int, str, float]]:
         """Role, node and score."""
         places = self.held.places if self.held is not None else {}
-        found = stragglers.scores(node.roles for node in self.nodes)
+        found = stragglers.scores([node.roles for node in self.nodes])
         return [(role, places[role], score) for role, score in found.items() if role in places]
 
     def has_node(self, name: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from ft_core.protocol.messages import RoleBeat
 
@@ -14,12 +14,14 @@ MOST = 16
 """That are named, the slowest."""
 
 
-def scores(nodes: Iterable[Mapping[int, RoleBeat]]) -> dict[int, float]:
+def scores(nodes: Collection[Mapping[int, RoleBeat]]) -> dict[int, float]:
     """By role, how many times the median it takes, of those that stand out; the slowest first."""
-    own = {role: beat.own_s for roles in nodes for role, beat in roles.items() if beat.own_s > 0}
+    own = sorted([beat.own_s for roles in nodes for beat in roles.values() if beat.own_s > 0])
     if not own:
         return {}
-    median = sorted(own.values())[(len(own) - 1) // 2]
+    median = own[(len(own) - 1) // 2]
     least = max(STANDS_OUT * median, median + NOTICED)
-    slow = sorted((-seconds, role) for role, seconds in own.items() if seconds >= least)
+    if own[-1] < least:  # as a rule: of many roles it is looked at nothing else
+        return {}
+    slow = sorted((-b.own_s, role) for roles in nodes for role, b in roles.items() if b.own_s >= least)
     return {role: round(-seconds / median, 2) for seconds, role in slow[:MOST]}
