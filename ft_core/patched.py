@@ -58,6 +58,7 @@ SCRIPTED = (
     *declare_each("torch._C:", "_create_function_from_trace _create_function_from_trace_with_dict", _SEEN,
                   optional=True),
 )  # fmt: skip
+MODES = (declare("torch.utils._python_dispatch:TorchDispatchMode.__enter__", _SEEN),)
 THREADS = (declare("threading:Thread._bootstrap_inner", _SEEN),)
 PARAMETERS = (
     declare("torch.nn:Module.register_parameter", "while a newcomer starts up: it is watched again"),

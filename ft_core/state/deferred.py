@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ft_core import patched
@@ -38,7 +39,7 @@ from ft_core.process.timeline import timeline
 from ft_core.state import mersenne
 from ft_core.state.owed import OwingGenerator, draws_of
 from ft_core.state.undone import Bytes, Operation, Undone, span_of, storage_of, tensors_of, users_of
-from ft_core.state.watch import Compiler, Watch, is_inside_compiler, watch
+from ft_core.state.watch import Compiler, Watch, is_traced, watch
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -131,8 +132,10 @@ class Deferred:
         self._replace(self._patches, patched.TENSOR_TEXT, self._writing)
         self._replace(self._patches, patched.GENERATOR, self._asking)
         self._replace(self._patches, patched.SCRIPTED, self._calling)
+        self._replace(self._patches, patched.MODES, self._entering)
         self._compiler.follow()
-        self._watch.begin()
+        if watch() is None:
+            self._watch.begin()
 
     def _look_away(self) -> None:
         """Where nothing is put off."""
@@ -205,7 +208,7 @@ class Deferred:
         try:
             if self._forked:
                 torch.set_num_threads(1)  # it has none of its parent's, and would wait for them
-            with torch._C.DisableTorchFunction():
+            with torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack():
                 return do()
         finally:
             self._busy = False
@@ -225,7 +228,7 @@ class Deferred:
 
     def operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of one, of any of the script's threads."""
-        if not self._on:
+        if not (self._on and self._looks):
             return func(*args, **kwargs)
         with self._lock:
             if not self._busy:
@@ -519,6 +522,16 @@ class Deferred:
 
         return call
 
+    def _entering(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """A dispatch mode: of one of torch's own, operations are traced."""
+
+        def enter(mode: Any) -> Any:
+            if self._on and mode.is_infra_mode():
+                self._compiling()
+            return original(mode)
+
+        return enter
+
     def _compiling(self) -> None:
         """Compiled code is called by this thread. The main one is watched again when it makes a weight."""
         self._unseen("compiled code is called")
@@ -538,7 +551,7 @@ class Deferred:
     def _registering(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
         def register(module: Any, name: str, param: Any) -> Any:
             away = self._on and not self._looks and threading.get_ident() == self._main
-            if away and not is_inside_compiler():
+            if away and not is_traced():
                 self._look()
                 if type(param) is torch.nn.Parameter and users_of(storage_of(param)) == 1:
                     self._owned(param)

@@ -111,11 +111,11 @@ class Compiler:
                     patch.replace(value)
 
 
-def is_inside_compiler() -> bool:
-    """Whether torch's compiler is among this thread's callers."""
+def is_traced() -> bool:
+    """Whether torch's compiler is among this thread's callers, or a mode looks at what it does."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("torch._dynamo."):
             return True
         frame = frame.f_back
-    return False
+    return any(not isinstance(mode, Watch) for mode in _get_current_dispatch_mode_stack())

@@ -24,6 +24,8 @@ import torch
 import torch.utils.dlpack
 from core.putting_off import check, plainly, putting_off, same
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.random import get_rng_state
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -405,6 +407,49 @@ def test_a_thread_that_calls_compiled_functions(graphs: list[Any]) -> None:
 
     check(script, put_off=False)
     assert watch() is None
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strict", [False, True])
+def test_models_that_are_exported(strict: bool) -> None:
+    def script() -> list[Any]:
+        net = nn.Sequential(nn.Linear(3, 3))
+        exported = torch.export.export(net, (torch.ones(1, 3),), strict=strict)
+        return [exported.module()(torch.ones(1, 3)).detach(), net, nn.Linear(3, 3)]
+
+    check(script)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake"])
+def test_functions_that_are_traced(mode: str) -> None:
+    def script() -> list[Any]:
+        weight = torch.empty(40).normal_()
+        graph = make_fx(lambda x: x * weight + 1, tracing_mode=mode, _allow_non_fake_inputs=True)(
+            torch.ones(40)
+        )
+        return [graph(torch.ones(40)), str(graph.code).count("mul"), weight, nn.Linear(3, 3)]
+
+    check(script)
+
+
+def test_weights_that_are_fake() -> None:
+    def script() -> list[Any]:
+        before = nn.Linear(3, 3)
+        with FakeTensorMode():
+            fake = nn.Linear(5, 5)
+        return [before, type(fake.weight.data).__name__, nn.Linear(4, 4)]
+
+    check(script)
+
+
+@pytest.mark.parametrize("name", ["a number", "numpy"])
+def test_what_vmapped_functions_read(name: str) -> None:
+    def script() -> list[Any]:
+        weight = torch.empty(40).normal_()
+        read = {"a number": lambda: float(weight[0]), "numpy": lambda: float(weight.numpy().sum())}[name]
+        return [torch.vmap(lambda x: x * read())(torch.ones(3, 2)), weight]
+
+    check(script, put_off=False)
 
 
 def scripted(x: torch.Tensor) -> torch.Tensor:
