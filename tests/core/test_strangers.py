@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 import torch.utils.dlpack
 from core.putting_off import check, plainly, putting_off, same
@@ -95,7 +94,7 @@ READERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "copy": lambda w: copy.copy(w),
     "deepcopy": lambda w: copy.deepcopy(w),
     "shared memory": lambda w: w.clone().share_memory_(),
-    "safetensors": lambda w: safetensors.torch.load(safetensors.torch.save({"w": w})),
+    "safetensors": lambda w: _through_safetensors(w),
     "its hash": lambda w: torch.hash_tensor(w),
     "a gradient's function": lambda w: torch.func.grad(lambda x: (x * w).sum())(torch.ones(40)),
     "vmap": lambda w: torch.vmap(lambda x: x * w)(torch.ones(3, 40)),
@@ -103,6 +102,11 @@ READERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "equal": lambda w: torch.equal(w, w.clone()),
     "numbers that it is drawn by": lambda w: torch.bernoulli(w.abs().clamp(max=1)),
 }
+
+
+def _through_safetensors(tensor: torch.Tensor) -> Any:
+    safetensors = pytest.importorskip("safetensors.torch")
+    return safetensors.load(safetensors.save({"w": tensor}))
 
 
 def _swapped(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,9 +129,11 @@ def test_a_reader(name: str) -> None:
 
 
 def test_safetensors_writes_what_is_there(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+
     def script() -> list[Any]:
         weights = {name: torch.empty(400).normal_() for name in "ab"}
-        safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+        safetensors.save_file(weights, tmp_path / "model.safetensors")
         return [(tmp_path / "model.safetensors").read_bytes().hex()]
 
     check(script, put_off=False)
