@@ -115,7 +115,7 @@ class Settings:
     """How the job's own processes log (`--ft-log-format`): `text` for people, `json` for programs."""
     inject: str = ""
     """Failures on purpose (`--ft-inject`), see `ft_core.process.inject`."""
-    direct: int = 0
+    direct: int = 128
     """Nodes that the controller serves itself; of a larger job the others go through one of these
     (`--ft-direct-nodes`). 0: all."""
     http: str = "127.0.0.1:0"

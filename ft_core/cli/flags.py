@@ -195,8 +195,8 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=Settings.direct,
         metavar="N",
-        help="on trial: nodes that have a connection with the controller, or the square root of their number "
-        "if that is more; the others have one with one of these (0, the default: all have one)",
+        help="nodes of a larger job that have a connection with the controller, or the square root of their "
+        "number if that is more; the others have one with one of these (default 128; 0: all have one)",
     )
     f.add_argument(
         "--ft-http",
