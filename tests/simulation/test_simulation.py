@@ -48,6 +48,7 @@ FAILED_ONCE = {
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
 
 FAILED_ONCE_ABOUT_LEADERS = {
+    624704: "the oracle asked what is true of those who had been given up, and trained on unheard",
     216228: "a node that had gone over to the next leader was missed by the former one, and avoided for it",
     101778: "a successor saw no node with a role: they were with its predecessor yet; and began anew",
 }
