@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
-from harness import Job, Layout, Result, check_identical
+import pytest
+from deepspeed_jobs import Zero
+from harness import Job, Layout, Result, Training, check_identical
 
-PACED = Path(__file__).parent / "paced.py"
-STEPS = 40
+HERE = Path(__file__).parent
+PACED = HERE / "paced.py"
+STEPS, MORE = 40, 60
+"""With `resting` there is more time at the end."""
 
 
 def drain(job: Job, role: int) -> str:
@@ -33,6 +39,36 @@ def test_a_node_is_drained(tmp_path):
         node = drain(job, 1)
         rows = job.status()["roles"]
         assert [row["node"] for row in rows] == ["node0", "node2"] and node == "node1"
+        failures = {name: value for name, value in job.metrics().items() if "ft_failures_total" in name}
+        assert not any(failures.values()), failures
         result = job.finish()
     check_identical(result, layout, STEPS)
     check_nobody_failed(result)
+
+
+@pytest.mark.timeout(300)  # half a minute, where the machine has nothing else to do
+@pytest.mark.parametrize(
+    ("training", "nproc", "script"),
+    [
+        (Layout(2, 1, 2, distributed=True), 2, HERE / "resting_core.py"),
+        (Layout(1, 2, 2, distributed=True, bf16=True), 2, HERE / "resting_core.py"),
+        (Zero(1, dp=2, bf16=True), 1, HERE / "resting_clm.py"),
+        (Zero(3, dp=2), 1, HERE / "resting_clm.py"),
+    ],
+    ids=lambda value: str(value) if not isinstance(value, int | Path) else None,
+)
+def test_nodes_are_drained_one_after_the_other(training: Training, nproc: int, script: Path, tmp_path):
+    """Role 0's too, whose node is where all meet; then a node is killed, and what the drained ones kept is
+    not missed."""
+    with Job(tmp_path / "job", training, MORE, nproc=nproc, spares=3, script=script) as job:
+        job.wait_for("resumed")
+        job.wait_for("joined", 5)
+        gone = {drain(job, training.world - 1), drain(job, 0)}
+        assert gone.isdisjoint(row["node"] for row in job.status()["roles"])
+        epoch = job.wait_for_epoch("resumed", 3)["epoch"]
+        agent, _ = job.pids(0)
+        os.killpg(agent, signal.SIGKILL)
+        job.wait_for_epoch("resumed", epoch + 1)
+        result = job.finish()
+    check_identical(result, training, MORE, again=1)
+    assert len(result.of("detected")) == 1 and len(result.of("moving")) == len(result.of("drained")) == 2

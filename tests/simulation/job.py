@@ -19,6 +19,7 @@ from ft_core.protocol import messages as m
 from ft_core.protocol.goodput import Spent
 from ft_core.settings import Command, Settings
 from ft_core.state import durable
+from ft_core.worker.states import Holding
 
 from .arbiter import MACHINE, Arbiter
 from .control import SimController, decides
@@ -429,6 +430,10 @@ class SimJob:
             raise Violation(f"12: {event.more['node']} is let go, and plays roles {roles}")
         if event.event == "moving":
             self._moving = event.epoch
+            workers = [w for node in self.live() for w in node.workers.values()]
+            well = self.network.sound and not self.outcome.pauses and not controller.slept
+            if well and not any(isinstance(w.state, Holding) for w in workers):
+                raise Violation("12: roles move, and nobody has stopped for that between two steps")
         elif event.event == "detected" or event.epoch > self._moving:
             self._moving = 0
         if event.event == "decided":

@@ -356,19 +356,6 @@ def a_drained_node_is_used_again() -> None:
     Epochs._decide = mutated  # type: ignore[method-assign]
 
 
-def a_drained_node_is_let_go_at_once() -> None:
-    """Nobody waits until the copies that it keeps are elsewhere."""
-    let_go = Draining._let_go
-
-    def mutated(self: Draining, facts: Facts, now: float) -> Any:
-        effects = let_go(self, facts, now)
-        if self._going is not None:
-            self._going.unheard, self._going.newest = set(), -1
-        return effects
-
-    Draining._let_go = mutated  # type: ignore[method-assign]
-
-
 def roles_move_at_any_time() -> None:
     """Not between two steps, but once their newcomers are ready."""
     Returning.due = lambda self, facts, now: sorted(self.places())  # type: ignore[method-assign]
@@ -435,7 +422,6 @@ DRAINED: dict[str, Callable[[], None]] = {
     mutation.__name__: mutation
     for mutation in (
         a_drained_node_is_used_again,
-        a_drained_node_is_let_go_at_once,
         roles_move_at_any_time,
         who_is_drained_is_forgotten_by_a_new_controller,
     )
