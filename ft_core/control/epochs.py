@@ -329,6 +329,11 @@ class Epochs:
             return
         if epoch < facts.epoch:
             self.do(Send(node.peer, m.Abort(epoch=facts.epoch)))
+        # Of a start ahead that was given up, perhaps by a former controller.
+        others = [role for role in shown if facts.places.get(role) != node.name]
+        others = sorted(set(others).difference(self.returning.on(node.name))) if others else others
+        if others and node.begun == plan.id:
+            self.do(Send(node.peer, m.Withdraw(roles=others)))
         if not running:
             for role in sorted(facts.groups.withdrawn & set(shown)):
                 self.do(Send(node.peer, m.KillWorker(role=role)))
@@ -336,10 +341,6 @@ class Epochs:
             if self.now - node.planned > REPEAT:
                 self._send_plan(node)
         else:
-            # Of a group whose start was given up, perhaps by a former controller.
-            others = [role for role in shown if facts.places.get(role) != node.name]
-            if others and (others := sorted(set(others).difference(self.returning.on(node.name)))):
-                self.do(Send(node.peer, m.Withdraw(roles=others)))
             self.do(*self.returning.remind(node, shown))
 
     def tell_of_nodes(self) -> None:
