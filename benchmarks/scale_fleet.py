@@ -90,7 +90,8 @@ class Fleet:
         usual = replace(settings, heartbeats_missed=Settings.heartbeats_missed)
         self.every, self.again = usual.pulse, SAME * usual.silence_limit
         self.host, self.port = split_address(controller)
-        self.doorstep = asyncio.Semaphore(AT_ONCE)
+        self.doorstep = {calls: asyncio.Semaphore(AT_ONCE) for calls in (True, False)}
+        """Of the controller, and of all who speak for others: those wait for one of their own there."""
         self.restoring = False
         """Whether workers take their time to have their state."""
         self.hush = 0
@@ -201,7 +202,7 @@ class Agent(Client):
             self._sent_away = self._in_vain = False
             where = (fleet.host, fleet.port) if self._calls else split_address(self._through)
             try:
-                async with fleet.doorstep:
+                async with fleet.doorstep[self._calls]:
                     await loop.create_connection(lambda: self, *where)
                     await self._shaken
                 return

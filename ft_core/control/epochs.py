@@ -215,7 +215,7 @@ class Epochs:
         self.hear_of_parts(facts.nodes.values())
         self.release_if_complete()
         self.completion.taken_over()
-        self.watch.miss(set(plan.nodes) - set(facts.nodes), self.now)
+        self.watch.miss(set(plan.nodes) - set(facts.nodes), phase.heard_at)
         dead = takeover.dead(facts, plan)
         for reason, roles in phase.undone:
             self.record("detected", reason, roles)

@@ -51,11 +51,15 @@ def share(facts: Facts) -> float:
 def complete(facts: Facts, phase: Rebuilding, arriving: int, now: float) -> bool:
     """Whether it has heard from everybody, spares with their copies included, or it is clear who does not
     come."""
+    missing = facts.begun.nodes.keys() - facts.nodes.keys()
+    if not missing:
+        return True
     quiet, limit = now - phase.heard_at, facts.settings.silence_limit
     waits = arriving and quiet <= limit
     rest = max(QUIET, min(phase.heard_at - phase.began, limit))
-    late = now - phase.began > GRACE and quiet > rest and not waits
-    return late or not set(facts.begun.nodes) - set(facts.nodes)
+    if len({facts.begun.nodes[name].domain for name in missing}) > facts.settings.replicas:
+        rest = limit  # without them something would be lost
+    return now - phase.began > GRACE and quiet > rest and not waits
 
 
 def unbegun(facts: Facts, plan: Plan) -> bool:
