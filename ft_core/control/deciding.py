@@ -257,6 +257,11 @@ def _as_begun(facts: Facts, nodes: frozenset[str], durable: Durable) -> _Choice 
         if not found:
             raise Unrecoverable(ALL_IS_LOST)
         return _Choice(max(found), "durable", {})
+    if origin == "initial" and facts.nodes.keys().isdisjoint(facts.hosts):  # they may have trained, unheard
+        if (found := _durable(facts, nodes, durable)) is None:
+            return AskStorage(nodes)
+        if found:
+            return _Choice(max(found), "durable", {})
     if origin == "durable":
         # Unless the newest has turned out to be damaged, the same again.
         if (found := _durable(facts, nodes, durable)) is None:
