@@ -273,28 +273,33 @@ class Epochs:
         """To all nodes; those that have the plan before are told what is different."""
         facts, plan = self.facts, self.facts.begun
         shared: m.SharedPlan | None = None
-        for name, node in facts.nodes.items():
+        # First what single nodes must know: what all are told stays one message to who speaks for many.
+        own = ((facts.nodes.get(name), order) for name, order in self._own.items())
+        self.effects += [Send(node.peer, order) for node, order in own if node is not None]
+        for node in facts.nodes.values():
+            node.planned = self.now
             if before is None or node.begun != before.id:
-                self._send_plan(node)
+                self.do(*(Send(node.peer, part) for part in self._whole_plan()))
                 continue
             if shared is None:
                 shared = plans.shared_plan(plan, facts.settings, before.id, *changes(before, plan))
-            node.planned = self.now
-            if name in self._own:
-                self.effects.append(Send(node.peer, self._own[name]))
             self.effects.append(Send(node.peer, shared))
 
     def _send_plan(self, node: Node) -> None:
         """All of it."""
+        node.planned = self.now
+        if (own := self._own.get(node.name)) is not None:
+            self.do(Send(node.peer, own))
+        self.do(*(Send(node.peer, part) for part in self._whole_plan()))
+
+    def _whole_plan(self) -> list[m.Hosts | m.SharedPlan]:
+        """What all must know who know nothing."""
         facts, plan = self.facts, self.facts.begun
         if not self._whole:
             hosts = hosts_of(plan.roles, plan.nodes).values()
             shared = plans.shared_plan(plan, facts.settings, plan.id, [], [])
             self._whole = [*pieces(plan.id, hosts), shared]
-        node.planned = self.now
-        if (own := self._own.get(node.name)) is not None:
-            self.do(Send(node.peer, own))
-        self.do(*(Send(node.peer, part) for part in self._whole))
+        return self._whole
 
     def _nodes_without_roles(self) -> m.NodesChanged:
         """For a node that may have missed changes."""

@@ -20,7 +20,7 @@ KIND = b"m"
 """What no message begins with, be it compressed or not."""
 LARGE = 256 << 10
 """Bytes of messages from which on a bundle waits for no more: its last message may be large."""
-FULL = 8 << 20
+FULL = 1 << 20
 """Bytes of several messages that one bundle has at most, where what is told to many is sent once."""
 
 _PART = struct.Struct("!II")
