@@ -410,6 +410,8 @@ class SimJob:
             raise Violation(f"6: {back.name} is well, and is given up")
         if event.event == "hang" and event.more["explained"]:
             self._check_blame(controller, event)
+        if event.event == "controller_restarted":  # what its predecessor decided last nobody may have heard
+            self._places = dict(controller.machine.facts.places)
         if event.event == "decided":
             self._decided(controller, event)
             self.errors.decided(controller, moved(event), self._places)

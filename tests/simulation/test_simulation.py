@@ -43,6 +43,7 @@ FAILED_ONCE = {
     921281: "a spare alone had begun the first plan of a controller that was killed then, and was given up",
     406: "who was to tell of a step's samples was lost with that (steps_that_nobody_told_of_stay_unknown)",
     500017949: "the same, and it had no record that the controller knew of",
+    40168: "a controller was killed before anybody had heard its decision, and the oracle held on to that",
     500031446: "all who had trained were lost with the controller, which had heard of no step, and training "
     "began anew beside a durable checkpoint",
     500002119: "a newcomer of a former controller's was there when all scripts were to begin anew",
