@@ -77,6 +77,8 @@ from ft_core.protocol.messages import (
     FromAgent,
     FromCtl,
     GoThrough,
+    Hosts,
+    Message,
     Pulse,
     ToCtl,
 )
@@ -88,6 +90,8 @@ log = logging.getLogger(__name__)
 
 TICK = 0.05
 PORT_RETRY = 0.2
+_TABLES = 8
+"""Pieces of tables of nodes that are kept as they were encoded: of a hundred thousand roles there are two."""
 LAST_LINES = 3.0
 """Seconds that files, the console and the nodes have, each, to take what is still to be told at the end."""
 
@@ -154,6 +158,8 @@ class Shell:
         self._tree = Tree(
             settings, self._enter, self._heard, self._heard_together, self._left, self._refusals.add
         )
+        self._tables: dict[int, tuple[Hosts, bytes]] = {}
+        """Those that were sent last, by their identity."""
         self._arriving = 0
         self._done: asyncio.Future[int | None]
 
@@ -337,7 +343,7 @@ class Shell:
                     if (channel := self._channels.get(peer)) is None:
                         continue
                     if (body := encoded.get(id(message))) is None:
-                        body = encoded[id(message)] = encode(message)
+                        body = encoded[id(message)] = self._encoded(message)
                     with ignored:
                         channel.post_encoded(body)
                 case Close(peer):
@@ -356,6 +362,16 @@ class Shell:
                 case Resign(term):
                     self.newer = term
                     self._resign(f"there is a leader of term {term}, or was one")
+
+    def _encoded(self, message: Message) -> bytes:
+        """The table of nodes is said to each who comes, and takes milliseconds to compress."""
+        if not isinstance(message, Hosts):
+            return encode(message)
+        if (known := self._tables.get(id(message))) is None:
+            known = self._tables[id(message)] = message, encode(message)
+            while len(self._tables) > _TABLES:
+                del self._tables[next(iter(self._tables))]
+        return known[1]
 
     def _note(self, record: Record) -> None:
         """For a successor on another machine."""
