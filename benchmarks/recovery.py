@@ -4,6 +4,10 @@ ftrun: two nodes of two workers and a spare node, all on this machine; a driver 
 moment of a step. "Resumed" means that every role has finished a step after the recovery: the killed step, or
 the one after it where the killed one was complete. Phases come from events.jsonl; there is one clock.
 
+With `--state 100MB,1GB` instead: data parallel, one worker a node, as much state a role as is said, and what
+counts is how long the others stall beyond one step. Beside it, what a bare copy of as many bytes takes and a
+bare TCP stream, on this machine at that time.
+
 torchrun: `benchmarks/restart_baseline.py` with a checkpoint in memory after every step, from SIGKILL until
 every rank has finished the step that was killed. For a node, a third torchrun agent waits, as the spare does.
 Jobs of both kinds take turns, so noise hits both alike.
@@ -21,19 +25,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import bandwidth
 from benchmarks.common import RECIPE, ROOT, environment, finish, ftrun, parser, read_events, spread, table
 from ft_core.cli import ask
 from ft_core.cli.ask import WholeStatus
 
 BASELINE = ROOT / "benchmarks" / "restart_baseline.py"
-NODES, PER_NODE = 2, 2
-WORLD = NODES * PER_NODE
+NODES = 2
 SIZE = "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2"
 LAYOUT = "--pipeline-model-parallel-size 2 --use-distributed-optimizer --global-batch-size 16 --mock-data"
-MODEL = [*SIZE.split(), *LAYOUT.split()]
+MODEL = (*SIZE.split(), *LAYOUT.split())
 ENDLESS = 20_000
 KINDS = {
     "node": "node (agent and workers), spare takes over",
@@ -43,8 +48,9 @@ KINDS = {
 PHASES = ("detected", "decided", "state_restored", "resumed")
 TORCHRUN = {"worker": "torchrun: worker", "node": "torchrun: node, third agent waits"}
 TORCHRUN_PHASES = ("imported", "built", "loaded", "resumed")
+Found = dict[str, list[dict[str, float]]]
 _SETTLE = 2.0
-_PATIENCE = 150.0
+_PATIENCE = 300.0
 
 
 def main() -> None:
@@ -56,23 +62,84 @@ def main() -> None:
         "--torchrun", default="worker,node", help="failures to measure under torchrun; '' for none"
     )
     p.add_argument("--seed", type=int, default=1)
+    p.add_argument("--state", default="", help="bytes of state a role, such as 100MB,1GB: see above")
+    p.add_argument("--bf16", action="store_true", help="with --state: train in bfloat16")
     args = p.parse_args()
-    rounds = min(args.rounds, 1) if args.quick else args.rounds
+    args.rounds = min(args.rounds, 1) if args.quick else args.rounds
+    if args.state:
+        by_state(args)
+        return
+    found = rounds_of(args, Layout(), _list(args.kinds), _list(args.torchrun))
+    result = _spreads(found)
+    finish("recovery", args, {"seconds_after_sigkill": result, "runs": found}, report(result))
+
+
+def rounds_of(args: Any, layout: Layout, kinds: list[str], torchrun: list[str]) -> Found:
+    """Jobs of both kinds in turn, each with all failures asked for."""
     rng = random.Random(args.seed)
-    found: dict[str, list[dict[str, float]]] = {}
-    for number in range(rounds):
-        with scratch() as place, FtJob(Path(place)) as job:
-            for kind in _list(args.kinds):
-                found.setdefault(kind, []).append(job.failure(kind, rng.randrange(WORLD), rng))
+    found: Found = {}
+    for number in range(args.rounds):
+        with scratch() as place, FtJob(Path(place), layout) as job:
+            for kind in kinds:
+                found.setdefault(kind, []).append(job.failure(kind, rng.randrange(layout.world), rng))
                 _progress(number, f"ftrun {kind}", found[kind][-1])
-        for kind in _list(args.torchrun):
-            with scratch() as place, TorchrunJob(Path(place), kind) as job:
-                found.setdefault(f"torchrun {kind}", []).append(job.failure(rng))
+        for kind in torchrun:
+            with scratch() as place, TorchrunJob(Path(place), kind, layout) as baseline:
+                found.setdefault(f"torchrun {kind}", []).append(baseline.failure(rng))
                 _progress(number, f"torchrun {kind}", found[f"torchrun {kind}"][-1])
-    result = {
+    return found
+
+
+def by_state(args: Any) -> None:
+    """One table a size."""
+    sizes, texts = {}, []
+    for size in _list(args.state):
+        nbytes = _bytes(size)
+        bare = {"copy_gb_s": bandwidth.copy(nbytes), "tcp_gb_s": bandwidth.tcp(nbytes)}
+        kinds = [kind for kind in _list(args.kinds) if kind != "agent"]
+        layout = Layout(NODES, 1, model_of(nbytes, args.bf16))
+        found = rounds_of(args, layout, kinds, _list(args.torchrun))
+        for runs in found.values():
+            for run in runs:
+                run["stall"] = run["resumed"] - run["step"]
+        result = _spreads(found)
+        sizes[size] = {**bare, "seconds_after_sigkill": result, "runs": found}
+        allowed = 0.3 + nbytes / bare["copy_gb_s"] / 1e9
+        texts.append(
+            f"{size} of state a role; copy {bare['copy_gb_s']:.1f} GB/s, TCP {bare['tcp_gb_s']:.1f} GB/s\n"
+            f"0.3 s and a bare copy: {allowed:.2f} s\n{report(result, (*PHASES, 'step', 'stall'))}"
+        )
+    name = "recovery_state_bf16" if args.bf16 else "recovery_state"
+    finish(name, args, {"sizes": sizes}, "\n\n".join(texts))
+
+
+def model_of(nbytes: int, bf16: bool) -> tuple[str, ...]:
+    """A GPT whose weights and half of whose optimizer state take `nbytes`: 8 bytes a parameter, in fp32
+    (4 + 8/2) and in bf16 (2 + 12/2)."""
+    width = 512 if nbytes < 400e6 else 1024 if nbytes < 2e9 else 2048
+    layers = max(1, round(nbytes / 8 / (12 * width**2)))
+    size = f"--num-layers {layers} --hidden-size {width} --num-attention-heads 8 --seq-length 32"
+    layout = "--use-distributed-optimizer --micro-batch-size 1 --global-batch-size 2 --mock-data"
+    return (*size.split(), *layout.split(), *(["--bf16"] if bf16 else []))
+
+
+def _spreads(found: Found) -> dict[str, Any]:
+    return {
         name: {phase: spread([r[phase] for r in runs]) for phase in runs[0]} for name, runs in found.items()
     }
-    finish("recovery", args, {"seconds_after_sigkill": result, "runs": found}, report(result))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Of the jobs that fail."""
+
+    nodes: int = NODES
+    per_node: int = 2
+    model: tuple[str, ...] = MODEL
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.per_node
 
 
 class Processes:
@@ -121,28 +188,33 @@ class Processes:
 class FtJob(Processes):
     """The recipe under ftrun. A node that dies is replaced by a new one, which stands by."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, layout: Layout) -> None:
         super().__init__(directory)
-        self._job = directory / "job"
-        flags = (f"--nnodes={NODES}", f"--nproc-per-node={PER_NODE}", "--spares=1", "--respawn")
-        self.start([*ftrun(self._job, *flags), str(RECIPE), *MODEL, f"--train-iters={ENDLESS}", "--ft"])
+        self._job, self._layout = directory / "job", layout
+        flags = (f"--nnodes={layout.nodes}", f"--nproc-per-node={layout.per_node}", "--spares=1", "--respawn")
+        self.start(
+            [*ftrun(self._job, *flags), str(RECIPE), *layout.model, f"--train-iters={ENDLESS}", "--ft"]
+        )
 
     def _ready(self) -> WholeStatus | None:
         """The job's status, once it trains and a spare stands by."""
         if not any(e["event"] == "resumed" for e in read_events(self._job)):
             return None
         status = ask.status(self._job)
-        spare = any(s.idle >= PER_NODE for s in status.spares)
+        spare = any(s.idle >= self._layout.per_node for s in status.spares)
         steps = [row.step or 0 for row in status.roles]
         resumed = [e["version"] for e in read_events(self._job) if e["event"] == "resumed"][-1]
-        training = len(steps) == WORLD and min(steps) > resumed + 5
+        training = len(steps) == self._layout.world and min(steps) > resumed + 5
         return status if status.phase == "running" and spare and training else None
 
     def failure(self, kind: str, role: int, rng: random.Random) -> dict[str, float]:
         """Kill what `kind` says around `role`; returns the seconds from SIGKILL to each phase."""
-        self.until("training with a spare", self._ready)
+        before = self.until("training with a spare", self._ready)
+        began = time.monotonic()
         time.sleep(_SETTLE + rng.random())
-        status = ask.status(self._job)
+        status = self._after(before.roles[role].step + 4, role)
+        step = (time.monotonic() - began) / (status.roles[role].step - before.roles[role].step)
+        time.sleep(step * rng.random())
         row = status.roles[role]
         assert row.agent_pid is not None and row.worker_pid is not None
         killed = time.monotonic()
@@ -163,34 +235,47 @@ class FtJob(Processes):
                 found[event["event"]] = event["monotonic"] - killed
             if event["event"] == "resumed":
                 break
-        return {phase: found[phase] for phase in PHASES}
+        return {**{phase: found[phase] for phase in PHASES}, "step": step}
+
+    def _after(self, step: int, role: int) -> WholeStatus:
+        """The job's status, just after the role has finished a step that is not before `step`."""
+        newest = ask.status(self._job).roles[role].step or 0
+
+        def reached() -> WholeStatus | None:
+            status = ask.status(self._job)
+            return status if (status.roles[role].step or 0) > max(newest, step - 1) else None
+
+        found: WholeStatus = self.until(f"step {step}", reached)
+        return found
 
 
 class TorchrunJob(Processes):
     """The baseline under torchrun: one agent with all workers, or an agent per node and one that waits."""
 
-    def __init__(self, directory: Path, kind: str) -> None:
+    def __init__(self, directory: Path, kind: str, layout: Layout) -> None:
         super().__init__(directory)
-        self._kind = kind
-        script = [str(BASELINE), *MODEL, f"--train-iters={ENDLESS}"]
+        self._kind, self._world, self._per_node = kind, layout.world, layout.per_node
+        script = [str(BASELINE), *layout.model, f"--train-iters={ENDLESS}"]
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=100"]
         self._bench = {"FT_BENCH": str(directory)}
         self._agents: list[subprocess.Popen[bytes]] = []
         if kind == "worker":
-            self.start([*torchrun, "--standalone", f"--nproc-per-node={WORLD}", *script], **self._bench)
+            self.start(
+                [*torchrun, "--standalone", f"--nproc-per-node={layout.world}", *script], **self._bench
+            )
             return
         self._bench["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
             "1"  # a store for each attempt, instead of a prefix
         )
         with socket.create_server(("127.0.0.1", 0)) as free:
             endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-        for node in range(NODES + 1):
+        for node in range(layout.nodes + 1):
             host = f"--rdzv-conf=is_host={'true' if node == 0 else 'false'}"
             where = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=bench", host]
-            size = [f"--nnodes={NODES}:{NODES}", f"--nproc-per-node={PER_NODE}"]
+            size = [f"--nnodes={layout.nodes}:{layout.nodes}", f"--nproc-per-node={layout.per_node}"]
             self._agents.append(self.start([*torchrun, *where, *size, *script], **self._bench))
-            if node == NODES - 1:
-                self.until("first step", lambda: all(self._last(rank, "finished") for rank in range(WORLD)))
+            if node == layout.nodes - 1:
+                self.until("first step", lambda: all(self._last(r, "finished") for r in range(layout.world)))
 
     def _lines(self, rank: int) -> list[tuple[float, str, int, int]]:
         path = self.directory / f"steps-{rank}"
@@ -208,7 +293,7 @@ class TorchrunJob(Processes):
 
     def failure(self, rng: random.Random) -> dict[str, float]:
         """Kill, and return the seconds from SIGKILL to each phase, of the slowest rank."""
-        ranks = range(WORLD)
+        ranks = range(self._world)
         self.until(
             "10 steps", lambda: all((self._last(r, "finished") or (0, "", 0, 0))[2] >= 10 for r in ranks)
         )
@@ -238,10 +323,12 @@ class TorchrunJob(Processes):
         found = {"resumed": max(done(r) or 0.0 for r in ranks) - killed}
         for phase in TORCHRUN_PHASES[:-1]:
             found[phase] = max(line[0] for r in ranks if (line := self._last(r, phase, killed))) - killed
-        return {phase: found[phase] for phase in TORCHRUN_PHASES}
+        finished = [x for x in self._lines(victims[0]) if x[1] == "finished" and x[0] < killed][-5:]
+        step_time = (finished[-1][0] - finished[0][0]) / max(1, len(finished) - 1)
+        return {**{phase: found[phase] for phase in TORCHRUN_PHASES}, "step": step_time}
 
     def _ranks_of(self, agent: int) -> list[int]:
-        return [r for r in range(WORLD) if _parent(self._lines(r)[-1][3]) == agent]
+        return [r for r in range(self._world) if _parent(self._lines(r)[-1][3]) == agent]
 
 
 def _parent(pid: int) -> int:
@@ -258,19 +345,28 @@ def _list(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
 
 
+def _bytes(text: str) -> int:
+    units = {"GB": 10**9, "MB": 10**6}
+    if text[-2:] not in units or not text[:-2].isdigit():
+        sys.exit(f"--state {text}: give sizes such as 100MB,1GB")
+    return int(text[:-2]) * units[text[-2:]]
+
+
 def _progress(number: int, name: str, found: dict[str, float]) -> None:
     phases = "  ".join(f"{phase} {seconds:.2f}" for phase, seconds in found.items())
     print(f"round {number + 1}: {name:<16} {phases}", file=sys.stderr, flush=True)
 
 
-def report(result: dict[str, Any]) -> str:
-    """The result for people: medians, and how many times faster than torchrun."""
+def report(result: dict[str, Any], phases: tuple[str, ...] = PHASES) -> str:
+    """The result for people: medians, and how many times faster than torchrun in the last of the phases."""
+    more = tuple(phase for phase in phases if phase not in PHASES)
+    last_phase = phases[-1]
 
     def rows(names: dict[str, str], prefix: str, phases: tuple[str, ...]) -> list[list[str]]:
         lines = []
         for kind, title in names.items():
             if (found := result.get(prefix + kind)) is not None:
-                last = found["resumed"]
+                last = found[last_phase]
                 span = f"{last['min']:.2f} .. {last['max']:.2f}"
                 lines.append(
                     [title, *(f"{found[phase]['median']:.2f}" for phase in phases), span, str(last["n"])]
@@ -282,17 +378,18 @@ def report(result: dict[str, Any]) -> str:
         for kind, title in KINDS.items():
             slow = result.get("torchrun worker" if kind == "worker" else "torchrun node")
             if kind in result and slow is not None:
-                ratio = slow["resumed"]["median"] / result[kind]["resumed"]["median"]
+                ratio = slow[last_phase]["median"] / result[kind][last_phase]["median"]
                 what = "a killed worker" if kind == "worker" else "a killed node"
                 lines.append(f"{title}: {ratio:.1f} times faster than torchrun with {what}")
         return lines
 
-    ours, theirs = rows(KINDS, "", PHASES), rows(TORCHRUN, "torchrun ", TORCHRUN_PHASES)
+    theirs_phases = (*TORCHRUN_PHASES, *more)
+    ours, theirs = rows(KINDS, "", phases), rows(TORCHRUN, "torchrun ", theirs_phases)
     parts = []
     if ours:
-        parts.append(table(["seconds after SIGKILL, median", *PHASES, "range", "n"], ours))
+        parts.append(table(["seconds after SIGKILL, median", *phases, "range", "n"], ours))
     if theirs:
-        parts.append(table(["seconds after SIGKILL, median", *TORCHRUN_PHASES, "range", "n"], theirs))
+        parts.append(table(["seconds after SIGKILL, median", *theirs_phases, "range", "n"], theirs))
     return "\n\n".join(filter(None, [*parts, "\n".join(compared())]))
 
 

@@ -27,6 +27,10 @@ from ft_core.state.memory import ControlBlock, Word
 from ft_core.worker import entry
 from ft_core.worker.logs import Tee
 
+_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""Has torch ask for huge pages where it takes 2 MiB and more from the system. A newcomer's weights, gradients
+and moments are new memory, a gigabyte of which is 260,000 page faults otherwise, while all others wait; and
+the kernel takes as long to take it back from a worker that was killed, before anybody hears of its end."""
 _NO_SERVER = "its fork server has ended: no worker can be started, nor the end of one be known"
 
 
@@ -74,6 +78,7 @@ class WorkerPool:
         """Start the fork server. `tee` shows what workers print."""
         self._tee = tee
         os.environ[preload.ENV] = "" if self._command.no_python else self._command.target
+        os.environ.setdefault(_HUGE_PAGES, "1")
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["ft_core.node.preload"])
         # Now, while this process ignores SIGTERM: what is started from one that handles it dies of it.
