@@ -43,6 +43,8 @@ class Inquiries:
                 if (found := self._store.find(name, version)) is None:
                     raise FtError(f"node {self._node} does not hold {name}")
                 return t.SegmentFound(found[0].layout)
+            case t.DescribeBuffers():
+                return t.LargestBuffer(self._store.largest_buffer())
             case t.StrikeCopy(name, version):
                 log.error(
                     "node %s: its copy of segment %s, version %s, is corrupt and struck off; another is used",

@@ -39,6 +39,7 @@ from ft_core.node.metrics import PAGES
 from ft_core.node.oom import OomKiller
 from ft_core.node.pulse import Loop
 from ft_core.node.reach import probe
+from ft_core.node.ready import ReadyMemory
 from ft_core.node.relay import Relay
 from ft_core.node.replicator import Replicator
 from ft_core.node.uplink import Uplink
@@ -102,6 +103,7 @@ class NodeShell:
         host = self._host = own_host(self._leadership.near)
         self.transport = TcpTransport(self.store, self.secret, host=host, answer=self._inquiries.answer)
         injector = Injector(job_dir, settings.inject)
+        self.ready = ReadyMemory(self.store, self.transport, settings.nproc_per_node)
         self.replicator = Replicator(self.store, self.transport, settings.replicas, injector)
         self.stores = Stores(host, self.secret)
         self._master = reserve(host)
@@ -221,6 +223,7 @@ class NodeShell:
         self._relaying = self._tasks.spawn(self._relay.serve())
         self._tasks.spawn(self._uplink.serve())
         self._tasks.spawn(self._tick())
+        self._tasks.spawn(self.ready.serve())
 
     def _fail(self, error: Exception) -> None:
         """An error of this agent's own: its node is lost, rather than there and of no use."""
@@ -321,6 +324,7 @@ class NodeShell:
             case e.UsePlan(plan):
                 self._begin_epoch(plan.epoch)
                 self.replicator.begin(plan)
+                self.ready.use(self.node, plan)
             case e.UseSettings(settings):
                 self.settings = settings
                 self.replicator.replicas = settings.replicas

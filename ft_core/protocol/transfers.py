@@ -19,6 +19,7 @@ from ft_core.protocol.messages import (
     Message,
     Role,
     SegmentId,
+    Size,
     StartupEntry,
     Version,
     check_texts,
@@ -126,7 +127,11 @@ class AskAlive(Message, frozen=True):
     """Are you there? Answered by `Alive`."""
 
 
-Question = DescribeSegment | StrikeCopy | FetchEntries | FetchProgress | AskAlive
+class DescribeBuffers(Message, frozen=True):
+    """How large are your snapshot buffers? Answered by `LargestBuffer`."""
+
+
+Question = DescribeSegment | DescribeBuffers | StrikeCopy | FetchEntries | FetchProgress | AskAlive
 """What an agent answers itself; the others are the transport's."""
 
 Request = (
@@ -173,6 +178,12 @@ class SegmentFound(Message, frozen=True):
     segment: Layout
 
 
+class LargestBuffer(Message, frozen=True):
+    """Answers `DescribeBuffers`; 0 without any."""
+
+    nbytes: Size
+
+
 class EntriesFound(Message, frozen=True):
     """Answers `FetchEntries`: by text form of a series, its records from there on."""
 
@@ -206,7 +217,7 @@ class Failed(Message, frozen=True):
     corrupt: bool = False
 
 
-Found = SegmentFound | Accepted | EntriesFound | ProgressFound | Alive
+Found = SegmentFound | LargestBuffer | Accepted | EntriesFound | ProgressFound | Alive
 """Answers a `Question`."""
 
 Answer = PushBegun | BadChunks | SegmentLent | ChunkHere | Found | Failed

@@ -15,7 +15,7 @@ import os
 import resource
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -24,6 +24,9 @@ from ft_core.comm import flight_memory
 from ft_core.state.manifest import Segment
 
 _PAGE = 4096
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE, which the module `mmap` does not know, and would call with the interpreter's lock."""
+_libc = ctypes.CDLL(None, use_errno=True)
 TORN = -1
 """Version of a buffer that holds no complete snapshot."""
 IN_OPTIMIZER = -1
@@ -89,6 +92,12 @@ class SharedMemory:
     def pointer(self) -> int:
         """Address of the mapping in this process, for cudaHostRegister."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def grown(self, nbytes: int) -> SharedMemory:
+        """The same memory as part of a larger one; this object is of no more use. Raises OSError."""
+        os.ftruncate(self._fd, _pages(nbytes))
+        fd, self._fd = self._fd, -1
+        return SharedMemory(fd, _pages(nbytes))
 
     def close(self) -> None:
         """Close the descriptor: no other process can map it any more."""
@@ -159,6 +168,11 @@ class ControlBlock:
         self._words[word] = value
 
 
+def snapshot_memory(nbytes: int) -> SharedMemory:
+    """For a buffer of so many bytes. Raises OSError."""
+    return SharedMemory.create("ft-snapshot", nbytes)
+
+
 class SnapshotBuffer:
     """One of a role's two snapshot buffers.
 
@@ -188,9 +202,12 @@ class SnapshotBuffer:
         return _PAGE + _pages(8 * chunks) + sum(_pages(s.nbytes) for s in segments)
 
     @classmethod
-    def create(cls, segments: Sequence[Segment]) -> SnapshotBuffer:
-        """Allocate a buffer (agent's side). It is torn until someone completes it."""
-        buffer = cls(SharedMemory.create("ft-snapshot", cls.size(segments)), segments)
+    def create(
+        cls, segments: Sequence[Segment], memory: Callable[[int], SharedMemory] = snapshot_memory
+    ) -> SnapshotBuffer:
+        """Allocate a buffer (agent's side) in `memory` of so many bytes. It is torn until someone completes
+        it."""
+        buffer = cls(memory(cls.size(segments)), segments)
         buffer.version = TORN
         return buffer
 
@@ -226,6 +243,15 @@ def anonymous(nbytes: int) -> mmap.mmap:
         memory.madvise(mmap.MADV_HUGEPAGE)
     memory.madvise(mmap.MADV_DONTFORK)  # a child of the agent needs no copy of it
     return memory
+
+
+def touch(memory: SharedMemory, start: int, nbytes: int) -> None:
+    """Have the kernel give pages that nobody uses yet; other threads go on meanwhile. Raises OSError."""
+    at = ctypes.c_void_p(memory.pointer + start)
+    if _libc.madvise(at, ctypes.c_size_t(nbytes), _POPULATE_WRITE):
+        if (error := ctypes.get_errno()) != errno.EINVAL:
+            raise OSError(error, os.strerror(error))
+        np.frombuffer(memory.view[start : start + nbytes], np.uint8)[::_PAGE] = 0  # a kernel before 5.14
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:

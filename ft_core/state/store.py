@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ft_core.errors import CorruptSnapshot, FtError
 from ft_core.state.manifest import Segment
-from ft_core.state.memory import TORN, SnapshotBuffer
+from ft_core.state.memory import TORN, SharedMemory, SnapshotBuffer, snapshot_memory
 from ft_core.state.replicas import ReplicaStore
 from ft_core.state.snapshot import ENVELOPE, verify
 
@@ -17,14 +17,16 @@ Found = tuple[Segment, memoryview, Sequence[int]]
 class RoleMemory:
     """The two snapshot buffers of a role. They outlive its worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, create: Callable[[int], SharedMemory] = snapshot_memory) -> None:
+        """`create`: memory of so many bytes."""
+        self._create = create
         self.slots: list[SnapshotBuffer | None] = [None, None]
 
     def allocate(self, slot: int, segments: Sequence[Segment]) -> SnapshotBuffer:
-        """Fresh memory for a slot; what the slot held is given up."""
+        """Memory for a slot that nobody has used; what the slot held is given up."""
         given_up, self.slots[slot] = [self.slots[slot]], None
         _give_up(given_up)
-        buffer = SnapshotBuffer.create(segments)
+        buffer = SnapshotBuffer.create(segments, self._create)
         self.slots[slot] = buffer
         return buffer
 
@@ -68,6 +70,8 @@ class NodeStore:
 
     def __init__(self) -> None:
         self.replicas = ReplicaStore()
+        self.create: Callable[[int], SharedMemory] = snapshot_memory
+        """Memory of so many bytes, for a buffer."""
         self.roles: dict[int, RoleMemory] = {}
         self.adopted: dict[int, RoleMemory] = {}
         """Of roles that are away: what they alone had, which is not all that one needs who plays them."""
@@ -76,7 +80,7 @@ class NodeStore:
     def memory(self, role: int, adopted: bool = False) -> RoleMemory:
         """The role's buffers here; made at first use. `adopted`: those of what another role holds for it."""
         with self._lock:
-            return (self.adopted if adopted else self.roles).setdefault(role, RoleMemory())
+            return (self.adopted if adopted else self.roles).setdefault(role, RoleMemory(self.create))
 
     def keep_only(self, roles: Iterable[int], adopted: Iterable[int]) -> None:
         """Give up the memory of roles that live elsewhere now."""
@@ -104,6 +108,17 @@ class NodeStore:
                         if buffer.version == version:  # and was not written to meanwhile
                             return data
         raise FtError(f"no version of role {role} is here")
+
+    def buffers(self) -> int:
+        """How many there are of the roles here."""
+        with self._lock:
+            return sum(buffer is not None for held in self.roles.values() for buffer in held.slots)
+
+    def largest_buffer(self) -> int:
+        """Bytes of it, of the roles here; 0 without any."""
+        with self._lock:
+            held = [buffer for memory in self.roles.values() for buffer in memory.slots]
+        return max((SnapshotBuffer.size(buffer.segments) for buffer in held if buffer is not None), default=0)
 
     def _memories(self) -> list[RoleMemory]:
         with self._lock:

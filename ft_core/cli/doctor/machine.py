@@ -6,17 +6,16 @@ import argparse
 import contextlib
 import io
 import os
-import re
 import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from ft_core.cli.doctor.case import Case, Check, Finding, fail, judge, warn
 from ft_core.cli.planner import command as planner
 from ft_core.cli.planner.razor import plan
 from ft_core.errors import ConfigError
+from ft_core.process import host_memory
 from ft_core.state.memory import SharedMemory
 
 _GIB = 1 << 30
@@ -28,13 +27,7 @@ _UNLIMITED = 1 << 60
 
 def memory(case: Case) -> Iterator[Finding]:
     """Snapshots and replicas have room: two snapshots of each role, two slots for each replica."""
-    text = (case.root / "proc/meminfo").read_text()
-    meminfo = {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+): +(\d+) kB", text, re.M)}
-    total, free = meminfo["MemTotal"], meminfo["MemAvailable"]
-    for limit, used in _cgroup_memory(case.root):
-        if limit < total:
-            total = limit
-        free = min(free, max(0, limit - used))
+    free, total = host_memory.room(case.root)
     room = f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free, cgroup limits counted in"
     if case.status is not None:
         advice = "the kernel is about to kill something; `ftctl plan` says what the job takes of it"
@@ -72,47 +65,10 @@ def _needed(case: Case) -> int | None:
     return nbytes * (settings.nnodes if case.standalone else 1)
 
 
-def cgroup(root: Path, controller: str) -> Iterator[Path]:
-    """The directories of this process's cgroup and all above it: any of them may set a limit."""
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
-        _, names, path = line.split(":", 2)
-        if names and controller not in names.split(","):
-            continue
-        top = root / "sys/fs/cgroup" / (controller if names else "")
-        place = top / path.lstrip("/")
-        if not place.is_dir():  # inside a container the path may be the host's
-            place = top
-        for directory in (place, *place.parents):
-            yield directory
-            if directory == top:
-                break
-
-
-def _cgroup_memory(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, used) in bytes; what the page cache holds is not counted as used."""
-    for directory in cgroup(root, "memory"):
-        limit = _number(directory, "memory.max", "memory.limit_in_bytes")
-        used = _number(directory, "memory.current", "memory.usage_in_bytes")
-        if limit is None or used is None or limit >= _UNLIMITED:
-            continue
-        stat = (directory / "memory.stat").read_text() if (directory / "memory.stat").exists() else ""
-        cache = re.search(r"^total_inactive_file (\d+)|^inactive_file (\d+)", stat, re.M)
-        yield limit, used - (int(cache[1] or cache[2]) if cache else 0)
-
-
-def _number(directory: Path, *names: str) -> int | None:
-    """The number in the first file of these that exists; None for `max`."""
-    for name in names:
-        with contextlib.suppress(OSError):
-            text = (directory / name).read_text().strip()
-            return int(text) if text.isdigit() else None
-    return None
-
-
 def out_of_memory(case: Case) -> Iterator[Finding]:
     """Running out of memory should cost a worker, which is restarted from its snapshot, and not the node."""
-    for directory in cgroup(case.root, "memory"):
-        if _number(directory, "memory.oom.group") == 1:
+    for directory in host_memory.cgroup(case.root, "memory"):
+        if host_memory.number(directory, "memory.oom.group") == 1:
             yield warn(
                 "out of memory",
                 f"{directory}/memory.oom.group is 1",
@@ -120,7 +76,7 @@ def out_of_memory(case: Case) -> Iterator[Finding]:
                 "agent, with all snapshots of the node, along with the worker that took too much",
             )
             return
-    score = _number(case.root / "proc/self", "oom_score_adj")
+    score = host_memory.number(case.root / "proc/self", "oom_score_adj")
     if score is not None and score >= 900:
         yield warn(
             "out of memory",
@@ -163,7 +119,7 @@ def shared_memory(case: Case) -> Iterator[Finding]:
 def processors(case: Case) -> Iterator[Finding]:
     """The agent gets to run: it says twice a second that it lives, and must not be silent for long."""
     cores: float = len(os.sched_getaffinity(0))
-    for directory in cgroup(case.root, "cpu"):
+    for directory in host_memory.cgroup(case.root, "cpu"):
         with contextlib.suppress(OSError, ValueError):
             quota, period = (directory / "cpu.max").read_text().split()
             cores = min(cores, int(quota) / int(period))
@@ -189,8 +145,11 @@ def limits(case: Case) -> Iterator[Finding]:
     yield judge("open files", found, advice, bad=files < need, fatal=files < 1024)
 
     tasks = _soft(resource.RLIMIT_NPROC)
-    for directory in cgroup(case.root, "pids"):
-        allowed, used = _number(directory, "pids.max"), _number(directory, "pids.current")
+    for directory in host_memory.cgroup(case.root, "pids"):
+        allowed, used = (
+            host_memory.number(directory, "pids.max"),
+            host_memory.number(directory, "pids.current"),
+        )
         if allowed is not None and used is not None:
             tasks = min(tasks, allowed - used)
     need = _THREADS_PER_WORKER * (case.workers_here + 1)
