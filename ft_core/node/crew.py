@@ -87,6 +87,8 @@ class Crew:
 
     def __init__(self) -> None:
         self._workers: dict[int, Worker] = {}
+        self._ending: dict[int, int] = {}
+        """Pids of those that have ended and are not gone."""
         self._count = 0
 
     def add(self, device: int) -> Worker:
@@ -97,8 +99,19 @@ class Crew:
         return worker
 
     def remove(self, number: int) -> Worker:
-        """The process of that worker has ended."""
-        return self._workers.pop(number)
+        """That worker has ended."""
+        worker = self._workers.pop(number)
+        self._ending[number] = worker.pid
+        return worker
+
+    def gone(self, number: int) -> None:
+        """So has the process of one that was removed."""
+        self._ending.pop(number, None)
+
+    @property
+    def ending(self) -> tuple[int, ...]:
+        """Processes that have something yet of what their successors need."""
+        return tuple(self._ending.values())
 
     def get(self, number: int) -> Worker | None:
         """That worker, or None if it has ended."""

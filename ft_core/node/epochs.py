@@ -308,7 +308,9 @@ class Epochs:
             return None
         worker.doing, worker.role = Doing.PLAYING, role
         environment = self.about.environment_of(role, worker.device, master, self.settings)
-        assign = m.Assign(role, self.settings.world_size, environment, self._with_settings(plan))
+        assign = m.Assign(
+            role, self.settings.world_size, environment, self._with_settings(plan), self.crew.ending
+        )
         self.do(ShowRest(role), ToWorker(worker.number, assign))
         return worker
 

@@ -75,13 +75,20 @@ class FromWorker:
 
 @dataclass(frozen=True)
 class WorkerEnded:
-    """`code` as of `subprocess`; `version` as of its control words. `out_of_memory`: whether the kernel has
-    ended it for want of memory."""
+    """It does nothing any more; `WorkerGone` follows. `code` as of `subprocess`; `version` as of its control
+    words. `out_of_memory`: whether the kernel has ended it for want of memory."""
 
     worker: Number
     code: int
     version: Version = -1
     out_of_memory: bool = False
+
+
+@dataclass(frozen=True)
+class WorkerGone:
+    """Its process is no more: the kernel has taken back its memory, devices and ports."""
+
+    worker: Number
 
 
 @dataclass(frozen=True)
@@ -175,8 +182,8 @@ class LauncherGone:
 
 Event = (
     Begin | Connected | NotConnected | FromController | Forked | WorkerReady | FromWorker | WorkerEnded
-    | Signalled | Replicated | Brought | DurableDone | DurableListed | FlightRead | Probed | Examined
-    | PeerAsks | Tick | Terminate | LauncherGone
+    | WorkerGone | Signalled | Replicated | Brought | DurableDone | DurableListed | FlightRead | Probed
+    | Examined | PeerAsks | Tick | Terminate | LauncherGone
 )  # fmt: skip
 
 

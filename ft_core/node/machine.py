@@ -57,6 +57,7 @@ from ft_core.node.events import (
     Tick,
     ToWorker,
     WorkerEnded,
+    WorkerGone,
     WorkerReady,
     WriteStacks,
 )
@@ -160,6 +161,8 @@ class Agent:
                     self._on_worker(worker, said)
             case WorkerEnded():
                 self._worker_ended(event)
+            case WorkerGone(number):
+                self.crew.gone(number)
             case Signalled(number):
                 self._termination.passed_on(number)
             case Replicated():

@@ -39,19 +39,30 @@ def end() -> bool:
     """
     own = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
     left = False
-    for pid in _children() - own - _own:
+    for pid in _children(os.getpid()) - own - _own:
         with contextlib.suppress(OSError):
             if os.waitpid(pid, os.WNOHANG) == (0, 0):
                 left = True
-                if b"multiprocessing.resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    os.kill(pid, signal.SIGKILL)
+                _end(pid)
     return not left
+
+
+def end_of(worker: int) -> None:
+    """SIGKILL to what a worker has started which is ending: it may take seconds until that comes here."""
+    for pid in _children(worker):
+        with contextlib.suppress(OSError):
+            _end(pid)
+
+
+def _end(pid: int) -> None:
+    if b"multiprocessing.resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+        os.kill(pid, signal.SIGKILL)
 
 
 def end_all(seconds: float) -> bool:
     """SIGKILL all children, and the orphans that come of it. False: not all have ended within `seconds`."""
     deadline = time.monotonic() + seconds
-    while children := _children():
+    while children := _children(os.getpid()):
         if time.monotonic() > deadline:
             return False
         for pid in children:
@@ -62,11 +73,11 @@ def end_all(seconds: float) -> bool:
     return True
 
 
-def _children() -> set[int]:
+def _children(of: int) -> set[int]:
     found = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
             _, parent, *_ = path.read_text().rpartition(")")[2].split()
-            if int(parent) == os.getpid():
+            if int(parent) == of:
                 found.add(int(path.parent.name))
     return found

@@ -152,6 +152,7 @@ class NodeShell:
             redirects=self.settings.redirects | self.settings.tee,
             json=self.settings.log_format == "json",
             ended=self._worker_ended,
+            gone=self._worker_gone,
         )
 
     async def run(self) -> int:
@@ -278,6 +279,7 @@ class NodeShell:
                 return  # it has died since
             self._handle(e.WorkerReady(hello.worker))
             while (message := await self._receive(channel)) is not None:
+                self.pool.heard(hello.worker)
                 self._handle(e.FromWorker(hello.worker, message))
         except AuthenticationError as error:
             self._refusals.add(str(error))
@@ -291,10 +293,14 @@ class NodeShell:
     def _worker_ended(self, number: int, pid: int, code: int, version: int) -> None:
         out_of_memory = code == -signal.SIGKILL and self._memory.ended(pid)
         self._handle(e.WorkerEnded(number, code, version, out_of_memory))
-        self._tasks.spawn(self._end_orphans())
+        self._tasks.spawn(self._in_thread(orphans.end_of, pid))
 
-    async def _end_orphans(self) -> None:
-        await asyncio.to_thread(orphans.end)  # reads of every process of the machine
+    def _worker_gone(self, number: int) -> None:
+        self._handle(e.WorkerGone(number))
+        self._tasks.spawn(self._in_thread(orphans.end))
+
+    async def _in_thread(self, call: Callable[..., object], *arguments: object) -> None:
+        await asyncio.to_thread(call, *arguments)  # reads of every process of the machine
 
     # -- effects -------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import os
 import signal
 import struct
 import termios
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -20,6 +21,7 @@ from ft_core.comm import flight_memory
 from ft_core.errors import FtError
 from ft_core.node import preload
 from ft_core.node.flight import Recorded
+from ft_core.process import ending
 from ft_core.protocol import messages as m
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.settings import Command
@@ -44,6 +46,8 @@ class Process:
     log_dir: Path
     control: ControlBlock
     channel: AsyncChannel[m.FromWorker] | None = None
+    watched: bool = False
+    """Whether a thread waits for its main thread's end."""
 
 
 class WorkerPool:
@@ -61,14 +65,17 @@ class WorkerPool:
         redirects: int,
         json: bool,
         ended: Callable[[int, int, int, int], None],
+        gone: Callable[[int], None],
     ) -> None:
         """`json`: workers log so. `ended` is told a worker's number, its pid, its exit code, negative for a
-        signal, and the version that its control words have."""
+        signal, and the version that its control words have: it does nothing any more. `gone`, then, when the
+        kernel has taken back all that it had."""
         self._link = (socket, secret, str(job_dir))
         self._command = command
         self._log_dir, self._redirects, self._json = log_dir, redirects, json
-        self._ended = ended
+        self._ended, self._gone = ended, gone
         self._processes: dict[int, Process] = {}
+        """All that have not ended."""
         self._ended_with_role: list[Recorded] = []
         """Of this epoch: what they did last is of interest until they are replaced."""
         self._tee: Tee
@@ -101,10 +108,10 @@ class WorkerPool:
         self._tee.follow(directory)
         found = Process(number, process, process.pid, directory, ControlBlock.create())
         self._processes[number] = found
-        asyncio.get_running_loop().add_reader(process.sentinel, self._has_ended, found)
+        asyncio.get_running_loop().add_reader(process.sentinel, self._is_gone, found)
         return found.pid
 
-    def _has_ended(self, worker: Process) -> None:
+    def _is_gone(self, worker: Process) -> None:
         asyncio.get_running_loop().remove_reader(worker.process.sentinel)
         # The fork server writes here how its child has ended; nothing but its own end closes the pipe before.
         # Where several have ended at once, `start` has read it already: multiprocessing cleans up by the way.
@@ -112,14 +119,46 @@ class WorkerPool:
         if not known and not _readable(worker.process.sentinel):
             raise FtError(_NO_SERVER)
         worker.process.join()
-        del self._processes[worker.number]
+        self._tee.unfollow(worker.log_dir)
+        self._has_ended(worker, worker.process.exitcode or 0)
+        self._gone(worker.number)
+
+    def _has_ended(self, worker: Process, code: int) -> None:
+        if self._processes.pop(worker.number, None) is None:
+            return  # that was noticed when it began to end
         last = Recorded(None, worker.control)
         if last.role != flight_memory.NOBODY:
             self._ended_with_role.append(last)
-        self._tee.unfollow(worker.log_dir)
         if worker.channel is not None:
             worker.channel.close()
-        self._ended(worker.number, worker.pid, worker.process.exitcode or 0, worker.control[Word.VERSION])
+        self._ended(worker.number, worker.pid, code, worker.control[Word.VERSION])
+
+    def heard(self, number: int) -> None:
+        """A message of a worker's has come, after the greeting: it holds its lock. From now on its end is
+        noticed when it begins; where the kernel does not tell, when the process is gone."""
+        worker = self._processes.get(number)
+        if worker is None or worker.watched:
+            return
+        worker.watched, loop = True, asyncio.get_running_loop()
+
+        def watch() -> None:
+            if worker.control.life.holder_ends(lambda: number in self._processes):
+                with contextlib.suppress(RuntimeError):  # this agent itself ends
+                    loop.call_soon_threadsafe(self._is_ending, worker)
+
+        threading.Thread(target=watch, name=f"ft-life-{number}", daemon=True).start()
+
+    def _is_ending(self, worker: Process) -> None:
+        if worker.number not in self._processes:
+            return
+        if not (how := ending.status(worker.pid)):
+            return  # it executes another program; or has left without an error, which nobody waits for
+        if worker.channel is not None and not worker.channel.drained:  # what it has said, it has said before
+            asyncio.get_running_loop().call_soon(self._is_ending, worker)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.pid, signal.SIGKILL)  # should its main thread have ended alone
+        self._has_ended(worker, os.waitstatus_to_exitcode(how))
 
     def connect(self, number: int, channel: AsyncChannel[m.FromWorker]) -> bool:
         """A worker has come, by this connection, and is greeted. False: it has died since."""

@@ -109,6 +109,11 @@ class AsyncChannel(Generic[T]):
         """Bytes, of messages that are here and of one that is on its way."""
         return self._connection.received
 
+    @property
+    def drained(self) -> bool:
+        """Whether all messages were received that have come so far, or no more will be."""
+        return self.closing or self._connection.drained
+
     def post(self, message: Struct) -> None:
         """Queue a message without waiting. Raises ConnectionError if closed or the peer takes nothing."""
         self.post_encoded(encode(message))

@@ -95,6 +95,12 @@ class Connection(asyncio.Protocol):
         wanted = len(self.buffer) >= self._wanted
         return wanted or (not self.buffer and readable(self.transport.get_extra_info("socket").fileno()))
 
+    @property
+    def drained(self) -> bool:
+        """Whether all that has come so far was taken, but for a part of what is wanted."""
+        sock = self.transport.get_extra_info("socket")
+        return len(self.buffer) < self._wanted and not readable(sock.fileno())
+
     def take(self, count: int) -> bytearray:
         """The first `count` bytes of `buffer`, which has them."""
         taken = self.buffer[:count]

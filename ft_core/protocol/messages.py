@@ -1482,12 +1482,14 @@ class PlanBegins(Message, frozen=True):
 
 
 class Assign(Message, frozen=True):
-    """A role for an idle worker."""
+    """A role for an idle worker. `ending`: pids of former workers of the node whose memory, devices and ports
+    the kernel is still taking back."""
 
     role: Role
     world_size: Number
     env: dict[str, str]
     plan: WorkerPlan
+    ending: tuple[Number, ...] = ()
 
 
 class CopyHere(Value, frozen=True):

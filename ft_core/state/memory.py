@@ -21,6 +21,7 @@ from enum import IntEnum
 import numpy as np
 
 from ft_core.comm import flight_memory
+from ft_core.process.ending import Lock
 from ft_core.state.manifest import Segment
 
 _PAGE = 4096
@@ -149,6 +150,8 @@ class ControlBlock:
     def __init__(self, memory: SharedMemory) -> None:
         self.memory = memory
         self._words = memory.view[:_PAGE].cast("q")
+        self.life = Lock(memory.view[_PAGE - Lock.BYTES : _PAGE])
+        """Held by the worker's main thread as long as that lives."""
         self.flight = memory.view[_PAGE:]
         """Worker: its flight record, see `comm.flight_memory`."""
 
@@ -158,6 +161,7 @@ class ControlBlock:
         block = cls(SharedMemory.create("ft-control", _PAGE + flight_memory.SIZE))
         block[Word.STAGED] = block[Word.COMMITTED] = TORN
         block[Word.LOSS] = word_of_loss(math.nan)
+        block.life.create()
         flight_memory.clear(block.flight)
         return block
 

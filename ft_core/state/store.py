@@ -23,7 +23,8 @@ class RoleMemory:
         self.slots: list[SnapshotBuffer | None] = [None, None]
 
     def allocate(self, slot: int, segments: Sequence[Segment]) -> SnapshotBuffer:
-        """Memory for a slot that nobody has used; what the slot held is given up."""
+        """Memory for a slot that nobody has used; what the slot held is given up. A worker that is ending may
+        have a device write there still, so it must not be used again."""
         given_up, self.slots[slot] = [self.slots[slot]], None
         _give_up(given_up)
         buffer = SnapshotBuffer.create(segments, self._create)

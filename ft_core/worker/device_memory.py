@@ -1,6 +1,6 @@
 """A GPU for a worker that takes over: what it can have before it has a role, and memory that is free again.
 
-A process that is killed is gone for its agent when its pid is, but the driver may still be at taking its
+A process that was killed is gone, and so is its pid (`worker.former`), but the driver may still be at taking its
 memory back. A successor that needs all of the device would find it full.
 """
 

@@ -22,7 +22,16 @@ from ft_core.protocol.messages import TO_WORKER, Fault, ScriptFailed
 from ft_core.settings import Command
 from ft_core.state import deferred
 from ft_core.state.snapshot import has_gpu
-from ft_core.worker import cuda_fork, device_memory, faults, import_output, marks, ordinary, unprotected
+from ft_core.worker import (
+    cuda_fork,
+    device_memory,
+    faults,
+    former,
+    import_output,
+    marks,
+    ordinary,
+    unprotected,
+)
 from ft_core.worker.logs import redirect, take_over
 from ft_core.worker.ordinary import exit_code
 from ft_core.worker.session import Session, begin
@@ -73,6 +82,7 @@ def main(
     if assignment.role == 0 and not predecessors:
         import_output.show()
     os.environ.update(assignment.env)
+    former.wait(assignment.role, assignment.ending, to_the_end=on_gpu)
     if on_gpu and assignment.plan.epoch > 1:
         device_memory.wait(assignment.role, int(os.environ["LOCAL_RANK"]))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ignored until here, see ft_core.node.departure

@@ -62,6 +62,7 @@ class WorkerShell:
         if not isinstance(welcome, m.Welcome):
             raise ProtocolError(f"the agent greets with {welcome}")
         self.control = ControlBlock(SharedMemory.open(welcome.control))
+        self.control.life.hold()
         threading.Thread(target=self._watch, name="ft-watcher", daemon=True).start()
 
     # -- the main thread -----------------------------------------------------------------------

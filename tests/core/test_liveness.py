@@ -138,12 +138,12 @@ def test_a_group_that_was_given_up_comes_back(tmp_path: Path):
 
 def test_a_node_given_up_ends_all_that_it_has_started_at_whatever_depth():
     script = """
-import subprocess
+import os, subprocess
 from ft_core.node import orphans
 orphans.adopt()
 deep = r'setsid sh -c "setsid sleep 1000 & echo \\$!; sleep 1000" & sleep 1000'
 child = subprocess.Popen(["sh", "-c", deep], stdout=subprocess.PIPE, text=True)
-print(child.pid, child.stdout.readline(), orphans.end_all(20), orphans._children())
+print(child.pid, child.stdout.readline(), orphans.end_all(20), orphans._children(os.getpid()))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     *pids, ended, left = done.stdout.split(maxsplit=3)

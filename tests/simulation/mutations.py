@@ -25,6 +25,7 @@ from ft_core.control.watch import Watch
 from ft_core.leadership.lease import Follower, Lease
 from ft_core.node import epochs as node
 from ft_core.node import said
+from ft_core.node.crew import Crew
 from ft_core.node.events import Commit, DropAfter
 from ft_core.node.machine import Agent
 from ft_core.protocol import messages as m
@@ -408,6 +409,11 @@ def steps_are_done_again_unseen() -> None:
     Account.spent = lambda self, wall: replace(original(self, wall), redone=0.0)  # type: ignore[method-assign]
 
 
+def who_has_ended_is_gone() -> None:
+    """Who takes a role over does not hear whose device and ports the kernel is still taking back."""
+    Crew.ending = ()  # type: ignore[assignment]
+
+
 def steps_that_nobody_told_of_stay_unknown() -> None:
     """Those who were to tell of their samples are lost, and the plan says that the ledger has them."""
     original = plans.make
@@ -479,5 +485,6 @@ MUTATIONS: dict[str, Callable[[], None]] = {
         a_successor_is_the_first,
         steps_are_done_again_unseen,
         steps_that_nobody_told_of_stay_unknown,
+        who_has_ended_is_gone,
     )
 }

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _RECONNECT = 1.5
 """Seconds, at most; as a rule it is much quicker."""
 _TRANSFER = 0.02
+_FREES = 0.1
+"""Seconds that the kernel has to take a worker's memory back, or two or three times as many, or none."""
 _PROBE = 1.0
 """Seconds that a node has to answer another."""
 
@@ -42,6 +44,8 @@ class SimNode(Process):
         """Whether its machine is no more, and nobody there says that nobody listens."""
         self.store = SimStore()
         self.workers: dict[int, SimWorker] = {}
+        self.ending: dict[int, int] = {}
+        """Pids of workers that have ended, by number, whose memory the kernel is still taking back."""
         self.link: Link | None = None
         self.plan: m.NodePlan | None = None
         self.epoch = 0
@@ -197,7 +201,8 @@ class SimNode(Process):
         self.later(0.001, arrive)
 
     def end_worker(self, worker: SimWorker, code: int) -> None:
-        """Its process ends; its agent reads its pid's end after what it has said."""
+        """It ends, and its agent hears of that after what it has said; then its process is gone, which is not
+        drawn by lot: seeds mean what they meant."""
         if not worker.alive:
             return
         self.world.trace(f"{worker.name} of role {worker.role} ends with {code}")
@@ -206,7 +211,13 @@ class SimNode(Process):
         def ended() -> None:
             if self.workers.pop(worker.number, None) is not None:
                 self.job.errors.ended(self, worker, code)
+                self.ending[worker.number] = worker.pid
                 self.handle(ev.WorkerEnded(worker.number, code, worker.words.version))
+                self.later(worker.pid % 4 * _FREES, gone)
+
+        def gone() -> None:
+            del self.ending[worker.number]
+            self.handle(ev.WorkerGone(worker.number))
 
         self.later(0.002 + 0.02 * self.world.rng.random(), ended)
 
@@ -288,6 +299,8 @@ class SimNode(Process):
             case ev.ToWorker(number, message):
                 if isinstance(message, m.Assign) and message.plan.epoch != self.epoch:
                     raise Violation(f"1: {self.name}, in epoch {self.epoch}, gives a role away: {message}")
+                if isinstance(message, m.Assign) and set(message.ending) != set(self.ending.values()):
+                    raise Violation(f"13: {self.ending} are ending, and not waited for: {message}")
                 if (worker := self.workers.get(number)) is not None:
                     worker.later(0.001, lambda: worker.hear(message))
             case ev.Start(number, device):
