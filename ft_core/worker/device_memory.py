@@ -1,6 +1,6 @@
 """A GPU for a worker that takes over: what it can have before it has a role, and memory that is free again.
 
-A process that was killed is gone, and so is its pid (`worker.former`), but the driver may still be at taking its
+A process that was killed is gone, and its pid (`worker.former`), but the driver may still be at taking its
 memory back. A successor that needs all of the device would find it full.
 """
 
