@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import xxhash
 from core.models import Model
 from memory_of import memory_files
 from waiting import wait_for_value
@@ -13,9 +14,9 @@ from waiting import wait_for_value
 from ft_core.errors import CorruptSnapshot, FtError
 from ft_core.state import snapshot
 from ft_core.state.envelope import decode
-from ft_core.state.manifest import CHUNK
+from ft_core.state.manifest import CHUNK, layout
 from ft_core.state.memory import TORN, SharedMemory, SnapshotBuffer
-from ft_core.state.snapshot import Snapshotter
+from ft_core.state.snapshot import Snapshotter, verify
 from ft_core.state.store import NodeStore, RoleMemory
 
 
@@ -122,6 +123,42 @@ def test_a_flipped_bit_is_found_before_anything_is_touched(parts):
     with pytest.raises(CorruptSnapshot, match="chunk 1 of segment 0x1"):
         load(snapshotter, memory, 3)
     assert same(model.content(), content)
+
+
+def test_a_newcomer_that_finds_a_flipped_bit_has_loaded_nothing_and_takes_another_copy(parts):
+    model, memory, snapshotter, _ = parts
+    for version in (3, 4):
+        model.step()
+        snapshotter.stage(version)
+        snapshotter.wait()
+    whole = model.content()
+    slot, good = memory.find(4)
+    bad = RoleMemory()
+    spoilt = bad.allocate(slot, good.segments)
+    spoilt.memory.view[:] = good.memory.view
+    index = max(range(len(good.segments)), key=lambda i: good.segments[i].nbytes)
+    spoilt.data(index)[-1] ^= 4
+    other = Model()
+    before = other.content()
+    successor = Snapshotter(other, lambda slot, s: bad.allocate(slot, s).memory.address, lambda v: None)
+    with pytest.raises(CorruptSnapshot, match="version 4: chunk"):
+        load(successor, bad, 4)
+    assert same(other.content(), before)
+    load(successor, memory, 4)
+    assert same(other.content(), whole)
+
+
+def test_the_first_of_many_bad_chunks_is_named_whoever_finds_it():
+    segments = [layout((role,), [("w", "uint8", (40 * CHUNK,), 40 * CHUNK)]) for role in (1, 2)]
+    buffer = RoleMemory().allocate(0, segments)
+    for index, segment in enumerate(segments):
+        for chunk in range(segment.chunks):
+            buffer.checksums(index)[chunk] = xxhash.xxh3_64_intdigest(bytes(CHUNK))
+    verify(buffer)
+    for index, chunk in ((1, 3), (0, 39), (0, 30), (1, 0)):
+        buffer.data(index)[chunk * CHUNK + 5] = 1
+    with pytest.raises(CorruptSnapshot, match=f"chunk 30 of segment {segments[0].id}"):
+        verify(buffer)
 
 
 def test_a_copy_that_fails_leaves_its_buffer_torn_and_the_older_one_whole(parts):
