@@ -5,8 +5,9 @@ moment of a step. "Resumed" means that every role has finished a step after the 
 the one after it where the killed one was complete. Phases come from events.jsonl; there is one clock.
 
 With `--state 100MB,1GB` instead: data parallel, one worker a node, as much state a role as is said, and what
-counts is how long the others stall beyond one step. Beside it, what a bare copy of as many bytes takes and a
-bare TCP stream, on this machine at that time.
+counts is how long the others stall beyond one step. Beside it, at which rates the newcomer's state was
+fetched, verified and loaded, and those of a bare copy of as many bytes and a bare TCP stream, on this machine
+at that time.
 
 torchrun: `benchmarks/restart_baseline.py` with a checkpoint in memory after every step, from SIGKILL until
 every rank has finished the step that was killed. For a node, a third torchrun agent waits, as the spare does.
@@ -31,7 +32,7 @@ from typing import Any
 
 from benchmarks import bandwidth
 from benchmarks.common import RECIPE, ROOT, environment, finish, ftrun, parser, read_events, spread, table
-from ft_core.cli import ask
+from ft_core.cli import ask, timeline
 from ft_core.cli.ask import WholeStatus
 
 BASELINE = ROOT / "benchmarks" / "restart_baseline.py"
@@ -46,6 +47,7 @@ KINDS = {
     "worker": "worker only, restarted on its node",
 }
 PHASES = ("detected", "decided", "state_restored", "resumed")
+RATES = ("fetched", "verified", "loaded")
 TORCHRUN = {"worker": "torchrun: worker", "node": "torchrun: node, third agent waits"}
 TORCHRUN_PHASES = ("imported", "built", "loaded", "resumed")
 Found = dict[str, list[dict[str, float]]]
@@ -81,7 +83,10 @@ def rounds_of(args: Any, layout: Layout, kinds: list[str], torchrun: list[str]) 
     for number in range(args.rounds):
         with scratch() as place, FtJob(Path(place), layout) as job:
             for kind in kinds:
-                found.setdefault(kind, []).append(job.failure(kind, rng.randrange(layout.world), rng))
+                role = rng.randrange(layout.world)
+                found.setdefault(kind, []).append(job.failure(kind, role, rng))
+                if args.state:
+                    found[kind][-1] |= job.rates(role)
                 _progress(number, f"ftrun {kind}", found[kind][-1])
         for kind in torchrun:
             with scratch() as place, TorchrunJob(Path(place), kind, layout) as baseline:
@@ -108,9 +113,21 @@ def by_state(args: Any) -> None:
         texts.append(
             f"{size} of state a role; copy {bare['copy_gb_s']:.1f} GB/s, TCP {bare['tcp_gb_s']:.1f} GB/s\n"
             f"0.3 s and a bare copy: {allowed:.2f} s\n{report(result, (*PHASES, 'step', 'stall'))}"
+            f"{_rates(result)}"
         )
     name = "recovery_state_bf16" if args.bf16 else "recovery_state"
     finish(name, args, {"sizes": sizes}, "\n\n".join(texts))
+
+
+def _rates(result: dict[str, Any]) -> str:
+    """What is known of the newcomers' state, a line for each kind of failure."""
+    lines = [""]
+    for kind, title in KINDS.items():
+        medians = {what: result.get(kind, {}).get(what) for what in RATES}
+        known = [f"{what} at {found['median']:.1f} GB/s" for what, found in medians.items() if found]
+        if known:
+            lines.append(f"{title}: state {', '.join(known)}")
+    return "\n".join(lines)
 
 
 def model_of(nbytes: int, bf16: bool) -> tuple[str, ...]:
@@ -125,7 +142,8 @@ def model_of(nbytes: int, bf16: bool) -> tuple[str, ...]:
 
 def _spreads(found: Found) -> dict[str, Any]:
     return {
-        name: {phase: spread([r[phase] for r in runs]) for phase in runs[0]} for name, runs in found.items()
+        name: {what: spread([r[what] for r in runs]) for what in runs[0] if all(what in r for r in runs)}
+        for name, runs in found.items()
     }
 
 
@@ -236,6 +254,17 @@ class FtJob(Processes):
             if event["event"] == "resumed":
                 break
         return {**{phase: found[phase] for phase in PHASES}, "step": step}
+
+    def rates(self, role: int) -> dict[str, float]:
+        """GB/s at which the state came to who plays the role since the newest recovery, as it saw that."""
+        epoch = ask.status(self._job).epoch
+
+        def line() -> timeline.Line | None:
+            lines = timeline.read(self._job)
+            return next((each for each in lines if (each.epoch, each.role) == (epoch, role)), None)
+
+        found: timeline.Line = self.until("time line of the newcomer", line)
+        return found.rates()
 
     def _after(self, step: int, role: int) -> WholeStatus:
         """The job's status, just after the role has finished a step that is not before `step`."""

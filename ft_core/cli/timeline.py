@@ -26,6 +26,10 @@ class Line(msgspec.Struct, frozen=True):
     """Numbers of the initialisation that were never drawn."""
     drawn: int = 0
     """Numbers that were put off, and then drawn after all."""
+    state: int = 0
+    """Bytes of state that were verified, and loaded."""
+    fetch_s: float = 0.0
+    """Seconds that its agent took to bring it to this node, while the worker started; 0: it was there."""
 
     @property
     def begin(self) -> float:
@@ -36,6 +40,18 @@ class Line(msgspec.Struct, frozen=True):
         """(phase, begin, end)."""
         ends = [*(at for _, at in self.phases[1:]), self.end]
         return [(name, at, end) for (name, at), end in zip(self.phases, ends, strict=True)]
+
+    def rates(self) -> dict[str, float]:
+        """GB/s at which the state was fetched, verified and loaded; nothing of what was not done."""
+        names = [name for name, _ in self.phases]
+        if not self.state or "verifying" not in names:
+            return {}
+        verified = names.index("verifying")  # what is called loading before that is the way there
+        spent = {"fetched": self.fetch_s, "verified": 0.0, "loaded": 0.0}
+        for name, begin, end in self.spans()[verified:]:
+            spent["verified"] += (end - begin) * (name == "verifying")
+            spent["loaded"] += (end - begin) * (name == "loading")
+        return {what: self.state / 1e9 / seconds for what, seconds in spent.items() if seconds > 0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,6 +112,9 @@ def shown(lines: Sequence[Line]) -> list[str]:
                 f"  initialisation: {line.skipped:,} numbers not drawn, since the restore overwrites them"
                 + (f"; {line.drawn:,} that were put off drawn after all" if line.drawn else "")
             )
+        if rates := line.rates():
+            at = ", ".join(f"{what} at {rate:.1f} GB/s" for what, rate in rates.items())
+            rows.append(f"  state: {line.state / 1e9:.2f} GB, {at}")
     return rows
 
 

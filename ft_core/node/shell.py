@@ -406,6 +406,7 @@ class NodeShell:
         assert version is not None
         try:
             for role in order.held:
+                began, took = time.monotonic(), 0.0
                 memory = self.store.memory(role, adopted=role != order.role)
                 if (found := memory.find(version)) is None:
                     about = role, plan, memory, self.transport, self.settings
@@ -413,9 +414,10 @@ class NodeShell:
                         found = await self._on_storage(bring, *about)
                     else:
                         found = await asyncio.to_thread(bring, *about)
+                    took = time.monotonic() - began
                 slot, buffer = found
                 layouts = [segment.layout for segment in buffer.segments]
-                copies.append(m.CopyHere(role, slot, buffer.memory.address, layouts))
+                copies.append(m.CopyHere(role, slot, buffer.memory.address, layouts, took))
         except FtError as error:
             failed = str(error)
         self._handle(e.Brought(order, tuple(copies), failed))

@@ -24,7 +24,7 @@ class Timeline:
     def __init__(self) -> None:
         self._path: Path | None = None
         self._marks: list[tuple[str, float]] = []
-        self.facts: dict[str, int] = {}
+        self.facts: dict[str, float] = {}
         """What else the next line says."""
 
     def begin(self, directory: Path) -> None:

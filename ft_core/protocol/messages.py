@@ -1499,6 +1499,8 @@ class CopyHere(Value, frozen=True):
     slot: Number
     address: list[Number]
     segments: list[Layout]
+    fetch_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds that it took to bring it here; 0: it was here."""
 
 
 class Restore(Message, frozen=True):

@@ -127,6 +127,8 @@ class Snapshotter:
             buffer = self._map(slot, address, segments, _device_of(self._state.tensors()))
         if buffer.version != version:
             raise CorruptSnapshot(f"snapshot buffer {slot} holds version {buffer.version}, not {version}")
+        nbytes = sum(segment.nbytes for segment in buffer.segments)
+        timeline.facts["state"] = timeline.facts.get("state", 0) + nbytes
         timeline.mark("verifying")
         verify(buffer)
         timeline.mark("loading")

@@ -166,6 +166,7 @@ class Recovery:
         shell = self._shell
         for part in parts:
             assert version is not None
+            timeline.facts["fetch_s"] = timeline.facts.get("fetch_s", 0) + part.fetch_s
             try:
                 self.snapshots.load(part, version)
             except CorruptSnapshot as error:

@@ -12,7 +12,7 @@ from ft_core.cli import timeline as command
 from ft_core.process.timeline import NAME, Timeline
 
 
-def written(job_dir: Path, role: int, epoch: int, *phases: str, **facts: int) -> None:
+def written(job_dir: Path, role: int, epoch: int, *phases: str, **facts: float) -> None:
     """A worker's line."""
     directory = job_dir / "logs" / "node0" / f"worker-{role}"
     directory.mkdir(parents=True, exist_ok=True)
@@ -32,6 +32,23 @@ def test_each_phase_ends_where_the_next_begins(tmp_path: Path) -> None:
     assert [name for name, _, _ in spans] == ["forked", "model", "step"]
     assert [end for _, _, end in spans] == [*(begin for _, begin, _ in spans[1:]), line.end]
     assert all(begin <= end for _, begin, end in spans)
+
+
+def test_rates_of_what_was_done_with_the_state() -> None:
+    phases = [
+        ("waiting for state", 1.0),
+        ("loading", 3.0),
+        ("verifying", 4.0),
+        ("loading", 4.5),
+        ("step", 5.5),
+    ]
+    line = command.Line(0, 2, phases, 9.0, state=2 * 10**9, fetch_s=4.0)
+    assert line.rates() == {"fetched": 0.5, "verified": 4.0, "loaded": 2.0}
+    assert command.Line(0, 2, phases, 9.0, state=10**9).rates() == {"verified": 2.0, "loaded": 1.0}
+    assert command.Line(0, 2, [("loading", 3.0), ("step", 4.0)], 9.0, fetch_s=1.0).rates() == {}
+    assert (
+        "2.00 GB, fetched at 0.5 GB/s, verified at 4.0 GB/s, loaded at 2.0 GB/s" in command.shown([line])[2]
+    )
 
 
 def test_a_line_for_each_epoch_and_none_between(tmp_path: Path) -> None:
