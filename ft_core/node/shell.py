@@ -39,7 +39,7 @@ from ft_core.node.metrics import PAGES
 from ft_core.node.oom import OomKiller
 from ft_core.node.pulse import Loop
 from ft_core.node.reach import probe
-from ft_core.node.ready import ReadyMemory
+from ft_core.node.ready_memory import ReadyMemory
 from ft_core.node.relay import Relay
 from ft_core.node.replicator import Replicator
 from ft_core.node.uplink import Uplink

@@ -17,10 +17,10 @@ import xxhash
 from core.plans import plan
 
 from ft_core.net.transport import TcpTransport
-from ft_core.node import ready
+from ft_core.node import ready_memory
 from ft_core.node.fetch import bring
 from ft_core.node.inquiries import Inquiries
-from ft_core.node.ready import ReadyMemory
+from ft_core.node.ready_memory import ReadyMemory
 from ft_core.process.host_memory import Room, room
 from ft_core.protocol import messages as m
 from ft_core.settings import Command, Settings
@@ -188,8 +188,8 @@ def test_memory_that_is_taken_is_touched_no_more(monkeypatch: pytest.MonkeyPatch
 
     taken: list[SharedMemory] = []
     threads: list[threading.Thread] = []
-    monkeypatch.setattr(ready, "touch", first_piece)
-    monkeypatch.setattr(ready, "_PIECE", CHUNK)
+    monkeypatch.setattr(ready_memory, "touch", first_piece)
+    monkeypatch.setattr(ready_memory, "_PIECE", CHUNK)
     with two() as t:
         fill(t.peer)
         t.look()
@@ -214,7 +214,7 @@ def test_nothing_is_touched_in_the_event_loop(monkeypatch: pytest.MonkeyPatch):
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
 
-    monkeypatch.setattr(ready, "touch", touched)
+    monkeypatch.setattr(ready_memory, "touch", touched)
     with two() as t:
         fill(t.peer)
         asyncio.run(test(t))
