@@ -34,8 +34,8 @@ _GIVE_BACK = 1 / 8
 """Of all memory: with less than that free, what is ready goes to those who need it now."""
 _PAUSE = 1.0
 """Seconds between two looks at the room, and for how large buffers are."""
-_ASK_AGAIN = 60
-"""Pauses after which nodes are asked again: a job's state may grow."""
+_ASK_AGAIN = 5
+"""Pauses after which nodes are asked again: state grows, with the optimizer's first step at the latest."""
 _ASKED = 8
 """Nodes at most: of evenly many roles, with the first and the last, as the stages of a pipeline differ."""
 _DEADLINE = 5.0
@@ -44,8 +44,8 @@ _DEADLINE = 5.0
 class _Buffer:
     """One that is ready, or becomes it."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.memory = snapshot_memory(nbytes)
+    def __init__(self, memory: SharedMemory) -> None:
+        self.memory = memory
         self.touched = 0
         self.lock = threading.Lock()
         """Held while a piece is touched."""
@@ -127,24 +127,35 @@ class ReadyMemory:
         """Make ready what is missing, and give back what is too much."""
         here = sum(node == self._node for node in plan.roles.values())
         wanted = 2 * max(0, self._places - here)
-        self._give_back(2 * self._places - self._store.buffers())
-        with self._lock:
-            have = len(self._buffers)
         if wanted and self._ask_in <= 0:
             self._size = self._largest(plan) or self._size
             self._ask_in = _ASK_AGAIN if self._size else 0
         self._ask_in -= 1
+        self._give_back(2 * self._places - self._store.buffers())
         if not self._size:
             return
-        for _ in range(have, wanted):
-            with contextlib.suppress(OSError):  # of the limits of this process
-                buffer = _Buffer(self._size)
+        with self._lock:
+            have = len(self._buffers)
+        with contextlib.suppress(OSError):  # of the limits of this process
+            self._grow()
+            for _ in range(have, wanted):
+                buffer = _Buffer(snapshot_memory(self._size))
                 with self._lock:
                     self._buffers.append(buffer)
         with self._lock:
             todo = [buffer for buffer in self._buffers if buffer.touched < buffer.nbytes]
         for buffer in todo:
             self._touch(buffer, plan)
+
+    def _grow(self) -> None:
+        """Make those larger that are too small by now."""
+        with self._lock:
+            small = [buffer for buffer in self._buffers if buffer.nbytes < self._size]
+            self._buffers = [buffer for buffer in self._buffers if buffer not in small]
+        for buffer in small:
+            larger = _Buffer(buffer.take(self._size))  # its mapping has nothing yet, but that takes little
+            with self._lock:
+                self._buffers.append(larger)
 
     def _touch(self, buffer: _Buffer, plan: NodePlan) -> None:
         looked = -_LOOK

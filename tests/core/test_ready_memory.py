@@ -153,6 +153,26 @@ def test_memory_is_given_back_to_a_host_that_is_short_of_it():
         assert t.ready.nbytes == 2 * BUFFER
 
 
+def test_what_is_ready_grows_with_the_state(monkeypatch: pytest.MonkeyPatch):
+    """With the optimizer's first step, for example."""
+    monkeypatch.setattr(ready_memory, "_ASK_AGAIN", 1)
+    with two() as t:
+        fill(t.peer)
+        t.look()
+        before = {os.fstat(b.memory._fd).st_ino for b in t.ready._buffers}
+        larger = layout((0,), [("w", "uint8", (3 * SIZE,), 3 * SIZE)])
+        fill(t.peer, larger)
+        t.look()
+        assert t.ready.nbytes == 2 * SnapshotBuffer.size([larger])
+        assert {os.fstat(b.memory._fd).st_ino for b in t.ready._buffers} == before
+        assert [pages(b.memory) for b in t.ready._buffers] == [SnapshotBuffer.size([larger])] * 2
+        smaller = layout((0,), [("w", "uint8", (SIZE // 4,), SIZE // 4)])
+        fill(t.peer, smaller)
+        t.peer.memory(0).slots[1] = None
+        t.look()
+        assert t.ready.nbytes == 2 * SnapshotBuffer.size([smaller])  # others have better use for the rest
+
+
 def test_a_larger_role_gets_what_there_is_and_more():
     with two() as t:
         fill(t.peer)
