@@ -223,10 +223,11 @@ def _choose(facts: Facts, roles: Places, places: Places, durable: Durable) -> _C
         [node.holdings.report for node in facts.nodes.values()],
         [*roles, *adopted],
         facts.initial,
-        placements={**roles, **{r: roles[by] for r, by in adopted.items()}} if adopted else roles,
+        placements=roles,
         previous=facts.places,
         reached=facts.reached,
         catalogue=known,
+        adopters={role: roles[by] for role, by in adopted.items()},
     )
     choice = None
     with contextlib.suppress(Unrecoverable):

@@ -146,6 +146,7 @@ def choose_version(
     previous: Mapping[int, str] | None = None,
     reached: int | None = None,
     catalogue: Mapping[int, Collection[str]] | None = None,
+    adopters: Mapping[int, str] | None = None,
 ) -> Choice:
     """Choose the newest version that every role can have.
 
@@ -161,6 +162,9 @@ def choose_version(
     every segment of every role, also of the dead: the loss of a segment that nobody remembers could not
     be noticed. A role of which nothing is known counts as lost.
 
+    `adopters` (role -> node) is where another role holds what one that is away had alone: that needs a copy
+    beside its own state, also where the node has a snapshot of the role itself.
+
     Raises Unrecoverable, with what was lost, when neither memory nor start-up nor a checkpoint helps.
     """
     roles = list(roles)
@@ -171,7 +175,7 @@ def choose_version(
         computed = {role for role, _ in lost if version == initial and role in holdings.starting}
         lost = [each for each in lost if each[0] not in computed]
         if not lost and version >= max(durable, default=version):
-            sources = holdings.sources(version, computed)
+            sources = holdings.sources(version, computed, adopters or {})
             return Choice(version, "initial" if computed else "memory", {r: {} for r in computed} | sources)
         if version in holdings.versions and (best is None or len(lost) < len(best[1])):
             best = (version, lost)
@@ -179,7 +183,7 @@ def choose_version(
     newest = max([*holdings.versions, *durable, *([] if reached is None else [reached])], default=initial)
     if initial is not None and newest is not None and newest <= initial:
         computed = {role for role, _ in holdings.missing(initial)}
-        sources = holdings.sources(initial, computed)
+        sources = holdings.sources(initial, computed, adopters or {})
         return Choice(initial, "initial", {r: {} for r in computed} | sources)
 
     wanted, lost = best or (None, holdings.missing(None))
@@ -459,7 +463,9 @@ class _Holdings:
             for role, segment in missing
         )
 
-    def sources(self, version: int, computed: Collection[int]) -> dict[int, dict[str, list[str]]]:
+    def sources(
+        self, version: int, computed: Collection[int], adopters: Mapping[int, str]
+    ) -> dict[int, dict[str, list[str]]]:
         """For each role and segment the nodes to ask, fetches spread over them; but for roles that are
         `computed`, and those that have a snapshot on their own node."""
         asked: Counter[str] = Counter()
@@ -470,6 +476,7 @@ class _Holdings:
             own_node = self._places.get(role, "")
             if role in computed or self._has_snapshot(own_node, role, version):
                 continue
+            own_node = own_node or adopters.get(role, "")
             sources[role] = {}
             for segment in sorted(segments):
                 nodes = some = there.holders[segment]

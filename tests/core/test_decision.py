@@ -44,6 +44,14 @@ def test_a_lost_role_is_restored_from_peer_and_replica() -> None:
     assert choice.sources[1] == {"p": ["x"], "b": ["x"]}
 
 
+def test_what_is_adopted_where_it_was_played_is_brought_from_there() -> None:
+    """Its node has a snapshot of it, but of a role that it plays: the adopter needs a copy beside its own."""
+    reports = [node("x", role(0, "x", (5,)), role(1, "x", (5,))), node("y")]
+    assert choose(*reports, placements={0: "x", 1: "x"}).sources == {}
+    adopted = choose(*reports, placements={0: "x"}, adopters={1: "x"})
+    assert adopted.sources == {1: {"p": ["x"], "b": ["x"]}}
+
+
 def test_the_newest_version_that_all_can_have() -> None:
     choice = choose(node("x", role(0, "x", (4, 5)), replicas={"b": (3, 4)}))
     assert choice.version == 4
