@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ft_core.errors import FtError
@@ -34,8 +35,9 @@ _GIVE_BACK = 1 / 8
 """Of all memory: with less than that free, what is ready goes to those who need it now."""
 _PAUSE = 1.0
 """Seconds between two looks at the room, and for how large buffers are."""
-_ASK_AGAIN = 5
-"""Pauses after which nodes are asked again: state grows, with the optimizer's first step at the latest."""
+_ASK_AGAIN, _SELDOM = 4, 64
+"""Pauses after which nodes are asked again: state grows, with the optimizer's first step at the latest. While
+it does not, they are asked half as often each time, until it is the second number."""
 _ASKED = 8
 """Nodes at most: of evenly many roles, with the first and the last, as the stages of a pipeline differ."""
 _DEADLINE = 5.0
@@ -87,7 +89,14 @@ class ReadyMemory:
         """Of the list alone."""
         self._buffers: list[_Buffer] = []
         self._size = 0
-        self._ask_in = 0
+        self._ask_in = self._pauses = 0
+        """Until nodes are asked again, and how many that were the last time."""
+        self._asked: NodePlan | None = None
+        """The plan that the next two are of."""
+        self._nodes: list[str] = []
+        """Some that have roles."""
+        self._wanted = 0
+        """Buffers for places without a role."""
         self._short = False
         """Whether there was too little room the last time."""
         self._over = False
@@ -100,7 +109,7 @@ class ReadyMemory:
 
     def use(self, node: str, plan: NodePlan) -> None:
         """What this node, of that name, plays is another now."""
-        self._node, self._plan, self._ask_in = node, plan, 0
+        self._node, self._plan = node, plan
 
     def take(self, nbytes: int) -> SharedMemory:
         """Memory to share with a worker: what is ready, if there is some. Raises OSError."""
@@ -125,11 +134,15 @@ class ReadyMemory:
 
     def look(self, plan: NodePlan) -> None:
         """Make ready what is missing, and give back what is too much."""
-        here = sum(node == self._node for node in plan.roles.values())
-        wanted = 2 * max(0, self._places - here)
-        if wanted and self._ask_in <= 0:
-            self._size = self._largest(plan) or self._size
-            self._ask_in = _ASK_AGAIN if self._size else 0
+        if plan is not self._asked:
+            self._asked, self._ask_in, self._pauses = plan, 0, _ASK_AGAIN // 2
+            roles = Counter(plan.roles.values())
+            self._nodes = _spread(list(roles))
+            self._wanted = 2 * max(0, self._places - roles[self._node])
+        if self._wanted and self._ask_in <= 0:
+            size = self._largest(plan) or self._size
+            self._pauses = min(2 * self._pauses, _SELDOM) if size == self._size else _ASK_AGAIN
+            self._size, self._ask_in = size, self._pauses if size else 0
         self._ask_in -= 1
         self._give_back(2 * self._places - self._store.buffers())
         if not self._size:
@@ -138,7 +151,7 @@ class ReadyMemory:
             have = len(self._buffers)
         with contextlib.suppress(OSError):  # of the limits of this process
             self._grow()
-            for _ in range(have, wanted):
+            for _ in range(have, self._wanted):
                 buffer = _Buffer(snapshot_memory(self._size))
                 with self._lock:
                     self._buffers.append(buffer)
@@ -192,7 +205,7 @@ class ReadyMemory:
     def _largest(self, plan: NodePlan) -> int:
         """Bytes of the largest buffer of those who can be asked; 0 before there is one."""
         found = 0
-        for name in _spread(list(dict.fromkeys(plan.roles.values()))):
+        for name in self._nodes:
             if self._over or self._plan is not plan:
                 break
             with contextlib.suppress(KeyError, FtError):  # it is gone: there will be another plan
