@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable
 
 THREADS = 4
-"""At most, and not more than this process has cores. All roles of a node may load at once."""
+"""At least, if this process has as many cores. More where an eighth of the cores is more: as a rule that is a
+role's part of them, and all roles of a node may load at once."""
 
 
 def each(count: int, do: Callable[[int], None]) -> None:
@@ -30,7 +31,8 @@ def each(count: int, do: Callable[[int], None]) -> None:
         except BaseException as error:
             failures.append(error)
 
-    helpers = min(THREADS, len(os.sched_getaffinity(0)), count) - 1
+    cores = len(os.sched_getaffinity(0))
+    helpers = min(max(THREADS, cores // 8), cores, count) - 1
     # The name is one of the engine's own: what these threads do is none of the script's operations.
     threads = [threading.Thread(target=work, name=f"ft-each-{n}", daemon=True) for n in range(helpers)]
     for thread in threads:

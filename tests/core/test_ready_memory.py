@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from core.fleet import Fleet, play
 from core.plans import plan
+from core.real_agent import RealAgent
 
 from ft_core.net.transport import TcpTransport
 from ft_core.node import ready_memory
@@ -265,3 +267,24 @@ def test_a_cgroups_limit_counts(tmp_path: Path):
     (tmp_path / "sys/fs/cgroup/a/memory.max").write_text(f"{500 << 10}\n")
     (tmp_path / "sys/fs/cgroup/a/memory.current").write_text(f"{100 << 10}\n")
     assert room(tmp_path) == Room(400 << 10, 500 << 10)
+
+
+def test_a_spare_takes_roles_over_into_memory_that_was_ready(tmp_path: Path):
+    async def test(fleet: Fleet) -> None:
+        node, spare = (RealAgent(fleet.settings, fleet.job_dir, f"agent{rank}", rank) for rank in (0, -1))
+        node.serve()
+        spare.serve()
+        await fleet.event("resumed")
+        await fleet.until(lambda: "agent-1" in node.nodes)
+        node.step()
+        await fleet.until(lambda: spare.ready.nbytes >= 4 * mmap.PAGESIZE and node.committed() == [2, 2])
+        before = {os.fstat(b.memory._fd).st_ino for b in spare.ready._buffers}
+        await node.end()
+        await fleet.event("resumed", 2)
+        slots = [buffer for role in (0, 1) for buffer in spare.store.memory(role).slots]
+        held = {os.fstat(buffer.memory._fd).st_ino for buffer in slots if buffer is not None}
+        assert len(held) >= 2 and held <= before
+        assert node.ready.nbytes == 0  # all its places were taken
+        await spare.end()
+
+    play(test, tmp_path / "job", nodes=1, nproc=2, spares=1, ranks=[], replicas=1)

@@ -9,10 +9,10 @@ from ft_core.errors import CorruptSnapshot
 from ft_core.state import threads
 
 
-@pytest.mark.parametrize("cores", [1, 8])
-def test_work_is_done_once_by_whichever_thread_is_free(monkeypatch, cores):
+@pytest.mark.parametrize(("cores", "expected"), [(1, 1), (3, 3), (8, 4), (64, 8)])
+def test_work_is_done_once_by_whichever_thread_is_free(monkeypatch, cores, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    done, who, together = [], set(), threading.Barrier(min(cores, threads.THREADS))
+    done, who, together = [], set(), threading.Barrier(expected)
 
     def do(number):
         if number < together.parties:
