@@ -77,6 +77,19 @@ def _unannounced(current: Session) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _restored(current: Session) -> Iterator[None]:
+    """Weights that the first rank sends when an engine is made are overwritten where a role joins."""
+    broadcast = patched.BROADCAST_WEIGHTS.original()
+
+    def broadcast_weights(engine: Any) -> None:
+        with current.comms.startup.weights() if current.joining else contextlib.nullcontext():
+            broadcast(engine)
+
+    with patched.BROADCAST_WEIGHTS.replaced(broadcast_weights):
+        yield
+
+
 def _protected(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
     protected = False
@@ -114,7 +127,8 @@ def _protected(original: Callable[..., Any]) -> Callable[..., Any]:
         from ft_deepspeed.protection import Protection
 
         current.configure(section.settings())
-        with _unannounced(current) if current.joining else contextlib.nullcontext():
+        unannounced = _unannounced(current) if current.joining else contextlib.nullcontext()
+        with unannounced, _restored(current):
             engine, *others = original(*args, **kwargs)
         given_here = "policy" in section.model_fields_set
         Protection(engine, current, section.policy == "shrink" if given_here else current.groups.elastic)

@@ -103,7 +103,7 @@ class Startup:
         self._step: int | None = None
         """How many steps the script has done; None until training."""
         self._section = ""
-        self._muted = self._strict = False
+        self._muted = self._strict = self._weights = False
         self.rehearsing = False
         self._comms = comms
         self._first: int | None = None
@@ -148,6 +148,15 @@ class Startup:
             yield
         finally:
             self._section, self._muted = before
+
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        """What is exchanged here is overwritten by a restore, of whatever type it is said to be."""
+        self._weights = True
+        try:
+            yield
+        finally:
+            self._weights = False
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -231,7 +240,8 @@ class Startup:
                 entry = self.peers_entry(series, number, call.signature, epoch)
                 if entry is not None:
                     # Once training has begun, no restore comes after this that overwrites large results.
-                    call.apply(entry, self.where(series, number), lenient=not self._strict)
+                    lenient = not self._strict
+                    call.apply(entry, self.where(series, number), lenient, lenient and self._weights)
                 else:
                     self._execute(group, method, kind, args, kwargs, epoch)
                     entry = call.entry()

@@ -263,10 +263,11 @@ class Call:
             return Entry(self.kind, self.signature, None)
         return Entry(self.kind, self.signature, tuple(to_bytes(t) for t in self.results))
 
-    def apply(self, entry: Entry, where: str, lenient: bool = True) -> None:
+    def apply(self, entry: Entry, where: str, lenient: bool = True, weights: bool = False) -> None:
         """Fill the results from a peer's entry. Raises ReplayMismatch.
 
-        `lenient`: large results that were not kept may be left as they are, a restore fills them.
+        `lenient`: large results that were not kept may be left as they are, a restore fills them, if they are
+        floating-point numbers or known to be `weights`, which some send as bytes.
         """
         if entry.signature != self.signature:
             raise mismatch(where, self.signature, entry.signature)
@@ -279,7 +280,7 @@ class Call:
             return
         if entry.tensors is None:
             # Parameters are restored later. Anything else steers the script and must not be made up.
-            if not lenient or any(not t.is_floating_point() for t in self.results):
+            if not lenient or not (weights or all(t.is_floating_point() for t in self.results)):
                 raise ReplayMismatch(
                     f"{where}: the result of {self.signature} was too large for the start-up log; the job "
                     "must fall back to its durable checkpoint"

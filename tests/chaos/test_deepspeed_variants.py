@@ -16,6 +16,8 @@ ITERATIONS = 14
     ("training", "injected"),
     [
         (Zero(2, fp16=True), "1@optimizer:3,0@forward:7:worker"),
+        # Weights of more than a MiB, which the record of start-up does not keep.
+        (Zero(2, more=("--hidden-size=304",)), "1@forward:3:worker,0@optimizer:6"),
         (Zero(2, offload=True), "0@gather:4,2@backward:9:worker"),
         pytest.param(
             *(OwnLoop(0), "0@forward:3,1@between:6:worker,2@backward:10:worker"), marks=pytest.mark.exhaustive

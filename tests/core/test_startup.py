@@ -262,6 +262,9 @@ def test_a_large_result_is_left_to_restore_unless_it_steers_the_script() -> None
         else:
             with pytest.raises(ReplayMismatch, match="too large"):
                 call.apply(entry, "here")
+            with pytest.raises(ReplayMismatch, match="too large"):
+                call.apply(entry, "here", lenient=False)
+            call.apply(entry, "here", weights=True)  # sent as bytes
 
 
 def test_a_record_that_a_successor_serves_is_no_mismatch() -> None:
