@@ -11,7 +11,7 @@ import signal
 import struct
 import termios
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -33,7 +33,18 @@ _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 """Has torch ask for huge pages where it takes 2 MiB and more from the system. A newcomer's weights, gradients
 and moments are new memory, a gigabyte of which is 260,000 page faults otherwise, while all others wait; and
 the kernel takes as long to take it back from a worker that was killed, before anybody hears of its end."""
+_TUNABLES, _MALLOC = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
+"""Has glibc do so for all its memory. torch alone loses up to 2 MiB of each tensor to small pages, half of
+one of 4 MiB: it asks for what the tensor has, which does not begin where a huge page does, and ends at the
+header of the next."""
 _NO_SERVER = "its fork server has ended: no worker can be started, nor the end of one be known"
+
+
+def use_huge_pages(environment: MutableMapping[str, str]) -> None:
+    """For processes that are started with it, unless it says something else."""
+    environment.setdefault(_HUGE_PAGES, "1")
+    if _MALLOC not in (tunables := environment.get(_TUNABLES, "")):
+        environment[_TUNABLES] = f"{tunables}:{_MALLOC}=1".lstrip(":")
 
 
 @dataclass
@@ -85,7 +96,7 @@ class WorkerPool:
         """Start the fork server. `tee` shows what workers print."""
         self._tee = tee
         os.environ[preload.ENV] = "" if self._command.no_python else self._command.target
-        os.environ.setdefault(_HUGE_PAGES, "1")
+        use_huge_pages(os.environ)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["ft_core.node.preload"])
         # Now, while this process ignores SIGTERM: what is started from one that handles it dies of it.

@@ -23,6 +23,7 @@ from ft_core.node import ready_memory
 from ft_core.node.fetch import bring
 from ft_core.node.inquiries import Inquiries
 from ft_core.node.ready_memory import ReadyMemory
+from ft_core.node.workers import use_huge_pages
 from ft_core.process.host_memory import Room, room
 from ft_core.protocol import messages as m
 from ft_core.settings import Command, Settings
@@ -288,3 +289,25 @@ def test_a_spare_takes_roles_over_into_memory_that_was_ready(tmp_path: Path):
         await spare.end()
 
     play(test, tmp_path / "job", nodes=1, nproc=2, spares=1, ranks=[], replicas=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ({}, {"THP_MEM_ALLOC_ENABLE": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}),
+        (
+            {"GLIBC_TUNABLES": "glibc.malloc.check=1", "THP_MEM_ALLOC_ENABLE": "0"},
+            {
+                "GLIBC_TUNABLES": "glibc.malloc.check=1:glibc.malloc.hugetlb=1",
+                "THP_MEM_ALLOC_ENABLE": "0",
+            },
+        ),
+        (
+            {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"},
+            {"THP_MEM_ALLOC_ENABLE": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"},
+        ),
+    ],
+)
+def test_workers_take_memory_in_huge_pages_unless_told_otherwise(given: dict[str, str], used: dict[str, str]):
+    use_huge_pages(given)
+    assert given == used
