@@ -18,6 +18,8 @@ from ft_core.errors import ConfigError
 
 SECRET_ENV = "FT_JOB_SECRET"
 POLICIES = ("wait", "shrink", "stop")
+AUTO = -1
+"""A number that is found out where it is needed."""
 WORDS = 10_000
 """That a controller is to hear in a second from all nodes together, while nothing happens."""
 FLAGS = {
@@ -28,6 +30,7 @@ FLAGS = {
     "durable_dir": "--ft-durable-dir",
     "durable_interval": "--ft-durable-interval",
     "stages": "--ft-pipeline-stages",
+    "ready_standbys": "--ft-ready-standbys",
 }
 """Settings that a script's own configuration may bring, and the flags of `ftrun` that say the same."""
 
@@ -71,6 +74,9 @@ class Settings:
     """Where its lease is kept then (`--ft-leadership`), see `ft_core.leadership.at`."""
     spares: int = 0
     """Nodes that stand by, without a role (`--spares`)."""
+    ready_standbys: int = 0
+    """Roles of each node of which a standby has the start-up behind it (`--ft-ready-standbys`); -1: as many
+    as there is memory for, see `node.room`."""
     replicas: int = 1
     """k: how many failure domains may be lost at once without losing state (`--ft-replicas`). 0 keeps no copy
     on another node."""
@@ -196,6 +202,8 @@ class Settings:
         for count in ("replicas", "spares", "direct"):
             if getattr(self, count) < 0:
                 raise ConfigError(f"{name[count]} {getattr(self, count)}: give a number of 0 or more")
+        if self.ready_standbys < AUTO:
+            raise ConfigError(f"{name['ready_standbys']} {self.ready_standbys}: give a number, or auto (-1)")
         if self.policy not in POLICIES:
             raise ConfigError(f"{name['policy']} {self.policy!r}: give {' or '.join(POLICIES)}")
         if self.lr_intervention not in INTERVENTIONS:

@@ -56,13 +56,18 @@ class FaultTolerance(_Strict):
     )
     """What the learning rate does while replica groups are away, see `ft_core.elastic.rules.lr_factor`."""
 
+    ready_standbys: int = Field(
+        0, ge=-1, description="a whole number: standbys of each node that are ready, or -1: as memory allows"
+    )
+    """Roles of each node that a standby has started ahead of need; -1: as many as there is memory for."""
+
     def settings(self) -> Json:
         """What the engine must know, by its own names (`ft_core.settings.FLAGS`).
 
         Only what the section says: for the rest the flags of `ftrun` hold, and their defaults.
         """
         found = self.model_dump(
-            include={"replicas", "spares", "policy", "lr_intervention"}, exclude_unset=True
+            include={"replicas", "spares", "policy", "lr_intervention", "ready_standbys"}, exclude_unset=True
         )
         if self.durable is not None:
             found["durable_dir"] = str(Path(self.durable.dir).resolve())

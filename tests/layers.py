@@ -35,6 +35,9 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_elastic.py::test_groups_leave_and_return[tp1pp1dp3-distopt-bf16--global-batch-size=12-4]",
     ),
     "a job that grows": ("test_elastic.py::test_a_job_grows_beyond_the_groups_that_it_started_with",),
+    "standbys start roles ahead of need": (
+        "test_ready.py::test_standbys_take_over[tp1pp1dp2-distopt-fp32-1-script0]",
+    ),
     "a node is taken out": ("test_drain.py::test_a_node_is_drained",),
     "the page": ("test_page.py::test_a_browser_walks_the_page_of_a_job",),
     "the flight record": ("test_flight.py::test_a_worker_that_is_stopped_is_read_and_found",),

@@ -20,7 +20,7 @@ from ft_core.leadership import is_elected
 from ft_core.process import inject
 from ft_core.process.lines import FORMATS
 from ft_core.protocol.sockets import split_address
-from ft_core.settings import POLICIES, Command, Settings
+from ft_core.settings import AUTO, POLICIES, Command, Settings
 
 _DEFAULT_PORT = 29400
 _SETTINGS = "ft_core.settings"
@@ -118,6 +118,15 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=None,
         help="k: failure domains that may be lost at once (default 1)",
+    )
+    f.add_argument(
+        "--ft-ready-standbys",
+        type=_ready,
+        default=None,
+        metavar="N|auto",
+        help="roles of each node that a standby has started ahead of need, so that it has only to load when "
+        "the worker dies: each takes as much memory as a worker. auto: one for each role for which there is "
+        "plenty of memory, none where there are GPUs (0, the default: none)",
     )
     f.add_argument(
         "--ft-policy",
@@ -320,6 +329,7 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     found = {
         "spares": args.spares,
         "replicas": args.ft_replicas,
+        "ready_standbys": args.ft_ready_standbys,
         "policy": args.ft_policy,
         "lr_intervention": args.ft_lr_intervention,
         "durable_dir": str(Path(durable).resolve()) if durable else durable,
@@ -347,6 +357,10 @@ def _count(flag: str, text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(f"{flag} {text!r}: give a number of 1 or more")
     return int(text)
+
+
+def _ready(text: str) -> int:
+    return AUTO if text == "auto" else int(text)
 
 
 def _strikes(text: str) -> tuple[int, float]:

@@ -30,6 +30,8 @@ class Line(msgspec.Struct, frozen=True):
     """Bytes of state that were verified, and loaded."""
     fetch_s: float = 0.0
     """Seconds that its agent took to bring it to this node, while the worker started; 0: it was there."""
+    ready: int = 0
+    """1: its worker had started the role ahead of need. The phases begin when it took it over."""
 
     @property
     def begin(self) -> float:
@@ -107,6 +109,8 @@ def shown(lines: Sequence[Line]) -> list[str]:
     for line in lines:
         spent = ", ".join(f"{name} {end - begin:.3f}" for name, begin, end in line.spans())
         rows.append(f"role {line.role}: {line.end - line.begin:.3f} = {spent}")
+        if line.ready:
+            rows.append("  a standby had started it ahead of need, and took it over then")
         if line.skipped or line.drawn:
             rows.append(
                 f"  initialisation: {line.skipped:,} numbers not drawn, since the restore overwrites them"

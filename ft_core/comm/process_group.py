@@ -110,7 +110,8 @@ class Communicators:
         `absent` roles take no part; each with its counterpart, which has `adopted` its state or has the same
         anyway: see `partial`. `newcomers`: roles that have other workers than before.
 
-        `store_address` ("host:port") is where this epoch's store is, see `rendezvous`. `completed` and
+        `store_address` ("host:port") is where this epoch's store is, see `rendezvous`; empty where this role
+        meets nobody, since another worker plays it. `completed` and
         `fetch` serve operations of the start-up phase, see `startup`. Ignored when a newer epoch was
         already announced.
         """
@@ -132,7 +133,7 @@ class Communicators:
             self._condition.notify_all()
         if old:
             start("reaper", _close, old)
-        if self.world_size > 1:
+        if self.world_size > 1 and store_address:
             start("listener", opener.listen)
         for _ in range(min(OPENERS, many)):
             start("reopen", self._reopen, epoch, reopen)
@@ -239,6 +240,11 @@ class Communicators:
             if self.epoch < self.aborted or epoch not in (None, self.epoch):
                 raise EpochChanged(
                     f"epoch {epoch or self.epoch} is over; role {self.role} goes on in the next"
+                )
+            if not self._opener.address:
+                raise FtError(
+                    f"role {self.role} is played by another worker, which has no record of what this one "
+                    f"would do in group {group.identity}"
                 )
             # What only start-up needs is not opened again in later epochs.
             group.used |= not self.startup.recording

@@ -226,6 +226,7 @@ def _roles(facts: Facts, places: Mapping[int, str]) -> Iterator[RoleStatus]:
             waited_s=beat.waited_s if beat else None,
             h2h_bytes=beat.h2h_bytes if beat else None,
             h2h_snapshots=beat.h2h_snapshots if beat else None,
+            ready=beat.ready if beat else None,
         )
 
 

@@ -17,6 +17,7 @@ from ft_core.protocol.messages import (
     Stage,
     Version,
     WorkerLost,
+    WorkerPlan,
 )
 
 NONE = -1
@@ -36,6 +37,8 @@ class Doing(Enum):
     """It has one, and its script is done."""
     WITHDRAWN = auto()
     """It had one, whose replica group has left: it is killed, and another takes its place."""
+    AHEAD = auto()
+    """It starts up a role that another worker here plays, or has started it, ahead of need: `node.ready`."""
 
 
 @dataclass
@@ -69,12 +72,23 @@ class Worker:
     failed: ScriptFailed | None = None
     """What it has said of its end."""
     ordered: bool = False
-    """Whether the controller wants its end."""
+    """Whether the controller wants its end, or this agent has no use for it any more."""
+    meant_for: int = -1
+    """The role that it starts up ahead of need, or has started so; -1: none."""
+    began_with: WorkerPlan | None = None
+    """What it was told then."""
+    needed: bool = False
+    """Whether the worker of that role has died since: it is to take its place."""
 
     @property
     def plays(self) -> bool:
         """Whether it has a role."""
         return self.doing in (Doing.PLAYING, Doing.FINISHED)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has started a role ahead of need, and waits for its state."""
+        return self.doing is Doing.AHEAD and self.stage == "training"
 
     @property
     def state_is_replicated(self) -> bool:
@@ -120,6 +134,15 @@ class Crew:
     def of_role(self, role: int) -> Worker | None:
         """Who plays it here, if somebody does."""
         return next((worker for worker in self.playing() if worker.role == role), None)
+
+    def meant_for(self, role: int) -> Worker | None:
+        """Who is to have started it ahead of need, if somebody is."""
+        return next((worker for worker in self.ahead() if worker.meant_for == role), None)
+
+    def ahead(self) -> list[Worker]:
+        """Workers that start up a role ahead of need, have done so, or are about to; no others of them."""
+        there = (worker for worker in self._workers.values() if worker.meant_for >= 0)
+        return [w for w in there if not w.ordered and w.doing in (Doing.STARTING, Doing.AHEAD)]
 
     def playing(self) -> list[Worker]:
         """Workers with a role."""

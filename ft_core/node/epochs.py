@@ -36,6 +36,7 @@ from ft_core.node.events import (
     UsePlan,
     UseSettings,
 )
+from ft_core.node.ready import Ready
 from ft_core.node.said import OfRole, Said
 from ft_core.node.view import View
 from ft_core.protocol import messages as m
@@ -65,6 +66,7 @@ class Epochs:
         """Of the event that is being handled."""
         self._view = view
         self._copies = Copies(about.node)
+        self.ready = Ready(about, crew, view)
         self._strikes: tuple[float, list[m.Strike]] = 0.0, []
         """For a successor of the controller: failures, and when it has told of them."""
         self._stuck_at = math.inf
@@ -90,6 +92,8 @@ class Epochs:
         self.do(*self._copies.tick(self.now))
         if self.epoch > self.begun and self.now >= self._stuck_at:
             self._kill_stuck()
+        if self.plan is not None and self.epoch == self.begun:
+            self.do(*self.ready.tick(self.plan, self.settings, self.now))
 
     def use(self, settings: dict[str, Any]) -> None:
         """The script has brought these, and the controller has checked them."""
@@ -132,7 +136,12 @@ class Epochs:
         """That this node lives, and how far its roles are."""
         begun = self.plan.id if self.plan else ""
         beats, replicas = holdings.beats(self.crew, self._view), self._view.replicas()
-        return m.Heartbeat(self.epoch, begun, beats, len(self.crew.idle()), replicas, self._view.xids())
+        return m.Heartbeat(self.epoch, begun, beats, self.idle, replicas, self._view.xids())
+
+    @property
+    def idle(self) -> int:
+        """How many workers may be given a role."""
+        return len(self.crew.idle()) + self.ready.waiting
 
     def holdings(self) -> m.Holdings:
         """What this node could give to a recovery, as of now."""
@@ -146,7 +155,7 @@ class Epochs:
             roles=holdings.roles_held(here, self.crew, self._view),
             replicas=replicas,
             segments=holders,
-            idle=len(self.crew.idle()),
+            idle=self.idle,
             store=self.about.store,
             master=self.about.master,
             configured=self.configured,
@@ -198,6 +207,7 @@ class Epochs:
             worker.replicated.clear()
             worker.committed = NONE
             self.do(Commit(worker.number, NONE), ToWorker(worker.number, m.Abort(epoch)))
+        self.do(*self.ready.epoch_ends(epoch))
         self._stuck_at = self.now + self.settings.quiesce_timeout
         self.report_if_quiet()
 
@@ -237,6 +247,7 @@ class Epochs:
         # Who was to start ahead, for a former controller, is of no use where all scripts begin anew.
         anew = plan.worker.started_over == self.epoch
         self.withdraw({worker.role for worker in self.crew.playing()} - (set() if anew else set(here)))
+        self.do(*self.ready.epoch_begins(plan, here))
         adopted = self._adopted_here()
         self.said.keep_only({*here, *adopted})
         self.do(
@@ -246,7 +257,7 @@ class Epochs:
             if (worker := self.crew.of_role(role)) is not None:
                 self.do(ToWorker(worker.number, m.PlanBegins(self._with_settings(plan.worker))))
             elif role in plan.worker.newcomers or role not in before:
-                worker = self._assign(role, plan.master, plan.worker)
+                worker = self._take_over(role, plan.worker) or self._assign(role, plan.master, plan.worker)
             # Otherwise it has died since this node reported: the plan relies on it, so there will be another.
             if worker is not None:
                 self._restore(worker, plan)
@@ -313,6 +324,22 @@ class Epochs:
         )
         self.do(ShowRest(role), ToWorker(worker.number, assign))
         return worker
+
+    def _take_over(self, role: int, plan: m.WorkerPlan) -> Worker | None:
+        """Give the role to a worker that has started it ahead of need, if there is one."""
+        worker, effects = self.ready.takes(role, self._with_settings(plan))
+        if worker is not None:
+            self.said.forget([role])
+            self.do(ShowRest(role))
+        self.do(*effects)
+        return worker
+
+    def prepare_standby(self, worker: Worker) -> None:
+        """It has connected, and is to start a role ahead of need."""
+        plan = self.plan if self.epoch == self.begun else None
+        now = None if plan is None else msgspec.structs.replace(plan.worker, parts=self.parts)
+        master = plan.master if plan is not None else ""
+        self.do(*self.ready.begins(worker, now and self._with_settings(now), master, self.settings))
 
     # -- state -------------------------------------------------------------------------------------
 

@@ -242,6 +242,15 @@ class ShowRest:
 
 
 @dataclass(frozen=True)
+class SetApart:
+    """A worker starts up a role that another plays: its flight record is nobody's. Or (not `apart`) it is
+    that role's from now on."""
+
+    worker: Number
+    apart: bool
+
+
+@dataclass(frozen=True)
 class Commit:
     """Set the commit word of a worker: this version is safe wherever it must be. -1: none is."""
 
@@ -404,7 +413,7 @@ class End:
 
 
 Effect = (
-    ToController | Report | ToWorker | Start | Kill | Signal | ShowRest | Commit | BeginEpoch | UsePlan
-    | UseSettings | DropAfter | KeepOnly | Reserve | Strike | Replicate | Bring | WriteDurable
+    ToController | Report | ToWorker | Start | Kill | Signal | ShowRest | SetApart | Commit | BeginEpoch
+    | UsePlan | UseSettings | DropAfter | KeepOnly | Reserve | Strike | Replicate | Bring | WriteDurable
     | LookForDurable | ReadFlight | WriteStacks | Probe | AskPeer | AnswerPeer | KillNode | BecomeSpare | End
 )  # fmt: skip

@@ -89,6 +89,7 @@ def _versions(held: Mapping[K, list[m.Version]]) -> list[tuple[m.Version, ...]]:
 def beats(crew: Crew, view: View) -> dict[m.Role, m.RoleBeat]:
     """How far the workers that have roles have come."""
     found = {}
+    ready = {worker.meant_for: worker.pid for worker in crew.ahead() if worker.is_ready}
     for worker in crew.playing():
         words, (sent, snapshots) = view.words(worker.number), view.sent(worker.role)
         found[worker.role] = m.RoleBeat(
@@ -103,6 +104,7 @@ def beats(crew: Crew, view: View) -> dict[m.Role, m.RoleBeat]:
             h2h_snapshots=snapshots,
             own_s=words.own_s,
             loss=words.loss,
+            ready=ready.get(worker.role, 0),
         )
     return found
 

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from ft_core.node import holdings
 from ft_core.node.about import About
-from ft_core.node.crew import Crew, Doing, Worker, lost
+from ft_core.node.crew import Crew, Doing, Worker, in_words, lost
 from ft_core.node.epochs import Epochs
 from ft_core.node.events import (
     AnswerPeer,
@@ -153,12 +153,13 @@ class Agent:
                     worker.pid = pid
             case WorkerReady(number):
                 if worker := self.crew.get(number):
-                    worker.doing = Doing.IDLE
-                    self.epochs.post(m.Idle(len(self.crew.idle())))
+                    self._connected_worker(worker)
             case FromWorker(number, said):
                 worker = self.crew.get(number)
                 if worker is not None and worker.plays:
                     self._on_worker(worker, said)
+                elif worker is not None and worker.doing is Doing.AHEAD:
+                    self._on_standby(worker, said)
             case WorkerEnded():
                 self._worker_ended(event)
             case WorkerGone(number):
@@ -313,6 +314,13 @@ class Agent:
     def _tell_players(self, message: m.ToWorker) -> None:
         self.epochs.do(*(ToWorker(worker.number, message) for worker in self.crew.playing()))
 
+    def _connected_worker(self, worker: Worker) -> None:
+        if worker.meant_for >= 0:
+            self.epochs.prepare_standby(worker)
+            return
+        worker.doing = Doing.IDLE
+        self.epochs.post(m.Idle(self.epochs.idle))
+
     def _start(self, device: int) -> None:
         self.epochs.do(Start(self.crew.add(device).number, device))
 
@@ -328,11 +336,14 @@ class Agent:
             case m.Registered(version, ring, resumes, group, counts):
                 worker.stage, worker.initial, worker.ring = "training", version, ring
                 worker.resumes, worker.group, worker.counts = resumes, group, counts
-                if role not in self.epochs.roles_here():
+                if worker.doing is Doing.AHEAD:
+                    self.epochs.ready.registered(worker)
+                elif role not in self.epochs.roles_here():
                     self.epochs.say(m.Prepared(role, counts))
             case m.Quiesced(epoch, stage, counts):
                 worker.quiesced, worker.stage, worker.counts = epoch, stage, counts
-                self.epochs.report_if_quiet()
+                if worker.plays:
+                    self.epochs.report_if_quiet()
             case m.WorkerRestored(epoch, version, loaded):
                 if loaded:  # it needs no memory of its own, if both buffers have been filled from elsewhere
                     self._lay_out(worker, role, self._view.segments(role))
@@ -378,6 +389,19 @@ class Agent:
             case _:
                 assert_never(message)
 
+    def _on_standby(self, worker: Worker, message: m.FromWorker) -> None:
+        """One that starts a role ahead of need: the job hears nothing of it."""
+        match message:
+            case m.Registered() | m.Quiesced() | m.ScriptFailed() | m.BringSettings():
+                self._on_worker(worker, message)
+            case m.AskStartupEntries() | m.AskProgress():
+                self._ask_peer(worker, message)
+            case m.WorkerUnprotected() | m.WorkerFinished():
+                worker.failed = m.ScriptFailed(m.Fault.EXITED, "it does not come to any training", "", "")
+                self.epochs.do(Kill(worker.number))
+            case _:
+                pass
+
     def _allocate(self, worker: Worker, request: m.Allocate) -> None:
         self._lay_out(worker, request.role, [Segment.of(layout) for layout in request.segments])
         self.epochs.do(Reserve(worker.number, request, request.role != worker.role))
@@ -390,7 +414,8 @@ class Agent:
                 role=role,
                 adopted=role != worker.role,
                 segments={segment.id: segment.held_by for segment in segments},
-                initial=worker.initial,
+                # One that began while others trained begins where they were, and not where a script does.
+                initial=worker.initial if worker.began_with is None else None,
                 resumes=worker.resumes,
                 group=worker.group,
             )
@@ -417,6 +442,11 @@ class Agent:
     def _worker_ended(self, event: WorkerEnded) -> None:
         worker, code = self.crew.remove(event.worker), event.code
         self._asking.pop(event.worker, None)
+        if worker.meant_for >= 0:
+            self.epochs.ready.ended(worker, in_words(code), self.epochs.now)
+            if worker.needed:  # in the place of whom it would have taken
+                self._start(-1)
+            return
         if self._termination.explains(code):
             if self.crew.playing():
                 self._termination.leave_at = min(self._termination.leave_at, self.epochs.now + GRACE)
@@ -425,7 +455,10 @@ class Agent:
             return
         if worker.doing is Doing.PLAYING:
             self.epochs.say(lost(worker, code, event.version, event.out_of_memory))
-            self._start(-1)
+            replaced, effects = self.epochs.ready.needed(worker.role)
+            self.epochs.do(*effects)
+            if not replaced:
+                self._start(-1)
         elif worker.doing is not Doing.FINISHED:
             self._start(worker.device)
         self.epochs.report_if_quiet()

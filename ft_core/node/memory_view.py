@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from ft_core.node import room
 from ft_core.node.own_time import OwnTimes
 from ft_core.node.replicator import Replicator
 from ft_core.node.view import Words
@@ -50,6 +51,9 @@ class MemoryView:
 
     def bandwidth(self) -> float:
         return self._replicator.bandwidth()
+
+    def room(self, workers: Collection[int], agents: int) -> int:
+        return room.like([pid for w in workers if (pid := self._pool.pid(w)) is not None], agents)
 
     def xids(self) -> dict[int, int]:
         return self._xids.counts()

@@ -321,6 +321,8 @@ class NodeShell:
                     self._handle(e.Signalled(number))
             case e.ShowRest(role):
                 self._tee.succeed(players(self._log_dir.parent, role))
+            case e.SetApart(number, apart):
+                self.pool.set_apart(number, apart)
             case e.Commit(number, version):
                 if (control := self.pool.control(number)) is not None:
                     control[Word.COMMITTED] = version

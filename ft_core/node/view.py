@@ -48,5 +48,9 @@ class View(Protocol):
     def bandwidth(self) -> float:
         """Bytes per second of all sending so far; 0 before any."""
 
+    def room(self, workers: Collection[int], agents: int) -> int:
+        """How many more workers like these this machine clearly has memory for, where so many agents each
+        take so much: see `node.room`."""
+
     def xids(self) -> dict[int, int]:
         """Errors of its GPUs, by number."""

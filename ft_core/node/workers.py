@@ -59,6 +59,8 @@ class Process:
     channel: AsyncChannel[m.FromWorker] | None = None
     watched: bool = False
     """Whether a thread waits for its main thread's end."""
+    apart: bool = False
+    """Whether its flight record is nobody's."""
 
 
 class WorkerPool:
@@ -138,7 +140,7 @@ class WorkerPool:
         if self._processes.pop(worker.number, None) is None:
             return  # that was noticed when it began to end
         last = Recorded(None, worker.control)
-        if last.role != flight_memory.NOBODY:
+        if last.role != flight_memory.NOBODY and not worker.apart:
             self._ended_with_role.append(last)
         if worker.channel is not None:
             worker.channel.close()
@@ -193,7 +195,13 @@ class WorkerPool:
 
     def recorded(self) -> list[Recorded]:
         """What there is of flight records, those of workers that have ended first."""
-        return [*self._ended_with_role, *(Recorded(w.pid, w.control) for w in self._processes.values())]
+        live = (w for w in self._processes.values() if not w.apart)
+        return [*self._ended_with_role, *(Recorded(w.pid, w.control) for w in live)]
+
+    def set_apart(self, number: int, apart: bool) -> None:
+        """Whether a worker's flight record is not that of the role that it shows."""
+        if (worker := self._processes.get(number)) is not None:
+            worker.apart = apart
 
     def forget_ended(self) -> None:
         """Others have taken their places."""

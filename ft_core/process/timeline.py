@@ -38,6 +38,12 @@ class Timeline:
         if self._path is not None and not goes_on and len(self._marks) < _MOST:
             self._marks.append((phase, time.monotonic()))
 
+    def takes_over(self) -> None:
+        """What was done before was done ahead of need: nobody has waited for it."""
+        self._marks = []
+        self.facts["ready"] = 1
+        self.mark("role taken")
+
     @property
     def running(self) -> bool:
         """Whether there is a mark: no step was done since."""

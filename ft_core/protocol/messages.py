@@ -322,6 +322,8 @@ class RoleBeat(Value, frozen=True):
     """Of a step, what is not spent in operations of process groups; 0: not known. See `node.own_time`."""
     loss: float | None = None
     """That the script has told last."""
+    ready: Number = 0
+    """The pid of a standby that has started the role ahead of need; 0: there is none."""
 
 
 # -- plans ---------------------------------------------------------------------------------------------
@@ -391,6 +393,12 @@ class WorkerPlan(Value, frozen=True):
     def ahead(self) -> Mapping[Role, Role]:
         """Roles that start while others train, with those who stand for them."""
         return self.standing_in.expanded()
+
+    @property
+    def apart(self) -> bool:
+        """Whether this is for a standby, which starts a role ahead of need that another worker of its node
+        plays: it takes no part in the epoch, so it has no store, and meets nobody."""
+        return not self.store
 
 
 class JobState(Value, frozen=True):
@@ -1099,6 +1107,8 @@ class RoleStatus(Value, frozen=True):
     waited_s: float | None
     h2h_bytes: Number | None
     h2h_snapshots: Number | None
+    ready: Number | None = None
+    """As of `RoleBeat`."""
 
 
 class SpareStatus(Value, frozen=True):

@@ -32,7 +32,8 @@ from ft_core.worker import (
     ordinary,
     unprotected,
 )
-from ft_core.worker.logs import redirect, take_over
+from ft_core.worker.backstage import Backstage
+from ft_core.worker.logs import played, redirect, take_over
 from ft_core.worker.ordinary import exit_code
 from ft_core.worker.session import Session, begin
 from ft_core.worker.shell import WorkerShell
@@ -78,18 +79,30 @@ def main(
     assignment = shell.wait_for_role()
     timeline.mark("role taken")
     VOICE.about = lambda: {"node": node, **shell.about}
-    predecessors = take_over(Path(logs[1]), assignment.role, assignment.plan.started_over)
-    if assignment.role == 0 and not predecessors:
+    role, apart, started_over = assignment.role, assignment.plan.apart, assignment.plan.started_over
+    backstage = Backstage(Path(logs[1])) if apart else None
+    if backstage is None:
+        predecessors = take_over(Path(logs[1]), role, started_over)
+    else:
+        predecessors = played(Path(job_dir) / "logs", role, started_over)
+    if role == 0 and not apart and not predecessors:
         import_output.show()
     os.environ.update(assignment.env)
     former.wait(assignment.role, assignment.ending, to_the_end=on_gpu)
-    if on_gpu and assignment.plan.epoch > 1:
+    if on_gpu and assignment.plan.epoch > 1 and not apart:
         device_memory.wait(assignment.role, int(os.environ["LOCAL_RANK"]))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ignored until here, see ft_core.node.departure
     if command.no_python:
         # Another program cannot be hooked from here; it runs as under torchrun, in the same process.
         os.execvp(command.target, [command.target, *command.arguments])
-    session = Session(shell, predecessors)
+
+    def takes_over() -> None:
+        timeline.takes_over()
+        if backstage is not None:
+            backstage.leave()
+            session.predecessors[:] = take_over(Path(logs[1]), role, started_over)
+
+    session = Session(shell, predecessors, takes_over)
     begin(session)
     if session.joining and deferred.is_wanted(has_gpu()):
         session.deferred.begin()

@@ -42,18 +42,8 @@ def redirect(streams: int, directory: Path) -> None:
     has no file goes where the agent's own output goes.
     """
     for stream, name in ((OUT, "stdout"), (ERR, "stderr")):
-        if not streams & stream:
+        if not streams & stream or not redirected(stream, directory):
             continue
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            descriptor = os.open(directory / _NAMES[stream], flags, 0o644)
-        except OSError as error:
-            text = f"ftrun: no log file for a worker's {name}, which is shown here ({error})"
-            print(VOICE.line("WARNING", text), file=sys.stderr)
-            continue
-        os.dup2(descriptor, stream)
-        os.close(descriptor)
         before, raw = getattr(sys, name), _Raw(stream, name)
         unbuffered = isinstance(before.buffer, io.RawIOBase)
         file = io.TextIOWrapper(
@@ -65,6 +55,22 @@ def redirect(streams: int, directory: Path) -> None:
         )
         setattr(sys, name, file)
         setattr(sys, f"__{name}__", file)
+
+
+def redirected(stream: int, directory: Path) -> bool:
+    """Have that descriptor stand for the stream's file in `directory`, which is made, if that can be."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        descriptor = os.open(directory / _NAMES[stream], flags, 0o644)
+    except OSError as error:
+        name = _NAMES[stream].partition(".")[0]
+        text = f"ftrun: no log file for a worker's {name}, which is shown here ({error})"
+        print(VOICE.line("WARNING", text), file=sys.stderr)
+        return False
+    os.dup2(descriptor, stream)
+    os.close(descriptor)
+    return True
 
 
 class _Raw(io.FileIO):

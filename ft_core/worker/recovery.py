@@ -37,9 +37,11 @@ class Recovery:
         adapter: Adapter,
         redo: Callable[[], None],
         deferred: Deferred,
+        takes_over: Callable[[], None],
     ) -> None:
         """`redo` brings the role from the version that was loaded to where its script is. `deferred`: what
-        the script's start-up has left to the first restore."""
+        the script's start-up has left to the first restore. `takes_over`: see `Session`."""
+        self._takes_over = takes_over
         self._shell, self._groups, self._adapter, self._redo = shell, groups, adapter, redo
         self._deferred = deferred
         self.snapshots = Snapshots(
@@ -130,7 +132,10 @@ class Recovery:
         if machine.epoch > 1:
             shell.point("recovery")
         timeline.mark("waiting for state")
+        apart = machine.plan.apart
         state = shell.wait_while(Restoring)
+        if apart:
+            self._takes_over()
         shell.check_epoch()
         assert isinstance(state, Loading), state
         timeline.mark("loading")

@@ -63,7 +63,14 @@ class Progress(NamedTuple):
 class Session:
     """One worker's part in the job. It is there before the user's script starts: see `current`."""
 
-    def __init__(self, shell: WorkerShell, predecessors: Iterable[Path] = ()) -> None:
+    def __init__(
+        self,
+        shell: WorkerShell,
+        predecessors: Iterable[Path] = (),
+        takes_over: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`takes_over` is called where this worker has started a role ahead of need, and plays it now."""
+        self._takes_over = takes_over
         self._shell, self._machine = shell, shell.machine
         self.predecessors = list(predecessors)
         """Log directories, as far as they can be seen here, of the workers that played this role before."""
@@ -189,7 +196,8 @@ class Session:
         if objection and not self.joining:
             raise ConfigError(objection)
         self._shell.is_at(version)
-        self._recovery = recovery = Recovery(self._shell, self.groups, adapter, redo, self.deferred)
+        about_role = adapter, redo, self.deferred, self._takes_over
+        self._recovery = recovery = Recovery(self._shell, self.groups, *about_role)
         about = version, list(adapter.ring), resumes, adapter.replica_group, self._shell.recorded()
         self._shell.handle(e.Registers(m.Registered(*about)))
         recovery.persist(recovery.catch_up, recovery.quiesce)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 import msgspec
@@ -57,6 +57,9 @@ class Memory:
 
     def xids(self) -> dict[int, int]:
         return {79: 2}
+
+    def room(self, workers: Collection[int], agents: int) -> int:
+        return 0
 
     def bandwidth(self) -> float:
         return 0.0

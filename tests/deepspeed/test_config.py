@@ -24,6 +24,7 @@ FULL = {
     "policy": "stop",
     "durable": {"interval": 500, "dir": "/shared/ckpt"},
     "lr_intervention": "linear",
+    "ready_standbys": 1,
 }
 AUTO = {
     "train_batch_size": "auto",
@@ -46,6 +47,7 @@ def test_section():
         "spares": 1,
         "policy": "stop",
         "lr_intervention": "linear",
+        "ready_standbys": 1,
         "durable_dir": "/shared/ckpt",
         "durable_interval": 500,
     }

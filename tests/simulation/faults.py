@@ -45,7 +45,8 @@ def hang_worker(job: SimJob, rng: Random) -> None:
             """Nobody notices, before another worker is lost: then it does not leave its step."""
             known = job.controller.machine.facts.nodes
             there = [w for node in job.live() if node.name in known for w in node.workers.values()]
-            others = [w for w in there if w.alive and w is not worker and w.role in worker.members]
+            playing = (w for w in there if w.alive and w.plays and w is not worker)
+            others = [w for w in playing if w.role in worker.members]
             if not job.over:
                 other = others[0] if others else worker
                 other.node.end_worker(other, -9)

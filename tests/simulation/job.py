@@ -73,6 +73,8 @@ class Shape:
     """The controller is on any of the nodes, by a lease, and not on a machine of its own."""
     drains: bool = False
     """Nodes are taken out of it."""
+    ready: bool = False
+    """Standbys start roles ahead of need."""
     relays: bool = False
     """Some nodes have no connection with the controller, but others speak for them."""
     cut_short: bool = False
@@ -130,6 +132,7 @@ class SimJob:
             strike_minutes=1 / 3,
             quiesce_timeout=6.0,
             hang_limit=90.0,
+            ready_standbys=shape.per_node if shape.ready else 0,
             **({} if shape.brings else self.wanted),
         )
         self.training = Training(world, shape.nodes * shape.per_node, 1 if shape.adopts else shape.groups)
@@ -312,7 +315,10 @@ class SimJob:
 
     def has_record(self, role: int, number: int) -> bool:
         """Whether the worker of a role can tell of that operation."""
-        workers = (w for node in self.live() for w in node.workers.values() if w.alive and w.role == role)
+        nodes = self.live()
+        workers = (
+            w for node in nodes for w in node.workers.values() if w.alive and w.plays and w.role == role
+        )
         return any(worker.begun > number for worker in workers)
 
     def brought(self, role: int) -> dict[str, Any]:
@@ -542,7 +548,8 @@ class SimJob:
         plan = controller.machine.facts.begun
         for role in event.roles:
             node = self.named(plan.roles[role])
-            workers = [w for w in node.workers.values() if w.alive and w.role == role] if node else []
+            there = list(node.workers.values()) if node else []
+            workers = [w for w in there if w.alive and w.plays and w.role == role]
             # It was stopped until then.
             just_now = node is not None and self.world.now - node.trouble_at < 1.0
             if any(not w.hung and not w.stopped for w in workers) and not just_now:
@@ -634,7 +641,7 @@ class SimJob:
             return
         # One that the controller has lost sight of has what it has: it is waited for where that is needed.
         nodes = [node for node in self.live() if node.name not in self._given_up]
-        roles = {w.role: w for node in nodes for w in node.workers.values() if w.role is not None and w.alive}
+        roles = {w.role: w for node in nodes for w in node.workers.values() if w.plays and w.alive}
         newest = max(roles.values(), key=lambda w: w.epoch, default=None)
         if newest is None or len({w.epoch for w in roles.values()}) > 1 or not newest.members <= set(roles):
             return

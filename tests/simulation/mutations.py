@@ -24,7 +24,7 @@ from ft_core.control.suspicion import Sight
 from ft_core.control.watch import Watch
 from ft_core.leadership.lease import Follower, Lease
 from ft_core.node import epochs as node
-from ft_core.node import said
+from ft_core.node import ready, said
 from ft_core.node.crew import Crew
 from ft_core.node.events import Commit, DropAfter
 from ft_core.node.machine import Agent
@@ -424,6 +424,16 @@ def steps_that_nobody_told_of_stay_unknown() -> None:
     plans.make = mutated
 
 
+def a_standby_is_ready_for_ever() -> None:
+    """One that has started a role takes it whatever the others go on from: the job may have begun anew."""
+    ready.serves = lambda worker, plan: True  # type: ignore[assignment]
+
+
+def what_a_standby_has_from_records_is_done() -> None:
+    """It takes its role, though the others do again what it has from the records of those who are lost."""
+    ready.covers = lambda counts, position, completed: True  # type: ignore[assignment]
+
+
 DRAINED: dict[str, Callable[[], None]] = {
     mutation.__name__: mutation
     for mutation in (
@@ -433,6 +443,12 @@ DRAINED: dict[str, Callable[[], None]] = {
     )
 }
 """Of what keeps a drain from costing anything."""
+
+READY_MADE: dict[str, Callable[[], None]] = {
+    mutation.__name__: mutation
+    for mutation in (a_standby_is_ready_for_ever, what_a_standby_has_from_records_is_done)
+}
+"""Of when standbys that have started a role ahead of need are of use."""
 
 ELECTED: dict[str, Callable[[], None]] = {
     mutation.__name__: mutation

@@ -344,9 +344,7 @@ class SimNode(Process):
             case ev.Probe():
                 self._probe(effect)
             case ev.ReadFlight(m.SendFlight(number)):
-                logs = tuple(
-                    self.job.training.flight.log(w) for w in self.workers.values() if w.role is not None
-                )
+                logs = tuple(self.job.training.flight.log(w) for w in self.workers.values() if w.plays)
                 self.later(0.01, lambda: self.handle(ev.FlightRead(m.Flights(number, logs))))
             case ev.WriteStacks(number, _, end):
                 self.later(0.1, lambda: self.handle(ev.Examined(number, end)))
@@ -367,7 +365,7 @@ class SimNode(Process):
                 if self.link is not None:
                     self.link.break_(0.0)
                 self.job.machine_ends(self)
-            case ev.ShowRest() | ev.UseSettings():
+            case ev.ShowRest() | ev.UseSettings() | ev.SetApart():
                 pass
             case _:
                 raise NotImplementedError(effect)
@@ -558,6 +556,9 @@ class SimNode(Process):
 
     def sent(self, role: int) -> tuple[int, int]:
         return 0, 0
+
+    def room(self, workers: Collection[int], agents: int) -> int:
+        return len(workers)
 
     def xids(self) -> dict[int, int]:
         return {}

@@ -37,6 +37,8 @@ def shape(rng: Random) -> Shape:
     return found
 
 
+READY = 25 * 10**7
+"""Of each half of these ranges, in the second half standbys start roles ahead of need."""
 DRAINS = 5 * 10**8
 """Of each of these ranges, from so far in nodes are drained in the second half."""
 RELAYS = 10**9
@@ -46,8 +48,8 @@ RELAYS = 10**9
 def simulate(seed: int, world: World | None = None) -> Outcome:
     """Run one schedule. Raises Violation. A negative seed is of a job whose leader is elected."""
     rng = Random(seed)
-    drains = abs(seed) % RELAYS >= DRAINS
-    found = replace(shape(rng), elects=seed < 0, relays=abs(seed) >= RELAYS, drains=drains)
+    drains, ready = abs(seed) % RELAYS >= DRAINS, abs(seed) % DRAINS >= READY
+    found = replace(shape(rng), elects=seed < 0, relays=abs(seed) >= RELAYS, drains=drains, ready=ready)
     if drains:
         found = replace(found, spares=found.spares + rng.choice((0, 1, 1, 2)))
     job = SimJob(world or World(seed), found)

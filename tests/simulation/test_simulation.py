@@ -8,8 +8,8 @@ import os
 import pytest
 
 from .__main__ import failure, failures
-from .mutations import DRAINED, ELECTED, MUTATIONS
-from .schedules import DRAINS, RELAYS, simulate
+from .mutations import DRAINED, ELECTED, MUTATIONS, READY_MADE
+from .schedules import DRAINS, READY, RELAYS, simulate
 
 SCHEDULES = int(os.environ.get("SCHEDULES", "10000"))
 FAILED_ONCE = {
@@ -77,6 +77,8 @@ FOUND_BY = {
     "roles_move_at_any_time": 500000055,
     "a_drained_node_is_used_again": 500000040,
     "who_is_drained_is_forgotten_by_a_new_controller": 500000219,
+    "a_standby_is_ready_for_ever": 250001590,
+    "what_a_standby_has_from_records_is_done": 250000106,
 }
 """Seeds that find mutations which few do: tried first, for time."""
 
@@ -112,6 +114,14 @@ def test_schedules_with_nodes_that_are_drained() -> None:
     assert not found, "\n".join(f"seed {seed} (--repeat={seed}): {why}" for seed, why in found)
 
 
+def test_schedules_with_standbys_that_start_roles_ahead_of_need() -> None:
+    many, few = SCHEDULES // 10, SCHEDULES // 40
+    first = (READY, DRAINS + READY, RELAYS + READY, -READY - few)
+    seeds = (range(seed, seed + (few if seed != READY else many)) for seed in first)
+    found = list(itertools.islice(failures(itertools.chain(*seeds), processes()), 5))
+    assert not found, "\n".join(f"seed {seed} (--repeat={seed}): {why}" for seed, why in found)
+
+
 def test_short_schedules_about_leaders() -> None:
     found = list(itertools.islice(failures(range(SCHEDULES // 5), processes(), leaders=True), 5))
     assert not found, "\n".join(f"seed {seed} (--leaders --repeat {seed}): {why}" for seed, why in found)
@@ -140,6 +150,13 @@ def test_a_mutation_of_what_keeps_a_drain_from_costing_anything_is_found(name: s
     seeds = itertools.chain([FOUND_BY[name]], range(DRAINS, DRAINS + SCHEDULES))
     found = next(iter(failures(seeds, processes(), DRAINED[name])), None)
     assert found is not None, f"nothing of it was noticed: {DRAINED[name].__doc__}"
+
+
+@pytest.mark.parametrize("name", READY_MADE)
+def test_a_mutation_of_when_a_ready_standby_is_of_use_is_found(name: str) -> None:
+    seeds = itertools.chain([FOUND_BY[name]], range(READY, READY + SCHEDULES))
+    found = next(iter(failures(seeds, processes(), READY_MADE[name])), None)
+    assert found is not None, f"nothing of it was noticed: {READY_MADE[name].__doc__}"
 
 
 @pytest.mark.parametrize("name", ELECTED)

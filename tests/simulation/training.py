@@ -84,6 +84,8 @@ class Training:
     def join(self, worker: SimWorker, kind: str, number: int, members: frozenset[int]) -> Exchange:
         """A role takes part in a collective of its epoch; `complete` once all have."""
         assert worker.plan is not None and worker.role is not None
+        if worker.plan.apart:
+            raise Violation(f"1: {worker.name} joins {kind}, and another worker plays role {worker.role}")
         store = worker.plan.store
         key = (worker.epoch, store, number)
         exchange = (self._exchanges if kind == "step" else self._starts).setdefault(key, Exchange())

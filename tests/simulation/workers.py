@@ -109,6 +109,11 @@ class SimWorker(Process):
         return None if isinstance(self.machine.state, NoRole) else self.machine.role
 
     @property
+    def plays(self) -> bool:
+        """Whether it has a role, and has not merely started one ahead of need."""
+        return self.role is not None and not self.plan.apart
+
+    @property
     def epoch(self) -> int:
         return self.machine.epoch
 
@@ -268,6 +273,8 @@ class SimWorker(Process):
             if number < count:
                 yield from self._sleep(self._some(0.02), False)
                 done = self.node.job.has_record(holder, number)
+            elif self.plan.apart:
+                yield from self._raise()
             else:
                 exchange = self.training.join(self, "start", -1 - number, self.members)
                 yield Until(lambda e=epoch, x=exchange: x.complete or self.pending > e, False)  # type: ignore[misc]
