@@ -190,7 +190,7 @@ class Opener:
         """`alive`: whether the epoch is under way. `asked` is given the groups that others open.
         `newcomers`: roles that have other workers than in the epoch before."""
         self.epoch, self._newcomers = epoch, frozenset(newcomers)
-        self.address, self._secret, self._role = address, secret, role
+        self._address, self._secret, self._role = address, secret, role
         self._alive, self._asked = alive, asked
         self._lock = threading.Lock()
         self._connected: EpochStore | None = None
@@ -198,7 +198,7 @@ class Opener:
     def _store(self) -> EpochStore:
         with self._lock:
             if self._connected is None:
-                self._connected = connected(self.address, self._secret, self.epoch, self._role, self._alive)
+                self._connected = connected(self._address, self._secret, self.epoch, self._role, self._alive)
             store = self._connected
         if not self._alive():  # it ended meanwhile, and `close` may have come too early
             store.close()

@@ -84,7 +84,7 @@ class Communicators:
         self._groups: list[FtProcessGroup] = []
         self._created: Counter[tuple[int, ...]] = Counter()
         self._absent: Mapping[int, int] = {}
-        self._adopted = False
+        self._adopted = self._apart = False
         self._opener = Opener(-1, "", b"", role, lambda: False, lambda group: None)
         self._asked: set[GroupId] = set()
         self._to_reopen: list[FtProcessGroup] = []
@@ -126,6 +126,7 @@ class Communicators:
             self.epoch, self._opener = epoch, opener
             self.flight.begins(epoch)
             self._absent, self._adopted = dict(absent or {}), adopted
+            self._apart = not store_address
             self._asked.clear()
             self.startup.plan(completed or {}, fetch)
             self._to_reopen = [g for g in self._groups if g.used]
@@ -241,7 +242,7 @@ class Communicators:
                 raise EpochChanged(
                     f"epoch {epoch or self.epoch} is over; role {self.role} goes on in the next"
                 )
-            if not self._opener.address:
+            if self._apart:
                 raise FtError(
                     f"role {self.role} is played by another worker, which has no record of what this one "
                     f"would do in group {group.identity}"
