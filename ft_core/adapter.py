@@ -92,6 +92,15 @@ class Adapter(State, Protocol):
         """
         return {}
 
+    def derive(self) -> None:
+        """Make what a version leaves out because it follows from what all roles have restored: a collective.
+
+        Called on every role that goes on with its script, in each epoch that goes on from a version, before
+        anything else is done in it. The epoch may end in it; then it is called again in the next. What it
+        reads it must not change. (FFTrainer, section 4.2, leaves out what peers have. What follows from that
+        is left out, too.)
+        """
+
     def reset(self) -> None:
         """Drop whatever an abandoned step left behind: gradients, pending handles, flags.
 

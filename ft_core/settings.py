@@ -18,6 +18,7 @@ from ft_core.errors import ConfigError
 
 SECRET_ENV = "FT_JOB_SECRET"
 POLICIES = ("wait", "shrink", "stop")
+SNAPSHOTS = ("lean", "full")
 AUTO = -1
 """A number that is found out where it is needed."""
 WORDS = 10_000
@@ -27,6 +28,7 @@ FLAGS = {
     "spares": "--spares",
     "policy": "--ft-policy",
     "lr_intervention": "--ft-lr-intervention",
+    "snapshot": "--ft-snapshot",
     "durable_dir": "--ft-durable-dir",
     "durable_interval": "--ft-durable-interval",
     "stages": "--ft-pipeline-stages",
@@ -86,6 +88,9 @@ class Settings:
     lr_intervention: str = "sqrt"
     """What the learning rate does while replica groups are away (`--ft-lr-intervention`): `sqrt`, `linear` or
     `none`, see `ft_core.elastic.rules.lr_factor`."""
+    snapshot: str = "lean"
+    """What a version consists of (`--ft-snapshot`): `lean` leaves out what all roles together can derive from
+    the rest, where that is known to give the same bits; `full` leaves out nothing."""
     heartbeat: float = 0.5
     """Between two words of an agent to the controller."""
     heartbeats_missed: int = 20
@@ -210,6 +215,8 @@ class Settings:
             raise ConfigError(
                 f"{name['lr_intervention']} {self.lr_intervention!r}: give {' or '.join(INTERVENTIONS)}"
             )
+        if self.snapshot not in SNAPSHOTS:
+            raise ConfigError(f"{name['snapshot']} {self.snapshot!r}: give {' or '.join(SNAPSHOTS)}")
         if self.durable_interval < 0:
             raise ConfigError(f"{name['durable_interval']} {self.durable_interval} must be positive")
         if bool(self.durable_dir) != bool(self.durable_interval):

@@ -94,6 +94,9 @@ class ProtectedState:
     def gather(self) -> None:
         self._engine.gather()
 
+    def derive(self) -> None:
+        pass
+
     def reset(self) -> None:
         self._script.interrupted()
         self._engine.reset()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ft_core.elastic.rules import INTERVENTIONS
 from ft_core.errors import ConfigError
-from ft_core.settings import POLICIES
+from ft_core.settings import POLICIES, SNAPSHOTS
 
 SECTION = "fault_tolerance"
 GROUP = "fault tolerance"
@@ -28,6 +28,11 @@ _FLAGS: dict[str, tuple[type, str]] = {
         str,
         f"learning rate while replica groups are away, with policy shrink: {', '.join(INTERVENTIONS)} "
         "(default sqrt)",
+    ),
+    "snapshot": (
+        str,
+        f"{' or '.join(SNAPSHOTS)}: whether weights that follow from the distributed optimizer's shards are "
+        "left out of the copies of the state (default lean)",
     ),
 }
 """Of the settings of `ft_core.settings.FLAGS`, type and purpose. The durable tier is Megatron's `--save`."""

@@ -321,7 +321,6 @@ class Hooks:
         if self._session.epoch == 1 and loop.result is None:
             return  # not `_again`, which may differ between roles: what follows is a collective
         self._training.update_num_microbatches(args.consumed_train_samples, consistency_check=False)
-        self._adapter.gather_parameters()
 
     def train_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """A step of the loop; the first one after a recovery was done before."""

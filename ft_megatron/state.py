@@ -4,9 +4,11 @@ Covers `ChainedOptimizer` over `DistributedOptimizer`, `Float16OptimizerWithFloa
 `FP32Optimizer`, with any inner optimizer: state is found through the inner optimizer's `param_groups`
 and `state`, whatever it keeps there.
 
-With ``--overlap-param-gather`` a step ends before the parameters are complete: each rank has updated its own
-shard, and the next forward pass gathers the others'. The state after a step is then the shards, in fp32 too,
-where they are views of the parameters, and the parameters follow from them: `gather_parameters`.
+With the distributed optimizer the parameters follow from its shards: each rank casts its main parameters
+into its part of them, and gathers the others'. So the state after a step is the shards, in fp32 too, where
+they are views of the parameters, and `derive` makes the rest. Not with ``--ft-snapshot full``, nor where
+Megatron keeps main parameters in another way; but always with ``--overlap-param-gather``, where a step ends
+before the parameters are complete.
 """
 
 from __future__ import annotations
@@ -55,6 +57,12 @@ class MegatronAdapter:
             self._shard_holders = _ranks(model[0].inter_dist_opt_group)
         self.sharded = bool(model[0].ddp_config.use_distributed_optimizer)
         self._gathers_late = bool(model[0].ddp_config.overlap_param_gather)
+        current = session.current()
+        lean = current is not None and current.lean and self.sharded and can_adopt(self._optimizers)
+        self._derives = lean or self._gathers_late
+        """Whether parameters are left out of the state."""
+        self._incomplete = False
+        """Whether what was restored had none, whatever is left out now."""
         experts = parallel_state.get_expert_model_parallel_world_size() > 1
         if not self.sharded or len(self._shard_holders) > 1:
             redundancy = Redundancy.REPLICATED
@@ -87,6 +95,8 @@ class MegatronAdapter:
         Main parameters in fp32 may be views of parameters, which need not be kept twice.
         """
         for name, parameter in self._parameters():
+            if self._is_derived(parameter):
+                continue
             expert = not getattr(parameter, "allreduce", True)
             holders = self._expert_data_parallel if expert else self._data_parallel
             yield StateTensor(name, parameter.data, holders)
@@ -99,7 +109,7 @@ class MegatronAdapter:
         self, optimizers: list[Any], shard_holders: Holders | None = None
     ) -> Iterator[StateTensor]:
         """Of these optimizers, of which `shard_holders` have the same: by default, as this rank's."""
-        in_model = {p.untyped_storage().data_ptr() for _, p in self._parameters()}
+        in_model = {p.untyped_storage().data_ptr() for _, p in self._parameters() if not self._is_derived(p)}
         for name, main, state, holders in self._main_parameters(optimizers):
             holders = shard_holders or holders
             if main.untyped_storage().data_ptr() not in in_model:
@@ -158,14 +168,21 @@ class MegatronAdapter:
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
         """Copy a snapshot into the live objects; optimizer state that is not there yet is made."""
+        left_out = []
         for name, parameter in self._parameters():
-            parameter.data.copy_(tensors[name])
+            if (saved := tensors.get(name)) is not None:
+                parameter.data.copy_(saved)
+            else:
+                left_out.append(parameter)
+        self._incomplete = bool(left_out)
         for name, buffer in self._buffers():
             if buffer.dtype != tensors[name].dtype:
                 # Megatron's routers turn theirs into fp32 in the first forward pass, with what they hold.
                 buffer.data = torch.empty_like(tensors[name], device=buffer.device)
             buffer.copy_(tensors[name])
         self.restore_optimizers(self._optimizers, tensors, envelope)
+        if left_out and (current := session.current()) is not None:  # `derive` makes them
+            current.deferred.follow(parameter.data for parameter in left_out)
         for optimizer, groups, scaler in zip(
             self._optimizers, envelope["groups"], envelope["scalers"], strict=True
         ):
@@ -203,21 +220,14 @@ class MegatronAdapter:
                     state[key] = torch.empty(saved.shape, dtype=saved.dtype, device=device)
                 state[key].copy_(saved)
             state.update(envelope["scalars"][name])
-        if self._gathers_late:
-            for optimizer in optimizers:
-                optimizer._copy_main_params_to_model_params()  # into their part of the buffers
-            if (current := session.current()) is not None:  # `gather_parameters` makes the others'
-                gathered = (p.data for chunk in self._model for p in chunk.param_to_bucket_group)
-                current.deferred.follow(gathered)
 
     @torch.no_grad()
-    def gather_parameters(self) -> None:
-        """Complete the parameters where a step leaves that to the next forward pass: a collective.
-
-        Every role calls it when it enters the training function, before its first forward pass: a newcomer
-        has its own shards only, and the gather that a survivor was in may have been cut off.
-        """
-        if self._gathers_late:
+    def derive(self) -> None:
+        """The parameters, from the shards of all: a newcomer has its own only, and on a survivor they are
+        torn where it has left its step in the gather."""
+        if self._derives or self._incomplete:
+            for optimizer in self._optimizers:  # with the shards that this rank has adopted
+                optimizer._copy_main_params_to_model_params()  # into their part of the buffers
             for chunk in self._model:
                 chunk.start_param_sync(force_sync=True)
 
@@ -250,12 +260,13 @@ class MegatronAdapter:
     # -- names ---------------------------------------------------------------------------------
 
     def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Those that are state of their own: all, or those that no gather completes (frozen ones)."""
         for index, chunk in enumerate(self._model):
-            gathered = chunk.param_to_bucket_group if self._gathers_late else {}
             for name, parameter in chunk.named_parameters():
-                if parameter not in gathered:
-                    yield f"model.{index}.{name}", parameter
+                yield f"model.{index}.{name}", parameter
+
+    def _is_derived(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether `derive` makes it, and no state of its own: not one that is frozen."""
+        return self._derives and any(parameter in chunk.param_to_bucket_group for chunk in self._model)
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, chunk in enumerate(self._model):

@@ -212,7 +212,6 @@ class ProtectedTraining:
             self._repeated = self.step < self._newest
             for dealer in adapter.dealers:
                 dealer.restart()
-            adapter.gather_parameters()
             return train()
 
         return session.protect(adapter, entered, self._step)

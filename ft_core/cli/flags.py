@@ -20,7 +20,7 @@ from ft_core.leadership import is_elected
 from ft_core.process import inject
 from ft_core.process.lines import FORMATS
 from ft_core.protocol.sockets import split_address
-from ft_core.settings import AUTO, POLICIES, Command, Settings
+from ft_core.settings import AUTO, POLICIES, SNAPSHOTS, Command, Settings
 
 _DEFAULT_PORT = 29400
 _SETTINGS = "ft_core.settings"
@@ -140,6 +140,13 @@ def parser() -> argparse.ArgumentParser:
         default=None,
         help="learning rate while replica groups are away: by the square root of their share (the default), "
         "by their share, or unchanged",
+    )
+    f.add_argument(
+        "--ft-snapshot",
+        choices=SNAPSHOTS,
+        default=None,
+        help="what copies of the state consist of: lean (the default) leaves out weights that follow from "
+        "shards of the optimizer, where they are known to",
     )
     f.add_argument(
         "--ft-domain",
@@ -332,6 +339,7 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
         "ready_standbys": args.ft_ready_standbys,
         "policy": args.ft_policy,
         "lr_intervention": args.ft_lr_intervention,
+        "snapshot": args.ft_snapshot,
         "durable_dir": str(Path(durable).resolve()) if durable else durable,
         "durable_interval": args.ft_durable_interval,
         "stages": args.ft_pipeline_stages,

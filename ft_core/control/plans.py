@@ -82,6 +82,7 @@ def worker_plan(state: JobState, settings: Settings) -> WorkerPlan:
         membership=state.groups.membership,
         policy=settings.policy,
         lr_intervention=settings.lr_intervention,
+        snapshot=settings.snapshot,
         began_with=BeganWith(roles=start.roles, stages=start.stages, there=start.there),
         entered=state.entered,
     )

@@ -307,6 +307,7 @@ class Epochs:
             plan,
             policy=self.settings.policy,
             lr_intervention=self.settings.lr_intervention,
+            snapshot=self.settings.snapshot,
             began_with=m.BeganWith(**dataclasses.asdict(self.settings.start)),
         )
 

@@ -31,6 +31,7 @@ POINTS = (
     "d2h",
     "h2h",
     "recovery",
+    "derive",
     "evaluate",
     "save",
     "between",

@@ -369,6 +369,7 @@ class WorkerPlan(Value, frozen=True):
     membership: MembershipChanges
     policy: str
     lr_intervention: str
+    snapshot: str
     began_with: BeganWith
     entered: Version
     """Of the steps before it, as many the ledger has."""

@@ -73,7 +73,7 @@ HOLD_LIMIT = 2.0
 NEVER = sys.maxsize
 """No version is that new."""
 _NO_HOLD = m.Hold(0, 0)
-_IN_PLANS = ("policy", "lr_intervention")
+_IN_PLANS = ("policy", "lr_intervention", "snapshot")
 """Settings that a plan tells its workers."""
 
 

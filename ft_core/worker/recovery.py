@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+import torch
+
 from ft_core.adapter import Adapter
 from ft_core.errors import CorruptSnapshot, FtError
 from ft_core.process.collector import Pause
@@ -57,6 +59,8 @@ class Recovery:
         """From the end of an epoch to the end of the next one's first step."""
         self.left = 0
         """Parts of its script that this worker has left, and cannot go back to."""
+        self._derived = 0
+        """The newest epoch in which the state is whole, or was from the beginning."""
         self.step_began = 0
         """In nanoseconds; 0 before there was one."""
 
@@ -86,6 +90,25 @@ class Recovery:
         """The epoch has begun: to where the script is in it. Raises EpochChanged."""
         self._resume()
         self._redo()
+
+    def derive(self) -> None:
+        """Complete the state, once an epoch, before the script goes on. Raises EpochChanged."""
+        shell = self._shell
+        epoch = shell.machine.epoch
+        if self._derived < epoch and self._goes_on:
+            timeline.mark("deriving")
+            shell.point("derive")
+            with torch.no_grad():
+                self._adapter.derive()
+            timeline.mark("step")
+            shell.check_epoch()
+        self._derived = epoch
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the epoch goes on from a version that was loaded, wherever: the same on all roles."""
+        machine = self._shell.machine
+        return machine.epoch > 1 or machine.plan.version is not None
 
     def quiesce(self) -> None:
         """Drop what was under way, and wait for the next epoch."""

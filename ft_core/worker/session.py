@@ -156,6 +156,7 @@ class Session:
             if self._machine.parts < self._part:
                 with self.inside():
                     try:
+                        recovery.derive()
                         value = call()
                         result = lambda: value  # noqa: E731
                     except SystemExit as stop:
@@ -254,6 +255,11 @@ class Session:
     def joining(self) -> bool:
         """Whether the state this role goes on from is held elsewhere: its own start-up does not make it."""
         return self._plan.origin in ("memory", "durable")
+
+    @property
+    def lean(self) -> bool:
+        """Whether a version leaves out what `Adapter.derive` makes of the rest."""
+        return self._plan.snapshot == "lean"
 
     @property
     def started_over(self) -> bool:

@@ -30,6 +30,7 @@ def worker_plan(epoch: int = 1, **more: Any) -> m.WorkerPlan:
         membership=m.MembershipChanges(0),
         policy="wait",
         lr_intervention="sqrt",
+        snapshot="lean",
         began_with=m.BeganWith(2, 1, 2),
         entered=0,
     )
