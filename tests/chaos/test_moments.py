@@ -59,3 +59,19 @@ def test_every_moment(layout: Layout, tmp_path):
     check_survivors(result, layout.world)
     check_drills(result, injected.values())
     check_nothing_drawn(result)
+
+
+@pytest.mark.parametrize("how", ["", ":worker"], ids=["node", "worker"])
+def test_while_the_weights_are_derived(how: str, tmp_path):
+    """All have their shards again, and make the weights of them: what a survivor has was torn twice.
+
+    Nothing is committed between two failures, so of two one is a worker alone.
+    """
+    layout = Layout(1, 1, 2, True, True)
+    injected = [f"0@gather:4{how}", "1@derive:4:worker", "1@gather:8:worker", f"0@derive:8{how}"]
+    ftrun = ("--respawn", "--ft-inject", ",".join(injected))
+    with Job(tmp_path / "job", layout, 12, nproc=1, spares=2, ftrun=ftrun) as job:
+        result = job.finish()
+    check_identical(result, layout, 12)
+    check_survivors(result, layout.world)
+    check_drills(result, injected)

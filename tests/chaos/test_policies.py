@@ -221,3 +221,22 @@ def test_torchrun_with_ft_says_what_to_do():
     done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1
     assert "ConfigError: --ft needs ftrun in place of torchrun" in done.stderr
+
+
+@pytest.mark.parametrize("kinds", [("full", "lean"), ("lean", "full")], ids="-then-".join)
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_a_checkpoint_serves_jobs_that_leave_out_other_things(bf16: bool, kinds: tuple[str, str], tmp_path):
+    """Weights that follow from the optimizer's shards are in it or not, and in the job's own copies."""
+    layout, place = Layout(1, 1, 2, distributed=True, bf16=bf16), tmp_path / "durable"
+    durable = (f"--ft-durable-dir={place}", "--ft-durable-interval=5")
+    flags = [(*durable, f"--ft-snapshot={kind}") for kind in kinds]
+    with Job(tmp_path / "first", layout, STEPS, spares=0, script=PACED, ftrun=flags[0]) as first:
+        first.wait_for("durable", 4)
+    name = complete(str(place), layout.world)[-1]
+    assert any((place / name).glob("segments/0x2-*")) == (kinds[0] == "full")
+    inject = ("--ft-inject", f"1@gather:{STEPS - 4}:worker")
+    with Job(tmp_path / "second", layout, STEPS, spares=0, script=PACED, ftrun=(*flags[1], *inject)) as job:
+        result = job.finish()
+    expected = reference(layout, STEPS)
+    assert [e["origin"] for e in result.of("decided")] == ["durable", "memory"]
+    assert result.code == 0 and result.digest == expected.digest
