@@ -71,6 +71,8 @@ class Shape:
     """The version with which a first part of the script ends."""
     elects: bool = False
     """The controller is on any of the nodes, by a lease, and not on a machine of its own."""
+    derives: bool = False
+    """Of what all roles hold no copies are made: all together derive it from what each has alone."""
     drains: bool = False
     """Nodes are taken out of it."""
     ready: bool = False
@@ -135,7 +137,8 @@ class SimJob:
             ready_standbys=shape.per_node if shape.ready else 0,
             **({} if shape.brings else self.wanted),
         )
-        self.training = Training(world, shape.nodes * shape.per_node, 1 if shape.adopts else shape.groups)
+        groups = 1 if shape.adopts else shape.groups
+        self.training = Training(world, shape.nodes * shape.per_node, groups, shape.derives)
         self.owners: dict[str, list[int]] = {}
         """Roles by segment."""
         for role in range(self.training.roles):

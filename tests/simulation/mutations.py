@@ -44,6 +44,11 @@ def commit_after_the_barrier() -> None:
     SimWorker.barrier_first = True
 
 
+def survivors_keep_their_weights() -> None:
+    """Who is where the job goes on from takes its weights for whole, which a gather has left torn."""
+    SimWorker.survivors_derive = False
+
+
 def a_pause_of_the_controller_counts() -> None:
     """Silence is measured by the wall, so a controller that was stopped finds everybody silent."""
     SimController.awake = property(lambda self: self.world.now)  # type: ignore[assignment,method-assign]
@@ -449,6 +454,11 @@ READY_MADE: dict[str, Callable[[], None]] = {
     for mutation in (a_standby_is_ready_for_ever, what_a_standby_has_from_records_is_done)
 }
 """Of when standbys that have started a role ahead of need are of use."""
+
+DERIVED: dict[str, Callable[[], None]] = {
+    mutation.__name__: mutation for mutation in (survivors_keep_their_weights,)
+}
+"""Of jobs in which not all is copied."""
 
 ELECTED: dict[str, Callable[[], None]] = {
     mutation.__name__: mutation

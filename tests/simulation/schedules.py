@@ -41,6 +41,8 @@ READY = 25 * 10**7
 """Of each half of these ranges, in the second half standbys start roles ahead of need."""
 DRAINS = 5 * 10**8
 """Of each of these ranges, from so far in nodes are drained in the second half."""
+DERIVES = 125 * 10**6
+"""Of each quarter, in the second half nothing is copied that all roles together derive."""
 RELAYS = 10**9
 """Seeds from this on, or as far below 0, are of jobs in which some nodes speak for others."""
 
@@ -50,6 +52,7 @@ def simulate(seed: int, world: World | None = None) -> Outcome:
     rng = Random(seed)
     drains, ready = abs(seed) % RELAYS >= DRAINS, abs(seed) % DRAINS >= READY
     found = replace(shape(rng), elects=seed < 0, relays=abs(seed) >= RELAYS, drains=drains, ready=ready)
+    found = replace(found, derives=abs(seed) % READY >= DERIVES and (found.groups == 1 or found.adopts))
     if drains:
         found = replace(found, spares=found.spares + rng.choice((0, 1, 1, 2)))
     job = SimJob(world or World(seed), found)

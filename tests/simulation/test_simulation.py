@@ -8,8 +8,8 @@ import os
 import pytest
 
 from .__main__ import failure, failures
-from .mutations import DRAINED, ELECTED, MUTATIONS, READY_MADE
-from .schedules import DRAINS, READY, RELAYS, simulate
+from .mutations import DERIVED, DRAINED, ELECTED, MUTATIONS, READY_MADE
+from .schedules import DERIVES, DRAINS, READY, RELAYS, simulate
 
 SCHEDULES = int(os.environ.get("SCHEDULES", "10000"))
 FAILED_ONCE = {
@@ -122,6 +122,13 @@ def test_schedules_with_standbys_that_start_roles_ahead_of_need() -> None:
     assert not found, "\n".join(f"seed {seed} (--repeat={seed}): {why}" for seed, why in found)
 
 
+def test_schedules_in_which_the_rest_is_derived() -> None:
+    few, starts = SCHEDULES // 20, (DERIVES, DRAINS + READY + DERIVES, RELAYS + DERIVES, -DERIVES - SCHEDULES // 50)
+    seeds = itertools.chain(*(range(start, start + few) for start in starts))
+    found = list(itertools.islice(failures(seeds, processes()), 5))
+    assert not found, "\n".join(f"seed {seed} (--repeat={seed}): {why}" for seed, why in found)
+
+
 def test_short_schedules_about_leaders() -> None:
     found = list(itertools.islice(failures(range(SCHEDULES // 5), processes(), leaders=True), 5))
     assert not found, "\n".join(f"seed {seed} (--leaders --repeat {seed}): {why}" for seed, why in found)
@@ -157,6 +164,12 @@ def test_a_mutation_of_when_a_ready_standby_is_of_use_is_found(name: str) -> Non
     seeds = itertools.chain([FOUND_BY[name]], range(READY, READY + SCHEDULES))
     found = next(iter(failures(seeds, processes(), READY_MADE[name])), None)
     assert found is not None, f"nothing of it was noticed: {READY_MADE[name].__doc__}"
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_a_mutation_of_what_is_derived_is_found(name: str) -> None:
+    found = next(iter(failures(range(DERIVES, DERIVES + SCHEDULES // 5), processes(), DERIVED[name])), None)
+    assert found is not None, f"nothing of it was noticed: {DERIVED[name].__doc__}"
 
 
 @pytest.mark.parametrize("name", ELECTED)

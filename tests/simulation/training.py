@@ -56,8 +56,8 @@ class Exchange:
 class Training:
     """All that the roles do together."""
 
-    def __init__(self, world: World, roles: int, groups: int) -> None:
-        self.world, self.roles, self.groups = world, roles, groups
+    def __init__(self, world: World, roles: int, groups: int, derives: bool) -> None:
+        self.world, self.roles, self.groups, self.derives = world, roles, groups, derives
         self.truth: dict[int, Content] = {0: 1}
         """By version, the content that every role must have."""
         self.samples: dict[int, list[int]] = {}
@@ -149,6 +149,8 @@ class Training:
                 raise Violation(
                     f"2: role {role} is at version {worker.version} in step {version + 1} of epoch {epoch}"
                 )
+            if worker.weights != worker.content:
+                raise Violation(f"2: role {role} trains in step {version + 1} with weights of no version")
             if worker.epoch != epoch:
                 raise Violation(f"1: role {role} is in epoch {worker.epoch} in an exchange of epoch {epoch}")
             if epoch >= self.epoch and worker.content != self.truth[version]:  # else it was given up
@@ -182,7 +184,7 @@ class Training:
     def segments(self, role: int, adopted: bool = False) -> tuple[Segment, ...]:
         """What the state of a role consists of; `adopted`: what it has alone."""
         found = segments_of(role, self.roles, self.groups)
-        return found[1:] if adopted else found
+        return found[1:] if adopted or (self.derives and len(found) > 1) else found
 
     def go_on_from(self, epoch: int, version: int, content: Content | None = None) -> None:
         """All do, in that epoch: what was newer has never been. `content`: of another past."""

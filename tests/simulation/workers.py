@@ -30,7 +30,7 @@ from ft_core.worker.states import (
     Training,
 )
 
-from .training import after
+from .training import Content, after
 from .world import Process, Violation
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ class SimWorker(Process):
 
     barrier_first = False
     """Wait for the commit after the barrier instead of before it: a mutation."""
+    survivors_derive = True
+    """False, as a mutation: they take part, and keep the weights that they have."""
 
     def __init__(self, node: SimNode, number: int, device: int, pid: int) -> None:
         super().__init__(node.world, f"{node.name}/worker{number}")
@@ -81,6 +83,10 @@ class SimWorker(Process):
         self.words = Words()
         self.machine = WorkerMachine()
         self.version, self.content = 0, 1
+        self.weights: Content | None = 1
+        """What is derived of the content: of which, or of none."""
+        self._derived = 0
+        """In which epoch."""
         self.deal = Deal(1)
         self.membership = Membership(node.job.shape.groups)
         self._newest: list[m.WorkerTrained] = []
@@ -314,6 +320,7 @@ class SimWorker(Process):
         yield from self._while(StartUp)
         job = self.node.job
         self.version, self.content = job.own_checkpoint(self.plan)
+        self.weights = self.content
         self._began = self._covered = self.version
         self.words.version = self.words.tag = self.version
         ring = list(range(self.training.roles))
@@ -369,6 +376,8 @@ class SimWorker(Process):
                 yield from self._while(Stuck)
                 raise EpochChanged
             elif copy.role == self.role:
+                if not job.shape.derives:
+                    self.weights = found[1]
                 self.version, self.content = found
                 loaded = True
             elif found[1] != self.training.truth.get(found[0]):
@@ -399,6 +408,8 @@ class SimWorker(Process):
         if self.machine.parts >= number and end is not None:
             return
         job = self.node.job
+        if self.machine.parts < number:
+            yield from self._derive()
         while self.machine.parts < number and self.version < (job.steps if end is None else end):
             yield from self._step()
         if end is not None:
@@ -407,6 +418,22 @@ class SimWorker(Process):
         self.tell(ev.PartDone(number, self.version, last=end is None))
         yield from self._while(AtEnd)
         if isinstance(self.state, Leaving):
+            raise EpochChanged
+
+    def _derive(self) -> Thread:
+        """As `ft_core.worker.recovery`: what no copy has is made by all together."""
+        goes_on = self.epoch > 1 or self.plan.version is not None
+        if self.node.job.shape.derives and self._derived < self.epoch and goes_on:
+            yield from self._together("derive", 10**6 + self.version)
+            if self.survivors_derive or self.role in self.plan.newcomers:
+                self.weights = self.content
+        self._derived = self.epoch
+
+    def _together(self, kind: str, number: int) -> Thread:
+        """A collective of all who take part."""
+        exchange = self.training.join(self, kind, number, self.members)
+        yield Until(lambda: exchange.complete)
+        if self.pending > self.epoch:
             raise EpochChanged
 
     def _raise(self) -> Thread:
@@ -432,9 +459,12 @@ class SimWorker(Process):
         if self.barrier_first:
             yield Until(lambda: self.words.committed >= self.version)
         self.words.tag = -1
+        self.weights = None
         yield from self._sleep(self._some(0.02), False)
         trained = self.deal.step_done(step, self.membership)
-        self.content = after(self.content, self.epoch, step, trained)
+        if job.shape.derives:  # the optimizer has stepped, and the version is whole once all have gathered
+            yield from self._together("gather", 2 * 10**6 + self.version)
+        self.weights = self.content = after(self.content, self.epoch, step, trained)
         self.training.deals[self.content] = self.deal.to_json()
         self.version = step
         self._covered = max(self._covered, step - 1)
