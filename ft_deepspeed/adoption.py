@@ -28,6 +28,7 @@ from ft_core.patching import replaced
 from ft_core.state.adoption import AdoptedStates
 from ft_deepspeed import fragments, patched
 from ft_deepspeed.alone import Alone, Together
+from ft_deepspeed.parts import Part, master_name
 from ft_deepspeed.shard import AdoptedShard, Shard
 from ft_deepspeed.zero import Master, inner_optimizer
 
@@ -98,6 +99,11 @@ class Partitions:
             found = [functools.partial(other.links, parameter) for other in adopted]
             fragments.share(parameter, own.dp_process_group, found)
 
+    def parts(self) -> Iterator[Part]:
+        """Of the weights that all peers have whole."""
+        for partition in self._held:
+            yield from partition.parts
+
     def reset(self) -> None:
         """Forget an abandoned step."""
         self._optimizer.groups_before = None
@@ -115,11 +121,10 @@ class Partition(AdoptedShard):
         self.optimizer = Adopted(own, rank)
         masters = []
         for i, master in enumerate(self.optimizer.single_partition_of_fp32_groups):
-            weights = own.parallel_partitioned_bit16_groups[i][rank]
-            same = weights.dtype == master.dtype
-            masters.append(Master(f"{i}.00000", master, self._holders, listed=not same))
-            if same:
-                self._derived.append((master, weights))
+            part = Part(i, own.parallel_partitioned_bit16_groups, rank, master)
+            listed = adapter.lean or part.weights.dtype != master.dtype
+            masters.append(Master(master_name(i), master, self._holders, listed))
+            self.parts.append(part)
         self._shard = Shard(masters, lambda: [self.optimizer.kept])
 
 

@@ -55,6 +55,8 @@ class FaultTolerance(_Strict):
         "sqrt", description='"sqrt", "linear" or "none"'
     )
     """What the learning rate does while replica groups are away, see `ft_core.elastic.rules.lr_factor`."""
+    snapshot: Literal["lean", "full"] = Field("lean", description='"lean" or "full"')
+    """Whether copies of the state leave out weights that follow from the optimizer's main parameters."""
 
     ready_standbys: int = Field(
         0, ge=-1, description="a whole number: standbys of each node that are ready, or -1: as memory allows"
@@ -67,7 +69,8 @@ class FaultTolerance(_Strict):
         Only what the section says: for the rest the flags of `ftrun` hold, and their defaults.
         """
         found = self.model_dump(
-            include={"replicas", "spares", "policy", "lr_intervention", "ready_standbys"}, exclude_unset=True
+            include={"replicas", "spares", "policy", "lr_intervention", "ready_standbys", "snapshot"},
+            exclude_unset=True,
         )
         if self.durable is not None:
             found["durable_dir"] = str(Path(self.durable.dir).resolve())

@@ -14,8 +14,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _storage(args: argparse.Namespace, usual: Storage) -> Storage | None:
-    """Stage 3 shards the weights too, which follow from the main parameters and are not kept."""
-    if args.zero_stage == 3:
+    """Weights follow from the main parameters: in stages 1 and 2 a full snapshot keeps them all the same."""
+    if args.zero_stage == 3 or (args.zero_stage and args.ft_snapshot == "lean"):
         return replace(usual, weights=0, main=4, sharded=True)
     return replace(usual, sharded=True) if args.zero_stage else None
 

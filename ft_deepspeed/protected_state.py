@@ -57,7 +57,9 @@ class ProtectedState:
         yield from self.kept_tensors(self.envelope_holders())
 
     def kept_tensors(self, holders: tuple[int, ...]) -> Iterable[StateTensor]:
-        return self._script.kept.tensors(holders)
+        """Until a newcomer's script is where the engine is, what it is to be given there."""
+        loaded = not self._script.live and self.loaded is not None
+        return (self.kept if loaded else self._script.kept).tensors(holders)
 
     def envelope(self) -> Any:
         return {
@@ -91,11 +93,17 @@ class ProtectedState:
         """Put back what is no tensor: counters, random states, schedules."""
         self._engine.settle(envelope["engine"])
 
+    def derive(self) -> None:
+        """Weights that no snapshot has; see `DeepSpeedAdapter.derive`."""
+        with torch.inference_mode(False):
+            self._engine.derive()
+
+    def compare(self) -> None:
+        """Before a version is staged; see `DeepSpeedAdapter.compare`."""
+        self._engine.compare()
+
     def gather(self) -> None:
         self._engine.gather()
-
-    def derive(self) -> None:
-        pass
 
     def reset(self) -> None:
         self._script.interrupted()

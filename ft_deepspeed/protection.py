@@ -80,7 +80,7 @@ class Protection:
         if (reason := unsupported(engine)) is not None:
             raise ConfigError(reason)
         self._engine, self._session = engine, session
-        state = DeepSpeedAdapter(engine)
+        state = DeepSpeedAdapter(engine, session.lean)
         self._adapter = ProtectedState(state, self, shrink)
         if engine.zero_optimization_stage() == 3 and session.groups.absent and not session.joining:
             raise ConfigError(
@@ -237,6 +237,8 @@ class Protection:
         self.kept = Kept.capture()
         self._reached(self._began_at)
         if not self._passes_ahead():
+            if not self._session.joining:
+                self._adapter.compare()
             self._session.begin(self._adapter, self._position, self._redo)
 
     def _passes_ahead(self) -> bool:
@@ -314,6 +316,7 @@ class Protection:
 
     def _step_done(self) -> None:
         dealt = self.dealing.finish(self._session.version + 1) if self.dealing is not None else None
+        self._adapter.compare()
         self._session.step_done(dealt if self._leads_group else None)
 
     def _check_drawn(self, call: Call) -> None:
@@ -350,11 +353,13 @@ class Protection:
     def _redo(self) -> None:
         """State `session.version` was loaded: get to where the script is."""
         version = self._session.version
-        if self._phase is Phase.CATCHING_UP or (version > self._position and self._pending is None):
+        behind = self._phase is Phase.CATCHING_UP or (version > self._position and self._pending is None)
+        if objection := self._objection(version, behind):
+            self._session.replace_worker(objection)
+        self._session.derive()
+        if behind:
             self._follow(version)
             return
-        if objection := self._tape.objection(version, self._pending):
-            self._session.replace_worker(objection)
         if version <= self._position:
             for call in self._tape.since(version):
                 self._repeat(call)
@@ -362,6 +367,14 @@ class Protection:
             self._outside.apply(self._engine)
             self._outside = None
         self._goes_on()
+
+    def _objection(self, version: int, behind: bool) -> str | None:
+        """Why this worker's script cannot get there from where it is."""
+        if not behind:
+            return self._tape.objection(version, self._pending)
+        if version < self._position or (version == self._position and self._counted):
+            return f"it has been answered as if beyond step {version}"
+        return None
 
     def _goes_on(self) -> None:
         """The script is where the engine is: give a newcomer's what its predecessor had kept there.
@@ -387,8 +400,6 @@ class Protection:
 
     def _follow(self, version: int) -> None:
         """State `version` is loaded, and the script has yet to get there."""
-        if version < self._position or (version == self._position and self._counted):
-            self._session.replace_worker(f"it has been answered as if beyond step {version}")
         self._outside = None  # of a failure while this worker began; where the script is, `_script` says
         self._catching_up(version, self._adapter.loaded)
         self.results = Results(self._adapter.loaded["results"])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ft_core.adapter import StateTensor
+from ft_deepspeed.parts import Part
 from ft_deepspeed.zero import Master
 
 
@@ -24,6 +25,8 @@ class AdoptedShard:
         """By name, weights that no optimizer steps."""
         self._derived: list[tuple[torch.Tensor, torch.Tensor]] = []
         """(tensor, what it is a copy or a rounding of)"""
+        self.parts: list[Part] = []
+        """Of the weights that all peers have whole."""
 
     def tensors(self) -> Iterator[StateTensor]:
         """As that role would have them; buffers as the role that holds them has them."""
@@ -31,6 +34,8 @@ class AdoptedShard:
             yield StateTensor(name, tensor, self._holders)
         yield from self._adapter.buffers(self._holders)
         yield from self._shard.tensors()
+        for part in self.parts if self._adapter.lean else ():
+            yield from part.tensors(self._holders)
 
     def envelope(self) -> Any:
         """As that role would have it, which does the same as its counterpart."""
@@ -48,6 +53,8 @@ class AdoptedShard:
         self._shard.restore(tensors, envelope)
         for tensor, source in self._derived:
             tensor.data.copy_(source)
+        for part in self.parts:
+            part.restore(tensors, whole=not self._adapter.lacks_weights)
 
 
 class Shard:
@@ -89,8 +96,8 @@ class Shard:
                 kept.setdefault(f"{group}.{index}", {})[key] = tensor
         remade = False
         for master in self._masters:
-            if master.listed:
-                master.tensor.data.copy_(tensors[f"master.{master.name}"])
+            if (saved := tensors.get(f"master.{master.name}")) is not None:
+                master.tensor.data.copy_(saved)
             scalars = envelope["scalars"].get(master.name, {})
             remade |= self._restore(master, kept.get(master.name, {}), scalars, set(envelope["on_host"]))
         return remade

@@ -20,7 +20,8 @@ class Adopted(AdoptedShard):
     def __init__(self, adapter: Any, role: int) -> None:
         """`adapter`: the `DeepSpeedAdapter` of the role that holds them. They are zeros until restored."""
         super().__init__(adapter, role)
-        engine, optimizer, own = adapter.engine, adapter.engine.optimizer, zero.layout(adapter.engine)
+        engine, optimizer = adapter.engine, adapter.engine.optimizer
+        own = zero.layout(engine, adapter.lean)
         self.weights: dict[int, torch.Tensor] = {}
         """By id of the parameter, its slice."""
         flats, masters, parts = [], [], []

@@ -5,6 +5,7 @@ an abandoned step. Covers plain optimizers, the 16-bit wrappers, ZeRO 1 to 3 and
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,11 +19,16 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ft_core.adapter import Redundancy, ReplicaGroup, State, StateTensor
 from ft_core.state import rng
-from ft_deepspeed import adoption, adoption3, trace, zero
+from ft_core.worker import session
+from ft_deepspeed import adoption, adoption3, parts, trace, zero
 from ft_deepspeed.abandon import Baseline, abandon
 from ft_deepspeed.cpu_adam import Powers
 from ft_deepspeed.shard import Shard
 
+log = logging.getLogger(__name__)
+
+_COMPARED = 3
+"""Versions: what the script began with, and the outcomes of its first steps."""
 _COUNTERS = (
     "global_steps",
     "global_samples",
@@ -65,26 +71,30 @@ _SCHEDULES = (
 class DeepSpeedAdapter:
     """Snapshot and restore of a role of a DeepSpeed job (see `ft_core.adapter.Adapter`)."""
 
-    def __init__(self, engine: Any) -> None:
-        """`engine`: as deepspeed.initialize made it, before its first forward pass. Raises ValueError if
-        its configuration has something that is not covered (see `ft_deepspeed.zero.unsupported`)."""
+    def __init__(self, engine: Any, lean: bool) -> None:
+        """`engine`: as deepspeed.initialize made it, before its first forward pass. `lean`: snapshots leave
+        out what all roles together can derive. Raises ValueError if its configuration has something that is
+        not covered (see `ft_deepspeed.zero.unsupported`)."""
         if (reason := zero.unsupported(engine)) is not None:
             raise ValueError(f"this DeepSpeed configuration cannot be protected: {reason}")
-        self.engine = engine
-        self._layout = zero.layout(engine)
+        self.engine, self.lean = engine, lean
+        self._layout = zero.layout(engine, lean)
+        self.lacks_weights = False
+        """Whether what was restored last has no weights that all peers have whole."""
+        self._compared = 0
         self._baseline = Baseline(engine)
         self._powers = Powers(engine)
         self._shard = Shard(self._layout.masters, lambda: zero.inner_optimizers(engine))
         self._me = (dist.get_rank(),)
         self.ring: tuple[int, ...] = tuple(dist.get_process_group_ranks(engine.seq_data_parallel_group))
-        parts = [*self._layout.parameters, *((m.name, m.tensor, m.holders) for m in self._layout.masters)]
+        kept = [*self._layout.parameters, *((m.name, m.tensor, m.holders) for m in self._layout.masters)]
         # Ranks of sequence parallelism are in the ring, too, and have parts of the same samples.
         groups = 1 < len(self.ring) == engine.dp_world_size and not engine.has_moe_layers
         self.objection = "data-parallel ranks are not independent of each other"
         """Why the job cannot go on without one of the data-parallel ranks, where it cannot."""
         redundancy = Redundancy.SHARDED
         holder: Callable[[Any], Any] | None = None
-        if groups and all(set(self.ring) <= set(holders) for _, _, holders in parts):
+        if groups and all(set(self.ring) <= set(holders) for _, _, holders in kept):
             redundancy = Redundancy.REPLICATED
         elif groups:
             holder, self.objection = _holder(engine)
@@ -99,10 +109,12 @@ class DeepSpeedAdapter:
 
     def tensors(self) -> Iterator[StateTensor]:
         """Weights and buffers, then the optimizer's masters and what it keeps for each."""
-        for name, tensor, holders in self._layout.parameters:
+        for name, tensor, holders in [*([] if self.lean else self._layout.flats), *self._layout.parameters]:
             yield StateTensor(name, tensor.data, holders)
         yield from self.buffers(self._me)
         yield from self._shard.tensors()
+        for part in self._layout.parts if self.lean else ():
+            yield from part.tensors(self._me)
 
     def buffers(self, holders: tuple[int, ...]) -> Iterator[StateTensor]:
         """Each peer's own: a running statistic is never averaged."""
@@ -150,14 +162,23 @@ class DeepSpeedAdapter:
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
-        """Copy a snapshot into the live objects; optimizer state that is not there yet is made."""
-        for name, tensor, _ in self._layout.parameters:
+        """Copy a snapshot into the live objects; optimizer state that is not there yet is made.
+
+        It may be lean or full, whatever this job's are: a durable checkpoint is that of another job.
+        """
+        flats = self._layout.flats
+        self.lacks_weights = any(name not in tensors for name, _, _ in flats)
+        for name, tensor, _ in [*([] if self.lacks_weights else flats), *self._layout.parameters]:
             tensor.data.copy_(tensors[name])
         for name, module, key in self._layout.buffers:
             getattr(module, key).copy_(tensors[name])
         remade = self._shard.restore(tensors, envelope)
         for tensor, source in self._layout.derived:
             tensor.data.copy_(source.data)
+        for part in self._layout.parts:
+            part.restore(tensors, whole=not self.lacks_weights)
+        if self.lacks_weights and (current := session.current()) is not None:
+            current.deferred.follow(flat for _, flat, _ in self._layout.flats)
         if remade:
             self.link_again()
         self.settle(envelope)
@@ -197,6 +218,35 @@ class DeepSpeedAdapter:
         self._gathers = envelope.get("gathered", False)
         rng.restore(envelope["rng"])
         checkpointing.get_cuda_rng_tracker().set_states(envelope["tracker"])
+
+    def derive(self) -> None:
+        """After a restore, and before anything is done with the weights: those that no snapshot has.
+        (Communicates: every role comes here in every epoch that goes on from a version.)"""
+        if self._layout.flats and (self.lean or self.lacks_weights):
+            parts.gather(self.engine.optimizer)
+
+    def compare(self) -> None:
+        """Before a version is staged: whether its weights follow from the masters.
+
+        As a step of DeepSpeed's ends they do. So this looks at what the script began with, after the first
+        steps, for what is not known of them, and after a step that was skipped, which leaves the weights as
+        it has found them. Weights that do not follow are kept.
+        """
+        if not (self.lean and self._layout.parts):
+            return
+        skipped = bool(getattr(self.engine.optimizer, "overflow", False))
+        found = [*self._layout.parts, *([] if self._adopted is None else self._adopted.parts())]
+        apart = any(part.apart for part in found)
+        if not (apart or skipped or self._compared < _COMPARED):
+            return
+        self._compared += 1
+        for part in found:
+            part.compare()
+        if not apart and any(part.apart for part in found):
+            log.warning(
+                "weights are not what the optimizer's main parameters say: something else has written them, "
+                "and they are kept in snapshots while that is so"
+            )
 
     def gather(self) -> None:
         """After a restore, before the engine is called: what its last step has gathered, stage 3's small

@@ -2,7 +2,8 @@
 
 Everything an optimizer keeps is found through the inner optimizer's `state`, whatever optimizer it is.
 What other state determines is left out and computed again when a snapshot is restored: 16-bit weights
-whose fp32 master copy lies whole on the same role, and fp32 masters that are a slice of the weights.
+whose fp32 master copy lies whole on the same role; in a lean snapshot weights of which each peer has a part
+of the masters (see `parts`), in a full one masters that are the same as a slice of the weights.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
+
+from ft_deepspeed.parts import Part, master_name
 
 Holders = tuple[int, ...]
 
@@ -45,7 +48,11 @@ class Layout:
     """What makes up the state, except for what the inner optimizer keeps and may make later."""
 
     parameters: list[tuple[str, torch.Tensor, Holders]] = field(default_factory=list)
-    """Weights: flat buffers where DeepSpeed has them, else parameters, else (stage 3) their partitions."""
+    """Weights: flat buffers where a snapshot has them, else parameters, else (stage 3) their partitions."""
+    flats: list[tuple[str, torch.Tensor, Holders]] = field(default_factory=list)
+    """Weights that follow from the masters of all peers. In a full snapshot they are there all the same."""
+    parts: list[Part] = field(default_factory=list)
+    """This role's, of each of them."""
     masters: list[Master] = field(default_factory=list)
     buffers: list[tuple[str, torch.nn.Module, str]] = field(default_factory=list)
     """Persistent ones: (name, module, attribute). A module may replace its buffer at any time."""
@@ -65,18 +72,21 @@ def inner_optimizers(engine: Any) -> list[Any]:
     return [inner_optimizer(engine), *([backup] if backup is not None else [])]
 
 
-def layout(engine: Any) -> Layout:
-    """Of an initialised engine. Names and order depend on model and configuration alone."""
+def layout(engine: Any, lean: bool) -> Layout:
+    """Of an initialised engine. Names and order depend on model and configuration alone.
+
+    `lean`: without what only all peers together can derive.
+    """
     result = Layout()
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         _stage3(optimizer, result)
         covered = {id(p) for group in optimizer.fp16_groups for p in group}
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
-        _stage12(optimizer, result)
+        _stage12(optimizer, result, lean)
         covered = {id(p) for group in optimizer.bit16_groups for p in group}
     elif isinstance(optimizer, BF16_Optimizer):
-        _bf16(optimizer, result)
+        _bf16(optimizer, result, lean)
         covered = {id(p) for group in optimizer.bf16_groups for p in group}
     elif isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
         _replicated_masters(engine, optimizer, result)
@@ -110,51 +120,48 @@ def ranks(group: Any) -> Holders:
     return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
-def _master_name(group: int, index: int = 0) -> str:
-    return f"{group}.{index:05d}"
-
-
 def _stage3(optimizer: Any, result: Layout) -> None:
     mine = (dist.get_rank(),)
     for i, (flat, master) in enumerate(
         zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
     ):
-        result.masters.append(Master(_master_name(i), master, mine, listed=True))
+        result.masters.append(Master(master_name(i), master, mine, listed=True))
         if flat.data_ptr() != master.data_ptr():
             result.derived.append((flat, master))
 
 
-def _stage12(optimizer: Any, result: Layout) -> None:
+def _stage12(optimizer: Any, result: Layout, lean: bool) -> None:
     _partitioned_masters(
         optimizer,
         optimizer.bit16_groups_flat,
         optimizer.parallel_partitioned_bit16_groups,
         optimizer.single_partition_of_fp32_groups,
         result,
+        lean,
     )
 
 
-def _bf16(optimizer: Any, result: Layout) -> None:
+def _bf16(optimizer: Any, result: Layout, lean: bool) -> None:
     _partitioned_masters(
         optimizer,
         optimizer.bf16_groups_flat,
         optimizer.bf16_partitioned_groups,
         optimizer.fp32_groups_flat_partition,
         result,
+        lean,
     )
 
 
 def _partitioned_masters(
-    optimizer: Any, flats: list[Any], partitions: list[Any], masters: list[Any], result: Layout
+    optimizer: Any, flats: list[Any], partitions: list[Any], masters: list[Any], result: Layout, lean: bool
 ) -> None:
     """Weights whole on every peer, masters in as many parts as there are peers."""
-    for i, (flat, parts, master) in enumerate(zip(flats, partitions, masters, strict=True)):
+    for i, (flat, master) in enumerate(zip(flats, masters, strict=True)):
         group = optimizer.real_dp_process_group[i]
-        result.parameters.append((f"flat.{i}", flat, ranks(group)))
-        same = flat.dtype == master.dtype  # then the master is a copy of a slice of the weights
-        result.masters.append(Master(_master_name(i), master, (dist.get_rank(),), listed=not same))
-        if same:
-            result.derived.append((master, parts[dist.get_rank(group)]))
+        result.flats.append((f"flat.{i}", flat, ranks(group)))
+        listed = lean or flat.dtype != master.dtype  # else it is a copy of a slice of the weights
+        result.masters.append(Master(master_name(i), master, (dist.get_rank(),), listed))
+        result.parts.append(Part(i, partitions, dist.get_rank(group), master))
 
 
 def _replicated_masters(engine: Any, optimizer: Any, result: Layout) -> None:
@@ -163,13 +170,13 @@ def _replicated_masters(engine: Any, optimizer: Any, result: Layout) -> None:
     for i, weights in enumerate(optimizer.fp16_groups):
         if fused:
             flat = optimizer.fp32_groups_flat[i]
-            result.masters.append(Master(_master_name(i), flat, replicas(engine, weights[0]), listed=True))
+            result.masters.append(Master(master_name(i), flat, replicas(engine, weights[0]), listed=True))
             slices = torch._utils._unflatten_dense_tensors(flat.detach(), weights)
             result.derived.extend(zip(weights, slices, strict=True))
         else:
             for j, (weight, master) in enumerate(zip(weights, optimizer.fp32_groups[i], strict=True)):
                 result.masters.append(
-                    Master(_master_name(i, j), master, replicas(engine, weight), listed=True)
+                    Master(master_name(i, j), master, replicas(engine, weight), listed=True)
                 )
                 result.derived.append((weight, master))
 
@@ -179,7 +186,7 @@ def _plain(engine: Any, optimizer: Any, result: Layout) -> None:
     for i, group in enumerate(optimizer.param_groups):
         for j, master in enumerate(group["params"]):
             own = master.untyped_storage().data_ptr() not in weights
-            result.masters.append(Master(_master_name(i, j), master, replicas(engine, master), listed=own))
+            result.masters.append(Master(master_name(i, j), master, replicas(engine, master), listed=own))
 
 
 def unsupported(engine: Any) -> str | None:

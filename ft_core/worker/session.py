@@ -289,6 +289,12 @@ class Session:
         """The epoch is over: take up the next one, in place. Main thread, outside the framework's calls."""
         self._protected.recover()
 
+    def derive(self) -> None:
+        """For a script that is protected in place, first in its `redo`: complete what was loaded. Raises
+        EpochChanged."""
+        with self.inside():
+            self._protected.derive()
+
     def inside(self) -> AbstractContextManager[None]:
         """Wraps a call of the framework's that is done again from its beginning when a failure interrupts it.
 

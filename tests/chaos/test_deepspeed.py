@@ -39,6 +39,8 @@ def moments(training: Training, nodes: int) -> dict[str, str]:
         point: f"{role}@{point}:{step}" + ":worker" * ((number + nodes) % 2)
         for number, (point, (role, step)) in enumerate(victims.items())
     }
+    if isinstance(training, Zero) and training.stage:  # once the others know that one is lost in its gather
+        found["derive"] = f"{last}@derive:10:worker"
     return found | {"h2h": f"{first}@h2h:18"}  # sending is the agent's
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from deepspeed_jobs import SCRIPTS, TWICE, HuggingFace, OwnLoop, Zero
-from harness import ROOT, Job, Training, check_clean, check_identical, check_survivors, environment
+from harness import ROOT, Job, Training, check_clean, check_identical, check_survivors, environment, reference
 
 ITERATIONS = 14
 
@@ -15,7 +16,8 @@ ITERATIONS = 14
 @pytest.mark.parametrize(
     ("training", "injected"),
     [
-        (Zero(2, fp16=True), "1@optimizer:3,0@forward:7:worker"),
+        # After the last step its weights must be whole without a call of the engine's.
+        (Zero(2, fp16=True), f"1@optimizer:3,0@forward:7:worker,2@between:{ITERATIONS}:worker"),
         # Weights of more than a MiB, which the record of start-up does not keep.
         (Zero(2, more=("--hidden-size=304",)), "1@forward:3:worker,0@optimizer:6"),
         (Zero(2, offload=True), "0@gather:4,2@backward:9:worker"),
@@ -30,6 +32,8 @@ ITERATIONS = 14
             *(OwnLoop(3, direct=True), "1@backward:3,2@between:6:worker,0@forward:10:worker"),
             marks=pytest.mark.exhaustive,
         ),
+        # A newcomer is yet to be given its average when the next epoch begins, where its weights are derived.
+        (OwnLoop(2), "2@optimizer:3:worker,1@derive:3:worker,0@between:9:worker"),
         (HuggingFace(2, more=("--dataloader_num_workers=2",)), "0@backward:4,1@between:8:worker"),
     ],
     ids=lambda value: str(value) if not isinstance(value, str) else "",
@@ -84,6 +88,28 @@ def test_a_durable_checkpoint_that_is_older_than_the_scripts_own(tmp_path):
     assert set(result.losses) == set(range(1, iterations + 1))
     assert "its own checkpoint of step 25" in result.of("starting_over")[0]["reason"]
     check_clean(result)
+
+
+@pytest.mark.parametrize(
+    ("training", "kinds"),
+    [(Zero(1), ("full", "lean")), (Zero(2, bf16=True), ("lean", "full"))],
+    ids=lambda value: str(value) if isinstance(value, Zero) else value[0],
+)
+def test_a_durable_checkpoint_of_either_kind_starts_a_job_of_either(
+    training: Zero, kinds: tuple[str, str], tmp_path: Path
+):
+    durable, last = (f"--ft-durable-dir={tmp_path / 'durable'}", "--ft-durable-interval=5"), ITERATIONS + 6
+    before, then = ((*durable, f"--ft-snapshot={kind}") for kind in kinds)
+    with Job(tmp_path / "first", training, ITERATIONS, spares=0, ftrun=before) as job:
+        job.wait_for("durable", 2)
+        job.finish()
+    inject = ("--respawn", f"--ft-inject=1@gather:{ITERATIONS}:worker")
+    with Job(tmp_path / "second", training, last, spares=0, ftrun=(*then, *inject)) as job:
+        result = job.finish()
+    began = result.of("decided")[0]
+    assert began["origin"] == "durable" and began["version"] >= 5
+    assert result.recoveries == 1
+    assert result.code == 0 and result.digest == reference(training, last).digest
 
 
 def test_more_than_replicas_cover_falls_back_to_the_durable_checkpoint(tmp_path):

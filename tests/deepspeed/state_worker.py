@@ -218,6 +218,10 @@ CASES: dict[str, dict[str, Any]] = {
     | ACCUMULATED
     | {"data_types": {"grad_accum_dtype": "fp32"}},
     "stage1-fp32": stage(1),
+    "stage1-fp32-apart": stage(1) | {"apart": True},
+    "stage2-fp16-dynamic-apart": DYNAMIC | stage(2) | {"apart": True},
+    "stage1-fp32-full": stage(1) | {"full": True},
+    "stage2-bf16-full": BF16 | stage(2) | {"full": True},
     "stage1-bf16": BF16 | stage(1) | {"data_types": {"grad_accum_dtype": "bf16"}},
     "stage1-fp32-accumulated": stage(1) | ACCUMULATED,
     "stage2-fp32": stage(2),
@@ -265,10 +269,15 @@ SAMPLED = (
 )
 
 
+Snapshot = tuple[dict[str, torch.Tensor], bytes, dict[str, torch.Tensor]]
+"""The adapter's tensors and envelope; and the weights, where a rank has them whole."""
+
+
 class TrainedEngine:
     """An engine, its adapter, and batches that depend on step, micro-batch and rank."""
 
-    def __init__(self, case: str, seed: int) -> None:
+    def __init__(self, case: str, seed: int, other: bool = False) -> None:
+        """`other`: its snapshots are full where the case's are lean, and lean where they are full."""
         # Modules and parameters are numbered as in a process of its own.
         parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
         partition_parameters.Init.param_id = 0
@@ -277,7 +286,8 @@ class TrainedEngine:
         config = json.loads(json.dumps(BASE | CASES[case]))
         self.pipeline, fused = config.pop("pipeline", False), config.pop("fused", False)
         experts, tied = config.pop("experts", False), config.pop("tied", False)
-        recomputed = config.pop("recomputed", False)
+        recomputed, apart = config.pop("recomputed", False), config.pop("apart", False)
+        lean = config.pop("full", False) is other
         model: torch.nn.Module
         if self.pipeline:
             middle = [LayerSpec(Layer, WIDTH, WIDTH) for _ in range(2)]
@@ -302,7 +312,12 @@ class TrainedEngine:
             )
         finally:
             deepspeed.runtime.engine.FusedAdam = original
-        self.adapter = DeepSpeedAdapter(self.engine)
+        self.adapter = DeepSpeedAdapter(self.engine, lean)
+        if apart:  # as a script does that loads weights of its own behind the optimizer's back
+            with torch.no_grad():
+                for parameter in self.engine.module.parameters():
+                    parameter.mul_(0.5)
+        self.adapter.compare()
         self.dtype = next(p.dtype for p in self.engine.module.parameters())
         self.accumulated = self.engine.gradient_accumulation_steps()
 
@@ -322,28 +337,41 @@ class TrainedEngine:
         for step in range(first, last + 1):
             if self.pipeline:
                 losses.append(self.engine.train_batch(self.batches(step)).item())
+                self.adapter.compare()
                 continue
             for x, y in self.batches(step):
                 loss = self.engine(x, y)
                 losses.append(loss.item())
                 self.engine.backward(loss)
                 self.engine.step()
+            self.adapter.compare()
         return losses
 
-    def snapshot(self) -> tuple[dict[str, torch.Tensor], bytes]:
+    def snapshot(self) -> Snapshot:
         names = [t.name for t in self.adapter.tensors()]
         assert len(names) == len(set(names)), names
-        return {t.name: t.tensor.detach().clone() for t in self.adapter.tensors()}, envelope.encode(
-            self.adapter.envelope()
+        weights = self.engine.module.named_parameters()
+        return (
+            {t.name: t.tensor.detach().clone() for t in self.adapter.tensors()},
+            envelope.encode(self.adapter.envelope()),
+            {n: p.detach().clone() for n, p in weights if not hasattr(p, "ds_tensor")},
         )
 
-    def restore(self, snapshot: tuple[dict[str, torch.Tensor], bytes]) -> None:
+    def restore(self, snapshot: Snapshot, stop: int | None = None) -> None:
         self.adapter.reset()
         self.adapter.restore(snapshot[0], envelope.decode(snapshot[1]))
+        collectives.begin(stop)
+        try:
+            self.adapter.derive()
+        except Interrupted:
+            pass
+        finally:
+            collectives.stop = None
 
 
-def compare(found: Any, expected: Any, where: str) -> None:
-    tensors, text = found
+def compare(found: Snapshot, expected: Snapshot, where: str) -> None:
+    tensors, text, _ = found
+    compare_weights(found, expected, where)
     assert list(tensors) == list(expected[0]), f"{where}: {list(tensors)} is not {list(expected[0])}"
     for name, tensor in tensors.items():
         assert torch.equal(tensor, expected[0][name]), f"{where}: {name} differs"
@@ -353,15 +381,23 @@ def compare(found: Any, expected: Any, where: str) -> None:
         raise AssertionError(f"{where}: the envelope differs: {different}")
 
 
+def compare_weights(found: Snapshot, expected: Snapshot, where: str) -> None:
+    for name, weight in found[2].items():
+        assert torch.equal(weight, expected[2][name]), f"{where}: {name} differs"
+
+
 def run(case: str) -> int:
     """Returns how many interruptions were tried."""
     job = TrainedEngine(case, seed=1)
     initial = job.snapshot()
+    assert ("apart" in case) is any(name.startswith("part.") for name in initial[0])
     early = job.train(1, 2)
     at2 = job.snapshot()
     losses = job.train(3, 4)
     at4 = job.snapshot()
     check_holders(job, at4)
+    kept = {name.partition(".")[0] for name in at4[0]}
+    assert "part" not in kept and ("flat" in kept) is ("full" in case), kept
     if "stage3" in case:  # no role records its trace again
         assert (trace := envelope.decode(at2[1])["trace"]) and trace == envelope.decode(at4[1])["trace"]
 
@@ -380,6 +416,12 @@ def run(case: str) -> int:
     for stop in steady[::sparse]:
         interrupt(job, 5, stop)
         again(f"interrupted in the step's operation {stop} of {len(steady)}")
+    job.restore(at2)
+    gathers = list(cuts(collectives.log))
+    for stop in gathers:
+        interrupt(job, 3, steady[-1])
+        job.restore(at2, stop)
+        again(f"interrupted in the operation {stop} of {len(gathers)} that make the weights whole")
     first: list[int] = []
     if "stage3" in case or job.pipeline:  # their first step after a restore communicates more
         job.restore(at2)
@@ -396,10 +438,17 @@ def run(case: str) -> int:
     assert job.train(1, 2) == early, "from the beginning: losses differ"
     compare(job.snapshot(), at2, "from the beginning")
 
+    other = TrainedEngine(case, seed=3, other=True)
+    other.restore(at2)
+    compare_weights(other.snapshot(), at2, "with the other kind of snapshot, restored")
+    assert other.train(3, 4) == losses, "with the other kind of snapshot: losses differ"
+    compare_weights(other.snapshot(), at4, "with the other kind of snapshot")
+
     newcomer = TrainedEngine(case, seed=2)
     if dist.get_rank() == dist.get_world_size() - 1:
         job = newcomer
     job.restore(at2)
+    compare(job.snapshot(), at2, "with a newcomer, restored")
     assert job.train(3, 4) == losses, "with a newcomer: losses differ"
     compare(job.snapshot(), at4, "with a newcomer")
     return len(steady[::sparse]) + len(first[:: 3 * sparse])

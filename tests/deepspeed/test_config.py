@@ -25,6 +25,7 @@ FULL = {
     "durable": {"interval": 500, "dir": "/shared/ckpt"},
     "lr_intervention": "linear",
     "ready_standbys": 1,
+    "snapshot": "full",
 }
 AUTO = {
     "train_batch_size": "auto",
@@ -48,6 +49,7 @@ def test_section():
         "policy": "stop",
         "lr_intervention": "linear",
         "ready_standbys": 1,
+        "snapshot": "full",
         "durable_dir": "/shared/ckpt",
         "durable_interval": 500,
     }
@@ -58,7 +60,7 @@ def test_what_the_section_leaves_out_is_left_to_the_flags():
     found = of({})
     assert found is not None and found.enabled and found.settings() == {}
     assert (found.replicas, found.spares, found.policy, found.durable) == (1, 0, "wait", None)
-    assert found.lr_intervention == "sqrt"
+    assert (found.lr_intervention, found.snapshot) == ("sqrt", "lean")
     found = of({"enabled": True, "replicas": 1})
     assert found is not None and found.settings() == {"replicas": 1}
 
@@ -101,6 +103,7 @@ def test_nothing_to_do():
         ({"enabled": "true"}, "fault_tolerance.enabled must be true or false"),
         ({"policy": "grow"}, 'fault_tolerance.policy must be "wait", "shrink" or "stop", got "grow"'),
         ({"lr_intervention": None}, 'fault_tolerance.lr_intervention must be "sqrt", "linear" or "none"'),
+        ({"snapshot": "small"}, 'fault_tolerance.snapshot must be "lean" or "full", got "small"'),
         ({"durable": "/shared"}, 'fault_tolerance.durable must be an object like {"interval": 500'),
         ({"durable": {"interval": 5}}, "fault_tolerance.durable.interval needs fault_tolerance.durable.dir"),
         ({"durable": {"dir": "d"}}, "fault_tolerance.durable.dir needs fault_tolerance.durable.interval"),

@@ -50,8 +50,10 @@ def test_parameters_of_llama_2_7b() -> None:
         (f"{DISTRIBUTED} --bf16", 12 / 4, 2 + 12 / 4),
         (f"{DISTRIBUTED} --fp16 --optimizer sgd", 8 / 4, 2 + 8 / 4),
         (f"{DISTRIBUTED} --bf16 --num-distributed-optimizer-instances 2", 0, 2 + 12 / 2),
-        ("--zero-stage 1 --bf16", 12 / 4, 2 + 12 / 4),
-        ("--zero-stage 2", 8 / 4, 4 + 8 / 4),
+        ("--zero-stage 1 --bf16", 12 / 4, 12 / 4),  # the weights are their rounding, here as well
+        ("--zero-stage 2", 12 / 4, 12 / 4),
+        ("--zero-stage 1 --bf16 --ft-snapshot full", 12 / 4, 2 + 12 / 4),
+        ("--zero-stage 2 --ft-snapshot full", 8 / 4, 4 + 8 / 4),
         ("--zero-stage 3 --bf16", 12 / 4, 12 / 4),  # the weights are their rounding
         ("--zero-stage 3", 12 / 4, 12 / 4),
         (f"{DISTRIBUTED} --bf16 --tensor-model-parallel-size 4", 14, 14),  # DP 1: everything

@@ -123,7 +123,8 @@ def test_schedules_with_standbys_that_start_roles_ahead_of_need() -> None:
 
 
 def test_schedules_in_which_the_rest_is_derived() -> None:
-    few, starts = SCHEDULES // 20, (DERIVES, DRAINS + READY + DERIVES, RELAYS + DERIVES, -DERIVES - SCHEDULES // 50)
+    few = SCHEDULES // 20
+    starts = DERIVES, DRAINS + READY + DERIVES, RELAYS + DERIVES, -DERIVES - SCHEDULES // 50
     seeds = itertools.chain(*(range(start, start + few) for start in starts))
     found = list(itertools.islice(failures(seeds, processes()), 5))
     assert not found, "\n".join(f"seed {seed} (--repeat={seed}): {why}" for seed, why in found)

@@ -16,6 +16,7 @@ from ft_core.cli.planner.survival import failure_probability, loss_bound, recove
 from ft_core.errors import ConfigError
 from ft_core.protocol.messages import Host, RoleDescribed
 from ft_core.protocol.table import placed
+from ft_core.settings import SNAPSHOTS
 from ft_core.state.manifest import Segment
 from ft_core.state.placement import Places, replica_nodes, sender, spares_of
 
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser, frameworks: Iterable[Framewor
         "--ft-replicas", type=int, default=1, metavar="K", help="domains that may be lost at once"
     )
     ours.add_argument("--spares", type=int, default=0, metavar="N", help="nodes that stand by")
+    ours.add_argument("--ft-snapshot", choices=SNAPSHOTS, default=SNAPSHOTS[0], help="as of ftrun")
     ours.add_argument("--nodes-per-domain", type=int, default=1, metavar="N", help="nodes behind one switch")
     ours.add_argument("--network-gbps", type=float, default=0, metavar="X", help="Gbit/s per device")
     ours.add_argument(
