@@ -5,9 +5,9 @@ moment of a step. "Resumed" means that every role has finished a step after the 
 the one after it where the killed one was complete. Phases come from events.jsonl; there is one clock.
 
 With `--state 100MB,1GB` instead: data parallel, one worker a node, as much state a role as is said, and what
-counts is how long the others stall beyond one step. Beside it, at which rates the newcomer's state was
-fetched, verified and loaded, and those of a bare copy of as many bytes and a bare TCP stream, on this machine
-at that time.
+counts is how long the others stall beyond one step. Beside it, at which rates the newcomer's state was fetched,
+verified and loaded, and those of a bare copy of as many bytes and a bare TCP stream, on this machine at that
+time. `--ready 1`: standbys have started the roles of their nodes ahead of need.
 
 torchrun: `benchmarks/restart_baseline.py` with a checkpoint in memory after every step, from SIGKILL until
 every rank has finished the step that was killed. For a node, a third torchrun agent waits, as the spare does.
@@ -65,13 +65,14 @@ def main() -> None:
     )
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--state", default="", help="bytes of state a role, such as 100MB,1GB: see above")
+    p.add_argument("--ready", default="0", help="--ft-ready-standbys of the jobs")
     p.add_argument("--bf16", action="store_true", help="with --state: train in bfloat16")
     args = p.parse_args()
     args.rounds = min(args.rounds, 1) if args.quick else args.rounds
     if args.state:
         by_state(args)
         return
-    found = rounds_of(args, Layout(), _list(args.kinds), _list(args.torchrun))
+    found = rounds_of(args, Layout(ready=args.ready), _list(args.kinds), _list(args.torchrun))
     result = _spreads(found)
     finish("recovery", args, {"seconds_after_sigkill": result, "runs": found}, report(result))
 
@@ -102,7 +103,7 @@ def by_state(args: Any) -> None:
         nbytes = _bytes(size)
         bare = {"copy_gb_s": bandwidth.copy(nbytes), "tcp_gb_s": bandwidth.tcp(nbytes)}
         kinds = [kind for kind in _list(args.kinds) if kind != "agent"]
-        layout = Layout(NODES, 1, model_of(nbytes, args.bf16))
+        layout = Layout(NODES, 1, model_of(nbytes, args.bf16), args.ready)
         found = rounds_of(args, layout, kinds, _list(args.torchrun))
         for runs in found.values():
             for run in runs:
@@ -115,7 +116,7 @@ def by_state(args: Any) -> None:
             f"0.3 s and a bare copy: {allowed:.2f} s\n{report(result, (*PHASES, 'step', 'stall'))}"
             f"{_rates(result)}"
         )
-    name = "recovery_state_bf16" if args.bf16 else "recovery_state"
+    name = "recovery_state" + "_bf16" * args.bf16 + "_ready" * (args.ready != "0")
     finish(name, args, {"sizes": sizes}, "\n\n".join(texts))
 
 
@@ -154,6 +155,7 @@ class Layout:
     nodes: int = NODES
     per_node: int = 2
     model: tuple[str, ...] = MODEL
+    ready: str = "0"
 
     @property
     def world(self) -> int:
@@ -210,6 +212,7 @@ class FtJob(Processes):
         super().__init__(directory)
         self._job, self._layout = directory / "job", layout
         flags = (f"--nnodes={layout.nodes}", f"--nproc-per-node={layout.per_node}", "--spares=1", "--respawn")
+        flags += (f"--ft-ready-standbys={layout.ready}",)
         self.start(
             [*ftrun(self._job, *flags), str(RECIPE), *layout.model, f"--train-iters={ENDLESS}", "--ft"]
         )
@@ -223,7 +226,8 @@ class FtJob(Processes):
         steps = [row.step or 0 for row in status.roles]
         resumed = [e["version"] for e in read_events(self._job) if e["event"] == "resumed"][-1]
         training = len(steps) == self._layout.world and min(steps) > resumed + 5
-        return status if status.phase == "running" and spare and training else None
+        started = self._layout.ready == "0" or all(row.ready for row in status.roles)
+        return status if status.phase == "running" and spare and training and started else None
 
     def failure(self, kind: str, role: int, rng: random.Random) -> dict[str, float]:
         """Kill what `kind` says around `role`; returns the seconds from SIGKILL to each phase."""
