@@ -5,7 +5,7 @@ moment of a step. "Resumed" means that every role has finished a step after the 
 the one after it where the killed one was complete. Phases come from events.jsonl; there is one clock.
 
 With `--state 100MB,1GB` instead: data parallel, one worker a node, as much state a role as is said, and what
-counts is how long the others stall beyond one step. Beside it, at which rates the newcomer's state was fetched,
+counts is how long the others stall beyond one step. Beside it, at which rates a newcomer's state was fetched,
 verified and loaded, and those of a bare copy of as many bytes and a bare TCP stream, on this machine at that
 time. `--ready 1`: standbys have started the roles of their nodes ahead of need.
 

@@ -168,11 +168,15 @@ def _model(args: argparse.Namespace) -> Gpt | None:
 
 
 def _storage(args: argparse.Namespace, usual: Storage) -> Storage | None:
-    """Main parameters are views of the parameters in fp32: of them nothing is kept beside."""
+    """Weights follow from the main parameters. A full snapshot keeps them, and beside them no main parameters
+    in fp32, which are views of them."""
     instances = args.num_distributed_optimizer_instances
     if instances > 1 and not args.use_distributed_optimizer:
         raise ConfigError("several optimizer instances need --use-distributed-optimizer")
-    return replace(usual, sharded=True, instances=instances) if args.use_distributed_optimizer else None
+    if not args.use_distributed_optimizer:
+        return None
+    kept = replace(usual, weights=0, main=4) if args.ft_snapshot == "lean" else usual
+    return replace(kept, sharded=True, instances=instances)
 
 
 FRAMEWORK = Framework("Megatron", _add_arguments, _storage, _model)

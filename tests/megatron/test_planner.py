@@ -46,17 +46,20 @@ def test_parameters_of_llama_2_7b() -> None:
     [
         ("", 0, 12),  # plain data parallelism, fp32: parameters and two moments everywhere
         ("--bf16", 0, 14),
-        (DISTRIBUTED, 8 / 4, 4 + 8 / 4),  # main parameters are views of the parameters
-        (f"{DISTRIBUTED} --bf16", 12 / 4, 2 + 12 / 4),
-        (f"{DISTRIBUTED} --fp16 --optimizer sgd", 8 / 4, 2 + 8 / 4),
-        (f"{DISTRIBUTED} --bf16 --num-distributed-optimizer-instances 2", 0, 2 + 12 / 2),
+        (DISTRIBUTED, 12 / 4, 12 / 4),  # the weights are the rounding of the main parameters
+        (f"{DISTRIBUTED} --bf16", 12 / 4, 12 / 4),
+        (f"{DISTRIBUTED} --fp16 --optimizer sgd", 8 / 4, 8 / 4),
+        (f"{DISTRIBUTED} --bf16 --num-distributed-optimizer-instances 2", 0, 12 / 2),
+        (f"{DISTRIBUTED} --ft-snapshot full", 8 / 4, 4 + 8 / 4),  # main parameters are views of them
+        (f"{DISTRIBUTED} --bf16 --ft-snapshot full", 12 / 4, 2 + 12 / 4),
         ("--zero-stage 1 --bf16", 12 / 4, 12 / 4),  # the weights are their rounding, here as well
         ("--zero-stage 2", 12 / 4, 12 / 4),
         ("--zero-stage 1 --bf16 --ft-snapshot full", 12 / 4, 2 + 12 / 4),
         ("--zero-stage 2 --ft-snapshot full", 8 / 4, 4 + 8 / 4),
         ("--zero-stage 3 --bf16", 12 / 4, 12 / 4),  # the weights are their rounding
         ("--zero-stage 3", 12 / 4, 12 / 4),
-        (f"{DISTRIBUTED} --bf16 --tensor-model-parallel-size 4", 14, 14),  # DP 1: everything
+        (f"{DISTRIBUTED} --bf16 --tensor-model-parallel-size 4", 12, 12),  # DP 1: everything
+        (f"{DISTRIBUTED} --bf16 --tensor-model-parallel-size 4 --ft-snapshot full", 14, 14),
     ],
 )
 def test_unique_bytes(flags: str, unique_per_parameter: float, total_per_parameter: float) -> None:
@@ -72,9 +75,11 @@ def test_unique_bytes(flags: str, unique_per_parameter: float, total_per_paramet
 
 
 def test_replicas_multiply_the_traffic() -> None:
-    once, twice = (plan(described(GPT2_MEDIUM, DISTRIBUTED, f"--ft-replicas {k}")) for k in (1, 2))
-    assert twice.sent_per_rank == 2 * once.sent_per_rank
-    assert (twice.survives, twice.copies) == (2, {3: 4, 4: 1})
+    for kind, segments in ("lean", {3: 4}), ("full", {3: 4, 4: 1}):  # the weights are another one
+        flags = f"{DISTRIBUTED} --ft-snapshot {kind}"
+        once, twice = (plan(described(GPT2_MEDIUM, flags, f"--ft-replicas {k}")) for k in (1, 2))
+        assert twice.sent_per_rank == 2 * once.sent_per_rank
+        assert (twice.survives, twice.copies) == (2, segments)
 
 
 def test_experts_without_data_parallel_peers_are_unique() -> None:
@@ -147,7 +152,9 @@ def test_plan_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert ftctl() == 0
     text = capsys.readouterr().out
     assert "any 1 lost node at once" in text
-    assert "66.54 MB of 776.3 MB (9%)" in text  # 12 / 64 of 14 bytes a parameter
+    assert "66.54 MB of 66.54 MB (100%)" in text  # 12 / 64 bytes a parameter
+    assert ftctl("--ft-snapshot", "full") == 0
+    assert "66.54 MB of 776.3 MB (9%)" in capsys.readouterr().out  # of 14 bytes a parameter
 
 
 def test_plan_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
