@@ -97,7 +97,8 @@ def of_running(described: RoleDescribed, hosts: Iterable[Host], as_json: bool) -
     whole = sum(s.nbytes for s in segments)
     print(f"\nstate {_size(whole)}, unique {_size(unique)}, sent per step {_size(sent)}")
     print(
-        f"a ready standby (--ft-ready-standbys) takes {_size(whole)} more, and gradients, as its worker does"
+        f"a ready standby (--ft-ready-standbys) takes {_size(whole)} more, gradients, and weights that "
+        "copies leave out, as its worker does"
     )
     print(f"memory suffices for the loss of any {figures['survives']} failure domain(s)")
     if figures["free_checkpointing_ratio"] is not None:
@@ -215,7 +216,10 @@ def _text(job: PlannedJob, found: Plan, figures: dict[str, Any]) -> str:
     say(f"received per step {what}, busiest node", _size(found.received_per_node))
     say("host memory: two snapshots per role", _size(found.snapshots_per_rank))
     say("host memory: per node, with two replica slots", _size(found.memory_per_node))
-    say("memory: each --ft-ready-standbys, beside gradients", f"{_size(found.nbytes)}, as a worker")
+    say(
+        "memory: each --ft-ready-standbys, as a worker",
+        f"{_size(found.nbytes)}, gradients, weights if left out",
+    )
     if "transfer_seconds" in figures:
         say("time to send", _seconds(figures["transfer_seconds"]))
     if "step_seconds" in figures:
