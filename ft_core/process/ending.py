@@ -18,6 +18,9 @@ _SHARED, _ROBUST = 1, 1
 _LOOK = 10.0
 """Seconds after which who waits for a lock looks whether it still should."""
 _PF_EXITING = 0x4
+_held: list[object] = []
+"""Memory of locks that threads of this process hold, which therefore stays mapped: it is linked with that of
+the thread's next one, and whatever came to its place would be written to."""
 
 
 def status(pid: int) -> int | None:
@@ -52,6 +55,7 @@ class Lock:
 
     def hold(self) -> None:
         """Until this thread ends, or executes another program."""
+        _held.append(self._memory)
         self._libc.pthread_mutex_lock(self._memory)
 
     def holder_ends(self, wanted: Callable[[], bool]) -> bool:

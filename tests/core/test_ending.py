@@ -201,3 +201,14 @@ def test_who_waits_for_a_lock_looks_whether_it_should(monkeypatch: pytest.Monkey
     thread.start()
     thread.join(60)
     assert found == [False]
+
+
+def test_memory_of_a_lock_that_is_held_stays() -> None:
+    """A thread's locks are linked: the next one would write to what came to the place of this one."""
+    code = (
+        "import gc; from ft_core.state.memory import ControlBlock\n"
+        "for _ in range(3): ControlBlock.create().life.hold(); gc.collect()\n"
+        "print(open('/proc/self/maps').read().count('ft-control'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "3\n"
