@@ -211,8 +211,8 @@ class FtJob(Processes):
     def __init__(self, directory: Path, layout: Layout) -> None:
         super().__init__(directory)
         self._job, self._layout = directory / "job", layout
-        flags = (f"--nnodes={layout.nodes}", f"--nproc-per-node={layout.per_node}", "--spares=1", "--respawn")
-        flags += (f"--ft-ready-standbys={layout.ready}",)
+        size = (f"--nnodes={layout.nodes}", f"--nproc-per-node={layout.per_node}")
+        flags = (*size, "--spares=1", "--respawn", f"--ft-ready-standbys={layout.ready}")
         self.start(
             [*ftrun(self._job, *flags), str(RECIPE), *layout.model, f"--train-iters={ENDLESS}", "--ft"]
         )
