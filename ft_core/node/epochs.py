@@ -35,6 +35,7 @@ from ft_core.node.events import (
     ToWorker,
     UsePlan,
     UseSettings,
+    WriteStacks,
 )
 from ft_core.node.ready import Ready
 from ft_core.node.said import OfRole, Said
@@ -226,7 +227,7 @@ class Epochs:
                     "node %s: role %d did not leave its step within %.0f s; its worker %d is replaced",
                     *(self.about.node, worker.role, self.settings.quiesce_timeout, worker.pid),
                 )
-                self.do(Kill(worker.number))
+                self.do(WriteStacks(worker.number, worker.role, end=True))
 
     def begin(self, plan: m.NodePlan) -> None:
         """Begin the epoch of `plan`: give roles to workers, bring their state here, let them go on."""

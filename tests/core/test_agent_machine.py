@@ -437,14 +437,17 @@ def test_a_node_reports_when_the_last_worker_is_quiet_or_gone():
     assert not node.said(m.HoldingsChanged)[0].roles[1].alive
 
 
-def test_who_does_not_leave_its_step_is_killed(training: Node):
+def test_who_does_not_leave_its_step_is_killed_once_it_is_known_where_it_is(training: Node):
     training.hear(m.Abort(2))
     training.handle(e.Tick(), training.settings.quiesce_timeout - 0.1)
-    assert not training.effects(e.Kill)
+    assert not training.effects(e.WriteStacks)
     training.handle(e.Tick(), 0.2)
-    assert training.effects(e.Kill) == [e.Kill(training.number())]
+    number = training.number()
+    assert training.effects(e.WriteStacks) == [e.WriteStacks(number, 0, end=True)]
+    training.handle(e.Examined(number, end=True))
+    assert training.effects(e.Kill) == [e.Kill(number)]
     training.handle(e.Tick(), 100)
-    assert not training.effects(e.Kill)
+    assert not training.effects(e.WriteStacks)
 
 
 def test_who_has_left_its_step_waits_for_the_plan_as_long_as_it_takes(training: Node):
