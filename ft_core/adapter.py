@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -68,6 +68,7 @@ class State(Protocol):
         """
 
 
+@runtime_checkable
 class Adapter(State, Protocol):
     """Framework side of snapshot and restore.
 

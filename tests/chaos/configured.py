@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ft_core.adapter import Redundancy, ReplicaGroup, State, StateTensor
+from ft_core.adapter import Adapter, Redundancy, ReplicaGroup, StateTensor
 from ft_core.errors import FtError
 from ft_core.worker import session
 
@@ -24,7 +24,7 @@ REST = 0.02
 """Seconds in every step, so that a test has time to do something to the job."""
 
 
-class Counter:
+class Counter(Adapter):
     """The adapter: one tensor, which nobody else has."""
 
     def __init__(self, role: int, world: int) -> None:
@@ -43,9 +43,6 @@ class Counter:
 
     def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
         self.count.copy_(tensors["count"])
-
-    def adopt(self, roles: Sequence[int]) -> Mapping[int, State]:
-        return {}
 
     def reset(self) -> None:
         pass

@@ -15,7 +15,7 @@ import torch
 from torch import distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from ft_core.adapter import Redundancy, ReplicaGroup, StateTensor
+from ft_core.adapter import Adapter, Redundancy, ReplicaGroup, StateTensor
 from ft_core.state import rng
 from ft_core.worker import session
 from ft_core.worker.session import Session
@@ -35,7 +35,7 @@ class Samples(Dataset[torch.Tensor]):
         return torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
 
 
-class Model:
+class Model(Adapter):
     """Weights and momentum, the same on all roles; the engine's adapter for them as well."""
 
     def __init__(self, rank: int, world: int) -> None:
@@ -61,9 +61,6 @@ class Model:
         self.momentum.copy_(tensors["momentum"])
         rng.restore(envelope["rng"])
         self.loss = envelope["loss"]
-
-    def adopt(self, roles: Any) -> dict[int, Any]:
-        return {}
 
     def reset(self) -> None:
         pass
