@@ -208,6 +208,7 @@ class Uplink:
     async def _listen(self, channel: Channel, leader: str) -> None:
         """To the controller, until that ends: raises as `AsyncChannel.recv`."""
         self._channel, follower = channel, self._looker.follower
+        channel.ends_first()
         follower.connected()
         self._handle(e.Connected(max(1, follower.term)))
         self._in_vain = bool(self._through)

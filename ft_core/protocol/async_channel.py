@@ -200,6 +200,10 @@ class AsyncChannel(Generic[T]):
             return lost(self.peer, error)
         return ConnectionResetError(f"{self.peer} closed the connection")
 
+    def ends_first(self) -> None:
+        """See `Connection.ends_first`."""
+        self._connection.ends_first()
+
     def say_no_more(self) -> None:
         """Once the peer has read all of it, it finds that this was the end."""
         if not self.closing:

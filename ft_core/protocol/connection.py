@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from ft_core.protocol.sockets import readable
 
+_LAST = 4096
+"""The number of a descriptor beyond those of an agent's memory files."""
 ROOM = 128 << 10
 """Bytes that wait here for whoever takes them, beyond what is waited for. The rest stays with the sender."""
 
@@ -35,6 +40,7 @@ class Connection(asyncio.Protocol):
         """Why no more will come."""
         self._lost = False
         self._writable = asyncio.Event()
+        self._last: socket.socket | None = None
 
     # -- what the loop says ------------------------------------------------------------------------
 
@@ -70,6 +76,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
+        if self._last is not None:
+            self._last.close()
         self._end = self._end or exc or EOFError("it was closed")
         self._tell()
         self._writable.set()
@@ -100,6 +108,13 @@ class Connection(asyncio.Protocol):
         """Whether all that has come so far was taken, but for a part of what is wanted."""
         sock = self.transport.get_extra_info("socket")
         return len(self.buffer) < self._wanted and not readable(sock.fileno())
+
+    def ends_first(self) -> None:
+        """Should this process be killed, the peer is to hear of that before its memory files are freed, 0.1 s a
+        GB or more. The kernel ends what it has open from the highest number down."""
+        sock = self.transport.get_extra_info("socket")
+        with contextlib.suppress(OSError):  # so many files it may not have
+            self._last = socket.socket(fileno=fcntl.fcntl(sock.fileno(), fcntl.F_DUPFD_CLOEXEC, _LAST))
 
     def take(self, count: int) -> bytearray:
         """The first `count` bytes of `buffer`, which has them."""
