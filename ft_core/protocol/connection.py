@@ -110,7 +110,7 @@ class Connection(asyncio.Protocol):
         return len(self.buffer) < self._wanted and not readable(sock.fileno())
 
     def ends_first(self) -> None:
-        """Should this process be killed, the peer is to hear of that before its memory files are freed, 0.1 s a
+        """Should this process be killed, the peer is to hear of it before its memory files are freed, 0.1 s a
         GB or more. The kernel ends what it has open from the highest number down."""
         sock = self.transport.get_extra_info("socket")
         with contextlib.suppress(OSError):  # so many files it may not have
