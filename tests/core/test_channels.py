@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import select
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -588,3 +592,38 @@ def test_empty_secret_is_refused() -> None:
     with pytest.raises(ValueError, match="secret"):
         Channel.accept(ours, b"", ANYTHING)
     theirs.close()
+
+
+_HOLDER = """
+import asyncio, os, socket, sys, time
+from ft_core.protocol.connection import Connection
+
+async def main():
+    loop = asyncio.get_running_loop()
+    _, connection = await loop.create_connection(Connection, *sys.argv[1].rsplit(":", 1))
+    memory = os.memfd_create("memory")
+    for _ in range(64):
+        os.write(memory, bytes(4 << 20))
+    os.dup2(int(sys.argv[2]), 300)
+    os.close(int(sys.argv[2]))
+    connection.ends_first()
+    os.kill(os.getpid(), 9)
+
+asyncio.run(main())
+"""
+
+
+def test_the_peer_of_one_that_is_killed_hears_of_it_before_its_memory_is_freed():
+    """The kernel closes its files from the last: a pipe, its memory files, its connection, were it not for
+    the connection's second number, beyond all others."""
+    pipe, other = os.pipe()
+    with listen("127.0.0.1") as listener:
+        command = [sys.executable, "-c", _HOLDER, address_of(listener), str(other)]
+        with subprocess.Popen(command, pass_fds=(other,)) as holder:
+            os.close(other)
+            accepted, _ = listener.accept()
+            with accepted:
+                assert accepted in select.select([accepted, pipe], [], [])[0]
+                assert accepted.recv(1) == b""
+    assert holder.returncode == -signal.SIGKILL
+    os.close(pipe)
