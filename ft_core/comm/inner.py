@@ -89,6 +89,13 @@ class Inner:
         """Members of the group."""
         return len(self.members)
 
+    def by_gloo(self, args: Any) -> bool:
+        """Whether gloo does an operation with these arguments."""
+        if not self.asynchronous:
+            return True
+        first = _tensor(args)
+        return first is not None and self._devices.get(first.device.type) == "gloo"
+
     def marker(self) -> Callable[[], bool]:
         """Says later whether the device has come to where the caller's stream is now."""
         event = torch.cuda.Event()
@@ -172,6 +179,14 @@ class Inner:
         """
         self.pg = None
         self._backends = {}
+
+
+def _tensor(args: Any) -> torch.Tensor | None:
+    """The first there is in the arguments of an operation."""
+    if isinstance(args, torch.Tensor):
+        return args
+    found = map(_tensor, args) if isinstance(args, (list, tuple)) else ()
+    return next((tensor for tensor in found if tensor is not None), None)
 
 
 class Opener:

@@ -30,7 +30,7 @@ from ft_core.comm.partial import Partial
 from ft_core.comm.startup import Fetch, Startup
 from ft_core.comm.startup_log import CountsByRole
 from ft_core.comm.watchdog import InFlight, Watchdog
-from ft_core.comm.works import AnySourceWork, FtWork, is_the_scripts, is_transport_error
+from ft_core.comm.works import ApartWork, FtWork, is_the_scripts, is_transport_error
 from ft_core.errors import EpochChanged, FtError
 from ft_core.protocol.groups import GroupId, Series, Tally
 from ft_core.protocol.messages import StartupEntry
@@ -44,6 +44,8 @@ CLOSE_TIMEOUT = 5.0
 """Seconds that destroying a group waits for its operations to end."""
 
 _POINT_TO_POINT = ("send", "recv")
+_PIECE = 64 << 10
+"""Bytes that go out at once."""
 
 
 class Communicators:
@@ -418,8 +420,13 @@ class Communicators:
             return None
         for record in records:
             self.flight.apart(record, True)
-        wrapper = AnySourceWork if method == "recv_anysource" else FtWork
-        return wrapper(self, inner, method, work, generation, after, records)
+        about = self, inner, method, work, generation, after, records
+        by_gloo = inner.by_gloo(args)
+        if method == "recv_anysource" or (by_gloo and kind in _POINT_TO_POINT and args[0][0].nbytes > _PIECE):
+            return ApartWork(*about)
+        found = FtWork(*about)
+        found.looks = by_gloo and kind not in _POINT_TO_POINT
+        return found
 
     def ends_when(
         self,

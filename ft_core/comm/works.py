@@ -38,6 +38,9 @@ def is_transport_error(error: Exception) -> bool:
 
 _ENGINE = Path(ft_core.__file__).parent
 
+_LOOK = timedelta(seconds=0.25)
+"""How often who waits for one of gloo's operations looks whether it will ever end."""
+
 
 def is_the_scripts(error: BaseException) -> bool:
     """Whether Python code that is not the engine's raised it: a signal's handler, a hook.
@@ -100,6 +103,8 @@ class FtWork(dist.Work):
         self._counted = True
         self._after = after
         self._records = records
+        self.looks = False
+        """Whether it is gloo's, and `wait` must not rely on being woken."""
 
     def _end(self, dropped: bool = False) -> None:
         if self._counted:
@@ -117,7 +122,7 @@ class FtWork(dist.Work):
         """
         self._comms.awaits(self._records)
         try:
-            done = self._work.wait(timeout) if timeout else self._work.wait()
+            done = self._work.wait(timeout) if timeout else self._wait()
             self._complete()
         except Exception as error:
             self._end()
@@ -126,6 +131,24 @@ class FtWork(dist.Work):
         if self._inner.asynchronous and self._inner.epoch < self._comms.aborted:
             raise EpochChanged(f"epoch {self._inner.epoch} ended during {self._method}")
         return bool(done)
+
+    def _wait(self) -> bool:
+        """When gloo closes a connection it tells who waits for operations that have not begun there, and not
+        who waits for one that is half sent or half received (`Pair::signalException`). Such a one does not
+        end before its time-out. It is left where it is: what it reads and writes nobody touches any more.
+        """
+        if not self.looks:
+            return self._work.wait()
+        over = False
+        while True:
+            try:
+                return self._work.wait(_LOOK)
+            except RuntimeError as error:
+                if self._work.is_completed() or is_the_scripts(error):
+                    raise
+                if over:
+                    raise EpochChanged(f"epoch {self._inner.epoch} ended during {self._method}") from error
+                over = self._inner.epoch < self._comms.aborted
 
     def _complete(self) -> None:
         after, self._after = self._after, None
@@ -196,8 +219,11 @@ class FtWork(dist.Work):
         self._work.block_current_stream()
 
 
-class AnySourceWork(FtWork):
-    """gloo never wakes a receive from any source, so a helper thread waits for it."""
+class ApartWork(FtWork):
+    """One that gloo may never wake, and that a look at it (`FtWork._wait`) would end: a helper thread waits.
+
+    A receive from any source, and a send or a receive of so much that it may be interrupted halfway.
+    """
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the result. Raises EpochChanged within milliseconds of an abort."""
@@ -212,7 +238,7 @@ class AnySourceWork(FtWork):
             self._comms.notify()
 
         self._comms.awaits(self._records)
-        thread = start("anysource", helper)
+        thread = start("apart", helper)
         self._comms.wait_for(lambda: bool(outcome), self._inner.epoch)
         self._end()
         if not outcome:

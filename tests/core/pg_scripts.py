@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -339,6 +340,33 @@ def endure(worker: Any, epochs: int) -> dict[str, Any]:
         except EpochChanged:
             worker.next_epoch()
             start = time.monotonic()
+
+
+def half_sent(worker: Any, how: str) -> dict[str, Any]:
+    """Role 1 is stopped, and then killed, when it has received a part of what role 0 sends."""
+    dist.init_process_group("gloo")
+    worker.begin_training()
+    much, log = torch.ones(16 << 20), []
+    while True:
+        try:
+            pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+            dist.all_gather(pids, torch.tensor([os.getpid()]))
+            log.append(worker.epoch)
+            if worker.epoch > 1:
+                return {"log": log}
+            if worker.role == 1:
+                work = dist.irecv(much, 0) if how == "send" else dist.broadcast(much, 0, async_op=True)
+                time.sleep(0.2)  # it has said so
+                os.kill(os.getpid(), signal.SIGSTOP)
+                work.wait()
+            stat = Path(f"/proc/{pids[1].item()}/stat")
+            while stat.read_text().split()[2] != "T":
+                time.sleep(0.01)
+            worker.tell("blocked")
+            dist.send(much, 1) if how == "send" else dist.broadcast(much, 0)
+            raise AssertionError("it was sent")
+        except EpochChanged:
+            worker.next_epoch()
 
 
 def fail_alone(worker: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -101,6 +102,17 @@ def test_survivors_go_on_with_a_newcomer(blocked_in: str) -> None:
     assert results[1]["log"] == [(e, v) for e in (1, 2) for v in expected[:2]] + [(3, v) for v in expected]
     assert [v for e, v in results[0]["log"]] == expected
     assert all(r["failures"] <= 2 for r in results)
+
+
+@pytest.mark.parametrize("how", ["send", "broadcast"])
+def test_a_peer_that_is_lost_in_the_middle_of_a_message(how: str) -> None:
+    """gloo tells nobody who waits for an operation that is half sent: see `FtWork`."""
+    with GroupJob(2, "half_sent", how) as job:
+        job.wait("blocked", [0])
+        time.sleep(0.3)  # until no more can be sent
+        job.kill(1)
+        job.next_epoch([1])
+        assert [result["log"] for result in job.results()] == [[1, 2], [2]]
 
 
 def test_a_failure_that_no_epoch_follows_is_raised() -> None:
