@@ -9,6 +9,9 @@ counts is how long the others stall beyond one step. Beside it, at which rates a
 verified and loaded, and those of a bare copy of as many bytes and a bare TCP stream, on this machine at that
 time. `--ready 1`: standbys have started the roles of their nodes ahead of need.
 
+With `--script pretrain` (megatron.training, so Python 3.12), `zero1` or `zero3` it is Megatron-LM's
+own loop or DeepSpeed that is killed, without a baseline.
+
 torchrun: `benchmarks/restart_baseline.py` with a checkpoint in memory after every step, from SIGKILL until
 every rank has finished the step that was killed. For a node, a third torchrun agent waits, as the spare does.
 Jobs of both kinds take turns, so noise hits both alike.
@@ -41,6 +44,30 @@ SIZE = "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 12
 LAYOUT = "--pipeline-model-parallel-size 2 --use-distributed-optimizer --global-batch-size 16 --mock-data"
 MODEL = (*SIZE.split(), *LAYOUT.split())
 ENDLESS = 20_000
+ON_CPU = (
+    "--transformer-impl local --attention-backend unfused --distributed-backend gloo "
+    "--use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
+    "--no-bias-dropout-fusion --no-persist-layer-norm"
+)
+LOOP = (
+    "--max-position-embeddings 128 --tokenizer-type NullTokenizer --vocab-size 63 "
+    "--make-vocab-size-divisible-by 8 --lr 1e-3 --eval-interval 100000 --eval-iters 0"
+)
+DEEPSPEED = ROOT / "recipes" / "deepspeed"
+SCRIPTS: dict[str, tuple[str, ...]] = {
+    "core": (str(RECIPE), *MODEL, "--ft"),
+    "pretrain": (
+        str(RECIPE.with_name("pretrain_gpt.py")),
+        *(*ON_CPU.split(), *LOOP.split(), *MODEL, "--ft"),
+    ),
+    **{
+        f"zero{stage}": (
+            str(DEEPSPEED / "pretrain_clm.py"),
+            *("--deepspeed_config", str(DEEPSPEED / f"ds_zero{stage}.json"), "--mock-data"),
+        )
+        for stage in (1, 3)
+    },
+}
 KINDS = {
     "node": "node (agent and workers), spare takes over",
     "agent": "agent only, spare takes over",
@@ -65,6 +92,7 @@ def main() -> None:
     )
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--state", default="", help="bytes of state a role, such as 100MB,1GB: see above")
+    p.add_argument("--script", choices=list(SCRIPTS), default="core", help="what is trained: see above")
     p.add_argument("--ready", default="0", help="--ft-ready-standbys of the jobs")
     p.add_argument("--bf16", action="store_true", help="with --state: train in bfloat16")
     args = p.parse_args()
@@ -72,9 +100,12 @@ def main() -> None:
     if args.state:
         by_state(args)
         return
-    found = rounds_of(args, Layout(ready=args.ready), _list(args.kinds), _list(args.torchrun))
+    layout = Layout(script=SCRIPTS[args.script], ready=args.ready)
+    alone = args.script != "core"
+    found = rounds_of(args, layout, _list(args.kinds), [] if alone else _list(args.torchrun))
     result = _spreads(found)
-    finish("recovery", args, {"seconds_after_sigkill": result, "runs": found}, report(result))
+    name = "recovery" + f"_{args.script}" * alone
+    finish(name, args, {"seconds_after_sigkill": result, "runs": found}, report(result))
 
 
 def rounds_of(args: Any, layout: Layout, kinds: list[str], torchrun: list[str]) -> Found:
@@ -103,7 +134,8 @@ def by_state(args: Any) -> None:
         nbytes = _bytes(size)
         bare = {"copy_gb_s": bandwidth.copy(nbytes), "tcp_gb_s": bandwidth.tcp(nbytes)}
         kinds = [kind for kind in _list(args.kinds) if kind != "agent"]
-        layout = Layout(NODES, 1, model_of(nbytes, args.bf16), args.ready)
+        model = model_of(nbytes, args.bf16)
+        layout = Layout(NODES, 1, model, (str(RECIPE), *model, "--ft"), args.ready)
         found = rounds_of(args, layout, kinds, _list(args.torchrun))
         for runs in found.values():
             for run in runs:
@@ -155,6 +187,8 @@ class Layout:
     nodes: int = NODES
     per_node: int = 2
     model: tuple[str, ...] = MODEL
+    """Flags of the baseline."""
+    script: tuple[str, ...] = SCRIPTS["core"]
     ready: str = "0"
 
     @property
@@ -213,9 +247,7 @@ class FtJob(Processes):
         self._job, self._layout = directory / "job", layout
         size = (f"--nnodes={layout.nodes}", f"--nproc-per-node={layout.per_node}")
         flags = (*size, "--spares=1", "--respawn", f"--ft-ready-standbys={layout.ready}")
-        self.start(
-            [*ftrun(self._job, *flags), str(RECIPE), *layout.model, f"--train-iters={ENDLESS}", "--ft"]
-        )
+        self.start([*ftrun(self._job, *flags), *layout.script, f"--train-iters={ENDLESS}"])
 
     def _ready(self) -> WholeStatus | None:
         """The job's status, once it trains and a spare stands by."""
