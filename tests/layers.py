@@ -79,6 +79,7 @@ MORE = {
     "test_deepspeed_versions.py": "other versions",
     "test_metrics.py": "drills, seen by a real Prometheus",
     "test_pretrain_errors.py": "an exception in the script",
+    "test_pretrain_ready.py": "standbys start roles ahead of need",
     "test_pretrain_features.py": "what Megatron-LM does beside training",
     "test_random.py": "drills, at other moments",
     "test_variants.py": "drills, in other layouts",

@@ -1,7 +1,7 @@
 """The recipe, telling what each snapshot consists of. At the end it waits for `go` in the job directory.
 
-Prints, for each role, `state ROLE BYTES COUNTERS`: what Megatron's optimizers on this rank keep apart from
-the model's own parameters, in tensors with dimensions and in scalars; and, for each snapshot,
+Prints, for each role, `state ROLE BYTES COUNTERS`: what Megatron's optimizers on this rank have, main
+parameters and their state, in tensors with dimensions and in scalars; and, for each snapshot,
 `snapshot ROLE [[holders, bytes, items, envelope], ...]`.
 """
 
@@ -50,14 +50,12 @@ class Trainer(recipe.Trainer):
     def train(self) -> str:
         """As the recipe's."""
         digest: str = super().train()
-        own = {p.untyped_storage().data_ptr() for chunk in self.model for p in chunk.parameters()}
         state = counters = 0
         for wrapper in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
             for group in wrapper.optimizer.param_groups:
                 for main in group["params"]:
                     kept = [v for v in wrapper.optimizer.state[main].values() if isinstance(v, torch.Tensor)]
-                    if main.untyped_storage().data_ptr() not in own:
-                        kept.append(main)
+                    kept.append(main)
                     for tensor in kept:
                         size = tensor.numel() * tensor.element_size()
                         state += size if tensor.dim() else 0

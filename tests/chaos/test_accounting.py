@@ -66,8 +66,7 @@ def test_bytes_between_hosts(layout: Layout, nproc: int, tmp_path):
         gaps = nbytes - envelope - sum(state[role])
         assert 0 <= gaps < ALIGN * items
     if layout.distributed:
-        # 12 bytes a parameter over all roles; 8 where the parameters themselves are fp32.
-        assert sum(b for b, _ in state.values()) == _parameters(layout) * (12 if layout.bf16 else 8)
+        assert sum(b for b, _ in state.values()) == 12 * _parameters(layout)
 
 
 def _snapshots(logs: str) -> dict[int, list]:
