@@ -35,6 +35,8 @@ _GIVE_BACK = 1 / 8
 """Of all memory: with less than that free, what is ready goes to those who need it now."""
 _PAUSE = 1.0
 """Seconds between two looks at the room, and for how large buffers are."""
+_SETTLES = 5.0
+"""Seconds of a new epoch before it is begun with: until its roles train, others need the bandwidth more."""
 _ASK_AGAIN, _SELDOM = 4, 64
 """Pauses after which nodes are asked again: state grows, with the optimizer's first step at the latest. While
 it does not, they are asked half as often each time, until it is the second number."""
@@ -125,10 +127,13 @@ class ReadyMemory:
     async def serve(self) -> None:
         """Until it is cancelled. All that takes time is done in a thread."""
         try:
+            seen: NodePlan | None = None
             while True:
-                if self._plan is not None:
-                    await asyncio.to_thread(self.look, self._plan)
-                await asyncio.sleep(_PAUSE)
+                if (plan := self._plan) is not None and plan is seen:
+                    await asyncio.to_thread(self.look, plan)
+                pause = _PAUSE if plan is seen else _SETTLES
+                seen = plan
+                await asyncio.sleep(pause)
         finally:
             self._over = True
 

@@ -238,6 +238,7 @@ def test_nothing_is_touched_in_the_event_loop(monkeypatch: pytest.MonkeyPatch):
         await asyncio.gather(serving, return_exceptions=True)
 
     monkeypatch.setattr(ready_memory, "touch", touched)
+    monkeypatch.setattr(ready_memory, "_SETTLES", 0.01)
     with two() as t:
         fill(t.peer)
         asyncio.run(test(t))
@@ -270,7 +271,9 @@ def test_a_cgroups_limit_counts(tmp_path: Path):
     assert room(tmp_path) == Room(400 << 10, 500 << 10)
 
 
-def test_a_spare_takes_roles_over_into_memory_that_was_ready(tmp_path: Path):
+def test_a_spare_takes_roles_over_into_memory_that_was_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ready_memory, "_SETTLES", 0.01)
+
     async def test(fleet: Fleet) -> None:
         node, spare = (RealAgent(fleet.settings, fleet.job_dir, f"agent{rank}", rank) for rank in (0, -1))
         node.serve()
