@@ -27,7 +27,7 @@ class Work:
     def __init__(self) -> None:
         self.done = threading.Event()
 
-    def wait(self) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         return True
 
     def is_completed(self) -> bool:
