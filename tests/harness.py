@@ -134,6 +134,12 @@ def environment() -> dict[str, str]:
     }
 
 
+def plain_environment() -> dict[str, str]:
+    """For scripts that `torchrun` starts, without a plugin."""
+    variables = environment()
+    return variables | {"PYTHONPATH": f"{ROOT / 'tests' / 'plain'}:{variables['PYTHONPATH']}"}
+
+
 def settings_of(*command: str) -> Settings:
     """What `ftrun` makes of its command line."""
     return flags.settings_of(flags.parser().parse_args(command))
@@ -175,7 +181,7 @@ def torchrun(training: Training, script: Path, iterations: int, *flags: str) -> 
         # A file each: in a pipe that they share, ranks write into each other's lines.
         command += [f"--nproc-per-node={training.world}", "--redirects=3", f"--log-dir={logs}"]
         command += [str(script), *training.arguments(iterations, protected=False), *flags]
-        env = environment() | training.environment()
+        env = plain_environment() | training.environment()
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=110)
         output, errors = (
             "".join(path.read_text() for path in sorted(Path(logs).rglob(f"{name}.log")))

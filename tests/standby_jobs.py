@@ -37,7 +37,8 @@ def lose_workers(job: Job, world: int) -> int:
     assert kill(job, 0) == ready[0], "through an epoch in which it was not needed"
     assert "a standby had started it ahead of need" in job.ctl("timeline")
     epoch = job.wait_for("resumed")[-1]["epoch"]
-    victim = standby(job, last, but=ready[last])  # which plays the role now: a late heartbeat may not say so yet
+    # Its first one plays the role now; a heartbeat that is late does not say so yet.
+    victim = standby(job, last, but=ready[last])
     os.kill(victim, signal.SIGKILL)
     again = standby(job, last, but=victim)
     assert job.wait_for("resumed")[-1]["epoch"] == epoch, f"one that is lost matters: {job.events()}"

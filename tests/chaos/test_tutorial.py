@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import ROOT, Result, check_clean, check_survivors, environment
+from harness import ROOT, Result, check_clean, check_survivors, environment, plain_environment
 
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 FILES = dict(re.findall(r'^```python title="(.+?)"\n(.*?)^```$', PAGE, re.M | re.S))
@@ -22,12 +22,12 @@ ftrun() {{ {sys.executable} -m ft_core.cli.launch "$@"; }}
 """
 
 
-def run(command: str, directory: Path) -> str:
+def run(command: str, directory: Path, variables: dict[str, str]) -> str:
     """What a command of the page prints, in the directory with its files."""
     process = subprocess.Popen(
         ["bash", "-c", COMMANDS + command],
         cwd=directory,
-        env={name: value for name, value in environment().items() if name != "PYTHONUNBUFFERED"},
+        env={name: value for name, value in variables.items() if name != "PYTHONUNBUFFERED"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -57,12 +57,12 @@ def test_tutorial(tmp_path: Path) -> None:
     assert sorted(FILES) == ["loop_adapter.py", "plain.py", "train.py"]
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
-    plain = run(PLAIN, tmp_path)
+    plain = run(PLAIN, tmp_path, plain_environment())
     assert sorted(losses(plain)) == list(range(1, 31))
     (zero, digest), (one, same) = sorted(digests(plain))
     assert (zero, one) == ("0", "1") and digest == same
 
-    protected = run(PROTECTED, tmp_path)
+    protected = run(PROTECTED, tmp_path, environment())
     assert losses(protected) == losses(plain)
     assert digests(protected) == digests(plain)
 
@@ -72,6 +72,6 @@ def test_tutorial(tmp_path: Path) -> None:
     assert [e["roles"] for e in result.of("detected")] == [[1], [0]]
     check_survivors(result, 2)
     check_clean(result)
-    shown = run(EVENTS, tmp_path)
+    shown = run(EVENTS, tmp_path, environment())
     for number in (2, 3):
         assert f'"event": "resumed", "epoch": {number}' in shown

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import RECIPE, ROOT, Layout, check_finite, environment, forks, read_digest
+from harness import RECIPE, ROOT, Layout, check_finite, forks, plain_environment, read_digest
 
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
@@ -23,7 +23,11 @@ SHARED_BATCH = ["--global-batch-size=4", "--attention-dropout=0", "--hidden-drop
 
 def python(*args: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *map(str, args)], env=environment(), capture_output=True, text=True, timeout=100
+        [sys.executable, *map(str, args)],
+        env=plain_environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
 
 
