@@ -258,7 +258,9 @@ class FtJob(Processes):
         steps = [row.step or 0 for row in status.roles]
         resumed = [e["version"] for e in read_events(self._job) if e["event"] == "resumed"][-1]
         training = len(steps) == self._layout.world and min(steps) > resumed + 5
-        started = self._layout.ready == "0" or all(row.ready for row in status.roles)
+        roles = {row.role for row in status.roles}
+        guarded = {role for spare in status.spares for role in spare.guarding}
+        started = self._layout.ready == "0" or (all(row.ready for row in status.roles) and guarded >= roles)
         return status if status.phase == "running" and spare and training and started else None
 
     def failure(self, kind: str, role: int, rng: random.Random) -> dict[str, float]:

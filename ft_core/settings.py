@@ -165,6 +165,11 @@ class Settings:
         return max(self.heartbeat, min(self.size[0] / WORDS, self.silence_limit / 8))
 
     @property
+    def guarded(self) -> bool:
+        """Whether spares are to take over at once from nodes that they guard: see `state.placement`."""
+        return bool(self.ready_standbys)
+
+    @property
     def first_nodes(self) -> int:
         """How many nodes the job starts with, spares not included."""
         return self.min_nodes or self.nnodes

@@ -79,7 +79,8 @@ def _role(row: RoleStatus) -> str:
 
 
 def _spare(spare: SpareStatus) -> str:
-    return f"spare {spare.node}  agent {spare.agent_pid}  idle workers {spare.idle}"
+    ready = f"  ready for roles {', '.join(map(str, spare.guarding))}" if spare.guarding else ""
+    return f"spare {spare.node}  agent {spare.agent_pid}  idle workers {spare.idle}{ready}"
 
 
 def summary(status: JobStatus) -> str:

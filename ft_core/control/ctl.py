@@ -234,7 +234,7 @@ def spares(facts: Facts) -> Iterator[SpareStatus]:
     """The nodes without a role."""
     for node in list(facts.nodes.values()):
         if node.name not in facts.hosts:
-            yield SpareStatus(node=node.name, agent_pid=node.hello.pid, idle=node.idle)
+            yield SpareStatus(node.name, node.hello.pid, node.idle, list(node.guarding))
 
 
 def status(facts: Facts, phase: Phase, finished: set[int], pid: int, now: float) -> JobStatus:

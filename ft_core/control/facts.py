@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -56,6 +56,8 @@ class Node:
     """What was said before it could be understood."""
     beats: Mapping[int, RoleBeat] = field(default_factory=dict)
     replicas: Mapping[str, list[int]] = field(default_factory=dict)
+    guarding: Sequence[int] = ()
+    """Roles of other nodes that it has started ahead of need."""
     planned: float = float("-inf")
     """When a plan was sent over this connection last."""
     hosts: list[Host] = field(default_factory=list)
@@ -85,6 +87,7 @@ class Node:
     def beat(self, beat: Heartbeat) -> None:
         """It has said how far its roles are."""
         self.idle, self.begun, self.beats, self.replicas = beat.idle, beat.begun, beat.roles, beat.replicas
+        self.guarding = beat.guarding
 
 
 @dataclass

@@ -10,6 +10,7 @@ from enum import Enum, auto
 
 from ft_core.protocol.messages import (
     Counts,
+    Epoch,
     Fault,
     Redundancy,
     ReplicaGroup,
@@ -77,6 +78,8 @@ class Worker:
     """The role that it starts up ahead of need, or has started so; -1: none."""
     began_with: WorkerPlan | None = None
     """What it was told then."""
+    records: tuple[Epoch, Counts] | None = None
+    """What that role's worker, on another node, had on record, and in which epoch; None where it is here."""
     needed: bool = False
     """Whether the worker of that role has died since: it is to take its place."""
 

@@ -28,6 +28,7 @@ from ft_core.node.events import (
     Effect,
     KeepOnly,
     Kill,
+    RecordsFound,
     Replicated,
     Report,
     ShowRest,
@@ -137,7 +138,8 @@ class Epochs:
         """That this node lives, and how far its roles are."""
         begun = self.plan.id if self.plan else ""
         beats, replicas = holdings.beats(self.crew, self._view), self._view.replicas()
-        return m.Heartbeat(self.epoch, begun, beats, self.idle, replicas, self._view.xids())
+        seen = self.epoch, begun, beats, self.idle, replicas, self._view.xids()
+        return m.Heartbeat(*seen, guarding=self.ready.guarding)
 
     @property
     def idle(self) -> int:
@@ -342,6 +344,11 @@ class Epochs:
         now = None if plan is None else msgspec.structs.replace(plan.worker, parts=self.parts)
         master = plan.master if plan is not None else ""
         self.do(*self.ready.begins(worker, now and self._with_settings(now), master, self.settings))
+
+    def records_found(self, found: RecordsFound) -> None:
+        """What the worker of a role elsewhere has on record, which this node guards."""
+        plan = self.plan if self.epoch == self.begun else None
+        self.do(*self.ready.records_found(found, plan, self.now))
 
     # -- state -------------------------------------------------------------------------------------
 

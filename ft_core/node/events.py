@@ -180,10 +180,20 @@ class LauncherGone:
     """`ftrun`, which has started this process, is no more."""
 
 
+@dataclass(frozen=True)
+class RecordsFound:
+    """Answers `AskRecords`; `failed`: why not."""
+
+    role: int
+    epoch: int
+    counts: m.Counts
+    failed: str = ""
+
+
 Event = (
     Begin | Connected | NotConnected | FromController | Forked | WorkerReady | FromWorker | WorkerEnded
     | WorkerGone | Signalled | Replicated | Brought | DurableDone | DurableListed | FlightRead | Probed
-    | Examined | PeerAsks | Tick | Terminate | LauncherGone
+    | Examined | PeerAsks | RecordsFound | Tick | Terminate | LauncherGone
 )  # fmt: skip
 
 
@@ -396,6 +406,15 @@ class AnswerPeer:
 
 
 @dataclass(frozen=True)
+class AskRecords:
+    """Ask the agent at this address what the worker of a role there has on record: `RecordsFound`."""
+
+    role: int
+    epoch: int
+    address: str
+
+
+@dataclass(frozen=True)
 class KillNode:
     """SIGKILL to all that this node has started, and to itself."""
 
@@ -415,5 +434,6 @@ class End:
 Effect = (
     ToController | Report | ToWorker | Start | Kill | Signal | ShowRest | SetApart | Commit | BeginEpoch
     | UsePlan | UseSettings | DropAfter | KeepOnly | Reserve | Strike | Replicate | Bring | WriteDurable
-    | LookForDurable | ReadFlight | WriteStacks | Probe | AskPeer | AnswerPeer | KillNode | BecomeSpare | End
+    | LookForDurable | ReadFlight | WriteStacks | Probe | AskPeer | AnswerPeer | AskRecords | KillNode
+    | BecomeSpare | End
 )  # fmt: skip

@@ -1,25 +1,39 @@
-"""Brings a role's state to the node that is to play it: from other agents' memory, or from storage."""
+"""Brings a role's state to the node that is to play it: from other agents' memory, from copies that this one
+keeps, or from storage."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from xxhash import xxh3_64_intdigest
+
 from ft_core.errors import CorruptSnapshot, TransportError
 from ft_core.net.transport import TcpTransport
+from ft_core.net.transport_server import chunk
 from ft_core.protocol.messages import NodePlan
 from ft_core.protocol.transfers import DescribeSegment, SegmentFound, StrikeCopy
 from ft_core.settings import Settings
-from ft_core.state import durable
+from ft_core.state import durable, threads
 from ft_core.state.manifest import Segment
-from ft_core.state.memory import SnapshotBuffer
-from ft_core.state.store import RoleMemory
+from ft_core.state.memory import SnapshotBuffer, copy_bytes
+from ft_core.state.store import Found, NodeStore, RoleMemory
 
+_RUN = 8
+"""Chunks that a thread copies one after the other."""
 _ASK_DEADLINE = 10.0
 _FETCH_DEADLINE = 600.0
 
 
 def bring(
-    role: int, plan: NodePlan, memory: RoleMemory, transport: TcpTransport, settings: Settings
+    role: int,
+    plan: NodePlan,
+    memory: RoleMemory,
+    store: NodeStore,
+    transport: TcpTransport,
+    settings: Settings,
 ) -> tuple[int, SnapshotBuffer]:
-    """Have version `plan.worker.version` of `role` in a buffer of `memory`, every chunk verified.
+    """Have version `plan.worker.version` of `role` in a buffer of `memory`, every chunk verified. `store`: all
+    that is held here.
 
     Runs in a thread. Raises FtError when no holder could give a good copy.
     """
@@ -32,14 +46,25 @@ def bring(
         buffer.version = version
         return slot, buffer
     sources = plan.sources[role]
-    found = [_describe(name, version, nodes, plan, transport) for name, nodes in sources.items()]
+    here = {
+        name: copy
+        for name, nodes in sources.items()
+        if any(node in plan.nodes and plan.nodes[node].data == transport.address for node in nodes)
+        if (copy := store.find(name, version)) is not None
+    }
+    found = [
+        (here[name][0], nodes) if name in here else _describe(name, version, nodes, plan, transport)
+        for name, nodes in sources.items()
+    ]
     found.sort(key=lambda pair: pair[0].holders)
     buffer = memory.allocate(slot, [segment for segment, _ in found])
     for index, (segment, nodes) in enumerate(found):
-        checksums = _fetch(segment, version, nodes, plan, transport, buffer.data(index))
+        checksums = _copied(here[segment.id], buffer.data(index)) if segment.id in here else None
+        if checksums is None:
+            checksums = _fetch(segment, version, nodes, plan, transport, buffer.data(index))
         table = buffer.checksums(index)
-        for chunk, value in enumerate(checksums):
-            table[chunk] = value
+        for number, value in enumerate(checksums):
+            table[number] = value
     buffer.version = version
     return slot, buffer
 
@@ -59,6 +84,23 @@ def _describe(
         except (TransportError, KeyError) as error:
             reasons.append(f"{node}: {error}")
     raise TransportError(f"no holder gave segment {name}: {'; '.join(reasons)}")
+
+
+def _copied(copy: Found, into: memoryview) -> Sequence[int] | None:
+    """Copy a segment that is held here. Its checksums, or None if it does not match them: then it is found
+    corrupt once more, and struck off, by who fetches it."""
+    segment, data, checksums = copy
+    bad = []
+
+    def move(number: int) -> None:
+        for index in range(number * _RUN, min((number + 1) * _RUN, segment.chunks)):
+            part = chunk(into, index)
+            copy_bytes(part, chunk(data, index))
+            if xxh3_64_intdigest(part) != checksums[index]:  # while it is in the cache
+                bad.append(index)
+
+    threads.each(-(-segment.chunks // _RUN), move)
+    return None if bad else checksums
 
 
 def _fetch(

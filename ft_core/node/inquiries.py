@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 from ft_core.errors import FtError
 from ft_core.net.transport import TcpTransport
-from ft_core.node.events import AskPeer, PeerAsks
+from ft_core.node.events import AskPeer, AskRecords, PeerAsks, RecordsFound
 from ft_core.protocol import messages as m
 from ft_core.protocol import transfers as t
 from ft_core.state.store import NodeStore
@@ -107,3 +107,14 @@ def relay(asked: AskPeer, transport: TcpTransport) -> m.EntriesBrought | m.Progr
             return m.ProgressBrought(question.id, version, counts, envelope)
         case _:
             return m.Refused(question.id, f"the agent of role {question.holder} answered {found}")
+
+
+def records_of(asked: AskRecords, transport: TcpTransport) -> RecordsFound:
+    """What the worker of a role elsewhere has on record, as its agent says. Waits for it."""
+    try:
+        found = transport.request(asked.address, t.FetchProgress(asked.role), _DEADLINE)
+    except FtError as error:
+        return RecordsFound(asked.role, asked.epoch, {}, str(error))
+    if not isinstance(found, t.ProgressFound):
+        return RecordsFound(asked.role, asked.epoch, {}, f"its agent answered {found}")
+    return RecordsFound(asked.role, asked.epoch, found.counts)

@@ -48,6 +48,7 @@ from ft_core.node.events import (
     Probe,
     Probed,
     ReadFlight,
+    RecordsFound,
     Replicated,
     Reserve,
     Signalled,
@@ -183,6 +184,8 @@ class Agent:
                     self.epochs.do(Kill(number))
             case PeerAsks():
                 self._ask_worker(event)
+            case RecordsFound():
+                self.epochs.records_found(event)
             case Tick():
                 self._tick()
             case Terminate():

@@ -1,4 +1,5 @@
-"""Standbys that start a role of their node ahead of need: which, when, and for which epoch they are of use.
+"""Standbys that start a role ahead of need: which, when, and for which epoch they are of use. On a node that
+trains they start its own roles, on a spare those of the nodes that it guards (`state.placement`).
 
 Such a worker runs the script as a newcomer would, from what the role's worker has on record, to where it
 waits for its state (`Session.begin`). It takes no part in any epoch, and nobody waits for it. When the
@@ -10,24 +11,26 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from ft_core.node.about import About
 from ft_core.node.crew import Crew, Doing, Worker
-from ft_core.node.events import Effect, Kill, SetApart, Start, ToWorker
+from ft_core.node.events import AskRecords, Effect, Kill, RecordsFound, SetApart, Start, ToWorker
 from ft_core.node.view import View
 from ft_core.protocol import messages as m
 from ft_core.protocol.groups import Ended, Series, Steps, parse, series_of
 from ft_core.settings import AUTO, Settings
+from ft_core.state.placement import Places, spares_of
 
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 2
 """To start a role ahead of need, in a row, before it is left."""
 PAUSE = 5.0
-"""Seconds from the end of one to the next."""
+"""Seconds from the end of one to the next, and from the begin of an epoch to the first one on a spare, which
+does not see when those whom it guards train again."""
 
 
 class Ready:
@@ -38,6 +41,12 @@ class Ready:
         self._failed: Counter[int] = Counter()
         """By role, starts in a row that have."""
         self._not_before = -math.inf
+        self._plan: m.NodePlan | None = None
+        """That the next one is of."""
+        self._guarded: list[list[int]] = []
+        """Roles of each node that this one guards."""
+        self._asking = False
+        """Whether an agent is asked what a worker of its has on record."""
 
     # -- before need -------------------------------------------------------------------------------
 
@@ -51,6 +60,8 @@ class Ready:
             return []
         if any(not worker.is_ready for worker in ahead) or not self._crew.idle():
             return []
+        if not playing:
+            return self._guard(plan, settings, ahead, now)
         known = {worker.meant_for for worker in ahead}
         roles = (worker.role for worker in playing if worker.role not in known)
         role = next((role for role in roles if self._failed[role] < ATTEMPTS), None)
@@ -63,25 +74,82 @@ class Ready:
     def _most(self, plan: m.NodePlan, settings: Settings, playing: Collection[Worker], there: int) -> int:
         if settings.ready_standbys != AUTO:
             return settings.ready_standbys
+        return there + self._room(plan, playing)
+
+    def _room(self, plan: m.NodePlan, like: Collection[Worker]) -> int:
         host = self._about.data.rpartition(":")[0]
         agents = sum(each.data.rpartition(":")[0] == host for each in plan.nodes.values())
-        return there + self._view.room([worker.number for worker in playing], agents)
+        return self._view.room([worker.number for worker in like], agents)
+
+    def _guard(
+        self, plan: m.NodePlan, settings: Settings, ahead: Sequence[Worker], now: float
+    ) -> list[Effect]:
+        """On a spare: have the next role started of those that it guards, once its worker's agent has said
+        what that has on record."""
+        self._look(plan, now)
+        auto = settings.ready_standbys == AUTO
+        most = None if auto else settings.ready_standbys
+        wanted = [role for roles in self._guarded for role in roles[:most]]
+        if over := [worker for worker in ahead if worker.meant_for not in wanted]:
+            return [effect for worker in over for effect in self.end(worker)]
+        known = {worker.meant_for for worker in ahead}
+        role = next((r for r in wanted if r not in known and self._failed[r] < ATTEMPTS), None)
+        if role is None or self._asking or now < self._not_before or (auto and not self._room(plan, ahead)):
+            return []
+        if (where := plan.nodes.get(plan.roles[role])) is None:
+            return []
+        self._asking = True
+        return [AskRecords(role, plan.epoch, where.data)]
+
+    def _look(self, plan: m.NodePlan, now: float) -> None:
+        """Which roles this node guards in the plan."""
+        if plan is self._plan:
+            return
+        if self._plan is None or plan.epoch != self._plan.epoch:
+            self._not_before = max(self._not_before, now + PAUSE)
+        self._plan = plan
+        places = Places(plan.roles, {}, spares_of(plan.nodes, plan.roles), guarded=True)
+        wards: dict[str, list[int]] = {node: [] for node in places.wards(self._about.node)}
+        for role, node in plan.roles.items() if wards else ():
+            if node in wards:
+                wards[node].append(role)
+        self._guarded = list(wards.values())
+
+    def records_found(self, found: RecordsFound, plan: m.NodePlan | None, now: float) -> list[Effect]:
+        """`plan`: of the epoch that is under way; None between two."""
+        self._asking = False
+        if found.failed:
+            self._not_before = now + PAUSE
+            log.debug(
+                "node %s: role %d is not started ahead yet: %s", self._about.node, found.role, found.failed
+            )
+        if found.failed or plan is None or plan.epoch != found.epoch or self._crew.playing():
+            return []
+        worker = self._crew.add(-1)
+        worker.meant_for, worker.records = found.role, (found.epoch, found.counts)
+        return [Start(worker.number, -1)]
 
     def begins(
         self, worker: Worker, plan: m.WorkerPlan | None, master: str, settings: Settings
     ) -> list[Effect]:
         """It has connected. `plan`: of the epoch that is under way; None between two."""
-        player = self._crew.of_role(worker.meant_for)
-        if plan is None or player is None or player.stage != "training":
+        player, role = self._crew.of_role(worker.meant_for), worker.meant_for
+        counts: m.Counts | None = None
+        if worker.records is not None:
+            epoch, counts = worker.records
+            counts = counts if plan is not None and plan.epoch == epoch else None
+            device = role % settings.nproc_per_node
+        elif player is not None and player.stage == "training":
+            counts, device = player.counts, player.device
+        if plan is None or counts is None:
             return self.end(worker)
-        role = worker.role = worker.meant_for
-        worker.doing, worker.device = Doing.AHEAD, player.device
+        worker.role, worker.doing, worker.device = role, Doing.AHEAD, device
         worker.began_with = replace(
             plan,
             store="",
             origin="memory",
             standing_in=m.Counterparts(((0, str(role)),)),
-            completed={name: (count, role) for name, count in player.counts.items() if count},
+            completed={name: (count, role) for name, count in counts.items() if count},
         )
         environment = self._about.environment_of(role, worker.device, master, settings)
         about = environment, worker.began_with, self._crew.ending
@@ -134,6 +202,11 @@ class Ready:
         return False, self.end(worker)
 
     @property
+    def guarding(self) -> list[int]:
+        """Roles of other nodes that have been started here."""
+        return [worker.meant_for for worker in self._crew.ahead() if worker.records and worker.is_ready]
+
+    @property
     def waiting(self) -> int:
         """How many are about to take a role."""
         return sum(worker.needed for worker in self._crew.ahead())
@@ -150,10 +223,11 @@ class Ready:
         return effects
 
     def epoch_begins(self, plan: m.NodePlan, here: Collection[int]) -> list[Effect]:
-        """Those that are of no use in it are ended."""
+        """Those that are of no use in it are ended. On a spare: whom it guards then, it looks later."""
         effects: list[Effect] = []
         for worker in self._crew.ahead():
-            if worker.meant_for not in here or not worker.is_ready or not serves(worker, plan.worker):
+            meant = worker.meant_for in here or (worker.records is not None and not here)
+            if not meant or not worker.is_ready or not serves(worker, plan.worker):
                 effects += self.end(worker)
         return effects
 
@@ -165,7 +239,11 @@ class Ready:
         of_role = {name: found for name, found in plan.completed.items() if _series(name).needs(role)}
         if not covers(worker.counts, worker.initial or 0, of_role):
             return None, self.end(worker)
-        worker.doing, worker.needed, worker.meant_for = Doing.PLAYING, False, -1
+        if worker.records is not None:
+            for idle in self._crew.idle():
+                if idle.device == worker.device:
+                    idle.device = -1  # it is a standby now
+        worker.doing, worker.needed, worker.meant_for, worker.records = Doing.PLAYING, False, -1, None
         effects: list[Effect] = [SetApart(worker.number, apart=False)]
         effects += [ToWorker(worker.number, m.Abort(plan.epoch)), ToWorker(worker.number, m.PlanBegins(plan))]
         return worker, effects

@@ -13,6 +13,7 @@ from ft_core.errors import TransportError
 from ft_core.net.transport import TcpTransport
 from ft_core.process.inject import Injector
 from ft_core.protocol.messages import NodePlan
+from ft_core.settings import Settings
 from ft_core.state.placement import Places, replica_nodes, sender, spares_of
 from ft_core.state.store import NodeStore
 
@@ -25,15 +26,19 @@ _GATE_POLL = 2e-4
 class Replicator:
     """One per agent. `replicate` is called in a thread per role and version."""
 
-    def __init__(self, store: NodeStore, transport: TcpTransport, replicas: int, injector: Injector) -> None:
+    def __init__(self, store: NodeStore, transport: TcpTransport, injector: Injector) -> None:
         self._store, self._transport = store, transport
-        self.replicas = replicas
-        """k; the script may bring another before its first snapshot."""
+        self._replicas, self._guarded = 0, False
         self._injector = injector
         self._lock = threading.Lock()
         self._sent: dict[int, tuple[int, int]] = {}
         self._seconds = 0.0
         self._plan: NodePlan | None = None
+
+    def use(self, settings: Settings) -> None:
+        """How many copies there are, and whether spares keep them first. The script may bring others before
+        its first snapshot."""
+        self._replicas, self._guarded = settings.replicas, settings.guarded
 
     def begin(self, plan: NodePlan) -> None:
         """A new epoch, or other spares than before: learn where everybody is."""
@@ -67,12 +72,12 @@ class Replicator:
         if adopter is not None:  # what it had alone is where its adopter is
             roles = {**roles, role: roles[adopter]}
         domains = {node: where.domain for node, where in plan.nodes.items()}
-        places = Places(roles, domains, spares_of(plan.nodes, roles))
+        places = Places(roles, domains, spares_of(plan.nodes, roles), self._guarded)
         peers = places.ring(ring)
         for index, segment in enumerate(buffer.segments):
             if sender(segment, roles) != role:
                 continue
-            for node in replica_nodes(segment, places, self.replicas, peers):
+            for node in replica_nodes(segment, places, self._replicas, peers):
                 self._injector.point(role, "h2h", version)
                 sums = list(buffer.checksums(index))
                 total += self._transport.push(

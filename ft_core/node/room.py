@@ -13,9 +13,12 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 def like(workers: Collection[int], agents: int, proc: Path = Path("/proc"), dev: Path = Path("/dev")) -> int:
     """How many like these processes, where so many agents on this machine each take so many: none where there
-    are GPUs, whose memory each would take as well, or where nothing can be told."""
-    if not workers or any(dev.glob("nvidia[0-9]*")) or (dev / "kfd").exists():
+    are GPUs, whose memory each would take as well, or where nothing can be told. One where there are no such
+    processes yet, to see what it takes."""
+    if any(dev.glob("nvidia[0-9]*")) or (dev / "kfd").exists():
         return 0
+    if not workers:
+        return 1
     try:
         own = sum(_kilobytes(proc / str(pid) / "status", "RssAnon:") for pid in workers) / len(workers)
         free = _kilobytes(proc / "meminfo", "MemAvailable:")

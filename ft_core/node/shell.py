@@ -32,7 +32,7 @@ from ft_core.node import departure, flight, orphans
 from ft_core.node import events as e
 from ft_core.node.about import About
 from ft_core.node.fetch import bring
-from ft_core.node.inquiries import Inquiries, relay
+from ft_core.node.inquiries import Inquiries, records_of, relay
 from ft_core.node.machine import Agent
 from ft_core.node.memory_view import MemoryView
 from ft_core.node.metrics import PAGES
@@ -104,7 +104,8 @@ class NodeShell:
         self.transport = TcpTransport(self.store, self.secret, host=host, answer=self._inquiries.answer)
         injector = Injector(job_dir, settings.inject)
         self.ready = ReadyMemory(self.store, self.transport, settings.nproc_per_node)
-        self.replicator = Replicator(self.store, self.transport, settings.replicas, injector)
+        self.replicator = Replicator(self.store, self.transport, injector)
+        self.replicator.use(settings)
         self.stores = Stores(host, self.secret)
         self._master = reserve(host)
         self._workers_socket = f"unix:\0ft-{uuid.uuid4().hex}"
@@ -335,7 +336,7 @@ class NodeShell:
                 self.ready.use(self.node, plan)
             case e.UseSettings(settings):
                 self.settings = settings
-                self.replicator.replicas = settings.replicas
+                self.replicator.use(settings)
             case e.DropAfter(version):
                 self.store.drop_after(version)
             case e.KeepOnly(roles, adopted):
@@ -361,6 +362,8 @@ class NodeShell:
                 self._tasks.spawn(self._write_stacks(effect))
             case e.AskPeer():
                 self._tasks.spawn(self._ask_peer(effect))
+            case e.AskRecords():
+                self._tasks.spawn(self._ask_records(effect))
             case e.AnswerPeer(number, answer):
                 self._inquiries.answered(number, answer)
             case e.KillNode():
@@ -411,7 +414,7 @@ class NodeShell:
                 began, took = time.monotonic(), 0.0
                 memory = self.store.memory(role, adopted=role != order.role)
                 if (found := memory.find(version)) is None:
-                    about = role, plan, memory, self.transport, self.settings
+                    about = role, plan, memory, self.store, self.transport, self.settings
                     if plan.worker.origin == "durable":
                         found = await self._on_storage(bring, *about)
                     else:
@@ -465,6 +468,9 @@ class NodeShell:
 
     async def _ask_peer(self, asked: e.AskPeer) -> None:
         self.pool.post(asked.worker, await asyncio.to_thread(relay, asked, self.transport))
+
+    async def _ask_records(self, asked: e.AskRecords) -> None:
+        self._handle(await asyncio.to_thread(records_of, asked, self.transport))
 
     async def _on_storage(self, call: Callable[..., T], *arguments: object) -> T:
         """In a thread of those that may wait for storage: there are others for the network and for names."""

@@ -545,6 +545,8 @@ class Heartbeat(Message, frozen=True):
     """Errors of its GPUs since its agent began, by the driver's number."""
     answers: Number = 0
     """The number of the `SendHeartbeat` that it answers, if that has one."""
+    guarding: list[Role] = []
+    """Roles of other nodes of which it has the start-up done: see `node.ready`."""
 
 
 class Idle(Message, frozen=True):
@@ -1118,6 +1120,7 @@ class SpareStatus(Value, frozen=True):
     node: NodeName
     agent_pid: Number
     idle: Number
+    guarding: list[Role] = []
 
 
 class RoleNamed(Value, frozen=True):

@@ -12,6 +12,10 @@ from functools import cached_property
 
 from ft_core.state.manifest import Segment
 
+WARDS = 2
+"""Nodes of each spare that it is to take over from at once. Each peer keeps the copies of one: a spare, which
+trains nothing, has room and time for two."""
+
 
 def domain_of(node: str, domains: Mapping[str, str]) -> str:
     """The failure domain of `node`: its label, or the node itself where it has none."""
@@ -79,11 +83,17 @@ class Places:
     """Where the roles of a job are. Made once for all segments whose copies are placed."""
 
     def __init__(
-        self, role_nodes: Mapping[int, str], domains: Mapping[str, str], spares: Iterable[str] = ()
+        self,
+        role_nodes: Mapping[int, str],
+        domains: Mapping[str, str],
+        spares: Iterable[str] = (),
+        guarded: bool = False,
     ) -> None:
-        """`spares`: nodes without a role, which may keep copies as well."""
+        """`spares`: nodes without a role, which may keep copies as well. `guarded`: they do so first, for the
+        nodes that they guard."""
         self.role_nodes, self.domains = role_nodes, domains
         self.spares = sorted(spares)
+        self.guarded = guarded
 
     def ring(self, roles: Sequence[int]) -> Ring:
         """Of some of the roles."""
@@ -98,6 +108,15 @@ class Places:
     def numbers(self) -> dict[str, int]:
         """The nodes with roles, each with a number, by their names."""
         return {node: at for at, node in enumerate(sorted(set(self.role_nodes.values())))}
+
+    def guard(self, node: str) -> str | None:
+        """The spare that is to take over from a node with roles at once; None if it has none."""
+        at, count = self.numbers[node], len(self.spares)
+        return self.spares[at % count] if self.guarded and at < WARDS * count else None
+
+    def wards(self, spare: str) -> list[str]:
+        """Nodes with roles that this spare guards."""
+        return [node for node in self.numbers if self.guard(node) == spare]
 
 
 def sender(segment: Segment, role_nodes: Mapping[int, str]) -> int:
@@ -119,13 +138,18 @@ def replica_nodes(segment: Segment, places: Places, replicas: int, ring: Ring | 
     their first node.
 
     Where these are in too few domains, the spares keep copies as well: all that a node sends goes to the same
-    ones, so that one of them has what its roles need to go on there.
+    ones, so that one of them has what its roles need to go on there. A node's guard (`Places.guard`) comes
+    before all others.
     """
     role_nodes, domains = places.role_nodes, places.domains
     source = sender(segment, role_nodes)
     home = role_nodes[source]
     covered = _domains(segment, role_nodes, domains)
     chosen: list[str] = []
+    guard = places.guard(home)
+    if len(covered) <= replicas and guard is not None and domain_of(guard, domains) not in covered:
+        covered.add(domain_of(guard, domains))
+        chosen.append(guard)
     if len(covered) <= replicas and ring is not None:
         chosen += _choose(source, home, ring, covered, replicas + 1)
     if len(covered) <= replicas:
