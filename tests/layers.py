@@ -37,6 +37,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "a job that grows": ("test_elastic.py::test_a_job_grows_beyond_the_groups_that_it_started_with",),
     "standbys start roles ahead of need": (
         "test_ready.py::test_standbys_take_over[tp1pp1dp2-distopt-fp32-1-script0]",
+        "test_ready.py::test_a_spare_takes_over[tp1pp1dp2-distopt-bf16-1-script0]",
     ),
     "a node is taken out": ("test_drain.py::test_a_node_is_drained",),
     "the page": ("test_page.py::test_a_browser_walks_the_page_of_a_job",),

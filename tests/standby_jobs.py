@@ -45,3 +45,20 @@ def lose_workers(job: Job, world: int) -> int:
     assert kill(job, last) == again
     assert kill(job, last) != again, "twice in a row: the second time no other is ready yet, perhaps"
     return 4
+
+
+def lose_nodes(job: Job, world: int) -> int:
+    """Both nodes, one after the other, from which a spare takes over that has started their roles; returns how
+    many recoveries that takes."""
+
+    def guarded() -> bool:
+        return {role for spare in job.status()["spares"] for role in spare["guarding"]} == set(range(world))
+
+    job.wait_for("resumed")
+    for recoveries, role in enumerate((world - 1, 0), 1):
+        job.until(guarded, "a spare that is ready for all roles", timeout=120)
+        job.kill_nodes(role)
+        epoch = job.wait_for("resumed", recoveries + 1)[-1]["epoch"]
+        assert "a standby had started it ahead of need" in job.ctl("timeline", "--epoch", str(epoch))
+        job.join()
+    return 2

@@ -32,8 +32,8 @@ def bring(
     transport: TcpTransport,
     settings: Settings,
 ) -> tuple[int, SnapshotBuffer]:
-    """Have version `plan.worker.version` of `role` in a buffer of `memory`, every chunk verified. `store`: all
-    that is held here.
+    """Have version `plan.worker.version` of `role` in a buffer of `memory`, every chunk verified. `store`:
+    all that is held here.
 
     Runs in a thread. Raises FtError when no holder could give a good copy.
     """

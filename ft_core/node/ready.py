@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from msgspec.structs import replace
 
 from ft_core.node.about import About
-from ft_core.node.crew import Crew, Doing, Worker
+from ft_core.node.crew import NONE, Crew, Doing, Worker
 from ft_core.node.events import AskRecords, Effect, Kill, RecordsFound, SetApart, Start, ToWorker
 from ft_core.node.view import View
 from ft_core.protocol import messages as m
@@ -29,8 +29,10 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 2
 """To start a role ahead of need, in a row, before it is left."""
 PAUSE = 5.0
-"""Seconds from the end of one to the next, and from the begin of an epoch to the first one on a spare, which
-does not see when those whom it guards train again."""
+"""Seconds from the end of one to the next."""
+SETTLED = 10.0
+"""Seconds from the begin of an epoch to the first one on a spare that is sent no copies: otherwise it sees by
+them that those whom it guards train."""
 
 
 class Ready:
@@ -45,6 +47,8 @@ class Ready:
         """That the next one is of."""
         self._guarded: list[list[int]] = []
         """Roles of each node that this one guards."""
+        self._settled = math.inf
+        """When the epoch is."""
         self._asking = False
         """Whether an agent is asked what a worker of its has on record."""
 
@@ -94,19 +98,25 @@ class Ready:
             return [effect for worker in over for effect in self.end(worker)]
         known = {worker.meant_for for worker in ahead}
         role = next((r for r in wanted if r not in known and self._failed[r] < ATTEMPTS), None)
-        if role is None or self._asking or now < self._not_before or (auto and not self._room(plan, ahead)):
+        if role is None or self._asking or (auto and not self._room(plan, ahead)):
+            return []
+        if now < self._settled and not self._copies_come(plan):
             return []
         if (where := plan.nodes.get(plan.roles[role])) is None:
             return []
         self._asking = True
         return [AskRecords(role, plan.epoch, where.data)]
 
+    def _copies_come(self, plan: m.NodePlan) -> bool:
+        begun = plan.worker.version if plan.worker.version is not None else NONE
+        return any(max(versions, default=NONE) > begun for versions in self._view.replicas().values())
+
     def _look(self, plan: m.NodePlan, now: float) -> None:
         """Which roles this node guards in the plan."""
         if plan is self._plan:
             return
         if self._plan is None or plan.epoch != self._plan.epoch:
-            self._not_before = max(self._not_before, now + PAUSE)
+            self._settled = now + SETTLED
         self._plan = plan
         places = Places(plan.roles, {}, spares_of(plan.nodes, plan.roles), guarded=True)
         wards: dict[str, list[int]] = {node: [] for node in places.wards(self._about.node)}

@@ -166,7 +166,7 @@ def test_all_of_100_000_roles_comes_in_pieces(large: Large, ftctl: Any) -> None:
     row = found["roles"][57]
     assert (row["node"], row["held"]) == (large.names[7], [499, 500])
     assert row["replicas"] == {"57x1-0": {large.names[8]: [499, 500]}}
-    assert found["spares"][-1] == {"node": large.names[-1], "agent_pid": 13_099, "idle": 9}
+    assert found["spares"][-1] == {"node": large.names[-1], "agent_pid": 13_099, "idle": 9, "guarding": []}
     assert len(found["spares"]) == 200
     large.controller.handle(Disconnected(-1), 10.0)
     assert not large.controller._questions._listed, "what was read is forgotten with its reader"

@@ -96,6 +96,22 @@ def test_spares_keep_what_the_others_cannot() -> None:
     assert replica_nodes(unique(0), one, {}, 0, spares=["s"]) == []
 
 
+def test_a_guard_keeps_the_copies_of_its_wards_before_others() -> None:
+    where = {role: f"n{role}" for role in range(6)}
+    places = Places(where, {}, ["s", "t"], guarded=True)
+    assert [places.guard(f"n{role}") for role in where] == ["s", "t", "s", "t", None, None]
+    assert places.wards("s") == ["n0", "n2"] and places.wards("n1") == [] and places.wards("u") == []
+    ring = places.ring(tuple(where))
+    kept = [placement.replica_nodes(unique(role), places, 1, ring) for role in where]
+    assert kept == [["s"], ["t"], ["s"], ["t"], ["n5"], ["n0"]]
+    assert placement.replica_nodes(unique(0), places, 2, ring) == ["s", "n1"]
+    assert placement.replica_nodes(unique(0), places, 0, ring) == []
+    assert placement.replica_nodes(Segment((0, 1), ()), places, 1, ring) == [], "what peers have is not sent"
+    together = Places(where, {"s": "rack", "n0": "rack"}, ["s"], guarded=True)
+    assert placement.replica_nodes(unique(0), together, 1, ring) == ["n1"], "they would be lost together"
+    assert Places(where, {}, ["s"]).guard("n0") is None
+
+
 def test_of_a_long_ring_only_the_next_ones_are_looked_at() -> None:
     class Ring(Sequence[int]):
         """Data-parallel peers of a large job; counts how many are looked at."""

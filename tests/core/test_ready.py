@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from core.plans import plan
-from core.test_agent_machine import GROUP, Memory, Node
+from core.test_agent_machine import GROUP, Memory, Node, segment
 
 from ft_core.errors import ConfigError
 from ft_core.node import events as e
 from ft_core.node import room
 from ft_core.node.crew import Doing, Worker
-from ft_core.node.ready import ATTEMPTS, PAUSE, covers, serves
+from ft_core.node.ready import ATTEMPTS, PAUSE, SETTLED, covers, serves
 from ft_core.protocol import messages as m
 from ft_core.settings import AUTO, Command, Settings
 
@@ -243,3 +243,123 @@ def test_automatically_it_is_a_question_of_room(monkeypatch: pytest.MonkeyPatch)
 def test_a_number_of_standbys_is_none_or_some():
     with pytest.raises(ConfigError, match="--ft-ready-standbys -2: give a number, or auto"):
         Settings(1, 1, Command("x"), replicas=0, ready_standbys=-2).check()
+
+
+ELSEWHERE = {0: "node1", 1: "node2", 2: "node3"}
+
+
+def spare(**more: object) -> Node:
+    """It guards the first two of three nodes, which train: copies of theirs are here."""
+    node = Node(**({"ready_standbys": 1} | more))
+    names = [*ELSEWHERE.values(), "node0"]
+    nodes = {name: m.NodeAddress(data=f"{name}:1", domain=name) for name in names}
+    node.hear(plan(roles=ELSEWHERE, nodes=nodes))
+    node.handle(e.Tick())
+    assert not node.done[1:], "whether they train cannot be seen yet"
+    node.memory.kept[segment(0)] = [1]
+    return node
+
+
+def guard(node: Node, role: int = 0) -> int:
+    """The number of the standby that has started this role."""
+    node.handle(e.Tick())
+    assert node.effects(e.AskRecords) == [e.AskRecords(role, 1, f"{ELSEWHERE[role]}:1")]
+    node.handle(e.Tick())
+    assert not node.effects(e.AskRecords), "one after the other"
+    node.handle(e.RecordsFound(role, 1, OPERATIONS))
+    [begun] = node.effects(e.Start)
+    node.handle(e.Forked(begun.worker, 1000 + begun.worker))
+    node.handle(e.WorkerReady(begun.worker))
+    [assign] = node.told(m.Assign)
+    assert assign.role == role and assign.plan.apart and assign.plan.completed == {"0-1:1#0": (2, role)}
+    node.handle(e.FromWorker(begun.worker, m.AskStartupEntries(1, role, "0-1:1#0", 0)))
+    assert [ask.address for ask in node.effects(e.AskPeer)] == [f"{ELSEWHERE[role]}:1"]
+    node.handle(e.FromWorker(begun.worker, m.Registered(0, [0, 1], False, GROUP, OPERATIONS)))
+    return begun.worker
+
+
+def moved(epoch: int = 2, **more: object) -> m.NodePlan:
+    """Role 0 is played on the spare now."""
+    about = {"version": 1, "origin": "memory", "newcomers": [0], "completed": {"0-1:1#0": (2, 1)}}
+    return plan(epoch, roles={**ELSEWHERE, 0: "node0"}, **(about | more))
+
+
+def test_a_spare_starts_the_roles_of_those_it_guards_and_takes_one_over():
+    node = spare()
+    first, second = guard(node, 0), guard(node, 1)
+    node.handle(e.Tick())
+    assert not node.effects(e.AskRecords), "it does not guard the third"
+    beat = node.agent.epochs.heartbeat()
+    assert beat.guarding == [0, 1] and beat.idle == 2, "its other workers are free"
+    node.hear(m.Abort(2))
+    assert node.said(m.HoldingsChanged) and not node.told(m.Abort), "they take no part"
+    node.hear(moved())
+    assert node.number(0) == first and not node.told(m.Assign) and node.told(m.PlanBegins)
+    assert e.Kill(second) in node.done, "it is no spare any more"
+    assert [worker.device for worker in node.agent.crew.idle()] == [-1, -1], "its device is taken"
+    assert node.agent.epochs.heartbeat().guarding == []
+
+
+def test_who_guards_stays_ready_while_others_take_over():
+    node = spare()
+    first = guard(node, 0)
+    node.hear(m.Abort(2))
+    node.hear(plan(2, roles={**ELSEWHERE, 2: "node4"}, version=1, origin="memory", newcomers=[2]))
+    assert not node.effects(e.Kill)
+    node.hear(m.Abort(3))
+    node.hear(moved(3))
+    assert node.number(0) == first
+
+
+@pytest.mark.parametrize(
+    "about", [{"completed": {}}, {"started_over": 2, "version": None, "origin": "initial"}]
+)
+def test_a_spare_whose_standby_cannot_go_on_starts_the_role_then(about: dict[str, object]):
+    node = spare()
+    first = guard(node, 0)
+    node.hear(m.Abort(2))
+    node.hear(moved(**about))
+    assert e.Kill(first) in node.done and node.told(m.Assign) and node.number(0) != first
+
+
+def test_whom_a_spare_does_not_guard_any_more_it_is_not_ready_for():
+    node = spare()
+    first = guard(node, 0)
+    assert node.agent.epochs.plan is not None
+    node.hear(m.NodesChanged(node.agent.epochs.plan.id, {"another": m.NodeAddress("another:1", "another")}))
+    node.handle(e.Tick())
+    assert node.effects(e.Kill) == [e.Kill(first)], "the first spare by name guards it now"
+
+
+def test_records_of_an_epoch_that_is_over_start_nobody():
+    node = spare()
+    node.handle(e.Tick())
+    node.hear(m.Abort(2))
+    node.handle(e.RecordsFound(0, 1, OPERATIONS))
+    assert not node.effects(e.Start)
+    node.hear(plan(2, roles=ELSEWHERE, version=1, origin="memory"))
+    node.handle(e.Tick())
+    assert not node.effects(e.AskRecords), "nobody has done a step of it"
+    node.handle(e.Tick(), SETTLED)
+    assert node.effects(e.AskRecords)
+    node.handle(e.RecordsFound(0, 2, {}, "it is busy"))
+    node.handle(e.Tick())
+    assert not node.effects(e.AskRecords) and not node.effects(e.Start)
+    node.handle(e.Tick(), PAUSE)
+    assert node.effects(e.AskRecords)
+
+
+def test_a_standby_of_a_spare_that_starts_when_the_epoch_is_over_is_ended():
+    node = spare()
+    node.handle(e.Tick())
+    node.handle(e.RecordsFound(0, 1, OPERATIONS))
+    [begun] = node.effects(e.Start)
+    node.hear(m.Abort(2))
+    node.handle(e.WorkerReady(begun.worker))
+    assert e.Kill(begun.worker) in node.done
+
+
+def test_an_unguarded_spare_starts_nothing():
+    node = spare(ready_standbys=0)
+    node.handle(e.Tick(), SETTLED)
+    assert not node.effects(e.AskRecords)

@@ -29,6 +29,8 @@ _RECONNECT = 1.5
 _TRANSFER = 0.02
 _FREES = 0.1
 """Seconds that the kernel has to take a worker's memory back, or two or three times as many, or none."""
+_ASK = 3.0
+"""Seconds after which a question to another agent has no answer."""
 _PROBE = 1.0
 """Seconds that a node has to answer another."""
 
@@ -343,6 +345,8 @@ class SimNode(Process):
                 self.job.storage.save(self, effect)
             case ev.Probe():
                 self._probe(effect)
+            case ev.AskRecords():
+                self._ask_records(effect)
             case ev.ReadFlight(m.SendFlight(number)):
                 logs = tuple(self.job.training.flight.log(w) for w in self.workers.values() if w.plays)
                 self.later(0.01, lambda: self.handle(ev.FlightRead(m.Flights(number, logs))))
@@ -401,7 +405,8 @@ class SimNode(Process):
         """As `ft_core.node.replicator`: which segments go to which nodes."""
         roles = plan.roles if adopter is None else {**plan.roles, wanted.role: plan.roles[adopter]}
         domains = {name: about.domain for name, about in plan.nodes.items()}
-        places = Places(roles, domains, spares_of(plan.nodes, roles))
+        guarded = self.machine.epochs.settings.guarded
+        places = Places(roles, domains, spares_of(plan.nodes, roles), guarded)
         ring, k = places.ring(wanted.ring), self.machine.epochs.settings.replicas
         return [
             (segment, name)
@@ -509,6 +514,29 @@ class SimNode(Process):
                 if found is not None:
                     return found
         return None
+
+    def _ask_records(self, asked: ev.AskRecords) -> None:
+        """Of the worker that plays a role elsewhere, which answers sooner or later, if it lives."""
+        other = self.job.named(asked.address.rpartition(":")[0])
+        answered = False
+
+        def answer(counts: m.Counts, failed: str = "") -> None:
+            nonlocal answered
+            if not answered:
+                answered = True
+                self.handle(ev.RecordsFound(asked.role, asked.epoch, counts, failed))
+
+        def ask() -> None:
+            workers = other.workers.values() if other is not None else ()
+            player = next((worker for worker in workers if worker.plays and worker.role == asked.role), None)
+            if player is None or not self._reaches(other):
+                answer({}, "nobody plays it there")
+            else:
+                player.later(self.world.delay(), lambda: answer(player.counts()))
+
+        self.later(_ASK, lambda: answer({}, "no answer"))
+        if other is not None and self._reaches(other):
+            other.later(self.world.delay(), ask)
 
     def _probe(self, order: ev.Probe) -> None:
         reach: dict[str, m.Reach] = {}

@@ -160,9 +160,9 @@ class SimWorker(Process):
                 case ev.Send(message):
                     self._say(message)
                 case ev.SayQuiesced(epoch, stage):
-                    self._say(m.Quiesced(epoch, stage, self._counts()))
+                    self._say(m.Quiesced(epoch, stage, self.counts()))
                 case ev.SayCounts():
-                    self._say(m.WorkerCounts(self._counts()))
+                    self._say(m.WorkerCounts(self.counts()))
                 case ev.SayIssued(number, epoch, at_end):
                     self._say(m.WorkerIssued(number, epoch, self.version, at_end, {}, []))
                 case ev.UsePlan(plan):
@@ -185,7 +185,7 @@ class SimWorker(Process):
         """That of all roles."""
         return str(GroupId.of(range(self.node.job.settings.world_size), 0))
 
-    def _counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         return {self._group: self.begun}
 
     # -- the main thread ---------------------------------------------------------------------------
@@ -325,7 +325,7 @@ class SimWorker(Process):
         self.words.version = self.words.tag = self.version
         ring = list(range(self.training.roles))
         group = job.group_of(self.role)
-        registered = m.Registered(self.version, ring, job.shape.loads == "all", group, self._counts())
+        registered = m.Registered(self.version, ring, job.shape.loads == "all", group, self.counts())
         self.tell(ev.Registers(registered))
         yield from self._take_up()
 
