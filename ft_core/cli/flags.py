@@ -125,7 +125,8 @@ def parser() -> argparse.ArgumentParser:
         default=None,
         metavar="N|auto",
         help="roles of each node that a standby has started ahead of need, so that it has only to load when "
-        "the worker dies: each takes as much memory as a worker. auto: one for each role for which there is "
+        "the worker dies, and of each of the two nodes that a spare guards: each takes as much memory as a "
+        "worker. auto: one for each role for which there is "
         "plenty of memory, none where there are GPUs (0, the default: none)",
     )
     f.add_argument(

@@ -39,10 +39,15 @@ class Backstage:
             self._score = _OOM.read_text()
             _OOM.write_text(str(_FIRST))
 
-    def leave(self) -> None:
-        """It is needed."""
+    def rests(self) -> None:
+        """It does nothing any more until it is needed, and then others wait for it."""
         if self._yields:
             _renice(self._nice)
+            self._yields = False
+
+    def leave(self) -> None:
+        """It is needed."""
+        self.rests()
         if self._score:
             with contextlib.suppress(OSError):
                 _OOM.write_text(self._score)

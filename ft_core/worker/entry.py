@@ -35,6 +35,7 @@ from ft_core.worker import (
 from ft_core.worker.backstage import Backstage
 from ft_core.worker.logs import played, redirect, take_over
 from ft_core.worker.ordinary import exit_code
+from ft_core.worker.recovery import Ahead
 from ft_core.worker.session import Session, begin
 from ft_core.worker.shell import WorkerShell
 
@@ -96,13 +97,18 @@ def main(
         # Another program cannot be hooked from here; it runs as under torchrun, in the same process.
         os.execvp(command.target, [command.target, *command.arguments])
 
-    def takes_over() -> None:
-        timeline.takes_over()
-        if backstage is not None:
-            backstage.leave()
-            session.predecessors[:] = take_over(Path(logs[1]), role, started_over)
+    class Waits(Ahead):
+        def is_ready(self) -> None:
+            if backstage is not None:
+                backstage.rests()
 
-    session = Session(shell, predecessors, takes_over)
+        def takes_over(self) -> None:
+            timeline.takes_over()
+            if backstage is not None:
+                backstage.leave()
+                session.predecessors[:] = take_over(Path(logs[1]), role, started_over)
+
+    session = Session(shell, predecessors, Waits())
     begin(session)
     if session.joining and deferred.is_wanted(has_gpu()):
         session.deferred.begin()

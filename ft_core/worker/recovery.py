@@ -29,6 +29,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class Ahead:
+    """What is done about a worker that starts a role ahead of need. Here: nothing, as it is none."""
+
+    def is_ready(self) -> None:
+        """It waits for its state alone."""
+
+    def takes_over(self) -> None:
+        """It plays the role now."""
+
+
 class Recovery:
     """Of one role whose training is protected. Main thread."""
 
@@ -39,11 +49,11 @@ class Recovery:
         adapter: Adapter,
         redo: Callable[[], None],
         deferred: Deferred,
-        takes_over: Callable[[], None],
+        ahead: Ahead,
     ) -> None:
         """`redo` brings the role from the version that was loaded to where its script is. `deferred`: what
-        the script's start-up has left to the first restore. `takes_over`: see `Session`."""
-        self._takes_over = takes_over
+        the script's start-up has left to the first restore."""
+        self._ahead = ahead
         self._shell, self._groups, self._adapter, self._redo = shell, groups, adapter, redo
         self._deferred = deferred
         self.snapshots = Snapshots(
@@ -156,9 +166,11 @@ class Recovery:
             shell.point("recovery")
         timeline.mark("waiting for state")
         apart = machine.plan.apart
+        if apart:
+            self._ahead.is_ready()
         state = shell.wait_while(Restoring)
         if apart:
-            self._takes_over()
+            self._ahead.takes_over()
         shell.check_epoch()
         assert isinstance(state, Loading), state
         timeline.mark("loading")

@@ -30,7 +30,7 @@ from ft_core.worker import marks
 from ft_core.worker.groups import Groups
 from ft_core.worker.logs import played, printed
 from ft_core.worker.ordinary import exit_code
-from ft_core.worker.recovery import Recovery
+from ft_core.worker.recovery import Ahead, Recovery
 from ft_core.worker.shell import WorkerShell
 from ft_core.worker.states import StartUp, Trained
 
@@ -67,10 +67,10 @@ class Session:
         self,
         shell: WorkerShell,
         predecessors: Iterable[Path] = (),
-        takes_over: Callable[[], None] = lambda: None,
+        ahead: Ahead | None = None,
     ) -> None:
-        """`takes_over` is called where this worker has started a role ahead of need, and plays it now."""
-        self._takes_over = takes_over
+        """`ahead` is told how far this worker is, where it starts a role ahead of need."""
+        self._about_ahead = ahead or Ahead()
         self._shell, self._machine = shell, shell.machine
         self.predecessors = list(predecessors)
         """Log directories, as far as they can be seen here, of the workers that played this role before."""
@@ -197,7 +197,7 @@ class Session:
         if objection and not self.joining:
             raise ConfigError(objection)
         self._shell.is_at(version)
-        about_role = adapter, redo, self.deferred, self._takes_over
+        about_role = adapter, redo, self.deferred, self._about_ahead
         self._recovery = recovery = Recovery(self._shell, self.groups, *about_role)
         about = version, list(adapter.ring), resumes, adapter.replica_group, self._shell.recorded()
         self._shell.handle(e.Registers(m.Registered(*about)))
