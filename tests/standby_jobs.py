@@ -48,8 +48,8 @@ def lose_workers(job: Job, world: int) -> int:
 
 
 def lose_nodes(job: Job, world: int) -> int:
-    """Both nodes, one after the other, from which a spare takes over that has started their roles; returns how
-    many recoveries that takes."""
+    """Both nodes, one after the other, from which a spare takes over that has started their roles; returns
+    how many recoveries that takes."""
 
     def guarded() -> bool:
         return {role for spare in job.status()["spares"] for role in spare["guarding"]} == set(range(world))

@@ -37,6 +37,7 @@ from ft_core import patched
 from ft_core.patching import Patch
 from ft_core.process.timeline import timeline
 from ft_core.state import mersenne
+from ft_core.state.memory import populate
 from ft_core.state.owed import OwingGenerator, draws_of
 from ft_core.state.undone import Bytes, Operation, Undone, span_of, storage_of, tensors_of, users_of
 from ft_core.state.watch import Compiler, Watch, is_traced, watch
@@ -190,6 +191,13 @@ class Deferred:
         if self._restored is not None:
             for tensor in tensors:
                 self._restored.add(span_of(tensor))
+
+    def prepare(self) -> None:
+        """Before anybody waits for the restore: have the kernel give the memory that it is to write."""
+        with self._lock:
+            for storage in self._undone.memory():
+                if storage.device.type == "cpu":
+                    populate(storage.data_ptr(), storage.nbytes())
 
     def complete(self, why: str, level: int = logging.WARNING) -> None:
         """Do all that was put off, and say why: the first time at that level."""

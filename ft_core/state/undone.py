@@ -122,6 +122,15 @@ class Undone:
         for operation in self._operations.values():
             yield from (span for span in operation.written if self._lives(span.storage))
 
+    def memory(self) -> Iterator[torch.UntypedStorage]:
+        """That they would write, once each, as far as somebody still has it."""
+        lives = {span.storage for span in self.written()}
+        for operation in self._operations.values():
+            for tensor in tensors_of([*operation.args, *operation.kwargs.values()]):
+                if (storage := storage_of(tensor)) in lives:
+                    lives.discard(storage)
+                    yield tensor.untyped_storage()
+
     def do(self, storages: Iterable[int], generator: OwingGenerator) -> int:
         """All that has to do with these. Returns how many random numbers that were."""
         numbers = 0

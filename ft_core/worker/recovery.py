@@ -167,6 +167,7 @@ class Recovery:
         timeline.mark("waiting for state")
         apart = machine.plan.apart
         if apart:
+            self._deferred.prepare()
             self._ahead.is_ready()
         state = shell.wait_while(Restoring)
         if apart:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -435,3 +437,27 @@ def test_tensors_of_another_class_are_initialised() -> None:
         pass
 
     check(lambda: torch.empty(100).as_subclass(Wrapped).normal_().as_subclass(torch.Tensor), put_off=False)
+
+
+def test_memory_of_what_is_put_off_can_be_there_before_it_is_overwritten() -> None:
+    """Neither is anything drawn for that, nor does what is drawn later differ."""
+    torch.manual_seed(5)
+    expected = torch.randn(1 << 20)
+    torch.manual_seed(5)
+    deferred = Deferred()
+    deferred.begin()
+    weight = torch.empty(1 << 20)
+    weight.normal_()
+    gone = torch.empty(1 << 20).normal_()
+    del gone
+    before = resident()
+    deferred.prepare()
+    assert resident() - before >= 3 << 20 and not deferred.done
+    deferred.end("it is needed", logging.DEBUG)
+    assert torch.equal(weight, expected)
+
+
+def resident() -> int:
+    """Bytes of this process's own memory that the kernel has given it."""
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(text.partition("RssAnon:")[2].split()[0])
