@@ -7,7 +7,7 @@ the one after it where the killed one was complete. Phases come from events.json
 With `--state 100MB,1GB` instead: data parallel, one worker a node, as much state a role as is said, and what
 counts is how long the others stall beyond one step. Beside it, at which rates a newcomer's state was fetched,
 verified and loaded, and those of a bare copy of as many bytes and a bare TCP stream, on this machine at that
-time. `--ready 1`: standbys have started the roles of their nodes ahead of need.
+time. `--ready 0,1`: jobs without and with standbys that have started roles ahead of need, in turn.
 
 With `--script pretrain` (megatron.training, so Python 3.12), `zero1` or `zero3` it is Megatron-LM's
 own loop or DeepSpeed that is killed, without a baseline.
@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ KINDS = {
     "agent": "agent only, spare takes over",
     "worker": "worker only, restarted on its node",
 }
+KINDS |= {f"{kind}, ready": f"{title}, ready" for kind, title in KINDS.items()}
 PHASES = ("detected", "decided", "state_restored", "resumed")
 RATES = ("fetched", "verified", "loaded")
 TORCHRUN = {"worker": "torchrun: worker", "node": "torchrun: node, third agent waits"}
@@ -93,14 +94,14 @@ def main() -> None:
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--state", default="", help="bytes of state a role, such as 100MB,1GB: see above")
     p.add_argument("--script", choices=list(SCRIPTS), default="core", help="what is trained: see above")
-    p.add_argument("--ready", default="0", help="--ft-ready-standbys of the jobs")
+    p.add_argument("--ready", default="0", help="--ft-ready-standbys of the jobs, one after the other")
     p.add_argument("--bf16", action="store_true", help="with --state: train in bfloat16")
     args = p.parse_args()
     args.rounds = min(args.rounds, 1) if args.quick else args.rounds
     if args.state:
         by_state(args)
         return
-    layout = Layout(script=SCRIPTS[args.script], ready=args.ready)
+    layout = Layout(script=SCRIPTS[args.script])
     alone = args.script != "core"
     found = rounds_of(args, layout, _list(args.kinds), [] if alone else _list(args.torchrun))
     result = _spreads(found)
@@ -113,13 +114,14 @@ def rounds_of(args: Any, layout: Layout, kinds: list[str], torchrun: list[str]) 
     rng = random.Random(args.seed)
     found: Found = {}
     for number in range(args.rounds):
-        with scratch() as place, FtJob(Path(place), layout) as job:
-            for kind in kinds:
-                role = rng.randrange(layout.world)
-                found.setdefault(kind, []).append(job.failure(kind, role, rng))
-                if args.state:
-                    found[kind][-1] |= job.rates(role)
-                _progress(number, f"ftrun {kind}", found[kind][-1])
+        for ready in _list(args.ready):
+            with scratch() as place, FtJob(Path(place), replace(layout, ready=ready)) as job:
+                for kind in kinds:
+                    role, name = rng.randrange(layout.world), kind + ", ready" * (ready != "0")
+                    found.setdefault(name, []).append(job.failure(kind, role, rng))
+                    if args.state:
+                        found[name][-1] |= job.rates(role)
+                    _progress(number, f"ftrun {name}", found[name][-1])
         for kind in torchrun:
             with scratch() as place, TorchrunJob(Path(place), kind, layout) as baseline:
                 found.setdefault(f"torchrun {kind}", []).append(baseline.failure(rng))
@@ -135,7 +137,7 @@ def by_state(args: Any) -> None:
         bare = {"copy_gb_s": bandwidth.copy(nbytes), "tcp_gb_s": bandwidth.tcp(nbytes)}
         kinds = [kind for kind in _list(args.kinds) if kind != "agent"]
         model = model_of(nbytes, args.bf16)
-        layout = Layout(NODES, 1, model, (str(RECIPE), *model, "--ft"), args.ready)
+        layout = Layout(NODES, 1, model, (str(RECIPE), *model, "--ft"))
         found = rounds_of(args, layout, kinds, _list(args.torchrun))
         for runs in found.values():
             for run in runs:
@@ -148,7 +150,7 @@ def by_state(args: Any) -> None:
             f"0.3 s and a bare copy: {allowed:.2f} s\n{report(result, (*PHASES, 'step', 'stall'))}"
             f"{_rates(result)}"
         )
-    name = "recovery_state" + "_bf16" * args.bf16 + "_ready" * (args.ready != "0")
+    name = "recovery_state" + "_bf16" * args.bf16
     finish(name, args, {"sizes": sizes}, "\n\n".join(texts))
 
 
@@ -443,10 +445,11 @@ def report(result: dict[str, Any], phases: tuple[str, ...] = PHASES) -> str:
     def compared() -> list[str]:
         lines = []
         for kind, title in KINDS.items():
-            slow = result.get("torchrun worker" if kind == "worker" else "torchrun node")
+            worker = kind.startswith("worker")
+            slow = result.get("torchrun worker" if worker else "torchrun node")
             if kind in result and slow is not None:
                 ratio = slow[last_phase]["median"] / result[kind][last_phase]["median"]
-                what = "a killed worker" if kind == "worker" else "a killed node"
+                what = "a killed worker" if worker else "a killed node"
                 lines.append(f"{title}: {ratio:.1f} times faster than torchrun with {what}")
         return lines
 
