@@ -94,12 +94,12 @@ class Shard:
             if name.startswith("optimizer."):
                 _, group, index, key = name.split(".", 3)
                 kept.setdefault(f"{group}.{index}", {})[key] = tensor
-        remade = False
+        remade, on_host = False, set(envelope["on_host"])
         for master in self._masters:
             if (saved := tensors.get(f"master.{master.name}")) is not None:
                 master.tensor.data.copy_(saved)
             scalars = envelope["scalars"].get(master.name, {})
-            remade |= self._restore(master, kept.get(master.name, {}), scalars, set(envelope["on_host"]))
+            remade |= self._restore(master, kept.get(master.name, {}), scalars, on_host)
         return remade
 
     def complete(self) -> bool:

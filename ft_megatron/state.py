@@ -204,16 +204,19 @@ class MegatronAdapter:
         self, optimizers: list[Any], tensors: Mapping[str, torch.Tensor], envelope: Any
     ) -> None:
         """Main parameters and state of these optimizers."""
+        kept: dict[str, dict[str, torch.Tensor]] = {}
+        for full, saved in tensors.items():
+            if full.startswith("optimizer."):
+                _, o, g, p, key = full.split(".", 4)
+                kept.setdefault(f"optimizer.{o}.{g}.{p}", {})[key] = saved
         for name, main, state, _ in self._main_parameters(optimizers):
-            if (saved := tensors.get(f"{name}.main")) is not None:
-                main.data.copy_(saved)
-            prefix = f"{name}."
+            of_this = dict(kept.get(name, {}))
+            if (main_saved := of_this.pop("main", None)) is not None:
+                main.data.copy_(main_saved)
             known = {key for key in state if isinstance(state[key], torch.Tensor)}
-            saved_keys = {n[len(prefix) :] for n in tensors if n.startswith(prefix)} - {"main"}
-            for key in known - saved_keys:  # the snapshot is older than the optimizer's first step
+            for key in known - set(of_this):  # the snapshot is older than the optimizer's first step
                 del state[key]
-            for key in saved_keys:
-                saved = tensors[prefix + key]
+            for key, saved in of_this.items():
                 if key not in state:
                     # A step count of torch's Adam lives on the host, moments where the parameter is.
                     device = "cpu" if saved.dim() == 0 and not _capturable(self._optimizers) else main.device
