@@ -9,6 +9,7 @@ so does what follows it.
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,20 +58,28 @@ class Bytes:
     """Which bytes of which storages."""
 
     def __init__(self) -> None:
-        self._spans: dict[int, list[tuple[int, int]]] = {}
+        self._starts: dict[int, list[int]] = {}
+        self._stops: dict[int, list[int]] = {}
+        """Of each storage the ranges, in their order: between any two something is left out."""
 
     def add(self, span: Span) -> None:
         """These too."""
-        self._spans.setdefault(span.storage, []).append((span.start, span.stop))
+        starts = self._starts.setdefault(span.storage, [])
+        stops = self._stops.setdefault(span.storage, [])
+        first, last = bisect_left(stops, span.start), bisect_right(starts, span.stop)
+        if first < last:  # it touches these
+            starts[first:last] = [min(span.start, starts[first])]
+            stops[first:last] = [max(span.stop, stops[last - 1])]
+        else:
+            starts.insert(first, span.start)
+            stops.insert(first, span.stop)
 
     def covers(self, span: Span) -> bool:
         """Whether all of these are among them."""
-        at = span.start
-        for start, stop in sorted(self._spans.get(span.storage, ())):
-            if start > at:
-                break
-            at = max(at, stop)
-        return at >= span.stop
+        if span.start == span.stop:
+            return True
+        before = bisect_right(self._starts.get(span.storage, ()), span.start)
+        return before > 0 and self._stops[span.storage][before - 1] >= span.stop
 
 
 @dataclass(frozen=True)
