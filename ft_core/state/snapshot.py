@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import xxhash
 
@@ -25,6 +26,8 @@ from ft_core.state.memory import TORN, SharedMemory, SnapshotBuffer
 log = logging.getLogger(__name__)
 
 ENVELOPE = "ft/envelope"
+_PIECE = 256 << 10
+"""Bytes that are copied, and then hashed, at once."""
 _RUN = 8
 """Chunks that a thread checks one after the other."""
 _PORTABLE = 1
@@ -181,25 +184,13 @@ class Snapshotter:
             return
         by_name = {t.name: t.tensor for t in tensors}
         for index, segment in enumerate(buffer.segments):
-            data, sums = buffer.data(index), buffer.checksums(index)
-            flat = torch.frombuffer(data, dtype=torch.uint8)
-            done = 0
             with torch.no_grad():
-                if fence is not None:
-                    self._copy_from_device(flat, segment, by_name)
-                else:
-                    for item in segment.items:
-                        source = _bytes_of(by_name[item.name])
-                        start = 0
-                        while start < item.nbytes:  # piecewise, so that a chunk is hashed while in cache
-                            at = item.offset + start
-                            size = min(item.nbytes - start, CHUNK - at % CHUNK)
-                            flat[at : at + size].copy_(source[start : start + size])
-                            start += size
-                            while (done + 1) * CHUNK <= at + size:
-                                sums[done] = _hash(data, done)
-                                done += 1
-            for chunk in range(done, segment.chunks):
+                if fence is None:
+                    _copy_from_host(buffer, index, by_name)
+                    continue
+                data, sums = buffer.data(index), buffer.checksums(index)
+                self._copy_from_device(torch.frombuffer(data, dtype=torch.uint8), segment, by_name)
+            for chunk in range(segment.chunks):
                 sums[chunk] = _hash(data, chunk)
         buffer.version = version
         self._on_staged(version)
@@ -320,6 +311,39 @@ def verify(buffer: SnapshotBuffer) -> None:
 
 def _hash(data: memoryview, chunk: int) -> int:
     return xxhash.xxh3_64_intdigest(data[chunk * CHUNK : (chunk + 1) * CHUNK])
+
+
+def _copy_from_host(buffer: SnapshotBuffer, index: int, by_name: dict[str, torch.Tensor]) -> None:
+    """Piece by piece, so that each is hashed while it is in the nearest cache. By numpy: torch takes some
+    microseconds more for each piece, and there are many small tensors."""
+    segment, sums = buffer.segments[index], _Checksums(buffer.data(index), buffer.checksums(index))
+    target = np.frombuffer(buffer.data(index), np.uint8)
+    for item in segment.items:
+        source = _bytes_of(by_name[item.name]).numpy()
+        for start in range(0, item.nbytes, _PIECE):
+            piece = source[start : start + _PIECE]
+            at = item.offset + start
+            np.copyto(target[at : at + len(piece)], piece)
+            sums.reach(at + len(piece))
+    sums.reach(segment.nbytes)
+
+
+class _Checksums:
+    """Makes those of all chunks, as far as what they are of is there."""
+
+    def __init__(self, data: memoryview, sums: memoryview) -> None:
+        self._data, self._sums = data, sums
+        self._at, self._state = 0, xxhash.xxh3_64()
+
+    def reach(self, end: int) -> None:
+        """Up to there everything is in place, gaps between items included."""
+        while self._at < end:
+            stop = min(end, self._at - self._at % CHUNK + CHUNK)
+            self._state.update(self._data[self._at : stop])
+            if stop % CHUNK == 0 or stop == len(self._data):
+                self._sums[self._at // CHUNK] = self._state.intdigest()
+                self._state.reset()
+            self._at = stop
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

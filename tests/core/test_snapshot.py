@@ -161,6 +161,28 @@ def test_the_first_of_many_bad_chunks_is_named_whoever_finds_it():
         verify(buffer)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (CHUNK - 10, CHUNK, 0),  # the gap between two items, and one that is empty, end at a chunk's end
+        (3, 0, CHUNK // 4 - 64, CHUNK // 4, 2 * CHUNK + 1, 7),
+        (5 * CHUNK,),
+        (CHUNK - 64, 64),
+        (1, 0),
+    ],
+)
+def test_checksums_are_those_of_the_bytes_in_the_buffer(sizes):
+    tensors = {str(i): torch.randint(256, (size,), dtype=torch.uint8) for i, size in enumerate(sizes)}
+    segment = layout((0,), [(name, "uint8", t.shape, t.nbytes) for name, t in tensors.items()])
+    buffer = RoleMemory().allocate(0, [segment])
+    buffer.data(0)[:] = b"\xff" * segment.nbytes  # as in memory that had another layout
+    snapshot._copy_from_host(buffer, 0, tensors)
+    verify(buffer)
+    for item in segment.items:
+        there = buffer.data(0)[item.offset : item.offset + item.nbytes]
+        assert bytes(there) == tensors[item.name].numpy().tobytes()
+
+
 def test_a_copy_that_fails_leaves_its_buffer_torn_and_the_older_one_whole(parts):
     _, memory, snapshotter, staged = parts
     snapshotter.stage(0)
