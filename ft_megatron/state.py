@@ -61,6 +61,8 @@ class MegatronAdapter:
         lean = current is not None and current.lean and self.sharded and can_adopt(self._optimizers)
         self._derives = lean or self._gathers_late
         """Whether parameters are left out of the state."""
+        self._own_parameters = [(name, p) for name, p in self._parameters() if not self._is_derived(p)]
+        """Those that are state of their own: which they are does not change any more."""
         self._incomplete = False
         """Whether what was restored had none, whatever is left out now."""
         experts = parallel_state.get_expert_model_parallel_world_size() > 1
@@ -94,9 +96,7 @@ class MegatronAdapter:
 
         Main parameters in fp32 may be views of parameters, which need not be kept twice.
         """
-        for name, parameter in self._parameters():
-            if self._is_derived(parameter):
-                continue
+        for name, parameter in self._own_parameters:
             expert = not getattr(parameter, "allreduce", True)
             holders = self._expert_data_parallel if expert else self._data_parallel
             yield StateTensor(name, parameter.data, holders)
@@ -109,10 +109,10 @@ class MegatronAdapter:
         self, optimizers: list[Any], shard_holders: Holders | None = None
     ) -> Iterator[StateTensor]:
         """Of these optimizers, of which `shard_holders` have the same: by default, as this rank's."""
-        in_model = {p.untyped_storage().data_ptr() for _, p in self._parameters() if not self._is_derived(p)}
+        in_model = {p.untyped_storage().data_ptr() for _, p in self._own_parameters}
         for name, main, state, holders in self._main_parameters(optimizers):
             holders = shard_holders or holders
-            if main.untyped_storage().data_ptr() not in in_model:
+            if not in_model or main.untyped_storage().data_ptr() not in in_model:
                 yield StateTensor(f"{name}.main", main.data, holders)
             for key in sorted(state):
                 if isinstance(state[key], torch.Tensor):
@@ -274,8 +274,8 @@ class MegatronAdapter:
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, chunk in enumerate(self._model):
             for prefix, module in chunk.named_modules():
-                for name, buffer in module.named_buffers(recurse=False):
-                    if name not in module._non_persistent_buffers_set:
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and name not in module._non_persistent_buffers_set:
                         yield f"buffer.{index}.{prefix}.{name}", buffer
 
     def _main_parameters(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from ft_core.errors import CorruptSnapshot
 
 _KIND = "__ft__"
 _ALIGN = 16384
+_PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 def encode(value: Any, room: int = 0) -> bytes:
@@ -46,12 +48,12 @@ def _pack(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):
-        return [_pack(v) for v in value]
+        return _pack_all(value)
     if isinstance(value, tuple):
-        return {_KIND: "tuple", "v": [_pack(v) for v in value]}
+        return {_KIND: "tuple", "v": _pack_all(value)}
     if isinstance(value, dict):
         if all(isinstance(k, str) for k in value) and _KIND not in value:
-            return {k: _pack(v) for k, v in value.items()}
+            return dict(zip(value, _pack_all(value.values()), strict=True))
         return {_KIND: "dict", "v": [[_pack(k), _pack(v)] for k, v in value.items()]}
     if isinstance(value, (bytes, bytearray)):
         return {_KIND: "bytes", "v": base64.b64encode(value).decode()}
@@ -73,6 +75,13 @@ def _pack(value: Any) -> Any:
     raise TypeError(
         f"cannot put a {type(value).__name__} into a snapshot's envelope; give plain data or tensors"
     )
+
+
+def _pack_all(values: Collection[Any]) -> list[Any]:
+    # The state of Python's generator alone is 625 numbers, and is packed in every step.
+    if _PLAIN.issuperset(map(type, values)):
+        return list(values)
+    return [_pack(v) for v in values]
 
 
 def _unpack(value: Any) -> Any:
