@@ -22,7 +22,7 @@ from ft_core.process.refusals import Refusals
 from ft_core.protocol.channel import Channel
 from ft_core.protocol.door import connections
 from ft_core.protocol.messages import Layout
-from ft_core.protocol.sockets import as_bytes, join_address, listen
+from ft_core.protocol.sockets import ENDS_BEFORE, as_bytes, ends_first, join_address, listen
 from ft_core.protocol.transfers import (
     REQUEST,
     Accepted,
@@ -226,6 +226,8 @@ class PeerServer:
         self._asked = answer
         self._max_segment_bytes = max_segment_bytes
         self._listener = listen(host)
+        # Once the controller sees the end of an agent, others are to find that nothing listens here any more.
+        self._last = ends_first(self._listener, ENDS_BEFORE)
         port = self._listener.getsockname()[1]
         self.address = join_address(host, port)
         self.received_bytes = 0
@@ -252,6 +254,8 @@ class PeerServer:
             if thread.is_alive():  # in the agent's `answer`, most likely
                 log.warning("transport at %s: thread %s does not end", self.address, thread.name)
         self._listener.close()
+        if self._last is not None:
+            self._last.close()
 
     def _accept(self) -> None:
         for sock in connections(self._listener, f"transport at {self.address}", lambda: self._closed):

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from ft_core.protocol.sockets import readable
+from ft_core.protocol.sockets import ends_first, readable
 
-_LAST = 4096
-"""The number of a descriptor beyond those of an agent's memory files."""
 ROOM = 128 << 10
 """Bytes that wait here for whoever takes them, beyond what is waited for. The rest stays with the sender."""
 
@@ -110,11 +106,8 @@ class Connection(asyncio.Protocol):
         return len(self.buffer) < self._wanted and not readable(sock.fileno())
 
     def ends_first(self) -> None:
-        """Should this process be killed, the peer is to hear of it before its memory files are freed, 0.1 s a
-        GB or more. The kernel ends what it has open from the highest number down."""
-        sock = self.transport.get_extra_info("socket")
-        with contextlib.suppress(OSError):  # so many files it may not have
-            self._last = socket.socket(fileno=fcntl.fcntl(sock.fileno(), fcntl.F_DUPFD_CLOEXEC, _LAST))
+        """Should this process be killed, the peer is to hear of it before its memory files are freed."""
+        self._last = ends_first(self.transport.get_extra_info("socket"))
 
     def take(self, count: int) -> bytearray:
         """The first `count` bytes of `buffer`, which has them."""

@@ -26,7 +26,7 @@ from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.channel import Channel
 from ft_core.protocol.codec import MAX_BYTES, Decoder
 from ft_core.protocol.connection import ROOM, Connection
-from ft_core.protocol.sockets import join_address, listen
+from ft_core.protocol.sockets import join_address, listen, split_address
 
 SECRET = b"s" * 32
 ANYTHING = Decoder[dict[str, Any]](dict[str, Any])
@@ -596,10 +596,15 @@ def test_empty_secret_is_refused() -> None:
 
 _HOLDER = """
 import asyncio, os, socket, sys, time
+from ft_core.net.transport import TcpTransport
+from ft_core.process.descriptors import raise_limit
 from ft_core.protocol.connection import Connection
+from ft_core.state.store import NodeStore
 
 async def main():
+    raise_limit()
     loop = asyncio.get_running_loop()
+    transport = TcpTransport(NodeStore(), b"secret")
     _, connection = await loop.create_connection(Connection, *sys.argv[1].rsplit(":", 1))
     memory = os.memfd_create("memory")
     for _ in range(64):
@@ -607,6 +612,7 @@ async def main():
     os.dup2(int(sys.argv[2]), 300)
     os.close(int(sys.argv[2]))
     connection.ends_first()
+    connection.write(transport.address.encode() + b" ")
     os.kill(os.getpid(), 9)
 
 asyncio.run(main())
@@ -615,7 +621,7 @@ asyncio.run(main())
 
 def test_the_peer_of_one_that_is_killed_hears_of_it_before_its_memory_is_freed():
     """The kernel closes its files from the last: a pipe, its memory files, its connection, were it not for
-    the connection's second number, beyond all others."""
+    the connection's second number, beyond all others; what others would connect to has a higher one yet."""
     pipe, other = os.pipe()
     with listen("127.0.0.1") as listener:
         command = [sys.executable, "-c", _HOLDER, address_of(listener), str(other)]
@@ -623,7 +629,12 @@ def test_the_peer_of_one_that_is_killed_hears_of_it_before_its_memory_is_freed()
             os.close(other)
             accepted, _ = listener.accept()
             with accepted:
+                address = b""
+                while not address.endswith(b" "):
+                    address += accepted.recv(100)
                 assert accepted in select.select([accepted, pipe], [], [])[0]
                 assert accepted.recv(1) == b""
+                with pytest.raises(ConnectionRefusedError):
+                    socket.create_connection(split_address(address.decode().strip()))
     assert holder.returncode == -signal.SIGKILL
     os.close(pipe)
