@@ -512,7 +512,7 @@ class Epochs:
         self.do(*self.draining.lost(self.facts, node.name))
         self.facts.drop(node)
         self.account.wrong(self.wall - node.sight.silence(self.now))
-        if fault is m.Fault.NODE:
+        if fault is m.Fault.NODE and not node.sight.ended:
             self.watch.miss([node.name], self.now)
         self.do(Close(node.peer))
         if self.returning.on(node.name):
@@ -585,11 +585,26 @@ class Epochs:
 
     # -- time --------------------------------------------------------------------------------------
 
-    def look_for_nodes(self) -> None:
-        """Who is lost, and who is to be asked about whom."""
+    def disconnected(self, node: Node) -> None:
+        """Its connection has ended. It may come back, unless others find that its process has ended: they are
+        asked at once."""
+        self.watch.disconnected(node, self.now)
+        self._look_at_nodes()
+
+    def probed(self, node: Node, answer: m.NodesProbed) -> None:
+        """It says which others it reaches."""
+        if self.watch.probed(node, answer):
+            self._look_at_nodes()
+
+    def _look_at_nodes(self) -> None:
+        """Those that are silent, or gone: who is lost, and who is to be asked about whom."""
         for node, why in self.watch.lost(isinstance(self.phase, Running), self.now):
             self.node_lost(node, why)
         self.do(*self.watch.questions(self.now))
+
+    def look_for_nodes(self) -> None:
+        """The same, and whether they reach each other."""
+        self._look_at_nodes()
         if isinstance(self.phase, Running | Quiescing | Waiting) and not self.unprotected:
             self.do(*self.watch.question_links(self.now))
             if self.watch.links.over:

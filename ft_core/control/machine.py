@@ -267,8 +267,7 @@ class Controller:
     def _disconnected(self, peer: Peer) -> None:
         self._questions.disconnected(peer)
         if (node := self.facts.peers.get(peer)) is not None:
-            node.sight.gone_since = self._epochs.now
-            self.facts.gone.add(node.name)
+            self._epochs.disconnected(node)
 
     def _receive(self, peer: Peer, message: m.Message) -> None:
         if (node := self.facts.peers.get(peer)) is not None:
@@ -312,7 +311,7 @@ class Controller:
         elif isinstance(message, m.Hosts):
             node.hosts += message.hosts
         elif isinstance(message, m.NodesProbed):
-            self._epochs.watch.probed(node, message)
+            self._epochs.probed(node, message)
         elif isinstance(message, m.Idle):
             node.idle = message.idle
             if isinstance(self.phase, Waiting):
@@ -411,6 +410,7 @@ class Controller:
                 self._to_dismiss |= {node.name} - facts.hosts.keys()
                 self._dismiss()
             case m.Left():
+                node.sight.leaves = True
                 self._termination.node_left(node.name, now)
             case m.RestoreFailed() | m.NoIdleWorker() | m.Held():
                 pass  # of an epoch that is over

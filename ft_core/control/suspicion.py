@@ -1,9 +1,9 @@
 """Whether a node is lost. Silence is evidence, not a verdict: pure, from what was heard and when.
 
-A node is lost when its connection ended and it does not come back, or when it is silent and nothing speaks
-for it. What speaks for it: another node that reaches it, and steps that finish on all roles, since none can
-without its workers. All times are of the controller's clock, which counts only the time that it was awake:
-its own stalls are nobody else's silence.
+A node is lost when its connection ended and it does not come back, or others find that its process has ended;
+or when it is silent and nothing speaks for it. What speaks for it: another node that reaches it, and steps
+that finish on all roles, since none can without its workers. All times are of the controller's clock, which
+counts only the time that it was awake: its own stalls are nobody else's silence.
 
 Beside each agent is a process that does nothing but say that the machine lives, and how long ago the agent
 did anything (`node.pulse`). Its silence is that of the machine, and regular enough to be judged by it;
@@ -13,7 +13,8 @@ an agent that is held up while that goes on has the whole limit.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from bisect import bisect
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from ft_core.protocol.messages import NodeName, Reach, Version
@@ -22,6 +23,8 @@ RETURN_GRACE = 0.3
 """Seconds that an agent whose connection broke has to come back before its node counts as lost."""
 ASK = 1.0
 """Seconds between two rounds of questions about a node that is silent."""
+ASK_AGAIN = 0.1
+"""The same, about one whose connection broke: the kernel may close that a moment before what listens."""
 WITNESSES = 3
 """Nodes that are asked about one."""
 PATIENCE = 3.0
@@ -75,9 +78,13 @@ class Sight:
     pulses: int = -1
     """The number of that word."""
     answers: dict[NodeName, Reach] = field(default_factory=dict)
-    """By witness, whether it reaches the node, since that was heard last."""
+    """By witness, whether it reaches the node, since that was heard last, or its connection broke."""
+    counts_from: int = 0
+    """The first round of questions whose answers are no older than that."""
     asked: float = -math.inf
     """When they were asked last."""
+    leaves: bool = False
+    """Whether it has said so: that its process ends is no news then, and why it does is known better."""
 
     def hear(self, now: float) -> None:
         """A message of it is here."""
@@ -100,6 +107,24 @@ class Sight:
         if now - stalled > self.heard:
             self.hear(now - stalled)
 
+    def breaks(self, now: float, asked_next: int) -> None:
+        """Its connection has. What others saw before is of no use, also where they have yet to say it.
+        `asked_next`: the next round of questions."""
+        self.gone_since, self.answers, self.counts_from = now, {}, asked_next
+
+    def answered(self, witness: NodeName, reach: Reach, asked: int) -> None:
+        """A witness says whether it reaches the node, of which it was `asked` in that round."""
+        if asked >= self.counts_from:
+            self.answers = {**self.answers, witness: reach}
+
+    @property
+    def ended(self) -> list[NodeName]:
+        """Who has found that its process has: its connection broke, and after that nothing listened at its
+        address, on a machine that is there to say so."""
+        if self.gone_since is None:
+            return []
+        return sorted(name for name, reach in self.answers.items() if reach == "refused")
+
     def silence(self, now: float) -> float:
         """Seconds since it was heard last, or its connection broke."""
         return now - (self.heard if self.gone_since is None else self.gone_since)
@@ -111,7 +136,9 @@ class Sight:
 
     def doubtful(self, now: float, bound: float) -> bool:
         """Whether others are to be asked about it, now."""
-        if self.gone_since is not None or self.lively(now, bound):
+        if self.gone_since is not None:
+            return not self.leaves and now - self.asked >= ASK_AGAIN
+        if self.lively(now, bound):
             return False
         return now - self.heard > self.rhythm.limit(bound) / 2 and now - self.asked >= ASK
 
@@ -121,7 +148,12 @@ class Sight:
         """Why the node is lost, or nothing. `lived`: when its workers are known to have lived last. `bound`:
         the limit of silence. `doubted`: somebody else has seen a connection break. `witnesses`: those whose
         word counts."""
+        if self.gone_since is not None and self.leaves:
+            return ""
         if self.gone_since is not None:
+            if ended := self.ended:
+                seen = f"(seen from {', '.join(ended)})"
+                return f"its agent's connection broke, and nothing listens at its address any more {seen}"
             over = doubted or now - self.gone_since > RETURN_GRACE
             return "its agent's connection broke" if over else ""
         answers = {name: reach for name, reach in self.answers.items() if name in witnesses}
@@ -154,7 +186,15 @@ class Steps:
             self.newest, self.at = newest, now
 
 
-def chosen(node: NodeName, others: Iterable[NodeName]) -> list[NodeName]:
-    """Who is asked about `node`: the next ones after it, so that not all ask the same."""
-    names = sorted(name for name in others if name != node)
-    return sorted(names, key=lambda name: (name < node, name))[:WITNESSES]
+def chosen(node: NodeName, names: Sequence[NodeName], speaks: Callable[[NodeName], bool]) -> list[NodeName]:
+    """Who is asked about `node`: the next ones after it that can be, so that not all ask the same. `names`:
+    of all nodes, ascending."""
+    found: list[NodeName] = []
+    first = bisect(names, node)
+    for at in range(first, first + len(names)):  # no further than it has to: there may be ten thousand
+        name = names[at % len(names)]
+        if name != node and speaks(name):
+            found.append(name)
+            if len(found) == WITNESSES:
+                break
+    return found

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from ft_core.control.events import Effect, Send
 from ft_core.control.facts import Facts, Node
 from ft_core.control.links import Links
-from ft_core.control.suspicion import ASK, Steps, chosen
+from ft_core.control.suspicion import ASK, ASK_AGAIN, Steps, chosen
 from ft_core.protocol.messages import NodeName, NodesProbed, PlanId, ProbeNodes, Version
 
 LOOK = 1 / 20
@@ -37,6 +37,8 @@ class Watch:
         self._round = 0
         self._quiet: tuple[float, list[NodeName]] = -math.inf, []
         """When all nodes were looked at last, and those that were silent then."""
+        self._names: tuple[float, list[NodeName]] = -math.inf, []
+        """When all nodes were put in order last, and their names."""
 
     def begins(self) -> None:
         """A plan was made: who is not in it is not waited for."""
@@ -76,14 +78,23 @@ class Watch:
         if begun == self._facts.plan_id:
             self._steps.done(newest, now)
 
-    def probed(self, witness: Node, answer: NodesProbed) -> None:
-        """A node says which others it reaches."""
+    def disconnected(self, node: Node, now: float) -> None:
+        """Its connection has ended."""
+        node.sight.breaks(now, self._round + 1)
+        self._facts.gone.add(node.name)
+
+    def probed(self, witness: Node, answer: NodesProbed) -> bool:
+        """A node says which others it reaches. Returns whether one has ended, by that, whose connection
+        has."""
         self.links.answered(witness.name, answer.reach)
+        ended = False
         for name, reach in answer.reach.items():
             if (node := self._facts.nodes.get(name)) is not None:
-                node.sight.answers = {**node.sight.answers, witness.name: reach}
+                node.sight.answered(witness.name, reach, answer.round)
+                ended |= bool(node.sight.ended)
             elif reach == "refused":
                 self._missed.pop(name, None)  # its machine is there, and its process is not
+        return ended
 
     # -- silence -----------------------------------------------------------------------------------
 
@@ -94,7 +105,8 @@ class Watch:
         if not quiet:
             return []
         busy = facts.hosts if running else {}
-        witnesses = self._witnesses(now)
+        asked = any(node.sight.answers and node.sight.gone_since is None for node in quiet)
+        witnesses = self._witnesses(now) if asked else set()
         found = []
         for node in quiet:
             lived = self._steps.lived if node.name in busy else -math.inf
@@ -108,21 +120,30 @@ class Watch:
         nodes, bound = self._facts.nodes, self._facts.settings.silence_limit
         if now - self._quiet[0] >= LOOK * bound:
             self._quiet = now, [name for name, node in nodes.items() if not node.sight.lively(now, bound)]
-        names = dict.fromkeys([*self._quiet[1], *self._facts.gone])
+        names = dict.fromkeys([*self._quiet[1], *sorted(self._facts.gone)])
         return [node for name in names if (node := nodes.get(name)) is not None]
 
     def questions(self, now: float) -> list[Effect]:
-        """To other nodes, about those that are silent."""
+        """To other nodes, about those that are silent, or gone."""
         bound = self._facts.settings.silence_limit
         asked: dict[NodeName, dict[NodeName, str]] = {}
-        witnesses: Collection[NodeName] | None = None
         for node in self._silent(now):
             if node.sight.doubtful(now, bound):
-                witnesses = self._witnesses(now) if witnesses is None else witnesses
                 node.sight.asked = now
-                for witness in chosen(node.name, witnesses):
+                for witness in self._witnesses_of(node.name, now):
                     asked.setdefault(witness, {})[node.name] = node.hello.data
         return self._ask(asked)
+
+    def _witnesses_of(self, name: NodeName, now: float) -> list[NodeName]:
+        """Who is asked about a node. Many may be gone at once: all are not put in order for each of them."""
+        nodes, bound = self._facts.nodes, self._facts.settings.silence_limit
+        if now - self._names[0] >= ASK_AGAIN:
+            self._names = now, sorted(nodes)
+
+        def speaks(other: NodeName) -> bool:
+            return (node := nodes.get(other)) is not None and node.sight.lively(now, bound)
+
+        return chosen(name, self._names[1], speaks)
 
     def _ask(self, asked: dict[NodeName, dict[NodeName, str]]) -> list[Effect]:
         """By witness, the addresses of those that it is to reach."""
@@ -165,9 +186,9 @@ class Watch:
         if now - self._asked < ASK:
             return []
         self._asked = now
-        known, witnesses = self._facts.begun.nodes, self._witnesses(now)
+        known = self._facts.begun.nodes
         asked: dict[NodeName, dict[NodeName, str]] = {}
         for name in sorted(set(names) & set(known)):  # a spare is forgotten with its address
-            for witness in chosen(name, witnesses):
+            for witness in self._witnesses_of(name, now):
                 asked.setdefault(witness, {})[name] = known[name].data
         return self._ask(asked)

@@ -521,12 +521,129 @@ def test_a_node_that_comes_back_in_time_was_not_lost() -> None:
     assert not job.records_of("detected") and job.phase == "running"
 
 
+ENDED = "its agent's connection broke, and nothing listens at its address any more (seen from node0)"
+
+
+def asked_of(job: ControlPlane, effects: list[Effect], name: str = "node0") -> ProbeNodes:
+    """What that node is asked."""
+    return sent(effects, ProbeNodes)[job[name].peer]
+
+
+def test_a_node_whose_process_has_ended_is_lost_at_once() -> None:
+    job = ControlPlane(nodes=2, spares=1)
+    job.all_step(1)
+    at, asked = job.now, asked_of(job, job.agents.pop("node1").hangs_up())
+    assert asked.nodes == {"node1": "data"}
+    effects = job["node0"].say(NodesProbed(asked.round, {"node1": "refused"}))
+    assert sent(effects, Abort).keys() == {job["node0"].peer, job["node2"].peer} and job.now == at
+    [detected] = job.records_of("detected")
+    assert detected.reason == f"node node1 lost: {ENDED}" and detected.roles == (1,)
+    assert not job.happens(Received(job["node2"].peer, NodesProbed(asked.round, {"node1": "refused"})))
+
+
+def test_a_spare_whose_process_has_ended_is_lost_at_once() -> None:
+    job = ControlPlane(nodes=2, spares=1)
+    asked = asked_of(job, job.agents.pop("node2").hangs_up())
+    job["node0"].say(NodesProbed(asked.round, {"node2": "refused"}))
+    assert [lost.reason for lost in job.records_of("spare_lost")] == [f"node node2: {ENDED}"]
+
+
+@pytest.mark.parametrize("reach", ["silent", "reached"])
+def test_whatever_else_others_find_a_node_has_time_to_come_back(reach: Reach) -> None:
+    job = ControlPlane(nodes=2)
+    job.all_step(1)
+    effects, rounds = job["node1"].hangs_up(), []
+    for _ in range(int((suspicion.RETURN_GRACE - 0.01) / 0.05)):
+        for asked in sent(effects, ProbeNodes).values():
+            rounds.append(asked.round)
+            job["node0"].say(NodesProbed(asked.round, {"node1": reach}))
+        effects = job.wait(0.05)
+    assert rounds[:2] == [1, 2], "the kernel may close what listens a moment later than the connection"
+    assert job.phase == "running"
+    job.wait(0.2)
+    assert job.records_of("detected")[0].reason == "node node1 lost: its agent's connection broke"
+
+
+def test_a_node_that_is_back_is_not_lost_for_what_others_found() -> None:
+    job = ControlPlane(nodes=2)
+    job.all_step(1)
+    asked = asked_of(job, job["node1"].hangs_up())
+    job["node1"].greet()
+    job["node0"].say(NodesProbed(asked.round, {"node1": "refused"}))
+    again = asked_of(job, job["node1"].hangs_up())
+    assert job.phase == "running", "that was said of the connection before"
+    job["node0"].say(NodesProbed(asked.round, {"node1": "refused"}))
+    assert job.phase == "running"
+    job["node0"].say(NodesProbed(again.round, {"node1": "refused"}))
+    assert job.phase == "quiescing"
+
+
+def test_what_was_found_of_a_silent_node_is_not_found_of_one_whose_connection_broke() -> None:
+    job = ControlPlane(nodes=2)
+    job.all_step(1)
+    job["node1"].silent = True
+    asked = asked_of(job, job.wait(5.5))
+    for late in (False, True):
+        if late:
+            job["node1"].hangs_up()
+        job["node0"].say(NodesProbed(asked.round, {"node1": "refused"}))
+        assert job.phase == "running"
+
+
+def test_without_anybody_to_ask_a_node_has_time_to_come_back() -> None:
+    job = ControlPlane(nodes=1)
+    job.all_step(1)
+    assert not sent(job["node0"].hangs_up(), ProbeNodes)
+    assert not sent(job.wait(0.2), ProbeNodes)
+    job["node0"].greet()
+    job.wait(1)
+    assert job.phase == "running" and not job.records_of("detected")
+
+
+def test_of_many_nodes_that_are_lost_few_are_asked_each_time() -> None:
+    job = ControlPlane(nodes=60)
+    job.all_step(1)
+    dead = [f"node{number}" for number in range(0, 60, 4)]
+    first = [asked for name in dead for asked in sent(job.agents.pop(name).hangs_up(), ProbeNodes).items()]
+    assert len(first) == suspicion.WITNESSES * len(dead)
+    assert all(len(asked.nodes) == 1 for _, asked in first), "each at once"
+    again = sent([*job.wait(0.1), *job.wait(0.05)], ProbeNodes)
+    assert again.keys() <= {agent.peer for agent in job.agents.values()}, "of those that are there"
+    found = [name for asked in again.values() for name in asked.nodes]
+    assert sorted(found) == sorted(3 * dead) and len(again) < len(found), "once to each for all"
+    for peer, asked in again.items():
+        job.happens(Received(peer, NodesProbed(asked.round, dict.fromkeys(asked.nodes, "refused"))))
+    assert set(job.controller.facts.nodes) == set(job.agents)
+
+
+def test_more_nodes_than_copies_cover_are_not_waited_for_where_their_processes_have_ended() -> None:
+    job = ControlPlane(nodes=3, spares=2)
+    job.all_step(1)
+    for name in ("node0", "node1"):
+        asked = asked_of(job, job.agents.pop(name).hangs_up(), "node2")
+        job["node2"].say(NodesProbed(asked.round, {name: "refused"}))
+    job.all_report()
+    assert job.done == End(1) and not job.records_of("unreachable")
+
+
+def test_a_node_that_leaves_is_not_taken_for_one_that_was_killed() -> None:
+    job = ControlPlane(nodes=2, spares=1)
+    job.all_step(1)
+    job["node0"].say(Suspect(epoch=1, role=0, reason="connection reset"))
+    job["node1"].say(Leaving())
+    job["node1"].say(Left())
+    assert not sent(job.agents.pop("node1").hangs_up(), ProbeNodes)
+    job.wait(0.1)
+    assert [lost.reason for lost in job.records_of("detected")] == [
+        "node node1 lost: it was told to end (SIGTERM)"
+    ]
+
+
 def test_a_peer_that_saw_it_die_leaves_no_doubt() -> None:
     job = ControlPlane(nodes=2)
     job.all_step(1)
     job["node0"].say(Suspect(epoch=1, role=0, reason="connection reset"))
-    job.agents.pop("node1").hangs_up()
-    job.wait(0.1)
+    assert not sent(job.agents.pop("node1").hangs_up(), ProbeNodes)
     assert job.phase == "quiescing"
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from ft_core.control.suspicion import (
     ASK,
+    ASK_AGAIN,
     PATIENCE,
     RETURN_GRACE,
     Rhythm,
@@ -62,6 +63,38 @@ def test_a_connection_that_ended_has_its_grace_and_none_if_somebody_else_saw_it(
     assert lost(sight, 10.0, doubted=True) == "its agent's connection broke"
 
 
+def test_whose_process_is_found_to_have_ended_once_its_connection_has_is_lost_at_once() -> None:
+    sight = regular()
+    sight.answered("b", "refused", 7)
+    sight.breaks(10.0, asked_next=9)
+    sight.answered("c", "refused", 8)
+    assert not lost(sight, 10.0), "that was before, and is said only now"
+    sight.answered("b", "silent", 9)
+    sight.answered("c", "reached", 9)
+    assert not lost(sight, 9.99 + RETURN_GRACE)
+    sight.answered("b", "refused", 10)
+    gone = "its agent's connection broke, and nothing listens at its address any more (seen from b)"
+    assert lost(sight, 10.0) == gone
+    assert not regular().ended
+
+
+def test_of_one_whose_connection_ended_others_are_asked_at_once_and_soon_again() -> None:
+    sight = regular()
+    assert not sight.doubtful(10.0, BOUND)
+    sight.breaks(10.0, asked_next=1)
+    assert sight.doubtful(10.0, BOUND)
+    sight.asked = 10.0
+    assert not sight.doubtful(9.99 + ASK_AGAIN, BOUND) and sight.doubtful(10.01 + ASK_AGAIN, BOUND)
+
+
+def test_one_that_has_said_that_it_leaves_is_not_lost_for_that() -> None:
+    sight = regular()
+    sight.leaves = True
+    sight.breaks(10.0, asked_next=1)
+    sight.answered("b", "refused", 1)
+    assert not sight.doubtful(10.0, BOUND) and not lost(sight, 11.0, doubted=True)
+
+
 def test_silence_without_a_witness_lasts_as_long_as_the_bound() -> None:
     sight = regular()
     assert not lost(sight, 10.0 + BOUND)
@@ -105,9 +138,13 @@ def test_others_are_asked_once_half_of_the_limit_is_over(heard: float, asked: bo
 
 def test_not_all_ask_the_same() -> None:
     nodes = [f"n{number}" for number in range(6)]
-    assert chosen("n1", nodes) == ["n2", "n3", "n4"]
-    assert chosen("n4", nodes) == ["n5", "n0", "n1"]
-    assert chosen("n0", ["n0", "n1"]) == ["n1"]
+    anybody = lambda name: True  # noqa: E731
+    assert chosen("n1", nodes, anybody) == ["n2", "n3", "n4"]
+    assert chosen("n4", nodes, anybody) == ["n5", "n0", "n1"]
+    assert chosen("n1", nodes, lambda name: name not in ("n2", "n4")) == ["n3", "n5", "n0"]
+    assert chosen("n0", ["n0", "n1"], anybody) == ["n1"]
+    assert chosen("gone", nodes, anybody) == ["n0", "n1", "n2"]
+    assert chosen("n0", ["n0"], anybody) == chosen("n0", [], anybody) == []
 
 
 def beside(sight: Sight, until: float, stalled_since: float) -> None:

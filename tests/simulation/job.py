@@ -461,6 +461,8 @@ class SimJob:
         if not node.alive:
             return
         self.outcome.evictions += 1
+        if "nothing listens" in reason:
+            raise Violation(f"6: {node.name} lives, and others have found that it has ended: {reason}")
         if "its link" in reason:
             epoch, machine = self._linked  # it may have come back as a spare, with the link broken yet
             if epoch == controller.machine.facts.epoch and machine != node.machine_name:

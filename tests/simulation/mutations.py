@@ -76,6 +76,16 @@ def a_busy_agent_is_a_silent_machine() -> None:
     Sight.pulse = mutated  # type: ignore[method-assign]
 
 
+def who_cannot_be_reached_has_ended() -> None:
+    """Of a node whose connection broke, an answer that it is not reached is taken for its end."""
+    answered = Sight.answered
+
+    def mutated(self: Sight, witness: str, reach: m.Reach, asked: int) -> None:
+        answered(self, witness, "refused" if reach == "silent" else reach, asked)
+
+    Sight.answered = mutated  # type: ignore[method-assign]
+
+
 def out_of_sight_is_dead() -> None:
     """What nodes hold whose connections broke does not count, before the job is given up."""
     Epochs._waits_for_sight = lambda self, outcome: False  # type: ignore[method-assign]
@@ -476,6 +486,7 @@ MUTATIONS: dict[str, Callable[[], None]] = {
         a_pause_of_the_controller_counts,
         silence_alone_is_a_verdict,
         a_busy_agent_is_a_silent_machine,
+        who_cannot_be_reached_has_ended,
         out_of_sight_is_dead,
         broken_links_are_not_looked_for,
         both_ends_of_a_link_are_replaced,

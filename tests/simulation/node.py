@@ -539,26 +539,36 @@ class SimNode(Process):
             other.later(self.world.delay(), ask)
 
     def _probe(self, order: ev.Probe) -> None:
+        """Answered once all that was asked is answered, or the time for it is over."""
         reach: dict[str, m.Reach] = {}
+        over = False
 
-        def asked(name: str, other: SimNode | None) -> None:
-            """It is asked, and may be stopped, or cut off, by now or later."""
-            if self._reaches(other) and other is not None:
-                other.do(lambda: self.later(0.001, lambda: reach.setdefault(name, "reached")))
+        def answers(name: str, found: m.Reach) -> None:
+            reach[name] = found
+            if len(reach) == len(order.nodes):
+                end()
+
+        def asked(name: str, other: SimNode) -> None:
+            """It is asked, and may have ended, be stopped, or cut off, by now or later."""
+            if not self.job.network.joins(self.machine_name, other.machine_name):
+                if self.world.rng.random() < 0.5:  # somebody on the way says that it leads nowhere
+                    answers(name, "silent")
+            elif other.alive:
+                other.do(lambda: self.later(0.001, lambda: answers(name, "reached")))
+            elif not other.vanished:
+                answers(name, "refused")
+
+        def end() -> None:
+            nonlocal over
+            if not over:
+                over = True
+                silent: dict[str, m.Reach] = dict.fromkeys(order.nodes, "silent")
+                self.handle(ev.Probed(order.round, silent | reach))
 
         for name in order.nodes:
-            other = next((node for node in self.job.nodes if node.name == name), None)
-            if other is not None and not other.alive:
-                if not other.vanished and self.job.network.joins(self.machine_name, other.machine_name):
-                    reach[name] = "refused"
-            else:
-                self.later(self.world.delay(), lambda n=name, o=other: asked(n, o))  # type: ignore[misc]
-
-        def over() -> None:
-            silent: dict[str, m.Reach] = dict.fromkeys(order.nodes, "silent")
-            self.handle(ev.Probed(order.round, silent | reach))
-
-        self.later(_PROBE, over)
+            other = next(node for node in self.job.nodes if node.name == name)
+            self.later(self.world.delay(), lambda n=name, o=other: asked(n, o))  # type: ignore[misc]
+        self.later(_PROBE, end)
 
     # -- View --------------------------------------------------------------------------------------
 

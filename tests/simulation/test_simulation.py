@@ -74,6 +74,7 @@ FOUND_BY = {
     "what_was_lost_on_the_way_is_unknown": 1614,
     "a_pause_of_the_controller_counts": 705,
     "silence_alone_is_a_verdict": 505,
+    "who_cannot_be_reached_has_ended": 104,
     "roles_move_at_any_time": 500000055,
     "a_drained_node_is_used_again": 500000040,
     "who_is_drained_is_forgotten_by_a_new_controller": 500000219,
