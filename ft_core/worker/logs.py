@@ -24,7 +24,9 @@ from ft_core.worker.console import Console
 log = logging.getLogger(__name__)
 
 OUT, ERR = 1, 2
-_INTERVAL = 0.05
+_INTERVAL, _QUIET = 0.05, 0.2
+"""Seconds between two looks at workers' files: at first, and at most while nothing comes. Each takes a tenth
+of a millisecond from training."""
 _PIECE = 1 << 20
 _TAIL = 1 << 18
 """Bytes at the end of a predecessor's output in which a line is looked for."""
@@ -181,11 +183,12 @@ class Tee:
         self._over.set_result(None)
 
     def _run(self) -> None:
+        pause = _INTERVAL
         try:
             while not self._over.done():
                 with contextlib.suppress(queue.Empty):
-                    self._orders.get(timeout=_INTERVAL)()
-                self._copier.copy()
+                    self._orders.get(timeout=pause if self._copier.shows else None)()
+                pause = _INTERVAL if self._copier.copy() else min(2 * pause, _QUIET)
         except Exception as error:
             with contextlib.suppress(RuntimeError):  # the event loop is over as well
                 self._loop.call_soon_threadsafe(self._failed, error)
@@ -231,11 +234,19 @@ class Copier:
                     self._copy(directory, stream, 0, ended=True)
                 self._console.forget(directory)
 
-    def copy(self) -> None:
-        """Copy complete lines that have come since the last call."""
+    @property
+    def shows(self) -> bool:
+        """Whether anything is to be copied at all."""
+        return bool(self._streams)
+
+    def copy(self) -> bool:
+        """Copy complete lines that have come since the last call. Returns whether there were any."""
+        news = False
         for directory, positions in self._followed.items():
             for stream, position in positions.items():
                 positions[stream] = self._copy(directory, stream, position, ended=False)
+                news |= positions[stream] > position
+        return news
 
     def close(self) -> None:
         """No worker is left: copy what they have printed last."""

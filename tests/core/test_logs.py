@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 from harness import environment
 
+from ft_core.worker import logs
 from ft_core.worker.console import Console
 from ft_core.worker.logs import ERR, OUT, Copier, take_over
 
@@ -23,7 +26,7 @@ def test_another_tee_goes_on_where_one_has_ended(tmp_path: Path, capfd: pytest.C
     first, second = Copier(OUT | ERR, Console(tmp_path)), Copier(OUT | ERR, Console(tmp_path, "n2"))
     first.follow(tmp_path / "w")
     log.write_text("a\nb\nhal")
-    first.copy()
+    assert first.copy() and not first.copy()
     assert capfd.readouterr().out == "a\nb\n"  # an unfinished line may be gone on with
     with log.open("a") as file:
         file.write("f\nlast")
@@ -33,6 +36,29 @@ def test_another_tee_goes_on_where_one_has_ended(tmp_path: Path, capfd: pytest.C
     first.unfollow(tmp_path / "w")
     second.rest([tmp_path / "w"])
     assert capfd.readouterr().out == ""
+
+
+def test_a_tee_looks_less_often_while_nothing_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    news, waits = iter([False, False, False, True, False]), list[float | None]()
+
+    class Orders(queue.SimpleQueue[object]):
+        def get(self, block: bool = True, timeout: float | None = None) -> object:
+            waits.append(timeout)
+            if timeout is None or len(waits) > 5:
+                return super().get()
+            raise queue.Empty
+
+    monkeypatch.setattr(logs.queue, "SimpleQueue", Orders)
+    monkeypatch.setattr(Copier, "copy", lambda self: next(news, False))
+
+    async def job(streams: int) -> list[float | None]:
+        waits.clear()
+        tee = logs.Tee(streams, Console(tmp_path), lambda error: None)
+        assert await tee.close(20)
+        return waits
+
+    assert asyncio.run(job(OUT)) == [0.05, 0.1, 0.2, 0.2, 0.05, 0.1]
+    assert asyncio.run(job(0)) == [None]  # of which nothing is shown
 
 
 def test_what_is_printed_last(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
