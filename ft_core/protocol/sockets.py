@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import ipaddress
 import select
 import socket
 import struct
@@ -114,6 +115,16 @@ def tune(sock: Any, family: int) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     # Otherwise what is sent into a partition is tried for a quarter of an hour, ever more seldom.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GONE_MS)
+    if _on_loopback(sock):
+        # Within a machine nothing is congested; BBR, where that is the default, paces by timers all the same.
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+
+
+def _on_loopback(sock: Any) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return ipaddress.ip_address(sock.getpeername()[0]).is_loopback
+    return False
 
 
 def peer_name(sock: Any, family: int) -> str:

@@ -122,6 +122,14 @@ def test_messages_and_payloads_arrive_as_sent(pool: ThreadPoolExecutor) -> None:
     server.close()
 
 
+def test_nothing_paces_what_stays_within_a_machine(pool: ThreadPoolExecutor) -> None:
+    for channel in pair(pool):
+        with socket.socket(fileno=os.dup(channel.fileno())) as sock:
+            chosen = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+            assert chosen.rstrip(b"\0") == b"reno"
+        channel.close()
+
+
 def test_skipped_payload_leaves_the_next_message(pool: ThreadPoolExecutor) -> None:
     client, server = pair(pool)
     sent = pool.submit(client.send, {"n": 1}, bytes(2_500_000))
