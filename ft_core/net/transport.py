@@ -55,9 +55,9 @@ from ft_core.state.manifest import Segment
 A = TypeVar("A", bound=Message)
 _Channel = Channel[Answer]
 
-_ONE_STREAM = 4
-"""Segments up to this many chunks use one connection: a second costs more than it saves."""
-
+_FETCHED_ALONE, _PUSHED_ALONE = 4, 64
+"""Segments up to this many chunks use one connection: a second costs more than it saves. That is CPU time of
+cores that train where a segment is pushed, in each step, and time where all wait for one that is fetched."""
 
 _DROPPED = "this agent dropped its connections because a new epoch began, the peer is gone, or it is closing"
 _CONNECT = 10.0
@@ -263,7 +263,7 @@ class TcpTransport:
             token = _ask(control, request, limit, PushBegun).token
             if not token:
                 return 0
-            self._striped(control, lambda: use(address, limit), segment, stripe)
+            self._striped(control, lambda: use(address, limit), segment, stripe, _PUSHED_ALONE)
             _ask(control, CommitPush(token), limit, Accepted)
         return segment.nbytes
 
@@ -318,7 +318,7 @@ class TcpTransport:
                 raise ValueError(
                     f"allocate() gave {len(data)} bytes for the {segment.nbytes} of {segment_id}"
                 )
-            self._striped(control, lambda: use(address, limit), segment, stripe)
+            self._striped(control, lambda: use(address, limit), segment, stripe, _FETCHED_ALONE)
             _ask(control, DoneReading(token), limit, Accepted)
         return segment, checksums
 
@@ -366,12 +366,14 @@ class TcpTransport:
         another: Callable[[], _Channel],
         segment: Segment,
         stripe: Callable[[_Channel, int, int], None],
+        alone: int,
     ) -> None:
-        """Run stripe(channel, i, n) on n connections at once, the first in this thread.
+        """Run stripe(channel, i, n) on n connections at once, the first in this thread. One is enough for
+        `alone` chunks.
 
         The first failure wakes the other stripes and is the one that is raised.
         """
-        extra = 0 if segment.chunks <= _ONE_STREAM else self._streams - 1
+        extra = 0 if segment.chunks <= alone else self._streams - 1
         channels = [control] + [another() for _ in range(extra)]
         failures: list[BaseException] = []
 

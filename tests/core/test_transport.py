@@ -20,6 +20,7 @@ from harness import environment
 from waiting import wait_for_value
 
 from ft_core.errors import CorruptSnapshot, TransportError
+from ft_core.net import transport as net
 from ft_core.net.transport import TcpTransport
 from ft_core.protocol.channel import Channel
 from ft_core.protocol.sockets import listen
@@ -79,8 +80,9 @@ def peer() -> Iterator[Peer]:
     other.close()
 
 
-@pytest.fixture
-def mine() -> Iterator[TcpTransport]:
+@pytest.fixture(params=[4, 64], ids=["striped", "alone"])
+def mine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[TcpTransport]:
+    monkeypatch.setattr(net, "_PUSHED_ALONE", request.param)
     transport = TcpTransport(ReplicaStore(), SECRET)
     yield transport
     transport.close()
