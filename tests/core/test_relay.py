@@ -195,7 +195,8 @@ def test_a_node_that_is_lost_behind_another_is_noticed_at_once(tmp_path: Path):
         victim = next(agent for agent in job.members if agent.machine.crew.playing())
         await job.lose(victim)
         await job.recover(2)
-        assert job.lost() == [f"node {victim.node} lost: its agent's connection broke"]
+        [reason] = job.lost()  # others may have found that it has ended
+        assert reason.startswith(f"node {victim.node} lost: its agent's connection broke")
 
     play(tmp_path / "job", test)
 

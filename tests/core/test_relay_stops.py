@@ -56,6 +56,19 @@ def test_whoever_stands_still_for_a_while_nobody_is_lost(tmp_path: Path):
     play(tmp_path / "job", test)
 
 
+def test_others_find_at_once_that_an_agent_was_killed(tmp_path: Path):
+    """Behind another, too, and whether or not those who find it are."""
+
+    async def test(agents: Agents) -> None:
+        victim = agents.behind(agents.relays[0])[0]
+        victim.process.kill()
+        await agents.fleet.until(lambda: agents.lost())
+        [reason] = agents.lost()
+        assert reason.startswith(f"node {victim.name} lost") and "nothing listens at its address" in reason
+
+    play(tmp_path / "job", test)
+
+
 def test_a_controller_that_stands_still_is_waited_for_at_the_relays(tmp_path: Path):
     """They would all greet anew at once."""
 
