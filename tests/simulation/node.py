@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Sequence
+from random import Random
 from typing import TYPE_CHECKING
 
 from ft_core.leadership import lease
@@ -76,6 +77,8 @@ class SimNode(Process):
         """Whether that was its agent being stopped, and nothing else."""
         self.beside = Process(self.world, f"{self.name}/pulse")
         """What says that the machine lives."""
+        self._lots = Random(f"{self.world.seed} {self.name}")
+        """For what nodes have asked of each other since: seeds mean what they meant."""
         self._turned = 0.0
         self._led = 0
         """In which term the controller leads that it has met last."""
@@ -532,11 +535,11 @@ class SimNode(Process):
             if player is None or not self._reaches(other):
                 answer({}, "nobody plays it there")
             else:
-                player.later(self.world.delay(), lambda: answer(player.counts()))
+                player.later(self.world.delay(self._lots), lambda: answer(player.counts()))
 
         self.later(_ASK, lambda: answer({}, "no answer"))
         if other is not None and self._reaches(other):
-            other.later(self.world.delay(), ask)
+            other.later(self.world.delay(self._lots), ask)
 
     def _probe(self, order: ev.Probe) -> None:
         """Answered once all that was asked is answered, or the time for it is over."""
@@ -551,7 +554,7 @@ class SimNode(Process):
         def asked(name: str, other: SimNode) -> None:
             """It is asked, and may have ended, be stopped, or cut off, by now or later."""
             if not self.job.network.joins(self.machine_name, other.machine_name):
-                if self.world.rng.random() < 0.5:  # somebody on the way says that it leads nowhere
+                if self._lots.random() < 0.5:  # somebody on the way says that it leads nowhere
                     answers(name, "silent")
             elif other.alive:
                 other.do(lambda: self.later(0.001, lambda: answers(name, "reached")))
@@ -567,7 +570,7 @@ class SimNode(Process):
 
         for name in order.nodes:
             other = next(node for node in self.job.nodes if node.name == name)
-            self.later(self.world.delay(), lambda n=name, o=other: asked(n, o))  # type: ignore[misc]
+            self.later(self.world.delay(self._lots), lambda n=name, o=other: asked(n, o))  # type: ignore[misc]
         self.later(_PROBE, end)
 
     # -- View --------------------------------------------------------------------------------------

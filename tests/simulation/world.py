@@ -20,6 +20,7 @@ class World:
 
     def __init__(self, seed: int, trace: bool = False) -> None:
         self.rng = random.Random(seed)
+        self.seed = seed
         self.now = 0.0
         self.events = 0
         self.lines: list[str] | None = [] if trace else None
@@ -46,9 +47,9 @@ class World:
             shown = "" if about is None else repr(about)
             self.lines.append(f"{self.now:8.3f} {text}{shown[:400]}{'...' if len(shown) > 400 else ''}")
 
-    def delay(self) -> float:
+    def delay(self, rng: random.Random | None = None) -> float:
         """Of a message: short as a rule, and now and then not."""
-        draw = self.rng.random()
+        draw = (rng or self.rng).random()
         return draw * 0.01 if draw < 0.95 else draw * 0.6
 
 
