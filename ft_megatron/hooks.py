@@ -29,6 +29,7 @@ def install() -> None:
     after_import("megatron.training.arguments", _patch_arguments)
     after_import("megatron.training.global_vars", _patch_global_vars)
     after_import(versions.TRAINING, _patch_training)
+    after_import("megatron.core.datasets.blended_megatron_dataset_builder", _patch_datasets)
     for entry in versions.ENTRIES:
         after_import(entry.module, _patch_version)
 
@@ -108,6 +109,21 @@ def _resume(args: Any) -> None:
         for part in ("finetune", "no_load_optim", "no_load_rng"):
             if getattr(args, part, None):
                 setattr(args, part, False)
+
+
+def _patch_datasets(module: ModuleType) -> None:
+    """Megatron's loaders come later: what takes long is to make indices, or to read them."""
+    from ft_core.process.timeline import timeline
+
+    def marking(original: Callable[..., Any]) -> Callable[..., Any]:
+        def build(*args: Any, **kwargs: Any) -> Any:
+            if timeline.running:  # no step was done yet
+                timeline.mark("data")
+            return original(*args, **kwargs)
+
+        return build
+
+    patched.BUILD_DATA.wrap(marking, once=True)
 
 
 _missing: list[str] = []

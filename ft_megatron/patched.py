@@ -18,6 +18,10 @@ HELP = declare(
 SET_ARGS = declare(
     "megatron.training.global_vars:set_args", "arguments are checked when all are known, flags or YAML alike"
 )
+BUILD_DATA = declare(
+    "megatron.core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.build",
+    "until training begins: the time line tells when it is made",
+)
 LOOP = declare_each(
     _TRAINING,
     "load_checkpoint train train_step training_log evaluate_and_print_results save_checkpoint_and_time "
