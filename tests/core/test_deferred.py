@@ -441,18 +441,19 @@ def test_tensors_of_another_class_are_initialised() -> None:
 
 def test_memory_of_what_is_put_off_can_be_there_before_it_is_overwritten() -> None:
     """Neither is anything drawn for that, nor does what is drawn later differ."""
+    size = 1 << 24  # so large that it is nobody's memory yet
     torch.manual_seed(5)
-    expected = torch.randn(1 << 20)
+    expected = torch.randn(size)
     torch.manual_seed(5)
     deferred = Deferred()
     deferred.begin()
-    weight = torch.empty(1 << 20)
+    weight = torch.empty(size)
     weight.normal_()
-    gone = torch.empty(1 << 20).normal_()
+    gone = torch.empty(size).normal_()
     del gone
     before = resident()
     deferred.prepare()
-    assert resident() - before >= 3 << 20 and not deferred.done
+    assert resident() - before >= 3 * size and not deferred.done
     deferred.end("it is needed", logging.DEBUG)
     assert torch.equal(weight, expected)
 

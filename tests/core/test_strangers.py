@@ -565,8 +565,8 @@ def test_a_forked_process_does_what_it_reads(wants: str) -> None:
 
 def test_a_forked_process_of_a_parent_that_has_threads() -> None:
     """It has none of them, and does not wait for what they are to do."""
+    torch.set_num_threads(4)  # also for what is expected: a sum depends on it
     expected, _ = plainly(lambda: torch.empty(3000, 1000).normal_().double().sum().item())
-    torch.set_num_threads(4)
     torch.ones(3000, 1000).mul_(2).add_(torch.ones(3000, 1000)).sum()
     with putting_off():
         torch.manual_seed(5)

@@ -78,7 +78,7 @@ class SimNode(Process):
         self.beside = Process(self.world, f"{self.name}/pulse")
         """What says that the machine lives."""
         self._lots = Random(f"{self.world.seed} {self.name}")
-        """For what nodes have asked of each other since: seeds mean what they meant."""
+        """For what came later: seeds mean what they meant."""
         self._turned = 0.0
         self._led = 0
         """In which term the controller leads that it has met last."""
@@ -554,7 +554,7 @@ class SimNode(Process):
         def asked(name: str, other: SimNode) -> None:
             """It is asked, and may have ended, be stopped, or cut off, by now or later."""
             if not self.job.network.joins(self.machine_name, other.machine_name):
-                if self._lots.random() < 0.5:  # somebody on the way says that it leads nowhere
+                if self.world.rng.random() < 0.5:  # somebody on the way says that it leads nowhere
                     answers(name, "silent")
             elif other.alive:
                 other.do(lambda: self.later(0.001, lambda: answers(name, "reached")))
@@ -570,7 +570,7 @@ class SimNode(Process):
 
         for name in order.nodes:
             other = next(node for node in self.job.nodes if node.name == name)
-            self.later(self.world.delay(self._lots), lambda n=name, o=other: asked(n, o))  # type: ignore[misc]
+            self.later(self.world.delay(), lambda n=name, o=other: asked(n, o))  # type: ignore[misc]
         self.later(_PROBE, end)
 
     # -- View --------------------------------------------------------------------------------------
