@@ -111,8 +111,10 @@ class Places:
 
     def guard(self, node: str) -> str | None:
         """The spare that is to take over from a node with roles at once; None if it has none."""
+        if not self.guarded:
+            return None  # without all nodes having been put in order, for each snapshot that is sent
         at, count = self.numbers[node], len(self.spares)
-        return self.spares[at % count] if self.guarded and at < WARDS * count else None
+        return self.spares[at % count] if at < WARDS * count else None
 
     def wards(self, spare: str) -> list[str]:
         """Nodes with roles that this spare guards."""
@@ -146,8 +148,8 @@ def replica_nodes(segment: Segment, places: Places, replicas: int, ring: Ring | 
     home = role_nodes[source]
     covered = _domains(segment, role_nodes, domains)
     chosen: list[str] = []
-    guard = places.guard(home)
-    if len(covered) <= replicas and guard is not None and domain_of(guard, domains) not in covered:
+    guard = places.guard(home) if len(covered) <= replicas else None
+    if guard is not None and domain_of(guard, domains) not in covered:
         covered.add(domain_of(guard, domains))
         chosen.append(guard)
     if len(covered) <= replicas and ring is not None:
