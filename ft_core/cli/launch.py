@@ -49,6 +49,7 @@ def _launch(args: argparse.Namespace) -> Launcher:
     if args.standalone:
         domains = [d.strip() for d in args.ft_domain.split(",")] if args.ft_domain else []
         launcher.standalone, launcher.respawn = True, args.respawn
+        launcher.needed = settings.nnodes
         launcher.controller()
         for rank in range(settings.first_nodes + settings.spares):
             domain = domains[rank] if rank < len(domains) else ""

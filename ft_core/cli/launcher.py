@@ -28,6 +28,9 @@ _AGAIN = 1.0
 """Seconds after which SIGTERM is passed on once more."""
 _LASTING = 60.0
 """Seconds for which a process has worked well enough not to count among those that fail in a row."""
+_STANDS_IN = 3.0
+"""Seconds for which a node is not replaced that the others here stand in for: a process that starts would take
+the cores from those who recover."""
 _TRIES = 3
 """Agents, each in the place of the one before, that fail as they are starting before no more are started."""
 _LONGEST_PATH = 60
@@ -45,6 +48,14 @@ class _Started(NamedTuple):
     at: float
     failed_before: int
     """How many have failed in a row whose place it has."""
+
+
+class _Place(NamedTuple):
+    """Of a node that has died."""
+
+    failed_before: int
+    until: float
+    """When another is started at the latest."""
 
 
 class Launcher:
@@ -71,6 +82,9 @@ class Launcher:
         self.numbers = itertools.count()
         self.respawn = False
         """Start a new node for each that dies, as a cluster's scheduler would."""
+        self.needed = 1
+        """With so many others, a little later."""
+        self._places: list[_Place] = []
         self.standalone = False
         """All nodes of the job are here."""
         self.patience = math.inf
@@ -134,7 +148,8 @@ class Launcher:
                 self._given_up = failures > 0 and not again
                 if agent.returncode < 0 and again and not self._sigterms:
                     self._agents.remove(agent)
-                    self.agent(f"node{next(self.numbers)}", -1, "", failures)
+                    self._places.append(_Place(failures, time.monotonic() + _STANDS_IN))
+            self._fill_places()
             if not self._running:
                 if self.standalone and self._given_up and not self._sigterms:
                     tell(_ALL_FAILED, "ERROR")
@@ -146,6 +161,13 @@ class Launcher:
             if time.monotonic() > self._deadline:
                 return ENDED
             time.sleep(_POLL)
+
+    def _fill_places(self) -> None:
+        now = time.monotonic()
+        while self._places and (len(self._running) < self.needed or self._places[0].until <= now):
+            failures = self._places.pop(0).failed_before
+            if not self._sigterms:
+                self.agent(f"node{next(self.numbers)}", -1, "", failures)
 
     def _is_waited_for(self) -> bool:
         """Whether a candidate may still find the job over, and say with which code, now that the agents have

@@ -69,6 +69,8 @@ class Recovery:
         """From the end of an epoch to the end of the next one's first step."""
         self.left = 0
         """Parts of its script that this worker has left, and cannot go back to."""
+        self._begun = False
+        """Whether this worker has gone on with its script in any epoch."""
         self._derived = 0
         """The newest epoch in which the state is whole, or was from the beginning."""
         self.step_began = 0
@@ -131,7 +133,8 @@ class Recovery:
                 "role %d: staging version %d failed; the copy is not used",
                 *(self._shell.machine.role, self._shell.version),
             )
-        self._adapter.reset()
+        if self._begun:
+            self._adapter.reset()
         timeline.mark("waiting for the epoch")
         self._shell.handle(e.Unwound())
         self._shell.wait_while(Quiet)
@@ -168,6 +171,7 @@ class Recovery:
         apart = machine.plan.apart
         if apart:
             self._deferred.prepare()
+            self._adapter.reset()  # for the memory that gradients take
             self._ahead.is_ready()
         state = shell.wait_while(Restoring)
         if apart:
@@ -179,6 +183,7 @@ class Recovery:
         timeline.mark("step")
         if not loaded:
             self.snapshots.stage(shell.version)
+        self._begun = True
         shell.is_at(shell.version)
         self.step_began = time.monotonic_ns()
         shell.handle(e.Loaded(shell.version, loaded))

@@ -364,6 +364,35 @@ def test_an_agent_that_ends_while_it_is_looked_whether_any_is_left_is_replaced(
     assert launcher.wait() == 0 and not agents
 
 
+@pytest.mark.parametrize("needed", [1, 2])
+def test_a_node_that_another_stands_in_for_is_replaced_later(
+    needed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A process that starts takes the cores from those who recover."""
+    began: list[float] = []
+
+    def start(*_: str) -> subprocess.Popen[bytes]:
+        began.append(time.monotonic())
+        seconds = 0 if len(began) == 2 else 5
+        return subprocess.Popen(["sleep", str(seconds)], start_new_session=True)
+
+    launcher = Launcher(tmp_path)
+    launcher.respawn, launcher.needed = True, needed
+    monkeypatch.setattr(launcher, "_start", start)
+    monkeypatch.setattr("ft_core.cli.launcher._STANDS_IN", 60.0)
+    try:
+        for rank in range(2):
+            launcher.agent(f"node{rank}", rank, "")
+        launcher._agents[1].wait()
+        launcher._agents[1].returncode = -9
+        threading.Timer(3.0, launcher.terminate).start()
+        launcher.patience = 0.0
+        launcher.wait()
+        assert len(began) == (3 if needed == 2 else 2)
+    finally:
+        launcher.stop()
+
+
 def test_a_hello_of_another_version_is_refused_and_costs_no_controller(tmp_path: Path):
     """Whichever field of a hello it has not."""
 
