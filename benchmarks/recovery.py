@@ -137,7 +137,7 @@ def by_state(args: Any) -> None:
         bare = {"copy_gb_s": bandwidth.copy(nbytes), "tcp_gb_s": bandwidth.tcp(nbytes)}
         kinds = [kind for kind in _list(args.kinds) if kind != "agent"]
         model = model_of(nbytes, args.bf16)
-        layout = Layout(NODES, 1, model, (str(RECIPE), *model, "--ft"))
+        layout = Layout(NODES, 1, model, (str(RECIPE), *model, "--ft"), cached=True)
         found = rounds_of(args, layout, kinds, _list(args.torchrun))
         for runs in found.values():
             for run in runs:
@@ -192,6 +192,13 @@ class Layout:
     """Flags of the baseline."""
     script: tuple[str, ...] = SCRIPTS["core"]
     ready: str = "0"
+    cached: bool = False
+    """Whether indices of the data are kept in files, as those of real data are."""
+
+    def of(self, directory: Path) -> list[str]:
+        """More flags, of a job that has this directory."""
+        indices = [f"--data-cache-path={directory / 'indices'}"] if self.cached else []
+        return [f"--train-iters={ENDLESS}", *indices]
 
     @property
     def world(self) -> int:
@@ -249,7 +256,7 @@ class FtJob(Processes):
         self._job, self._layout = directory / "job", layout
         size = (f"--nnodes={layout.nodes}", f"--nproc-per-node={layout.per_node}")
         flags = (*size, "--spares=1", "--respawn", f"--ft-ready-standbys={layout.ready}")
-        self.start([*ftrun(self._job, *flags), *layout.script, f"--train-iters={ENDLESS}"])
+        self.start([*ftrun(self._job, *flags), *layout.script, *layout.of(directory)])
 
     def _ready(self) -> WholeStatus | None:
         """The job's status, once it trains and a spare stands by."""
@@ -324,7 +331,7 @@ class TorchrunJob(Processes):
     def __init__(self, directory: Path, kind: str, layout: Layout) -> None:
         super().__init__(directory)
         self._kind, self._world, self._per_node = kind, layout.world, layout.per_node
-        script = [str(BASELINE), *layout.model, f"--train-iters={ENDLESS}"]
+        script = [str(BASELINE), *layout.model, *layout.of(directory)]
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=100"]
         self._bench = {"FT_BENCH": str(directory)}
         self._agents: list[subprocess.Popen[bytes]] = []
