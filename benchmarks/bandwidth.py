@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 
+import numpy as np
 import torch
 
 _PIECE = 1 << 20
@@ -26,6 +27,18 @@ def copy(nbytes: int) -> float:
 def tcp(nbytes: int) -> float:
     """GB/s of one TCP connection over loopback, from memory to memory; the best of three."""
     return max(_stream(nbytes) for _ in range(_RUNS))
+
+
+def cpu(copied: int, sent: int) -> float:
+    """CPU seconds that it takes to copy so many bytes, and to send and receive so many; the best of three."""
+    source, target = np.ones(copied, np.uint8), np.ones(copied, np.uint8)
+    found = []
+    for _ in range(_RUNS):
+        began = time.process_time()
+        np.copyto(target, source)
+        _stream(sent)
+        found.append(time.process_time() - began)
+    return min(found)
 
 
 def _stream(nbytes: int) -> float:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import bandwidth
 from benchmarks.common import ROOT, environment, finish, ftrun, parser, spread, table
 from ft_core.comm.flight import FlightRecorder
 from ft_core.protocol.groups import GroupId
@@ -140,6 +141,9 @@ def evaluate(ranks: list[dict[str, Any]], block: int) -> dict[str, Any]:
         return per_step(key) / RANKS
 
     cores = len(os.sched_getaffinity(0))
+    plain_step = statistics.median(s for s, k in zip(seconds, kinds, strict=True) if k == "O")
+    sent = [r["h2h_bytes"] / max(1, r["h2h_snapshots"]) for r in ranks]
+    bare = bandwidth.cpu(sum(r["state_bytes"] for r in ranks), int(sum(sent)))
     background = per_step("copy_cpu") + per_step("agent_cpu") - per_step("agent_cpu", "O")
     foreground = per_rank("foreground") + per_rank("waited")
     return {
@@ -148,7 +152,9 @@ def evaluate(ranks: list[dict[str, Any]], block: int) -> dict[str, Any]:
         "target": TARGET,
         "cpu_ratio": spread(cpu_ratios["X"]),
         "cpu_control": spread(cpu_ratios["A"]),
-        "step_seconds": {"off": statistics.median(s for s, k in zip(seconds, kinds, strict=True) if k == "O")}
+        "bare_cpu_seconds_per_step": bare,
+        "bare_ratio": 1 + bare / cores / plain_step,
+        "step_seconds": {"off": plain_step}
         | {"on": statistics.median(s for s, k in zip(seconds, kinds, strict=True) if k == "X")},
         "extra_seconds_per_step": statistics.median(extra),
         "blocked_in_commit_wait_seconds_per_step": per_rank("waited"),
@@ -166,7 +172,7 @@ def evaluate(ranks: list[dict[str, Any]], block: int) -> dict[str, Any]:
         "operations_per_rank_and_step": per_rank("operations"),
         "parameters": ranks[0]["parameters"],
         "state_bytes_per_rank": [r["state_bytes"] for r in ranks],
-        "h2h_bytes_per_rank_and_step": [r["h2h_bytes"] / max(1, r["h2h_snapshots"]) for r in ranks],
+        "h2h_bytes_per_rank_and_step": sent,
         "ratios": ratios,
     }
 
@@ -222,6 +228,8 @@ def report(r: dict[str, Any]) -> str:
             "",
             table(["ratios", "median", "p25", "p75", "min", "max", "pairs"], rows),
             f"target {r['target']}: {'met' if ratio['median'] <= r['target'] else 'NOT met'}",
+            f"a bare copy and TCP stream of these bytes: {ms(r['bare_cpu_seconds_per_step'])} of CPU, "
+            f"{r['bare_ratio']:.4f} where no core is idle",
             "",
             table(
                 ["where it goes, per step", ""],
