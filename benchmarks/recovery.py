@@ -455,9 +455,10 @@ def report(result: dict[str, Any], phases: tuple[str, ...] = PHASES) -> str:
             worker = kind.startswith("worker")
             slow = result.get("torchrun worker" if worker else "torchrun node")
             if kind in result and slow is not None:
-                ratio = slow[last_phase]["median"] / result[kind][last_phase]["median"]
+                theirs, ours = slow[last_phase]["median"], result[kind][last_phase]["median"]
                 what = "a killed worker" if worker else "a killed node"
-                lines.append(f"{title}: {ratio:.1f} times faster than torchrun with {what}")
+                how = f"{theirs / ours:.1f} times faster than" if ours > 0 else "no stall was left beside"
+                lines.append(f"{title}: {how} torchrun with {what}")
         return lines
 
     theirs_phases = (*TORCHRUN_PHASES, *more)
