@@ -29,8 +29,8 @@ _AGAIN = 1.0
 _LASTING = 60.0
 """Seconds for which a process has worked well enough not to count among those that fail in a row."""
 _STANDS_IN = 3.0
-"""Seconds for which a node is not replaced that the others here stand in for: a process that starts would take
-the cores from those who recover."""
+"""Seconds for which a node is not replaced that the others here stand in for: a process that starts takes the
+cores from those who recover."""
 _TRIES = 3
 """Agents, each in the place of the one before, that fail as they are starting before no more are started."""
 _LONGEST_PATH = 60
