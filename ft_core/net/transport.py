@@ -1,9 +1,10 @@
 """Moves segments between agents: `Transport`, the interface, and `TcpTransport`, which needs nothing special.
 
 A *push* leaves a verified copy of a segment with another agent (replication, in each step); a *fetch* gets
-one (recovery). Both move 1 MiB chunks, each checked against its xxh3_64 while it is hot in the cache, striped
-over a few connections. Every call has one deadline for the whole of it: a peer that is stopped, not dead,
-would otherwise hold it for ever. The other side of the conversation is `transport_server.PeerServer`.
+one (recovery). Both move 1 MiB chunks, a few in a message, each checked against its xxh3_64 while it is hot
+in the cache, striped over a few connections. Every call has one deadline for the whole of it: a peer that is
+stopped, not dead, would otherwise hold it for ever. The other side of the conversation is
+`transport_server.PeerServer`.
 
 The requests on a connection, and their answers, are in `protocol.transfers`.
 """
@@ -26,17 +27,19 @@ from ft_core.net.transport_server import (
     checked_segment,
     chunk,
     describe,
+    run_from,
 )
 from ft_core.protocol.channel import Channel
 from ft_core.protocol.messages import Message
 from ft_core.protocol.sockets import as_bytes
 from ft_core.protocol.transfers import (
     ANSWER,
+    RUN,
     Accepted,
     Answer,
     BadChunks,
-    Chunk,
-    ChunkHere,
+    Chunks,
+    ChunksHere,
     ChunksSent,
     CommitPush,
     DoneReading,
@@ -88,7 +91,7 @@ class Transport(Protocol):
     ) -> int:
         """Leave a verified copy of `data` with the agent at `address`; on return it is committed there.
 
-        `gate` is called before each chunk, by several threads, and returns when the network is free (TRAIN
+        `gate` is called before each message, by several threads, and returns when the network is free (TRAIN
         before STATE). Returns the payload bytes sent: `segment.nbytes`, or 0 if the peer had the copy. Raises
         TransportError (peer gone, deadline, refused) or CorruptSnapshot (`data` is not what was checksummed).
         """
@@ -236,23 +239,28 @@ class TcpTransport:
         what = describe(segment, version)
 
         def stripe(channel: _Channel, first: int, step: int) -> None:
-            mine = range(first, segment.chunks, step)
-            todo: Sequence[int] = mine
-            for _ in range(2):
-                for index in todo:
-                    gate()
-                    part = chunk(data, index)
-                    channel.settimeout(limit.left())
-                    channel.send(Chunk(token, index), part)
-                    with self._count_lock:
-                        self.sent_bytes += len(part)
-                todo = _ask(channel, ChunksSent(token), limit, BadChunks).chunks
-                if not todo:
-                    return
-                if not all(index in mine for index in todo):
-                    raise ProtocolError(f"{channel.peer} complains of chunks that it was not sent")
+            def send(start: int, part: memoryview) -> None:
+                gate()
+                channel.settimeout(limit.left())
+                channel.send(Chunks(token, start), part)
+                with self._count_lock:
+                    self.sent_bytes += len(part)
+
+            def bad() -> list[int]:
+                return _ask(channel, ChunksSent(token), limit, BadChunks).chunks
+
+            for start in range(first * RUN, segment.chunks, step * RUN):
+                send(start, run_from(data, start, segment.chunks))
+            if not (again := bad()):
+                return
+            if not all(index < segment.chunks and index // RUN % step == first for index in again):
+                raise ProtocolError(f"{channel.peer} complains of chunks that it was not sent")
+            for index in again:
+                send(index, chunk(data, index))
+            if not (still := bad()):
+                return
             raise CorruptSnapshot(
-                f"{what}: chunk {todo[0]} does not match its checksum at agent {address}, sent twice by "
+                f"{what}: chunk {still[0]} does not match its checksum at agent {address}, sent twice by "
                 f"agent {self.address}: the sender's memory changed since it was checksummed, or its network "
                 f"is bad; the copy is not used"
             )
@@ -279,26 +287,29 @@ class TcpTransport:
         """As `Transport.fetch`."""
         limit = _Deadline(deadline)
 
-        def read(channel: _Channel, run: range) -> list[int]:
-            """Ask for the chunks of `run`; returns those that came bad."""
+        def read(channel: _Channel, runs: range) -> list[int]:
+            """Ask for the chunks of `runs`; returns those that came bad."""
             bad = []
             channel.settimeout(limit.left())
-            channel.send(ReadChunks(token, run.start, run.stop, run.step))
-            for index in run:
+            channel.send(ReadChunks(token, runs.start, runs.stop, runs.step))
+            for first in runs:
                 channel.settimeout(limit.left())
-                here = _checked(channel.recv(), channel, ChunkHere)
-                part = chunk(data, index)
-                if here.index != index or channel.payload_bytes != len(part):
-                    raise ProtocolError(f"{channel.peer} did not send chunk {index} when it was due")
-                channel.recv_payload_into(part)
+                here = _checked(channel.recv(), channel, ChunksHere)
+                size = len(run_from(data, first, runs.stop))
+                if here.first != first or channel.payload_bytes != size:
+                    raise ProtocolError(f"{channel.peer} did not send chunk {first} when it was due")
+                for index in range(first, min(first + RUN, runs.stop)):
+                    part = chunk(data, index)
+                    channel.settimeout(limit.left())
+                    channel.recv_payload_into(part)
+                    if xxh3_64_intdigest(part) != checksums[index]:
+                        bad.append(index)
                 with self._count_lock:
-                    self._fetched_bytes += len(part)
-                if xxh3_64_intdigest(part) != checksums[index]:
-                    bad.append(index)
+                    self._fetched_bytes += size
             return bad
 
         def stripe(channel: _Channel, first: int, step: int) -> None:
-            for index in read(channel, range(first, segment.chunks, step)):
+            for index in read(channel, range(first * RUN, segment.chunks, step * RUN)):
                 if read(channel, range(index, index + 1)):
                     raise CorruptSnapshot(
                         f"{describe(segment, version)}: chunk {index} of the copy held by agent {address} "

@@ -25,11 +25,12 @@ from ft_core.protocol.messages import Layout
 from ft_core.protocol.sockets import ENDS_BEFORE, as_bytes, ends_first, join_address, listen
 from ft_core.protocol.transfers import (
     REQUEST,
+    RUN,
     Accepted,
     Answer,
     BadChunks,
-    Chunk,
-    ChunkHere,
+    Chunks,
+    ChunksHere,
     ChunksSent,
     CommitPush,
     DoneReading,
@@ -77,6 +78,11 @@ class SegmentStore(Protocol):
 def chunk(data: memoryview, index: int) -> memoryview:
     """Chunk `index` of a segment's bytes; the last may be shorter."""
     return data[index * CHUNK : (index + 1) * CHUNK]
+
+
+def run_from(data: memoryview, first: int, stop: int) -> memoryview:
+    """The chunks from `first` on that one message has, as far as they are before `stop`."""
+    return data[first * CHUNK : min(first + RUN, stop) * CHUNK]
 
 
 def describe(segment: Segment, version: int) -> str:
@@ -131,31 +137,38 @@ class _Push:
         self._over = False  # no chunk is taken any more
         self._ended = False  # the store knows, too
 
-    def receive(self, channel: _Channel, index: int) -> int:
-        """Take chunk `index`, the payload that follows on `channel`. Returns its size."""
+    def receive(self, channel: _Channel, first: int) -> int:
+        """Take the chunks from `first` on, the payload that follows on `channel`. Returns its size."""
+        size = channel.payload_bytes
+        stop = first + max(1, -(-size // CHUNK))
         with self._changed:
             if self._over:
                 raise TransportError(f"the push of {describe(self.segment, self.version)} was superseded")
-            if not 0 <= index < len(self._chunks) or self._chunks[index] != _MISSING:
-                raise ProtocolError(f"chunk {index} does not exist or came already")
-            part = chunk(self._data, index)
-            if channel.payload_bytes != len(part):
-                raise ProtocolError(f"chunk {index} has {channel.payload_bytes} bytes instead of {len(part)}")
-            self._chunks[index] = _COMING
+            if stop > len(self._chunks) or any(self._chunks[first:stop]):
+                raise ProtocolError(f"one of chunks {first} to {stop - 1} does not exist or came already")
+            expected = len(self._data[first * CHUNK : stop * CHUNK])
+            if size != expected:
+                raise ProtocolError(f"chunk {stop - 1} has not the size that it should have")
+            self._chunks[first:stop] = bytes([_COMING]) * (stop - first)
             self._writers.add(channel)
-        good = False
+        found, bad = bytearray(stop - first), []
         try:
-            channel.settimeout(max(self.end - time.monotonic(), 1e-3))
-            channel.recv_payload_into(part)
-            good = xxh3_64_intdigest(part) == self._checksums[index]
+            for index in range(first, stop):
+                part = chunk(self._data, index)
+                channel.settimeout(max(self.end - time.monotonic(), 1e-3))
+                channel.recv_payload_into(part)
+                if xxh3_64_intdigest(part) == self._checksums[index]:  # while it is in the cache
+                    found[index - first] = _VERIFIED
+                else:
+                    bad.append(index)
         finally:
             with self._changed:
-                self._chunks[index] = _VERIFIED if good else _MISSING
+                self._chunks[first:stop] = found
                 self._writers.discard(channel)
                 self._changed.notify_all()
-        if not good:
-            self._bad.setdefault(channel, []).append(index)
-        return len(part)
+        if bad:
+            self._bad.setdefault(channel, []).extend(bad)
+        return size
 
     def take_bad(self, channel: _Channel) -> list[int]:
         """Chunks that came on this connection since last asked and did not match their checksums."""
@@ -309,10 +322,10 @@ class PeerServer:
         """Serve one request. A refusal is answered; nonsense is answered and then raised, to close."""
         try:
             request = channel.recv()
-            if channel.payload_bytes and not isinstance(request, Chunk):
+            if channel.payload_bytes and not isinstance(request, Chunks):
                 raise ProtocolError(f"{type(request).__name__} of {channel.peer} has no payload")
-            if isinstance(request, Chunk):
-                size = self._job(request.token, _Push).receive(channel, request.index)
+            if isinstance(request, Chunks):
+                size = self._job(request.token, _Push).receive(channel, request.first)
                 with self._lock:
                     self.received_bytes += size
                 return
@@ -416,6 +429,6 @@ class PeerServer:
     def _read(self, channel: _Channel, lease: _Lease, request: ReadChunks) -> None:
         if request.stop > lease.chunks:
             raise ProtocolError(f"chunks up to {request.stop} of a segment that has {lease.chunks}")
-        for index in range(request.first, request.stop, request.step):
+        for first in range(request.first, request.stop, request.step):
             channel.settimeout(max(lease.end - time.monotonic(), 1e-3))
-            channel.send(ChunkHere(index), chunk(lease.data, index))
+            channel.send(ChunksHere(first), run_from(lease.data, first, request.stop))

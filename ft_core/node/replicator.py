@@ -107,7 +107,7 @@ class Replicator:
 
     @staticmethod
     def gate(busy: Callable[[], bool], step_ns: int) -> Callable[[], None]:
-        """A gate between chunks: closed while training traffic is in flight, for a bounded time in all."""
+        """A gate between messages: closed while training traffic is in flight, for a bounded time in all."""
         left = _GATE_SHARE * step_ns / 1e9
 
         def wait() -> None:

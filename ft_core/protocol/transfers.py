@@ -33,6 +33,9 @@ Seconds = Annotated[float, Meta(gt=0)]
 """Until the caller gives up."""
 Index = Annotated[int, Meta(ge=0, lt=1 << 40)]
 """Of a chunk."""
+RUN = 4
+"""Chunks in one message at most. To take each by itself costs as much again on cores that train, in whose
+caches other things are; with more, training waits longer for a network that has just been taken."""
 Held = Annotated[int, Meta(ge=0, lt=1 << 62)]
 """A version that somebody has."""
 
@@ -50,11 +53,11 @@ class PushSegment(Message, frozen=True):
     seconds: Seconds
 
 
-class Chunk(Message, frozen=True):
-    """One chunk of a push, the payload. Not answered."""
+class Chunks(Message, frozen=True):
+    """Some chunks of a push, one after the other, the payload. Not answered."""
 
     token: Token
-    index: Index
+    first: Index
 
 
 class ChunksSent(Message, frozen=True):
@@ -78,7 +81,8 @@ class FetchSegment(Message, frozen=True):
 
 
 class ReadChunks(Message, frozen=True):
-    """Send me these chunks, as of `range`. Answered by a `ChunkHere` for each."""
+    """Send me `RUN` chunks from each of these on, as of `range`, as far as they are before `stop`. Answered
+    by a `ChunksHere` for each."""
 
     token: Token
     first: Index
@@ -135,7 +139,7 @@ Question = DescribeSegment | DescribeBuffers | StrikeCopy | FetchEntries | Fetch
 """What an agent answers itself; the others are the transport's."""
 
 Request = (
-    PushSegment | Chunk | ChunksSent | CommitPush | FetchSegment | ReadChunks | DoneReading | Question
+    PushSegment | Chunks | ChunksSent | CommitPush | FetchSegment | ReadChunks | DoneReading | Question
 )  # fmt: skip
 
 
@@ -166,10 +170,10 @@ class SegmentLent(Message, frozen=True):
     checksums: list[Checksum]
 
 
-class ChunkHere(Message, frozen=True):
-    """One chunk of a fetch, the payload."""
+class ChunksHere(Message, frozen=True):
+    """Some chunks of a fetch, one after the other, the payload."""
 
-    index: Index
+    first: Index
 
 
 class SegmentFound(Message, frozen=True):
@@ -220,7 +224,7 @@ class Failed(Message, frozen=True):
 Found = SegmentFound | LargestBuffer | Accepted | EntriesFound | ProgressFound | Alive
 """Answers a `Question`."""
 
-Answer = PushBegun | BadChunks | SegmentLent | ChunkHere | Found | Failed
+Answer = PushBegun | BadChunks | SegmentLent | ChunksHere | Found | Failed
 
 REQUEST = Decoder[Request](Request)
 ANSWER = Decoder[Answer](Answer)

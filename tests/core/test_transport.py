@@ -27,9 +27,10 @@ from ft_core.protocol.sockets import listen
 from ft_core.protocol.transfers import (
     ANSWER,
     REQUEST,
+    RUN,
     Accepted,
     Answer,
-    Chunk,
+    Chunks,
     CommitPush,
     EntriesFound,
     Failed,
@@ -112,10 +113,10 @@ def test_a_held_copy_is_not_sent_again(mine: TcpTransport, peer: Peer) -> None:
     assert fetch(mine, peer.address, segment.id, 2)[2] == data
 
 
-def test_gate_is_called_before_each_chunk(mine: TcpTransport, peer: Peer) -> None:
+def test_gate_is_called_before_each_message(mine: TcpTransport, peer: Peer) -> None:
     passed: list[int] = []
-    push(mine, peer.address, make(7 * CHUNK + 1), gate=lambda: passed.append(mine.sent_bytes))
-    assert len(passed) == 8 and min(passed) == 0
+    push(mine, peer.address, make((3 * RUN - 1) * CHUNK + 1), gate=lambda: passed.append(mine.sent_bytes))
+    assert len(passed) == 3 and min(passed) == 0
 
 
 def test_pushes_in_parallel(mine: TcpTransport, peer: Peer) -> None:
@@ -173,15 +174,15 @@ def test_stopped_holder_hits_the_deadline_of_a_fetch(mine: TcpTransport, peer: P
 
 
 def test_torn_push_keeps_the_older_copies(mine: TcpTransport, peer: Peer) -> None:
-    segment, first, checksums = make(8 * CHUNK)
+    segment, first, checksums = make(8 * RUN * CHUNK)
     push(mine, peer.address, (segment, first, checksums), version=1)
-    _, second, others = make(8 * CHUNK)
+    _, second, others = make(8 * RUN * CHUNK)
 
     class TornError(Exception):
         pass
 
     def tear() -> None:
-        if mine.sent_bytes >= 12 * CHUNK:
+        if mine.sent_bytes >= 12 * RUN * CHUNK:
             raise TornError
 
     for version in (2, 3):
@@ -334,11 +335,11 @@ def test_close_peers_of_one_agent_leaves_the_others_alone(mine: TcpTransport, pe
 
 
 def test_new_sender_takes_over_from_a_stuck_one(mine: TcpTransport, peer: Peer) -> None:
-    copy = make(8 * CHUNK)
+    copy = make(8 * RUN * CHUNK)
     stuck, go_on = threading.Event(), threading.Event()
 
     def gate() -> None:
-        if mine.sent_bytes >= 5 * CHUNK:
+        if mine.sent_bytes >= 5 * RUN * CHUNK:
             stuck.set()
             go_on.wait()
 
@@ -478,14 +479,14 @@ def test_chunk_that_does_not_fit_is_refused(
     pushing: tuple[Channel[Answer], str], index: int | None, size: int
 ) -> None:
     channel, token = pushing
-    channel.send({"type": "Chunk", "token": token, "index": index}, bytes(size))  # type: ignore[arg-type]
+    channel.send({"type": "Chunks", "token": token, "first": index}, bytes(size))  # type: ignore[arg-type]
     reply = channel.recv()
-    assert isinstance(reply, Failed) and re.search("chunk|index", reply.error)
+    assert isinstance(reply, Failed) and re.search("chunk|first", reply.error)
 
 
 def test_commit_needs_every_chunk_verified(pushing: tuple[Channel[Answer], str]) -> None:
     channel, token = pushing
-    channel.send(Chunk(token, 0), bytes(10))  # not what the checksum says
+    channel.send(Chunks(token, 0), bytes(10))  # not what the checksum says
     channel.send(CommitPush(token))
     reply = channel.recv()
     assert isinstance(reply, Failed) and "1 chunks missing" in reply.error
