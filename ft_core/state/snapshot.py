@@ -95,8 +95,9 @@ class Snapshotter:
         tensors = [StateTensor(ENVELOPE, small, self._state.envelope_holders()), *self._state.tensors()]
         tensors = [replace(t, tensor=t.tensor.detach().clone()) if t.volatile else t for t in tensors]
         self._live = _Live(version, data, {t.name: t.tensor for t in tensors if t.volatile})
-        device = _device_of(tensors)
-        buffer = self._buffer_for(self._segments(tensors), device)
+        with torch._C.DisableTorchFunction():  # what the script has for functions is not for these
+            device, segments = _device_of(tensors), self._segments(tensors)
+        buffer = self._buffer_for(segments, device)
         buffer.version = TORN
         # The copies of volatile tensors need no `record_stream`: the thread holds them until all is copied.
         fence = None if device is None else _fence(device)
