@@ -311,6 +311,8 @@ class Reserve:
     worker: Number
     request: m.Allocate
     adopted: bool
+    again: bool
+    """Whether what the slot has may be overwritten: no process that could write there is ending."""
 
 
 @dataclass(frozen=True)

@@ -407,7 +407,8 @@ class Agent:
 
     def _allocate(self, worker: Worker, request: m.Allocate) -> None:
         self._lay_out(worker, request.role, [Segment.of(layout) for layout in request.segments])
-        self.epochs.do(Reserve(worker.number, request, request.role != worker.role))
+        adopted, again = request.role != worker.role, not self.crew.ending
+        self.epochs.do(Reserve(worker.number, request, adopted, again))
 
     def _lay_out(self, worker: Worker, role: int, segments: Sequence[Segment]) -> None:
         """Say what the state of a role is, which `worker` plays or has adopted."""

@@ -391,7 +391,8 @@ class NodeShell:
     def _reserve(self, asked: e.Reserve) -> None:
         request = asked.request
         segments = [Segment.of(layout) for layout in request.segments]
-        buffer = self.store.memory(request.role, asked.adopted).allocate(request.slot, segments)
+        memory = self.store.memory(request.role, asked.adopted)
+        buffer = memory.allocate(request.slot, segments, asked.again)
         self.pool.post(asked.worker, m.Allocated(request.id, buffer.memory.address))
 
     async def _replicate(self, order: e.Replicate) -> None:

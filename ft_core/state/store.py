@@ -22,9 +22,13 @@ class RoleMemory:
         self._create = create
         self.slots: list[SnapshotBuffer | None] = [None, None]
 
-    def allocate(self, slot: int, segments: Sequence[Segment]) -> SnapshotBuffer:
-        """Memory for a slot that nobody has used; what the slot held is given up. A worker that is ending may
-        have a device write there still, so it must not be used again."""
+    def allocate(self, slot: int, segments: Sequence[Segment], again: bool = False) -> SnapshotBuffer:
+        """Memory for a slot; what the slot held is given up. A worker that is ending may have a device write
+        there still: unless that cannot be (`again`), it is memory that nobody has used."""
+        held = self.slots[slot]
+        if again and held is not None and held.segments == tuple(segments):
+            held.version = TORN
+            return held
         given_up, self.slots[slot] = [self.slots[slot]], None
         _give_up(given_up)
         buffer = SnapshotBuffer.create(segments, self._create)

@@ -679,7 +679,7 @@ def test_memory_for_a_snapshot_is_announced_before_the_worker_has_it(training: N
     assert [type(effect) for effect in training.done] == [e.ToController, e.Reserve]
     [layout_said] = training.said(m.RoleLayout)
     assert (layout_said.segments, layout_said.initial, layout_said.group) == ({segment(0).id: "0"}, 0, GROUP)
-    assert training.effects(e.Reserve) == [e.Reserve(training.number(), request, adopted=False)]
+    assert training.effects(e.Reserve) == [e.Reserve(training.number(), request, adopted=False, again=True)]
 
 
 @pytest.mark.parametrize("code", [-9, 1])

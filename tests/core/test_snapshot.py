@@ -240,6 +240,31 @@ def test_the_envelope_of_the_newest_version_can_be_had_alone():
     assert decode(store.envelope(3)) == {"lr": model.lr * 3}
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_a_successor_overwrites_a_buffer_that_nobody_else_can_write_to(parts, again):
+    """It costs a second for each gigabyte or two to have the kernel give other memory."""
+    model, memory, snapshotter, _ = parts
+    for version in (1, 2):
+        snapshotter.stage(version)
+        snapshotter.wait()
+    before = {slot: memory.slots[slot].memory.address for slot in (0, 1)}
+    newest, _ = memory.find(2)
+    successor = Snapshotter(
+        model, lambda slot, s: memory.allocate(slot, s, again).memory.address, lambda _: None
+    )
+    load(successor, memory, 2)
+    for version in (3, 4):
+        successor.stage(version)
+        successor.wait()
+        verify(memory.find(version)[1])
+    after = {slot: memory.slots[slot].memory.address for slot in (0, 1)}
+    assert after[newest] == before[newest] and (after[1 - newest] == before[1 - newest]) is again
+    model.late = torch.ones(7)
+    successor.stage(5)
+    successor.wait()
+    assert memory.find(5)[1].memory.address not in (*before.values(), *after.values())
+
+
 def test_memory_that_is_given_up_is_given_back():
     """A layout that changes in every step is new memory in every step, for the agent and for the worker."""
     model, store = Model(), NodeStore()

@@ -332,7 +332,7 @@ class SimNode(Process):
                 self.store.drop_after(version)
             case ev.KeepOnly(roles, adopted):
                 self.store.keep_only(roles, adopted)
-            case ev.Reserve(number, request, adopted):
+            case ev.Reserve(number, request, adopted, _):
                 self.store.allocate(request.role, request.slot, adopted)
                 if (worker := self.workers.get(number)) is not None:
                     worker.later(0.001, lambda: worker.hear(m.Allocated(request.id, [0])))
