@@ -25,15 +25,20 @@ class RoleMemory:
     def allocate(self, slot: int, segments: Sequence[Segment], again: bool = False) -> SnapshotBuffer:
         """Memory for a slot; what the slot held is given up. A worker that is ending may have a device write
         there still: unless that cannot be (`again`), it is memory that nobody has used."""
-        held = self.slots[slot]
-        if again and held is not None and held.segments == tuple(segments):
-            held.version = TORN
-            return held
+        if again and (same := self._laid_out(slot, segments)) is not None:
+            self.strike(slot)
+            return same
+        # From here on nobody but the list may have it: it would be freed where that ends.
         given_up, self.slots[slot] = [self.slots[slot]], None
         _give_up(given_up)
         buffer = SnapshotBuffer.create(segments, self._create)
         self.slots[slot] = buffer
         return buffer
+
+    def _laid_out(self, slot: int, segments: Sequence[Segment]) -> SnapshotBuffer | None:
+        """What the slot has, if it is for these segments."""
+        held = self.slots[slot]
+        return held if held is not None and held.segments == tuple(segments) else None
 
     def free_slot(self) -> int:
         """The slot whose content is oldest or torn."""
