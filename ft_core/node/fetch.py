@@ -3,6 +3,7 @@ keeps, or from storage."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
@@ -16,7 +17,7 @@ from ft_core.settings import Settings
 from ft_core.state import durable, threads
 from ft_core.state.manifest import Segment
 from ft_core.state.memory import SnapshotBuffer, copy_bytes
-from ft_core.state.store import Found, NodeStore, RoleMemory
+from ft_core.state.store import Found, NodeStore
 
 _RUN = 8
 """Chunks that a thread copies one after the other."""
@@ -25,26 +26,22 @@ _FETCH_DEADLINE = 600.0
 
 
 def bring(
-    role: int,
-    plan: NodePlan,
-    memory: RoleMemory,
-    store: NodeStore,
-    transport: TcpTransport,
-    settings: Settings,
-) -> tuple[int, SnapshotBuffer]:
-    """Have version `plan.worker.version` of `role` in a buffer of `memory`, every chunk verified. `store`:
-    all that is held here.
+    role: int, plan: NodePlan, store: NodeStore, transport: TcpTransport, settings: Settings
+) -> SnapshotBuffer:
+    """Version `plan.worker.version` of `role`, every chunk verified. `store`: all that is held here.
 
-    Runs in a thread. Raises FtError when no holder could give a good copy.
+    Runs in a thread, which may still ask silent nodes when the plan is over: so the buffer is nobody's yet,
+    and not the role's, in which a later plan's snapshots are. Raises FtError when no holder could give a
+    good copy.
     """
-    version, slot = plan.worker.version, memory.free_slot()
+    version = plan.worker.version
     assert version is not None
     if plan.worker.origin == "durable":
         segments, fill = durable.open_role(settings.durable_dir, plan.durable, role)
-        buffer = memory.allocate(slot, segments)
+        buffer = SnapshotBuffer.create(segments, store.create)
         fill(buffer)
         buffer.version = version
-        return slot, buffer
+        return buffer
     sources = plan.sources[role]
     here = {
         name: copy
@@ -57,7 +54,7 @@ def bring(
         for name, nodes in sources.items()
     ]
     found.sort(key=lambda pair: pair[0].holders)
-    buffer = memory.allocate(slot, [segment for segment, _ in found])
+    buffer = SnapshotBuffer.create([segment for segment, _ in found], store.create)
     for index, (segment, nodes) in enumerate(found):
         checksums = _copied(here[segment.id], buffer.data(index)) if segment.id in here else None
         if checksums is None:
@@ -66,7 +63,7 @@ def bring(
         for number, value in enumerate(checksums):
             table[number] = value
     buffer.version = version
-    return slot, buffer
+    return buffer
 
 
 def _describe(
@@ -122,7 +119,8 @@ def _fetch(
             return checksums
         except CorruptSnapshot as error:
             reasons.append(error)
-            transport.request(address, StrikeCopy(segment.id, version), deadline=_ASK_DEADLINE)
+            with contextlib.suppress(TransportError):  # then its node is gone, and the copy with it
+                transport.request(address, StrikeCopy(segment.id, version), deadline=_ASK_DEADLINE)
         except TransportError as error:
             reasons.append(error)
     raise TransportError(f"no good copy of segment {segment.id}: {'; '.join(map(str, reasons))}")

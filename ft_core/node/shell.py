@@ -63,7 +63,7 @@ from ft_core.settings import Settings, read_secret, unique
 from ft_core.state import durable
 from ft_core.state.manifest import Segment
 from ft_core.state.memory import Word
-from ft_core.state.store import NodeStore
+from ft_core.state.store import NodeStore, give_up
 from ft_core.worker.console import Console
 from ft_core.worker.logs import Tee, players
 
@@ -415,12 +415,16 @@ class NodeShell:
                 began, took = time.monotonic(), 0.0
                 memory = self.store.memory(role, adopted=role != order.role)
                 if (found := memory.find(version)) is None:
-                    about = role, plan, memory, self.store, self.transport, self.settings
+                    about = role, plan, self.store, self.transport, self.settings
                     if plan.worker.origin == "durable":
-                        found = await self._on_storage(bring, *about)
+                        made = [await self._on_storage(bring, *about)]
                     else:
-                        found = await asyncio.to_thread(bring, *about)
+                        made = [await asyncio.to_thread(bring, *about)]
                     took = time.monotonic() - began
+                    if self.machine.epochs.begun != plan.epoch:
+                        give_up(made)
+                        return
+                    found = memory.take(made[0]), made[0]
                 slot, buffer = found
                 layouts = [segment.layout for segment in buffer.segments]
                 copies.append(m.CopyHere(role, slot, buffer.memory.address, layouts, took))

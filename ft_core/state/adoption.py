@@ -8,6 +8,7 @@ comes back. So nothing is laid out anew, whoever leaves or returns (see docs/ela
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -100,9 +101,10 @@ class Snapshots:
         snapshotter.load(part.slot, part.address, segments, version)
 
     def wait(self) -> None:
-        """Until what was begun is complete in host memory. Raises what a copy raised."""
-        for _, snapshotter in self._of.values():
-            snapshotter.wait()
+        """Until what was begun is complete in host memory, or has failed. Raises what a copy raised."""
+        with contextlib.ExitStack() as all_of_them:
+            for _, snapshotter in self._of.values():
+                all_of_them.callback(snapshotter.wait)
 
     @property
     def failed(self) -> BaseException | None:

@@ -30,10 +30,17 @@ class RoleMemory:
             return same
         # From here on nobody but the list may have it: it would be freed where that ends.
         given_up, self.slots[slot] = [self.slots[slot]], None
-        _give_up(given_up)
+        give_up(given_up)
         buffer = SnapshotBuffer.create(segments, self._create)
         self.slots[slot] = buffer
         return buffer
+
+    def take(self, buffer: SnapshotBuffer) -> int:
+        """Have a version that was made elsewhere, in place of what is oldest or torn. Returns its slot."""
+        slot = self.free_slot()
+        given_up, self.slots[slot] = [self.slots[slot]], buffer
+        give_up(given_up)
+        return slot
 
     def _laid_out(self, slot: int, segments: Sequence[Segment]) -> SnapshotBuffer | None:
         """What the slot has, if it is for these segments."""
@@ -101,7 +108,7 @@ class NodeStore:
                     memory = held.pop(role)
                     given_up += memory.slots
                     memory.slots = [None, None]
-        _give_up(given_up)
+        give_up(given_up)
 
     def envelope(self, role: int) -> bytes:
         """Of the role's newest version here. Raises FtError if there is none."""
@@ -180,7 +187,8 @@ class NodeStore:
         return self.replicas.find(segment_id, version)
 
 
-def _give_up(memory: list[SnapshotBuffer | None]) -> None:
-    """Drop what is listed, in a thread: for many GB the kernel takes seconds, and an agent has to beat."""
+def give_up(memory: list[SnapshotBuffer | None] | list[SnapshotBuffer]) -> None:
+    """Drop what is listed, and held by nobody else, in a thread: for many GB the kernel takes seconds, and an
+    agent has to beat."""
     if any(memory):
         threading.Thread(target=memory.clear, name="ft-give-up").start()

@@ -98,6 +98,13 @@ class Recovery:
         self.quiesce()
         self.persist(self.catch_up, self.quiesce)
 
+    def prepare(self) -> None:
+        """Of a role that is started ahead of need, before anybody counts on it: have the memory that the
+        restore and the gradients take."""
+        self._deferred.prepare()
+        self._adapter.reset()
+        self._ahead.is_ready()
+
     def catch_up(self) -> None:
         """The epoch has begun: to where the script is in it. Raises EpochChanged."""
         self._resume()
@@ -169,10 +176,6 @@ class Recovery:
             shell.point("recovery")
         timeline.mark("waiting for state")
         apart = machine.plan.apart
-        if apart:
-            self._deferred.prepare()
-            self._adapter.reset()  # for the memory that gradients take
-            self._ahead.is_ready()
         state = shell.wait_while(Restoring)
         if apart:
             self._ahead.takes_over()

@@ -199,6 +199,8 @@ class Session:
         self._shell.is_at(version)
         about_role = adapter, redo, self.deferred, self._about_ahead
         self._recovery = recovery = Recovery(self._shell, self.groups, *about_role)
+        if self._plan.apart:
+            recovery.prepare()
         about = version, list(adapter.ring), resumes, adapter.replica_group, self._shell.recorded()
         self._shell.handle(e.Registers(m.Registered(*about)))
         recovery.persist(recovery.catch_up, recovery.quiesce)

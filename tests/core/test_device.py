@@ -210,8 +210,9 @@ class Trained(Model):
 class Agent:
     """As much of an agent as a session needs to train alone."""
 
-    def __init__(self, job_dir: Path) -> None:
-        self.memory, self._control = RoleMemory(), ControlBlock.create()
+    def __init__(self, job_dir: Path, **plan: Any) -> None:
+        """`plan`: what the worker's is, beside one that begins a job of one role."""
+        self.memory, self._control, self._plan = RoleMemory(), ControlBlock.create(), plan
         self._sock = listen(f"unix:\0ft-test-{uuid.uuid4().hex}")
         thread = start("agent", self._serve)
         channel = Channel.connect("unix:" + self._sock.getsockname().decode(), SECRET, TO_WORKER, 60)
@@ -236,6 +237,7 @@ class Agent:
             policy="hold",
             lr_intervention="none",
             began_with=BeganWith(1, 1, 1),
+            **self._plan,
         )
         self.channel.send(Assign(0, 1, {INJECT_ENV: ""}, plan))
         self.channel.send(Restore(1, None, []))

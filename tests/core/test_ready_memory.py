@@ -109,7 +109,8 @@ def test_what_is_ready_is_what_a_fetch_and_the_next_snapshot_go_to():
         )
         t.ready.use("node1", plays)
         settings = Settings(nnodes=1, nproc_per_node=1, command=Command("train.py"))
-        slot, buffer = bring(0, plays, t.store.memory(0), t.store, t.transport, settings)
+        buffer = bring(0, plays, t.store, t.transport, settings)
+        slot = t.store.memory(0).take(buffer)
         assert bytes(buffer.data(0)) == data
         t.ready.look(plays)
         assert t.ready.nbytes == BUFFER  # for the role's other snapshot

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,6 +15,7 @@ from waiting import wait_for_value
 
 from ft_core.errors import CorruptSnapshot, FtError
 from ft_core.state import snapshot
+from ft_core.state.adoption import Snapshots
 from ft_core.state.envelope import decode
 from ft_core.state.manifest import CHUNK, layout
 from ft_core.state.memory import TORN, SharedMemory, SnapshotBuffer
@@ -348,3 +351,33 @@ def test_an_envelope_that_grows_and_shrinks_keeps_its_memory(parts):
         successor.stage(version)
         successor.wait()
     assert len(allocated) == 1, "of the two buffers, that which it has not loaded from"
+
+
+def test_all_copies_have_ended_once_one_has_failed(monkeypatch):
+    """What is restored next would go into one that is still being made, with checksums that match."""
+    began, goes_on = threading.Event(), threading.Event()
+
+    class Adopting(Model):
+        def adopt(self, roles):
+            return {role: other for role in roles}
+
+    def copy(buffer, index, by_name):
+        if by_name["shard"] is not other.shard:
+            raise OSError("no memory")
+        began.set()
+        goes_on.wait(60)
+
+    own, other, memories = Adopting(), Model(), defaultdict(RoleMemory)
+    monkeypatch.setattr(snapshot, "_copy_from_host", copy)
+    staged = []
+    snapshots = Snapshots(
+        *(0, own, lambda role, slot, segments: memories[role].allocate(slot, segments).memory.address),
+        *(lambda role, version: staged.append(role), lambda: None, lambda: False),
+    )
+    assert snapshots.adopt([1]) == {0, 1}
+    snapshots.stage(1)
+    began.wait(60)
+    threading.Timer(0.05, goes_on.set).start()
+    with pytest.raises(OSError, match="no memory"):
+        snapshots.wait()
+    assert staged == [1]

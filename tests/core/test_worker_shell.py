@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from core.plans import worker_plan
@@ -14,6 +15,7 @@ from ft_core.errors import EpochChanged, FtError
 from ft_core.protocol.messages import (
     Abort,
     BringSettings,
+    Counterparts,
     Hold,
     Message,
     PlanBegins,
@@ -29,16 +31,17 @@ from ft_core.protocol.messages import (
 )
 from ft_core.state.memory import Word
 from ft_core.worker import machine
+from ft_core.worker.events import Begins, Registers
 from ft_core.worker.states import Training
 
 
 class Answering(Agent):
     """Keeps what it hears, and answers it as a test says."""
 
-    def __init__(self, job_dir: Path) -> None:
+    def __init__(self, job_dir: Path, **plan: Any) -> None:
         self.heard: list[Message] = []
         self.answer: Callable[[Message], list[Message]] = lambda message: []
-        super().__init__(job_dir)
+        super().__init__(job_dir, **plan)
 
     def hears(self, message: Message) -> None:
         self.heard.append(message)
@@ -69,6 +72,20 @@ def test_records_are_kept_for_a_group_that_is_on_its_way(tmp_path: Path) -> None
     agent.channel.send(Hold(0, 0))
     wait_for_value(lambda: startup._keep, False)
     assert agent.shell.machine.hold_at == machine.NEVER
+
+
+def test_a_standby_counts_once_it_has_the_memory_of_its_role(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From then on it is not ended with the epoch: all would wait for what it still does."""
+    apart = {"origin": "memory", "standing_in": Counterparts(((0, "0"),)), "store": ""}
+    agent, adapter, done = Answering(tmp_path, **apart), Trained(), []
+    handle = agent.shell.handle
+    monkeypatch.setattr(agent.shell, "handle", lambda event: (done.append(type(event)), handle(event)))
+    monkeypatch.setattr(agent.session.deferred, "prepare", lambda: done.append("prepared"))
+    monkeypatch.setattr(adapter, "reset", lambda: done.append("reset"))
+    agent.session.begin(adapter, 0, lambda: None)
+    assert done[:4] == [Begins, "prepared", "reset", Registers]
 
 
 def step(agent: Answering) -> None:
