@@ -133,19 +133,21 @@ class SimController(Process):
 
     def _end(self, held: lease.Lease, effects: list[ev.Effect], code: int) -> None:
         """Say that the job is over, once whoever keeps the lease agrees."""
-        arbiter = self.job.arbiter
+        arbiter, at = self.job.arbiter, self._handled
         assert arbiter is not None
 
         def agreed_to() -> bool:
             """From here on it is over, whoever is told, and by whom: candidates look."""
             agreed = arbiter.end(self, held.term, code)
             if agreed and not self.job.over:
-                self._carry_out([effect for effect in effects if not isinstance(effect, ev.Send | ev.Close)])
+                said = [effect for effect in effects if not isinstance(effect, ev.Send | ev.Close)]
+                self._carry_out(said, at)
             return agreed
 
         def answered(agreed: bool | None) -> None:
             if agreed:
-                self._carry_out([effect for effect in effects if isinstance(effect, ev.Send | ev.Close)])
+                sent = [effect for effect in effects if isinstance(effect, ev.Send | ev.Close)]
+                self._carry_out(sent, at)
             elif self.leads and self._lease is held:
                 self.later(0.1, lambda: self._end(held, effects, code))
 
@@ -228,15 +230,18 @@ class SimController(Process):
             self.acts_late = False
             self.job.stop_for_a_while(self, self.world.rng)
             held = self._lease
-            self.do(lambda: self._carry_out(effects) if self._lease is held else None)
+            at = self._handled
+            self.do(lambda: self._carry_out(effects, at) if self._lease is held else None)
         elif (ends := [e for e in effects if isinstance(e, ev.End)]) and self.job.arbiter is not None:
             self._ending = True
             self._end(self._lease, effects, ends[0].code)
         else:
-            self._carry_out(effects)
+            self._carry_out(effects, self._handled)
         self.job.check(self)
 
-    def _carry_out(self, effects: list[ev.Effect]) -> None:
+    def _carry_out(self, effects: list[ev.Effect], handled: float) -> None:
+        """`handled`: when their event was."""
+        self.job.time.stood_still(self.world.now - handled)
         for effect in effects:
             self._do(effect)
 
@@ -255,7 +260,7 @@ class SimController(Process):
                     f"{self.name} records {effect.event}: {effect.reason} {list(effect.roles)} {effect.more}"
                 )
                 self.job.record(self, effect)
-                at = self._handled
+                at = self.world.now
                 line = time_account.line(effect, self.term, at)
                 self.job.time.said += 1
                 self._write(lambda: self.job.time.write(line))

@@ -421,6 +421,7 @@ class SimJob:
             self._check_blame(controller, event)
         if event.event == "controller_restarted":  # what its predecessor decided last nobody may have heard
             self._places = dict(controller.machine.facts.places)
+            self.training.takes_over(controller.machine.facts.begun.epoch)
         if event.event == "decided":
             self._decided(controller, event)
             self.errors.decided(controller, moved(event), self._places)

@@ -47,6 +47,9 @@ FAILED_ONCE = {
     500031446: "all who had trained were lost with the controller, which had heard of no step, and training "
     "began anew beside a durable checkpoint",
     500002119: "a newcomer of a former controller's was there when all scripts were to begin anew",
+    -309995444: "a leader was stopped between a decision and saying so, and its successor was held to it",
+    -309998986: "the same, and what it said afterwards was of a time that it had accounted for otherwise",
+    -309990520: "the same, and its successor's account had nothing of that",
     24984: "a node was told to end, and a new controller that had heard of nobody else yet ended the job",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""

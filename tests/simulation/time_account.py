@@ -62,7 +62,8 @@ class TimeAccount:
         self.said = 0
         """Lines, in the file or not."""
         self._unnoted = 0.0
-        """Seconds between what a successor was left, where that was not the last, and its own first word."""
+        """Seconds between what a successor was left, where that was not the last, and its own first word; and
+        between what a controller accounted for and said."""
         self._left, self._lost = (0, 0.0), False
         """The newest term, and when what its leader was left is of; and whether that was not the last."""
 
@@ -75,6 +76,10 @@ class TimeAccount:
         elif "spent" in line and self._lost:
             self._unnoted += line["time"] - at
             self._lost = False
+
+    def stood_still(self, seconds: float) -> None:
+        """A controller has, between an event and what it says of it."""
+        self._unnoted += seconds
 
     def controller(self, term: int, spent: Spent | None, at: float) -> Watched:
         """One leads in this term, with what was left by its predecessors at that time."""

@@ -53,6 +53,10 @@ class Exchange:
     """When a link was found to let nothing through."""
 
 
+_Known = tuple[int, dict[int, Content], dict[int, list[int]], dict[int, set[int]], int]
+"""The newest epoch, and of its past: truth, samples, who has finished what, and the newest version."""
+
+
 class Training:
     """All that the roles do together."""
 
@@ -76,6 +80,8 @@ class Training:
         """When a role first had that version, made in that epoch."""
         self.epoch = 0
         """The newest epoch that was decided on."""
+        self._before = self._as_is()
+        """How all was before that."""
         self.flight = FlightRecorder(world, roles)
         self._exchanges: dict[tuple[int, str, int], Exchange] = {}
         self._starts: dict[tuple[int, str, int], Exchange] = {}
@@ -190,6 +196,7 @@ class Training:
         """All do, in that epoch: what was newer has never been. `content`: of another past."""
         if epoch < self.epoch:
             raise Violation(f"1: epoch {epoch} is begun after epoch {self.epoch}")
+        self._before = self._as_is()
         self.epoch = epoch
         if content is not None and content != self.truth.get(version):
             self._remember(version, content)
@@ -197,6 +204,15 @@ class Training:
             for newer in [v for v in known if v > version]:
                 del known[newer]  # type: ignore[attr-defined]
         self.newest = min(self.newest, version)
+
+    def takes_over(self, epoch: int) -> None:
+        """A controller does, with that epoch as the newest: what was decided after it nobody has heard."""
+        if self.epoch > epoch:
+            self.epoch, self.truth, self.samples, self.finished, self.newest = self._before
+
+    def _as_is(self) -> _Known:
+        finished = {version: set(roles) for version, roles in self.finished.items()}
+        return self.epoch, dict(self.truth), dict(self.samples), finished, self.newest
 
     def _remember(self, version: int, content: Content) -> None:
         """What became that content is what has been."""
