@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 import signal
 import socket
 import sys
@@ -20,6 +21,7 @@ from ft_core.settings import Settings, unique, write_secret
 
 def main(argv: list[str] | None = None) -> int:
     """Entry of `ftrun`. Returns the job's exit code."""
+    _open_standard_streams()
     args = parser().parse_args(argv)
     VOICE.json = args.ft_log_format == "json"
     try:
@@ -43,9 +45,14 @@ def _launch(args: argparse.Namespace) -> Launcher:
     launcher = Launcher(job_dir)
     if settings.controller.endswith(":0"):
         settings = dataclasses.replace(settings, controller=launcher.reserve(settings.controller))
-    settings.write(job_dir)
-    write_secret(job_dir)
-    (job_dir / "controller").write_text(settings.meeting + "\n")
+    try:
+        settings.write(job_dir)
+        write_secret(job_dir)
+        (job_dir / "controller").write_text(settings.meeting + "\n")
+    except OSError as error:
+        raise ConfigError(
+            f"nothing can be written into the job directory {job_dir}: {error.strerror}"
+        ) from error
     if args.standalone:
         domains = [d.strip() for d in args.ft_domain.split(",")] if args.ft_domain else []
         launcher.standalone, launcher.respawn = True, args.respawn
@@ -87,6 +94,14 @@ def _join(args: argparse.Namespace) -> Launcher:
     return launcher
 
 
+def _open_standard_streams() -> None:
+    """Those that were closed, as by `>&-`: the next files that are opened would be taken for them, by all
+    processes of the job."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
 def _job_dir(args: argparse.Namespace) -> Path:
     given = args.job_dir or args.log_dir
     if given is None:
@@ -94,7 +109,10 @@ def _job_dir(args: argparse.Namespace) -> Path:
         tell(f"ftrun: job directory {path}")
         return path
     path = Path(given).resolve()
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be the job directory: {error.strerror}") from error
     leads = not args.ft_leadership and (args.standalone or args.node_rank in (None, 0))
     if (path / "events.jsonl").exists() and leads and not args.join:
         raise ConfigError(f"{path} is the directory of an earlier job; give a new one")

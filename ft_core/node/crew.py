@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
@@ -82,6 +83,8 @@ class Worker:
     """What that role's worker, on another node, had on record, and in which epoch; None where it is here."""
     needed: bool = False
     """Whether the worker of that role has died since: it is to take its place."""
+    answers_by: float = math.inf
+    """When it should have said that it has left the epoch in which it was ready, once it has taken a role."""
 
     @property
     def plays(self) -> bool:

@@ -47,6 +47,9 @@ from ft_core.settings import Settings
 
 log = logging.getLogger(__name__)
 
+ANSWERS = 10.0
+"""Seconds in which a standby that was ready answers once it has a role: until then it has only waited."""
+
 
 class Epochs:
     """The epoch under way on one node, or what comes between two."""
@@ -94,6 +97,7 @@ class Epochs:
         self.do(*self._copies.tick(self.now))
         if self.epoch > self.begun and self.now >= self._stuck_at:
             self._kill_stuck()
+        self._look_for_silent_standbys()
         if self.plan is not None and self.epoch == self.begun:
             self.do(*self.ready.tick(self.plan, self.settings, self.now))
 
@@ -231,6 +235,19 @@ class Epochs:
                 )
                 self.do(WriteStacks(worker.number, worker.role, end=True))
 
+    def _look_for_silent_standbys(self) -> None:
+        """One that is stopped, or hangs, was ready by its own word, and stands in no collective: nobody else
+        finds out that it is to blame."""
+        for worker in self.crew.playing():
+            if self.now >= worker.answers_by:
+                worker.answers_by = math.inf
+                log.error(
+                    "node %s: the standby that was ready for role %d has not answered for %.0f s since it "
+                    "was given the role; its worker %d is replaced",
+                    *(self.about.node, worker.role, ANSWERS, worker.pid),
+                )
+                self.do(WriteStacks(worker.number, worker.role, end=True))
+
     def begin(self, plan: m.NodePlan) -> None:
         """Begin the epoch of `plan`: give roles to workers, bring their state here, let them go on."""
         if plan.epoch < self.epoch or plan.epoch == self.begun:
@@ -335,6 +352,8 @@ class Epochs:
         if worker is not None:
             self.said.forget([role])
             self.do(ShowRest(role))
+            if worker.quiesced < plan.epoch:
+                worker.answers_by = self.now + ANSWERS
         self.do(*effects)
         return worker
 

@@ -345,6 +345,7 @@ class Agent:
                     self.epochs.say(m.Prepared(role, counts))
             case m.Quiesced(epoch, stage, counts):
                 worker.quiesced, worker.stage, worker.counts = epoch, stage, counts
+                worker.answers_by = math.inf
                 if worker.plays:
                     self.epochs.report_if_quiet()
             case m.WorkerRestored(epoch, version, loaded):

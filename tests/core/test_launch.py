@@ -85,6 +85,31 @@ def test_wrong_flags(flags: str, named: str, script: str, tmp_path: Path, capsys
     assert not job_dir.exists()
 
 
+def test_a_directory_that_can_be_none_of_a_job(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "file"
+    file.touch()
+    assert launch.main(["--standalone", f"--job-dir={file}", script]) == 2
+    assert capsys.readouterr().err == f"ftrun: {file} cannot be the job directory: File exists\n"
+    (tmp_path / "job" / "job.json").mkdir(parents=True)
+    assert launch.main(["--standalone", f"--job-dir={tmp_path / 'job'}", script]) == 2
+    assert "nothing can be written into the job directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_others(closed: str, tmp_path: Path):
+    """The files that are opened next would be taken for them."""
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nprint('trained')\nprint('well', file=sys.stderr)\n")
+    command = f"{sys.executable} -m ft_core.cli.launch --standalone --job-dir={tmp_path / 'job'} {script}"
+    done = subprocess.run(
+        ["bash", "-c", f"{command} {closed}"], env=environment(), timeout=60, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("trained" in done.stdout) is (" >&-" not in f" {closed}".replace("2>&-", ""))
+
+
 @pytest.mark.parametrize("flags", [[], ["--rdzv-endpoint=localhost:0"]])
 def test_a_free_port_is_nobody_elses(
     flags: list[str], script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,7 @@ from ft_core.errors import ConfigError
 from ft_core.node import events as e
 from ft_core.node import room
 from ft_core.node.crew import Doing, Worker
+from ft_core.node.epochs import ANSWERS
 from ft_core.node.ready import ATTEMPTS, PAUSE, SETTLED, covers, serves
 from ft_core.protocol import messages as m
 from ft_core.settings import AUTO, Command, Settings
@@ -105,6 +106,35 @@ def test_it_takes_the_role_when_its_worker_dies():
     node.worker(m.WorkerRestored(2, 1, loaded=True))
     [layout] = node.said(m.RoleLayout)
     assert layout.initial is None, "a script begins elsewhere"
+
+
+def test_one_that_does_not_answer_when_it_is_given_the_role_is_replaced():
+    """It is stopped: it stands in no collective, so that nobody is missed there."""
+    node = trained()
+    number = ready(node)
+    node.handle(e.WorkerEnded(node.number(), -9))
+    node.hear(m.Abort(2))
+    node.memory.held[0, False] = [1]
+    node.hear(next_epoch())
+    assert node.number() == number
+    node.handle(e.Tick(), after=ANSWERS - 1)
+    assert not node.effects(e.WriteStacks)
+    node.handle(e.Tick(), after=1)
+    assert node.effects(e.WriteStacks) == [e.WriteStacks(number, 0, end=True)]
+    node.handle(e.Tick(), after=1)
+    assert not node.effects(e.WriteStacks), "once"
+
+
+def test_one_that_answers_is_not():
+    node = trained()
+    number = ready(node)
+    node.handle(e.WorkerEnded(node.number(), -9))
+    node.hear(m.Abort(2))
+    node.memory.held[0, False] = [1]
+    node.hear(next_epoch())
+    node.handle(e.FromWorker(number, m.Quiesced(2, "training", OPERATIONS)))
+    node.handle(e.Tick(), after=10 * ANSWERS)
+    assert not node.effects(e.WriteStacks)
 
 
 def test_it_stays_through_epochs_in_which_it_is_not_needed():

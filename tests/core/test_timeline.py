@@ -34,6 +34,14 @@ def test_each_phase_ends_where_the_next_begins(tmp_path: Path) -> None:
     assert all(begin <= end for _, begin, end in spans)
 
 
+def test_lines_that_are_not_whole_are_left_out(tmp_path: Path) -> None:
+    written(tmp_path, 3, 2, "forked", "step")
+    [file] = (tmp_path / "logs").glob(f"*/*/{NAME}")
+    with file.open("a") as lines:
+        lines.write('{"gar\n{"role": 3')
+    assert [line.role for line in command.read(tmp_path)] == [3]
+
+
 def test_rates_of_what_was_done_with_the_state() -> None:
     phases = [
         ("waiting for state", 1.0),

@@ -243,9 +243,9 @@ class SimController(Process):
         """`handled`: when their event was."""
         self.job.time.stood_still(self.world.now - handled)
         for effect in effects:
-            self._do(effect)
+            self._do(effect, handled)
 
-    def _do(self, effect: ev.Effect) -> None:
+    def _do(self, effect: ev.Effect, handled: float) -> None:
         match effect:
             case ev.Send(peer, message):
                 if (link := self.links.get(peer)) is not None:
@@ -260,12 +260,11 @@ class SimController(Process):
                     f"{self.name} records {effect.event}: {effect.reason} {list(effect.roles)} {effect.more}"
                 )
                 self.job.record(self, effect)
-                at = self.world.now
-                line = time_account.line(effect, self.term, at)
+                line = time_account.line(effect, self.term, self.world.now)
                 self.job.time.said += 1
                 self._write(lambda: self.job.time.write(line))
                 number = self.job.time.said  # notes reach where they are kept in order, or not at all
-                self._note(lambda: self._recorded(effect, at, number))
+                self._note(lambda: self._recorded(effect, handled, number))
             case ev.Enter(line):
                 part = self.job.ledger.setdefault(self.term, [])  # on its own machine
                 self._write(lambda: part.append(line))
