@@ -18,7 +18,9 @@ EXIT_CODES = {
 """Of `ftrun`, and what each means."""
 
 FAILED_NOTE = "failed"
-"""The file that an agent that fails of an error of its own leaves in the directory for its sockets."""
+"""The file that says of an agent, in the directory for its sockets, that it has failed.
+
+There as its process is started, gone once it has begun, there again if it fails of an error of its own."""
 
 
 class FtError(Exception):

@@ -126,6 +126,7 @@ class Launcher:
     def agent(self, node: str, node_rank: int, domain: str, failed_before: int = 0) -> None:
         """Start one, with a directory for its sockets that goes when it ends. `node_rank` -1: a spare."""
         temporary = tempfile.mkdtemp(prefix="ft-agent-", dir=self._sockets_in)
+        (Path(temporary) / FAILED_NOTE).touch()
         about = ["--node", node, "--node-rank", str(node_rank), "--domain", domain, "--temporary", temporary]
         agent = self._start("ft_core.node", *about)
         self._running[agent] = _Started(temporary, time.monotonic(), failed_before)
@@ -144,9 +145,9 @@ class Launcher:
                     return ENDED  # it was just starting
                 self._next_controller(code)
             for agent, failures in self._ended():
-                again = self.respawn and failures < _TRIES
+                again = self.respawn and failures < _TRIES and agent.returncode < 0
                 self._given_up = failures > 0 and not again
-                if agent.returncode < 0 and again and not self._sigterms:
+                if again and not self._sigterms:
                     self._agents.remove(agent)
                     self._places.append(_Place(failures, time.monotonic() + _STANDS_IN))
             self._fill_places()

@@ -67,6 +67,8 @@ def main() -> int:
 
 
 async def _serve(shell: NodeShell, temporary: str | None) -> int:
+    if temporary:
+        (Path(temporary) / FAILED_NOTE).unlink(missing_ok=True)
     try:
         return await shell.run()
     except Exception:

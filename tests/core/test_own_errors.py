@@ -328,10 +328,10 @@ def test_an_agent_that_fails_as_it_starts_is_started_again_a_few_times(
     assert said.endswith("all nodes have failed as they were starting, of the errors above; none is left\n")
 
     ends = iter(["fail", "kill", "fail", "fail", "fail"])
-    stand_in = "import os, sys; [open(path, 'w') for path in sys.argv[1:]]; os.kill(os.getpid(), 9)"
+    stand_in = "import os, sys; [os.unlink(path) for path in sys.argv[1:]]; os.kill(os.getpid(), 9)"
 
     def start(module: str, *arguments: str) -> subprocess.Popen[bytes]:
-        note = [f"{arguments[-1]}/{FAILED_NOTE}"] if next(ends) == "fail" else []
+        note = [f"{arguments[-1]}/{FAILED_NOTE}"] if next(ends) == "kill" else []
         return subprocess.Popen([sys.executable, "-c", stand_in, *note], start_new_session=True)
 
     launcher.respawn = True
@@ -339,6 +339,13 @@ def test_an_agent_that_fails_as_it_starts_is_started_again_a_few_times(
     launcher.agent("node", 0, "")
     assert launcher.wait() == 1 and not list(ends)
     assert capfd.readouterr().err.count("none is left") == 1
+
+    monkeypatch.setattr(
+        launcher, "_start", lambda *_: subprocess.Popen([sys.executable, "-c", "1/0"], start_new_session=True)
+    )
+    launcher.agent("node", 0, "")
+    assert launcher.wait() == 1, "it had not even begun"
+    assert "ZeroDivisionError" in (said := capfd.readouterr().err) and said.count("none is left") == 1
 
 
 def test_an_agent_that_ends_while_it_is_looked_whether_any_is_left_is_replaced(
