@@ -97,6 +97,7 @@ def table(log: FlightLog) -> str:
     lines = [
         f"role {log.role}  epoch {log.epoch}  version {log.version}  main thread: {state}"
         + ("  (waits for others at the end of its script)" if log.at_end else "")
+        + ("  (its state is being fetched)" if log.fetches else "")
     ]
     names = {group.id: f"{group.label} {group.name}".strip() for group in log.groups}
     width = max([5, *(len(names[record.group]) for record in log.records)])

@@ -663,7 +663,7 @@ class Epochs:
             self.hangs.rests(self.now)
             return
         facts = self.facts
-        verdict = self.hangs.tick(facts, self.progress.all_stepped, self.now)
+        verdict = self.hangs.tick(facts, self.progress, self.now)
         if isinstance(verdict, m.SendFlight):
             self.do(*facts.to_all(verdict))
         elif isinstance(verdict, Blame):

@@ -40,19 +40,25 @@ class Recorded:
 
 
 def answer(
-    question: m.SendFlight | m.DescribeFlight, there: Iterable[Recorded], at_end: Collection[int]
+    question: m.SendFlight | m.DescribeFlight,
+    there: Iterable[Recorded],
+    at_end: Collection[int],
+    fetching: Collection[int],
 ) -> m.Flights | m.RoleFlight:
-    """Of `there`, where the newest of a role stands last. Roles `at_end` wait at the end of their scripts.
-    Takes some milliseconds for each role."""
+    """Of `there`, where the newest of a role stands last. Roles `at_end` wait at the end of their scripts;
+    for those `fetching` their state is brought. Takes some milliseconds for each role."""
     by_role = {each.role: each for each in there if each.role >= 0}
     if isinstance(question, m.SendFlight):
-        logs = tuple(read(each, role in at_end, question.newest) for role, each in by_role.items())
+        logs = tuple(
+            read(each, role in at_end, role in fetching, question.newest) for role, each in by_role.items()
+        )
         return m.Flights(question.number, logs)
     role = question.role
-    return m.RoleFlight(role, read(by_role[role], role in at_end) if role in by_role else None)
+    found = read(by_role[role], role in at_end, role in fetching) if role in by_role else None
+    return m.RoleFlight(role, found)
 
 
-def read(worker: Recorded, at_end: bool, newest: int = flight.SLOTS) -> FlightLog:
+def read(worker: Recorded, at_end: bool, fetches: bool = False, newest: int = flight.SLOTS) -> FlightLog:
     """One that has a role. `newest`: how many ended operations of each group, beside those under way."""
     memory = worker.control.flight
     groups = _groups(memory)
@@ -76,6 +82,7 @@ def read(worker: Recorded, at_end: bool, newest: int = flight.SLOTS) -> FlightLo
         groups=groups,
         records=tuple(reversed(kept)),
         moved=_moved(worker.pid),
+        fetches=fetches,
     )
 
 

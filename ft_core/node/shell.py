@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -129,6 +129,8 @@ class NodeShell:
         self._refusals = Refusals(lambda reason: log.warning("node %s refused: %s", self.node, reason))
         self._events: deque[e.Event] = deque()
         self._handling = False
+        self._fetching: Counter[int] = Counter()
+        """Roles whose state is being brought here, and how often: an epoch that is over may still do so."""
         roles = settings.nproc_per_node
         self._storage = ThreadPoolExecutor(2 * roles + 1, "ft-storage")
         """A save and a load for each role, and a list."""
@@ -410,6 +412,7 @@ class NodeShell:
         plan, copies, failed = order.plan, [], ""
         version = plan.worker.version
         assert version is not None
+        self._fetching[order.role] += 1
         try:
             for role in order.held:
                 began, took = time.monotonic(), 0.0
@@ -430,6 +433,8 @@ class NodeShell:
                 copies.append(m.CopyHere(role, slot, buffer.memory.address, layouts, took))
         except FtError as error:
             failed = str(error)
+        finally:
+            self._fetching -= Counter((order.role,))
         self._handle(e.Brought(order, tuple(copies), failed))
 
     async def _write_durable(self, order: e.WriteDurable) -> None:
@@ -453,7 +458,7 @@ class NodeShell:
         self._handle(e.DurableListed(number, tuple(names), failed))
 
     async def _read_flight(self, asked: e.ReadFlight) -> None:
-        about = asked.question, self.pool.recorded(), asked.at_end
+        about = asked.question, self.pool.recorded(), asked.at_end, frozenset(self._fetching)
         self._handle(e.FlightRead(await asyncio.to_thread(flight.answer, *about)))
 
     async def _probe(self, order: e.Probe) -> None:

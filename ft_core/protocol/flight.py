@@ -89,6 +89,7 @@ class FlightLog(Struct, frozen=True, forbid_unknown_fields=True):
     its main thread's, as /proc has it: R runs, S or D waits, T is stopped, Z or X has ended. `at_end`: it
     waits for others at the end of its script, or of a part of it. `records`: the oldest first. `moved`: bytes
     that the process and its children have read and written, of files, pipes and some sockets; 0: unknown.
+    `fetches`: its agent still brings the state that it is to go on from.
     """
 
     role: Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -100,3 +101,4 @@ class FlightLog(Struct, frozen=True, forbid_unknown_fields=True):
     groups: tuple[FlightGroup, ...]
     records: tuple[FlightRecord, ...]
     moved: _Natural = 0
+    fetches: bool = False

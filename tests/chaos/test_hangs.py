@@ -12,7 +12,7 @@ import pytest
 from deepspeed_jobs import TWICE, Zero
 from harness import Job, Layout, Training, check_clean, check_drills, check_identical, check_survivors
 
-PACED = Path(__file__).parent / "paced.py"
+PACED, LATE = (Path(__file__).parent / name for name in ("paced.py", "late.py"))
 LAYOUT = Layout(1, 2, 2, distributed=True)
 STEPS = 40
 
@@ -33,6 +33,22 @@ def test_a_worker_that_is_stopped_is_replaced(tmp_path: Path) -> None:
     assert hang["roles"] == [1] and hang["explained"] and "it is stopped (state T)" in hang["reason"]
     written = list((job.job_dir / "hangs").iterdir())
     assert job.job_dir / "hangs" / f"role-1-{worker}.txt" in written and len(written) == 2
+
+
+def test_a_newcomer_that_does_not_come_is_replaced(tmp_path: Path) -> None:
+    """Half a minute after the failure that it should have made good."""
+    with Job(tmp_path / "job", LAYOUT, STEPS, nproc=2, script=LATE) as job:
+        job.wait_for("resumed")
+        job.until(lambda: (job.status()["roles"][1]["step"] or 0) >= 4, "some steps")
+        (tmp_path / "job.late").touch()
+        os.kill(job.pids(1)[1], signal.SIGKILL)
+        job.wait_for("hang", timeout=90)
+        result = job.finish()
+    check_identical(result, LAYOUT, STEPS)
+    check_survivors(result, LAYOUT.world)
+    check_clean(result)
+    (hang,) = result.of("hang")
+    assert hang["roles"] == [1] and hang["explained"]
 
 
 def stacks(job: Job) -> list[int]:

@@ -47,7 +47,7 @@ class Flight:
         return self.recorder.begin(self.group, epoch, kind, args)
 
     def log(self, newest: int = SLOTS) -> FlightLog:
-        found = read(Recorded(os.getpid(), self.control), False, newest)
+        found = read(Recorded(os.getpid(), self.control), False, newest=newest)
         assert msgspec.json.decode(msgspec.json.encode(found), type=FlightLog) == found
         return found
 
@@ -235,14 +235,14 @@ def test_the_agent_answers_for_roles_that_live_and_for_the_last_worker_of_others
         Recorded(None, other.control),
         Recorded(os.getpid(), idle),
     ]
-    found = answer(m.SendFlight(9), there, {4})
+    found = answer(m.SendFlight(9), there, {4}, {3})
     assert isinstance(found, m.Flights) and found.number == 9
-    about = [(log.role, log.state, log.at_end, len(log.records)) for log in found.logs]
-    assert about == [(3, "R", False, 0), (4, "X", True, 0)]
-    described = answer(m.DescribeFlight(3), there[:1], ())
+    about = [(log.role, log.state, log.at_end, log.fetches, len(log.records)) for log in found.logs]
+    assert about == [(3, "R", False, True, 0), (4, "X", True, False, 0)]
+    described = answer(m.DescribeFlight(3), there[:1], (), ())
     assert isinstance(described, m.RoleFlight) and described.log is not None
     assert (described.log.state, len(described.log.records)) == ("X", 1)
-    assert answer(m.DescribeFlight(8), there, ()) == m.RoleFlight(8, None)
+    assert answer(m.DescribeFlight(8), there, (), ()) == m.RoleFlight(8, None)
 
 
 def test_what_is_read_while_it_is_written_is_whole() -> None:

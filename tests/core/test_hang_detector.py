@@ -25,6 +25,7 @@ class Hanging(ControlPlane):
         """Roles that do not come to the exchange in which the others wait."""
         self.states = dict.fromkeys(range(3), "S")
         self.deaf: set[int] = set()
+        self.fetching: set[int] = set()
         self.since = 0.0
         """When the others have come to it."""
         self.usual: float | None = 0.2
@@ -44,11 +45,16 @@ class Hanging(ControlPlane):
         records = tuple([*before, *waiting, *moves])
         moved = int(self.now * 1e6) if self.saves and role in self.missing else 0
         epoch = self.agents[f"node{role}"].epoch
-        return FlightLog(role, epoch, 1, now, self.states[role], False, GROUP, records, moved)
+        fetches = role in self.fetching
+        return FlightLog(role, epoch, 1, now, self.states[role], False, GROUP, records, moved, fetches)
 
     @staticmethod
     def _exchange(number: int, started: float, ended: float, nbytes: int = 64) -> FlightRecord:
         return FlightRecord(0, number, "all_reduce", nbytes, "float32", -1, int(started * S), int(ended * S))
+
+    def restored(self, role: int) -> None:
+        agent = self.agents[f"node{role}"]
+        agent.say(m.Restored(agent.epoch, role, agent.workers[role], 1, True))
 
     def pass_(self, seconds: float) -> list[Record]:
         """Time passes, in which nodes answer. Returns the hangs that were found."""
@@ -230,6 +236,56 @@ def test_in_start_up_only_who_is_stopped_is_to_blame() -> None:
     job.states[2] = "T"
     (hang,) = job.pass_(15)
     assert hang.roles == (2,)
+
+
+def recovering(started_in: float = 2.0) -> Hanging:
+    """Role 2 has another worker, and the others wait for it before their first step."""
+    job = Hanging()
+    job.pass_(started_in)
+    job.train()
+    dies(job, 2)
+    return job
+
+
+def dies(job: Hanging, role: int) -> None:
+    job[f"node{role}"].say(job[f"node{role}"].crash(role))
+    job.all_report()
+    job.since = job.now
+
+
+def test_a_newcomer_that_does_not_come_is_replaced() -> None:
+    job = recovering()
+    assert not job.pass_(detector.START_FLOOR - 3)
+    (hang,) = job.pass_(6)
+    assert hang.roles == (2,) and orders(job)[2].end
+    dies(job, 2)
+    assert not job.pass_(590), "the next one does not come either: it may have more to do than others had"
+    assert job.pass_(20)
+
+
+def test_a_newcomer_may_take_as_long_as_the_job_did() -> None:
+    job = recovering(40.0)
+    assert not job.pass_(3 * 40 - 3)
+    assert job.pass_(12)
+
+
+def test_a_newcomer_that_reads_and_one_that_is_none_have_time() -> None:
+    job = recovering()
+    job.saves = True
+    assert not job.pass_(590)
+    job = recovering()
+    job.fetching = {2}
+    assert not job.pass_(590), "its agent is at work for it"
+    assert job.pass_(20)
+    job = recovering()
+    job.missing = {1}
+    job.restored(1)
+    assert not job.pass_(590), "it has its state, and what it does before its first step is not known"
+    assert job.pass_(20)
+    job = recovering()
+    job.missing = {1}
+    assert not job.pass_(detector.START_FLOOR - 3)
+    assert job.pass_(6), "its state was safe before, and is not safe in this epoch only since it hangs"
 
 
 def test_what_cannot_be_explained_ends_the_job_in_the_end() -> None:

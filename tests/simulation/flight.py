@@ -1,4 +1,4 @@
-"""The flight records of simulated workers: the exchange of each step, in one group of all roles."""
+"""The flight records of simulated workers: what they do together, in one group of all roles."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from .workers import SimWorker
 
 _KEPT = 16
+_KINDS = {"step": "all_reduce", "derive": "all_gather", "gather": "all_gather"}
+"""What is done together, in an operation's terms; all else is a barrier."""
 _START = 10**9
 """Of the clock: 0 is no time of an operation."""
 
@@ -26,20 +28,25 @@ class FlightRecorder:
         self._group = FlightGroup(0, str(GroupId.of(range(roles), 0)))
         self._records: dict[int, tuple[int, list[FlightRecord]]] = {}
         """By pid: the epoch, and what was begun in it."""
+        self._newest: dict[int, tuple[int, str, int]] = {}
+        """By pid: what was begun last, as the workers call it."""
 
     @property
     def now(self) -> int:
         return _START + int(self._world.now * 1e9)
 
-    def begins(self, worker: SimWorker, number: int) -> None:
-        """It comes to the exchange of a step."""
+    def begins(self, worker: SimWorker, kind: str, number: int) -> None:
+        """It comes to an exchange of that kind."""
         epoch, records = self._of(worker)
-        if not records or records[-1].number != number:
-            records.append(FlightRecord(0, number, "all_reduce", 4, "float32", -1, self.now, 0))
-            del records[:-_KEPT]
-        self._records[worker.pid] = epoch, records
+        newest = epoch, kind, number
+        if self._newest.get(worker.pid) == newest:
+            return
+        self._newest[worker.pid] = newest
+        count = records[-1].number + 1 if records else 0
+        record = FlightRecord(0, count, _KINDS.get(kind, "barrier"), 4, "float32", -1, self.now, 0)
+        self._records[worker.pid] = epoch, [*records, record][-_KEPT:]
 
-    def ends(self, workers: Iterable[SimWorker], number: int) -> None:
+    def ends(self, workers: Iterable[SimWorker]) -> None:
         """All have come."""
         for worker in workers:
             epoch, records = self._of(worker)

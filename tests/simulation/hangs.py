@@ -9,6 +9,9 @@ from .job import Outcome, SimJob
 from .schedules import SHAPES
 from .world import World
 
+_SEED = 77
+"""Of the draws about those who recover."""
+
 
 def hang(job: SimJob, rng: Random) -> None:
     """A worker runs for ever, or is stopped and does not go on, once the job trains."""
@@ -29,6 +32,22 @@ def hang(job: SimJob, rng: Random) -> None:
         worker.stop()
 
 
+def hang_at_start(job: SimJob, rng: Random) -> None:
+    """The same of one that recovers, before its first step."""
+    facts = job.controller.machine.facts
+    if job.over:
+        return
+    workers = [w for node in job.live() for w in node.workers.values()]
+    found = [w for w in workers if w.alive and w.plays and not w.trains and not w.hung and not w.stopped]
+    if not facts.trained or not found:
+        job.world.at(0.1, lambda: hang_at_start(job, rng))
+        return
+    worker = rng.choice(found)
+    job.world.trace(f"{worker.name} hangs for good as it starts")
+    job.hung += 1
+    worker.hung = True
+
+
 def simulate(seed: int, world: World | None = None) -> Outcome:
     """A schedule of hangs, and in every second one other faults beside. Raises Violation."""
     rng = Random(seed)
@@ -38,4 +57,6 @@ def simulate(seed: int, world: World | None = None) -> Outcome:
     for _ in range(rng.choice((1, 1, 2))):
         at += 12 * rng.random()
         job.world.at(at, lambda: hang(job, rng))
+    if seed % 4 < 2:
+        job.world.at(at, lambda: hang_at_start(job, Random(f"{_SEED} {seed}")))
     return job.run(max(last, at + 1.0) + 15 * rng.random())

@@ -108,8 +108,7 @@ class Training:
                 )
             return exchange
         exchange.joined[worker.role] = worker
-        if kind == "step":
-            self.flight.begins(worker, number)
+        self.flight.begins(worker, kind, number)
         if set(exchange.joined) >= members:
             self._exchange(worker.epoch, kind, number, exchange)
         return exchange
@@ -131,8 +130,7 @@ class Training:
         if kind == "step":
             self._check(epoch, number, exchange)
         exchange.complete = True
-        if kind == "step":
-            self.flight.ends(workers, number)
+        self.flight.ends(workers)
         for member in workers:
             member.later(self.world.delay(), member.pump)
 

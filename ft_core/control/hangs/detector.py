@@ -2,27 +2,32 @@
 
 How long is too long is learned. Steps: three times the 99th percentile of what steps take, and 5 s at least.
 What others wait in, an exchange after evaluation or the barrier of a checkpoint as well: three times what the
-same wait has taken before. Of a wait that was never seen, and of an epoch whose first step is under way,
-little is known: `--ft-hang-limit`. Records that have moved between two readings are progress, whatever they
-are of; and a role that reads or writes is at work, for as long as that limit. Whose wait ended by itself may
-take three times as long again; and who was replaced and does not come in the same step again has that limit:
-what one role does alone, such as an evaluation, looks like a hang, and is taken for one once.
+same wait has taken before. While the first step of an epoch is under way, a newcomer, and a survivor without
+its state: three times what the job's longest start has taken, and 30 s at least. Of a wait that was never
+seen, and of others before that step, little is known: `--ft-hang-limit`. Records that have moved between two
+readings are progress, whatever they are of; and a role that reads or writes is at work, for as long as that
+limit. Whose wait ended by itself may take three times as long again; and who was replaced and does not come
+in the same step again has that limit: what one role does alone, such as an evaluation, looks like a hang, and
+is taken for one once.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from ft_core.control.facts import Facts
 from ft_core.control.hangs.finding import Case, Finding
+from ft_core.control.progress import Progress
 from ft_core.protocol.flight import NEWEST, FlightLog
 from ft_core.protocol.messages import Flights, RoleBeat, SendFlight
 
 FLOOR = 5.0
 """Seconds that nothing is taken for a hang, whatever is usual."""
+START_FLOOR = 30.0
+"""The same, of those who recover."""
 FACTOR = 3.0
 """So many times what is usual is not."""
 ANSWER = 5.0
@@ -152,19 +157,19 @@ class Detector:
         if answer.number == self._number:
             self._answers[node] = answer.logs
 
-    def tick(self, facts: Facts, training: bool, now: float) -> Verdict | None:
-        """What is to be done now. `training`: all roles have finished a step in this epoch."""
+    def tick(self, facts: Facts, progress: Progress, now: float) -> Verdict | None:
+        """What is to be done now."""
         if facts.begun.id != self._plan:
             self.rests(now)
             self._plan, self._began, self._training, self._newest = facts.begun.id, now, False, -1
             self._where = {}
             self._replaced, self._blamed = self._replaced | self._blamed, {}
-        if training and not self._training:
+        if progress.all_stepped and not self._training:
             self._training, self._start = True, max(self._start, now - self._began)
             self._moved = now
         if self._asked is not None:
             missing = {node.name for node in facts.playing()} - set(self._answers)
-            return self._judge(facts, now) if not missing or now > self._asked + ANSWER else None
+            return self._judge(facts, progress, now) if not missing or now > self._asked + ANSWER else None
         if now - self._moved < self.limit(facts) or now < self._next:
             return None
         self._number, self._asked, self._answers = self._number + 1, now, {}
@@ -174,7 +179,7 @@ class Detector:
         """Seconds after which a step takes too long."""
         return facts.settings.hang_after or max(FLOOR, FACTOR * self._steps.long)
 
-    def _judge(self, facts: Facts, now: float) -> Verdict | None:
+    def _judge(self, facts: Facts, progress: Progress, now: float) -> Verdict | None:
         """All have answered, or it is gone on without those who have not."""
         self._asked = None
         quiet = now - self._moved
@@ -186,7 +191,7 @@ class Detector:
             if log.epoch == facts.plan_epoch and facts.places.get(log.role, node) == node
         ]
         self._answers = {}
-        case = Case(logs, facts.places, _held_up(facts))
+        case = Case(logs, facts.places, _held_up(facts, progress))
         finding = case.explain()
         shown = (_moments(logs), finding and (finding.kind, finding.roles))
         same, self._before = shown == self._before, shown
@@ -205,7 +210,8 @@ class Detector:
         ):
             return None  # it saves, or loads
         self._suspects = finding.culprits if finding.kind != "stopped" else ()
-        limit = self._patience(facts, finding)
+        starting = _starting(facts, progress) - {log.role for log in logs if log.fetches}
+        limit = self._patience(facts, finding, starting)
         waited = quiet if finding.kind == "stopped" else finding.waited
         if finding.culprits and waited >= limit:
             self._forget()
@@ -218,26 +224,46 @@ class Detector:
             return Puzzle(finding, hopeless)
         return None
 
-    def _patience(self, facts: Facts, finding: Finding) -> float:
-        """Seconds that others have to wait before somebody is to blame for it."""
+    def _patience(self, facts: Facts, finding: Finding, starting: Set[int]) -> float:
+        """Seconds that others have to wait before somebody is to blame for it. `starting`: roles that do what
+        has been done before, on their way to the first step of this epoch."""
         usual, limit = self.limit(facts), facts.settings.hang_limit
         if finding.kind == "stopped":
             return usual
         if not self._training:
-            # Of the very first start nothing is known: there the time-outs of its operations hold.
-            return max(limit, FACTOR * self._start) if facts.trained else math.inf
+            return self._patience_at_start(facts, finding, starting)
         if facts.settings.hang_after:
             return usual
-        if finding.usual is None or self._replaced.keys() & set(finding.culprits):
+        if finding.usual is None or self._again(finding):
             return max(usual, limit)
         excuse = min(limit, FACTOR * self._excuses.get(finding.culprits, 0.0))
         return max(usual, FACTOR * finding.usual, excuse)
 
+    def _patience_at_start(self, facts: Facts, finding: Finding, starting: Set[int]) -> float:
+        """The same, while the first step of the epoch is under way."""
+        if not facts.trained:  # of the very first start nothing is known: its operations' time-outs hold
+            return math.inf
+        known = FACTOR * self._start
+        if known and starting >= set(finding.culprits) and not self._again(finding):
+            return max(START_FLOOR, known)
+        return max(facts.settings.hang_limit, known)
 
-def _held_up(facts: Facts) -> list[int]:
-    """Roles whose newest state is whole on their node, and not yet safe elsewhere."""
+    def _again(self, finding: Finding) -> bool:
+        """Whether one of them was replaced for it before."""
+        return bool(self._replaced.keys() & set(finding.culprits))
+
+
+def _starting(facts: Facts, progress: Progress) -> set[int]:
+    """Newcomers, and survivors without the state of this epoch."""
+    return set(facts.places) - (progress.restored.keys() - set(facts.begun.newcomers))
+
+
+def _held_up(facts: Facts, progress: Progress) -> list[int]:
+    """Roles whose newest state is whole on their node, and not yet safe elsewhere. Who is still without the
+    state of this epoch has nothing that could be: it waits for its own."""
     beats = ((role, beat) for node in facts.nodes.values() for role, beat in node.beats.items())
-    return [role for role, beat in beats if beat.step in beat.held and beat.committed < beat.step]
+    there = progress.restored
+    return [r for r, beat in beats if r in there and beat.step in beat.held and beat.committed < beat.step]
 
 
 def _moments(logs: Iterable[FlightLog]) -> tuple[object, ...]:

@@ -1,0 +1,30 @@
+"""paced.py, whose next process to begin never comes to its training, if a test has said so."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import paced
+
+FOR_EVER = 3600.0
+"""Seconds."""
+
+
+class Trainer(paced.Trainer):
+    """Hangs where it builds the model."""
+
+    def __init__(self, args: Any) -> None:
+        try:
+            Path(os.environ[paced.AWAITED]).with_suffix(".late").unlink()
+        except FileNotFoundError:
+            super().__init__(args)
+        else:
+            time.sleep(FOR_EVER)
+
+
+if __name__ == "__main__":
+    paced.recipe.Trainer = Trainer  # type: ignore[misc]
+    paced.recipe.main()
