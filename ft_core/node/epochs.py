@@ -28,6 +28,7 @@ from ft_core.node.events import (
     Effect,
     KeepOnly,
     Kill,
+    ReadFlight,
     RecordsFound,
     Replicated,
     Report,
@@ -129,7 +130,13 @@ class Epochs:
     def _adopted_here(self) -> list[int]:
         return [adopted for role in self.roles_here() for adopted in self.adopted_by(role)]
 
-    def at_end(self) -> frozenset[int]:
+    def read_flight(self, question: m.SendFlight | m.DescribeFlight) -> None:
+        """Of the workers here."""
+        playing = {worker.number: worker.role for worker in self.crew.playing()}
+        epoch = self.epoch if self.epoch == self.begun else -1
+        self.do(ReadFlight(question, self._at_end(), playing, epoch))
+
+    def _at_end(self) -> frozenset[int]:
         """Roles here that wait for others at the end of their scripts, or of a part."""
 
         def waits(worker: Worker) -> bool:

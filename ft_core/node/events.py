@@ -8,6 +8,7 @@ reports (`node.view`). It says what is to be loaded, sent, written or dropped.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ft_core.protocol import messages as m
@@ -367,10 +368,13 @@ class LookForDurable:
 @dataclass(frozen=True)
 class ReadFlight:
     """Read flight records of the workers here, without their help: `FlightRead`. Roles `at_end` wait for
-    others at the end of their scripts, or of a part."""
+    others at the end of their scripts, or of a part. `playing`: the roles of workers, by their numbers.
+    `epoch`: that which they should be in; -1: it has yet to begin."""
 
     question: m.SendFlight | m.DescribeFlight
     at_end: frozenset[int]
+    playing: Mapping[int, int]
+    epoch: int
 
 
 @dataclass(frozen=True)

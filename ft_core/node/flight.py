@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from ft_core.comm import flight_memory as flight
 from ft_core.comm.flight import DTYPES
+from ft_core.node.events import ReadFlight
 from ft_core.protocol import messages as m
 from ft_core.protocol.flight import KINDS, FlightGroup, FlightLog, FlightRecord
 from ft_core.state.memory import ControlBlock, Word
@@ -28,41 +29,58 @@ _WORDS = flight.SLOT.size // 4
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a worker shares with this node's agent. `pid`: None once it has ended."""
+    """What a worker shares with this node's agent. `pid`: None once it has ended. `given`: the role that it
+    was given, and may have yet to take; -1: none."""
 
     pid: int | None
     control: ControlBlock
+    given: int = -1
 
     @property
     def role(self) -> int:
         """Whose record it is; -1: it has no role."""
         return self.control.flight[: flight.HEADER].cast("q")[flight.ROLE]
 
+    @property
+    def epoch(self) -> int:
+        """The one that its record is of."""
+        return self.control.flight[: flight.HEADER].cast("q")[flight.EPOCH]
+
 
 def answer(
-    question: m.SendFlight | m.DescribeFlight,
-    there: Iterable[Recorded],
-    at_end: Collection[int],
-    fetching: Collection[int],
+    asked: ReadFlight, there: Sequence[Recorded], fetching: Collection[int]
 ) -> m.Flights | m.RoleFlight:
-    """Of `there`, where the newest of a role stands last. Roles `at_end` wait at the end of their scripts;
-    for those `fetching` their state is brought. Takes some milliseconds for each role."""
+    """Of `there`, where the newest of a role stands last. For roles `fetching` their state is brought. Takes
+    some milliseconds for each role.
+
+    Who has begun nothing in the epoch that it should be in has an empty record: a standby that was stopped
+    before it was given a role, and does not take it, is to be found as well.
+    """
+    question = asked.question
     by_role = {each.role: each for each in there if each.role >= 0}
-    if isinstance(question, m.SendFlight):
-        logs = tuple(
-            read(each, role in at_end, role in fetching, question.newest) for role, each in by_role.items()
-        )
-        return m.Flights(question.number, logs)
-    role = question.role
-    found = read(by_role[role], role in at_end, role in fetching) if role in by_role else None
-    return m.RoleFlight(role, found)
+    if isinstance(question, m.DescribeFlight):
+        role = question.role
+        found = read(by_role[role], role in asked.at_end, role in fetching) if role in by_role else None
+        return m.RoleFlight(role, found)
+    logs = {}
+    for role, each in by_role.items():
+        logs[role] = read(each, role in asked.at_end, role in fetching, question.newest)
+    for each in there if asked.epoch >= 0 else ():
+        if each.given >= 0 and (each.role, each.epoch) != (each.given, asked.epoch):
+            logs[each.given] = _empty(each, asked.epoch, each.given in fetching)
+    return m.Flights(question.number, tuple(logs.values()))
+
+
+def _empty(worker: Recorded, epoch: int, fetches: bool) -> FlightLog:
+    about = worker.given, epoch, worker.control[Word.VERSION], time.monotonic_ns(), _state(worker.pid)
+    return FlightLog(*about, False, (), (), _moved(worker.pid), fetches)
 
 
 def read(worker: Recorded, at_end: bool, fetches: bool = False, newest: int = flight.SLOTS) -> FlightLog:
     """One that has a role. `newest`: how many ended operations of each group, beside those under way."""
     memory = worker.control.flight
     groups = _groups(memory)
-    epoch = memory[: flight.HEADER].cast("q")[flight.EPOCH]
+    epoch = worker.epoch
     known = {group.id for group in groups}
     found = [record for record in _records(memory, epoch) if record.group in known]
     ended: Counter[int] = Counter()

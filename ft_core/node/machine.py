@@ -47,7 +47,6 @@ from ft_core.node.events import (
     PeerAsks,
     Probe,
     Probed,
-    ReadFlight,
     RecordsFound,
     Replicated,
     Reserve,
@@ -271,7 +270,7 @@ class Agent:
                 if worker is not None and worker.pid == pid:
                     self.epochs.do(WriteStacks(worker.number, role, end))
             case m.SendFlight() | m.DescribeFlight():
-                self.epochs.do(ReadFlight(message, self.epochs.at_end()))
+                self.epochs.read_flight(message)
             case m.ListDurable(number):
                 self.epochs.do(LookForDurable(number))
             case m.ProbeNodes(number, addresses):

@@ -458,7 +458,7 @@ class NodeShell:
         self._handle(e.DurableListed(number, tuple(names), failed))
 
     async def _read_flight(self, asked: e.ReadFlight) -> None:
-        about = asked.question, self.pool.recorded(), asked.at_end, frozenset(self._fetching)
+        about = asked, self.pool.recorded(asked.playing), frozenset(self._fetching)
         self._handle(e.FlightRead(await asyncio.to_thread(flight.answer, *about)))
 
     async def _probe(self, order: e.Probe) -> None:

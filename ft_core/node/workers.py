@@ -11,7 +11,7 @@ import signal
 import struct
 import termios
 import threading
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -193,10 +193,12 @@ class WorkerPool:
         worker = self._processes.get(number)
         return worker.control if worker else None
 
-    def recorded(self) -> list[Recorded]:
-        """What there is of flight records, those of workers that have ended first."""
-        live = (w for w in self._processes.values() if not w.apart)
-        return [*self._ended_with_role, *(Recorded(w.pid, w.control) for w in live)]
+    def recorded(self, playing: Mapping[int, int]) -> list[Recorded]:
+        """What there is of flight records, those of workers that have ended first. `playing`: the roles that
+        workers were given, by their numbers."""
+        live = ((number, w) for number, w in self._processes.items() if not w.apart)
+        found = (Recorded(w.pid, w.control, playing.get(number, -1)) for number, w in live)
+        return [*self._ended_with_role, *found]
 
     def set_apart(self, number: int, apart: bool) -> None:
         """Whether a worker's flight record is not that of the role that it shows."""

@@ -11,6 +11,7 @@ from urllib import request
 import pytest
 from deepspeed_jobs import TWICE, Zero
 from harness import Job, Layout, Training, check_clean, check_drills, check_identical, check_survivors
+from processes import children
 
 PACED, LATE = (Path(__file__).parent / name for name in ("paced.py", "late.py"))
 LAYOUT = Layout(1, 2, 2, distributed=True)
@@ -49,6 +50,28 @@ def test_a_newcomer_that_does_not_come_is_replaced(tmp_path: Path) -> None:
     check_clean(result)
     (hang,) = result.of("hang")
     assert hang["roles"] == [1] and hang["explained"]
+
+
+def test_a_standby_that_was_stopped_before_it_was_needed_is_replaced(tmp_path: Path) -> None:
+    """It does not even take its role."""
+    with Job(tmp_path / "job", LAYOUT, STEPS, nproc=2, script=PACED) as job:
+        job.wait_for("resumed")
+        job.until(lambda: (job.status()["roles"][1]["step"] or 0) >= 4, "some steps")
+        workers = {job.pids(role)[1] for role in range(LAYOUT.world)}
+        agent, worker = job.pids(1)
+        standbys = {pid for child in children(agent) for pid in children(child)} - workers
+        assert standbys
+        for pid in standbys:
+            os.kill(pid, signal.SIGSTOP)
+        os.kill(worker, signal.SIGKILL)
+        job.wait_for("hang")
+        result = job.finish()
+    check_identical(result, LAYOUT, STEPS)
+    check_survivors(result, LAYOUT.world)
+    check_clean(result)
+    hangs = result.of("hang")
+    assert [hang["roles"] for hang in hangs] == [[1]] * len(standbys)
+    assert all("it is stopped (state T)" in hang["reason"] for hang in hangs)
 
 
 def stacks(job: Job) -> list[int]:

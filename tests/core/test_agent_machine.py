@@ -322,10 +322,13 @@ def test_of_another_plan_a_node_is_told_what_is_different(training: Node):
 
 
 def test_flight_records_are_read_and_posted(training: Node):
-    assert training.hear(m.SendFlight(3)) == [e.ReadFlight(m.SendFlight(3), frozenset())]
+    assert training.hear(m.SendFlight(3)) == [e.ReadFlight(m.SendFlight(3), frozenset(), {0: 0}, 1)]
     log = FlightLog(0, 1, 7, 99, "T", False, (), ())
     assert training.handle(e.FlightRead(m.Flights(3, (log,)))) == [e.ToController(m.Flights(3, (log,)))]
-    assert training.hear(m.DescribeFlight(0)) == [e.ReadFlight(m.DescribeFlight(0), frozenset())]
+    assert training.hear(m.DescribeFlight(0)) == [e.ReadFlight(m.DescribeFlight(0), frozenset(), {0: 0}, 1)]
+    training.hear(m.Abort(2))
+    [between] = [each for each in training.hear(m.SendFlight(4)) if isinstance(each, e.ReadFlight)]
+    assert between.epoch == -1, "none is under way"
 
 
 def test_with_a_flight_record_goes_whether_its_role_waits_at_the_end_of_its_script(training: Node):

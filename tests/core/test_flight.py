@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ft_core.cli.flight import dump, table, to_json, write
 from ft_core.comm import flight_memory as flight
 from ft_core.comm.flight import DTYPES, FlightRecorder
 from ft_core.comm.flight_memory import SLOTS
+from ft_core.node.events import ReadFlight
 from ft_core.node.flight import Recorded, answer, read
 from ft_core.protocol import messages as m
 from ft_core.protocol.flight import KINDS, FlightGroup, FlightLog, FlightRecord
@@ -226,6 +228,12 @@ def test_groups_that_come_go_and_are_too_many(caplog: pytest.LogCaptureFixture) 
     assert 10 < len(job.log().groups) < 200 and job.log().groups[0].name == "0-2:2#0"
 
 
+def asked(
+    question: m.SendFlight | m.DescribeFlight, at_end: Collection[int] = (), epoch: int = -1
+) -> ReadFlight:
+    return ReadFlight(question, frozenset(at_end), {}, epoch)
+
+
 def test_the_agent_answers_for_roles_that_live_and_for_the_last_worker_of_others() -> None:
     former, now, other, idle = Flight(3), Flight(3), Flight(4), ControlBlock.create()
     former.begin()
@@ -235,14 +243,33 @@ def test_the_agent_answers_for_roles_that_live_and_for_the_last_worker_of_others
         Recorded(None, other.control),
         Recorded(os.getpid(), idle),
     ]
-    found = answer(m.SendFlight(9), there, {4}, {3})
+    found = answer(asked(m.SendFlight(9), at_end={4}), there, {3})
     assert isinstance(found, m.Flights) and found.number == 9
     about = [(log.role, log.state, log.at_end, log.fetches, len(log.records)) for log in found.logs]
     assert about == [(3, "R", False, True, 0), (4, "X", True, False, 0)]
-    described = answer(m.DescribeFlight(3), there[:1], (), ())
+    described = answer(asked(m.DescribeFlight(3)), there[:1], ())
     assert isinstance(described, m.RoleFlight) and described.log is not None
     assert (described.log.state, len(described.log.records)) == ("X", 1)
-    assert answer(m.DescribeFlight(8), there, (), ()) == m.RoleFlight(8, None)
+    assert answer(asked(m.DescribeFlight(8)), there, ()) == m.RoleFlight(8, None)
+
+
+def test_who_has_begun_nothing_in_the_epoch_under_way_has_an_empty_record() -> None:
+    former, behind, idle = Flight(3), Flight(4), ControlBlock.create()
+    former.begin()
+    behind.begin()
+    there = [Recorded(None, former.control), Recorded(1, behind.control, 4), Recorded(os.getpid(), idle, 3)]
+
+    def records(epoch: int) -> list[tuple[int, int, str, int]]:
+        found = answer(asked(m.SendFlight(9), epoch=epoch), there, ())
+        assert isinstance(found, m.Flights)
+        return [(log.role, log.epoch, log.state, len(log.records)) for log in found.logs]
+
+    assert records(1) == [(3, 1, "R", 0), (4, 1, "S", 1)]
+    assert records(2) == [(3, 2, "R", 0), (4, 2, "S", 0)]
+    assert records(-1) == [(3, 1, "X", 1), (4, 1, "S", 1)], "it has yet to begin one"
+    described = answer(asked(m.DescribeFlight(3)), there, ())
+    assert isinstance(described, m.RoleFlight) and described.log is not None
+    assert len(described.log.records) == 1, "a person wants to see what there is"
 
 
 def test_what_is_read_while_it_is_written_is_whole() -> None:

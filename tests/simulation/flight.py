@@ -62,11 +62,12 @@ class FlightRecorder:
         epoch, records = self._records.get(worker.pid, (0, []))
         return (epoch, records) if epoch == worker.epoch else (worker.epoch, [])
 
-    def log(self, worker: SimWorker) -> FlightLog:
-        """As an agent reads it."""
-        assert worker.role is not None
+    def log(self, worker: SimWorker, role: int, wanted: int) -> FlightLog:
+        """As an agent reads it, who has given it that role, for the epoch that is `wanted`."""
         epoch, records = self._of(worker)
+        if (worker.role, epoch) != (role, wanted) and wanted >= 0:
+            epoch, records = wanted, []
         state = "T" if worker.stopped else "R" if worker.hung else "S"
         at_end = worker.version >= worker.node.job.steps
-        about = worker.role, epoch, worker.version, self.now, state, at_end
+        about = role, epoch, worker.version, self.now, state, at_end
         return FlightLog(*about, (self._group,), tuple(records))

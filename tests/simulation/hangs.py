@@ -48,6 +48,15 @@ def hang_at_start(job: SimJob, rng: Random) -> None:
     worker.hung = True
 
 
+def stop_standbys(job: SimJob) -> None:
+    """One of each node, for good: none of them takes the role that it is given."""
+    for node in job.live() if not job.over else ():
+        idle = [w for w in node.workers.values() if w.alive and w.role is None and not w.stopped]
+        if idle:
+            job.world.trace(f"{idle[0].name} is stopped for good before it has a role")
+            idle[0].stop()
+
+
 def simulate(seed: int, world: World | None = None) -> Outcome:
     """A schedule of hangs, and in every second one other faults beside. Raises Violation."""
     rng = Random(seed)
@@ -59,4 +68,6 @@ def simulate(seed: int, world: World | None = None) -> Outcome:
         job.world.at(at, lambda: hang(job, rng))
     if seed % 4 < 2:
         job.world.at(at, lambda: hang_at_start(job, Random(f"{_SEED} {seed}")))
+    if seed % 4 == 2:
+        job.world.at(at, lambda: stop_standbys(job))
     return job.run(max(last, at + 1.0) + 15 * rng.random())

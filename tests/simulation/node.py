@@ -350,8 +350,10 @@ class SimNode(Process):
                 self._probe(effect)
             case ev.AskRecords():
                 self._ask_records(effect)
-            case ev.ReadFlight(m.SendFlight(number)):
-                logs = tuple(self.job.training.flight.log(w) for w in self.workers.values() if w.plays)
+            case ev.ReadFlight(m.SendFlight(number), _, playing, epoch):
+                flight = self.job.training.flight
+                there = ((self.workers.get(at), role) for at, role in playing.items())
+                logs = tuple(flight.log(w, role, epoch) for w, role in there if w is not None)
                 self.later(0.01, lambda: self.handle(ev.FlightRead(m.Flights(number, logs))))
             case ev.WriteStacks(number, _, end):
                 self.later(0.1, lambda: self.handle(ev.Examined(number, end)))
