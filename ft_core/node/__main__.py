@@ -16,7 +16,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from ft_core.errors import FAILED_NOTE
+from ft_core.errors import FAILED_NOTE, FtError
 from ft_core.node import orphans, pulse
 from ft_core.node.shell import LAST_WORD, NodeShell, kill_node
 from ft_core.process import collector, parent
@@ -71,8 +71,9 @@ async def _serve(shell: NodeShell, temporary: str | None) -> int:
         (Path(temporary) / FAILED_NOTE).unlink(missing_ok=True)
     try:
         return await shell.run()
-    except Exception:
-        log.critical("node %s fails, and is lost to the job:\n%s", shell.node, traceback.format_exc())
+    except Exception as error:
+        said = f" {error}" if isinstance(error, FtError) else f"\n{traceback.format_exc()}"
+        log.critical("node %s fails, and is lost to the job:%s", shell.node, said)
         console().flush(LAST_WORD)
         if temporary:
             with contextlib.suppress(OSError):

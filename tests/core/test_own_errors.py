@@ -159,7 +159,9 @@ def test_the_end_of_the_fork_server_is_not_the_end_of_the_script(agent: Agent):
 
     asyncio.run(controller())
     assert agent.ends() == -signal.SIGKILL
-    assert "its fork server has ended" in agent.errors.read_text()
+    said = agent.errors.read_text()
+    assert "node node0 fails, and is lost to the job: its fork server has ended" in said
+    assert "Traceback" not in said
     assert set(map(type, heard)) <= {Heartbeat, HoldingsChanged, Idle}
 
 
