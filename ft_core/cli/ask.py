@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -43,6 +44,13 @@ P = TypeVar("P", RolesStatus, SparesStatus, NodesStatus)
 _TIMEOUT = 10.0
 AT_ONCE = 64
 """Questions that are put before the first is answered."""
+
+
+def role_number(text: str) -> int:
+    """Of a command line."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is no role: they are numbered from 0")
+    return int(text)
 
 
 class DeniedError(FtError):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ft_core import plugins
 from ft_core.cli import events, flight, ledger_check, nodes, report, status, timeline, top
-from ft_core.cli.ask import DeniedError, line
+from ft_core.cli.ask import DeniedError, line, role_number
 from ft_core.cli.doctor import command as doctor
 from ft_core.cli.planner import command as planner
 from ft_core.cli.planner.shape import Framework
@@ -42,7 +42,7 @@ def parser(frameworks: Iterable[Framework]) -> argparse.ArgumentParser:
     )
     kill = commands.add_parser("kill", help="inject a failure: SIGKILL a role's worker, or a whole node")
     victim = kill.add_mutually_exclusive_group(required=True)
-    victim.add_argument("--role", type=int)
+    victim.add_argument("--role", type=role_number)
     victim.add_argument("--node")
     drain = commands.add_parser(
         "drain", help="take a node out, without a failure: its roles move between two steps, then it ends"

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ft_core.cli.ask import line
+from ft_core.cli.ask import line, role_number
 from ft_core.errors import FtError
 from ft_core.protocol.flight import POINT_TO_POINT, FlightGroup, FlightLog, FlightRecord, Kind
 from ft_core.protocol.groups import GroupId, Series, runs_of, text_of
@@ -30,7 +30,9 @@ _STATES = {"R": "running", "S": "waiting", "D": "waiting", "T": "stopped", "t": 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of the command."""
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--role", type=int, metavar="N", help="show what this role has done, the newest last")
+    what.add_argument(
+        "--role", type=role_number, metavar="N", help="show what this role has done, the newest last"
+    )
     what.add_argument(
         "--dump", type=Path, metavar="DIR", help="write a file for each role, for PyTorch's torchfrtrace DIR"
     )

@@ -11,12 +11,16 @@ import socket
 import sys
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 from ft_core.cli.flags import parser, settings_of
 from ft_core.cli.launcher import Launcher, tell
 from ft_core.errors import ConfigError
 from ft_core.process.lines import VOICE
 from ft_core.settings import Settings, unique, write_secret
+
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end the job, and at last are ignored."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,18 +35,29 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     launcher.patience = math.inf if args.shutdown_timeout is None else args.shutdown_timeout
     signal.signal(signal.SIGTERM, lambda *_: launcher.terminate())
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_DFL:  # else nohup has said that it is to be ignored
+            signal.signal(number, _end)
     try:
         return launcher.wait()
     except KeyboardInterrupt:
         return 130
     finally:
+        for number in ENDS:  # somebody may be impatient in the moment that this takes
+            signal.signal(number, signal.SIG_IGN)
         launcher.stop()
+
+
+def _end(number: int, _: object) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def _launch(args: argparse.Namespace) -> Launcher:
     settings = settings_of(args)
     job_dir = _job_dir(args)
     launcher = Launcher(job_dir)
+    if not settings.leadership and (args.standalone or args.node_rank in (None, 0)):
+        launcher.claim()
     if settings.controller.endswith(":0"):
         settings = dataclasses.replace(settings, controller=launcher.reserve(settings.controller))
     try:
@@ -113,9 +128,6 @@ def _job_dir(args: argparse.Namespace) -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{path} cannot be the job directory: {error.strerror}") from error
-    leads = not args.ft_leadership and (args.standalone or args.node_rank in (None, 0))
-    if (path / "events.jsonl").exists() and leads and not args.join:
-        raise ConfigError(f"{path} is the directory of an earlier job; give a new one")
     return path
 
 

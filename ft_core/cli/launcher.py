@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import math
 import os
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from ft_core.errors import FAILED, FAILED_NOTE, ConfigError
 from ft_core.process.lines import VOICE
@@ -79,6 +80,7 @@ class Launcher:
         self._given_up = False
         """Whether the last agent that ended had failed as it was starting, and none took its place."""
         self._reserved: socket.socket | None = None
+        self._claim: TextIO | None = None
         self.numbers = itertools.count()
         self.respawn = False
         """Start a new node for each that dies, as a cluster's scheduler would."""
@@ -92,6 +94,25 @@ class Launcher:
         self._sigterms = 0
         self._pass_on_at = math.inf
         self._deadline = math.inf
+
+    def claim(self) -> None:
+        """The job directory, for as long as this process lives: the processes of a job that another `ftrun`
+        began there would read what this one is about to write. Raises ConfigError."""
+        try:
+            self._claim = (self._job_dir / "lock").open("a")
+            fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{self._job_dir} is the directory of a job that runs; give a new one"
+            ) from None
+        except OSError as error:
+            if self._claim is None:
+                raise ConfigError(
+                    f"nothing can be written into the job directory {self._job_dir}: {error.strerror}"
+                ) from error
+            # Else there are no locks on this storage.
+        if (self._job_dir / "events.jsonl").exists():
+            raise ConfigError(f"{self._job_dir} is the directory of an earlier job; give a new one")
 
     def reserve(self, address: str) -> str:
         """`address`, of port 0, with a free port. No other program is given it while this process lives.

@@ -379,7 +379,10 @@ class Epochs:
             if name == "resumed":
                 facts.compact_catalogue(), facts.groups.value()  # while nobody waits for it
             if name == "resumed" and facts.resumes and "resumes" not in self._recorded:
-                self._once("resumes", reason="started again, the script goes on from its newest checkpoint")
+                self._once(
+                    "resumes",
+                    reason="should the script have to be started again, it has checkpoints of its own",
+                )
 
     def heard(
         self, node: Node, beat: m.Heartbeat, roles: Mapping[int, m.RoleBeat], newest: m.Version

@@ -61,8 +61,8 @@ EVENTS: Mapping[str, Event] = {
     "communicators_ready": Event("the survivors' groups are connected again"),
     "resumed": Event("every role has finished a step in this epoch", _VERSION),
     "resumes": Event(
-        "once a job: started again, the script goes on from its own newest checkpoint, which is what the job "
-        "falls back to"
+        "once a job: should the script have to be started again, it goes on from its own newest checkpoint; "
+        "that is what the job falls back to"
     ),
     "starting_over": Event(
         "memory does not suffice, and all scripts are started again: from their own newest checkpoint, if "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -36,6 +37,10 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(Launcher, "_start", refuse)
     monkeypatch.delenv(SECRET_ENV, raising=False)
+    before = {number: signal.getsignal(number) for number in launch.ENDS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -254,6 +259,41 @@ def test_the_directory_of_an_earlier_job(script: str, tmp_path: Path, capsys: py
     (tmp_path / "events.jsonl").touch()
     assert launch.main(["--standalone", f"--job-dir={tmp_path}", script]) == 2
     assert "is the directory of an earlier job" in capsys.readouterr().err
+
+
+def test_the_directory_of_a_job_that_another_is_about_to_begin(script: str, tmp_path: Path):
+    """It would overwrite what the first one's processes read."""
+    first, second = Launcher(tmp_path), Launcher(tmp_path)
+    first.claim()
+    with pytest.raises(ConfigError, match="is the directory of a job that runs"):
+        second.claim()
+    del first
+    second.claim()
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT, signal.SIGINT])
+def test_signals_that_end_it_leave_nothing(number: signal.Signals, tmp_path: Path):
+    """Also two of them, one right after the other."""
+    script = tmp_path / "train.py"
+    script.write_text("import time; time.sleep(1000)")
+    (tmp_path / "tmp").mkdir()
+    command = [sys.executable, "-m", "ft_core.cli.launch", "--standalone", "--spares=0"]
+    command += [f"--job-dir={tmp_path / 'job'}", str(script)]
+    about = {**environment(), "TMPDIR": str(tmp_path / "tmp")}
+
+    def not_ignored() -> None:  # by who runs the tests
+        signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+
+    with subprocess.Popen(command, env=about, cwd=ROOT, preexec_fn=not_ignored) as job:
+        while not (tmp_path / "job" / "events.jsonl").exists():
+            assert job.poll() is None
+            time.sleep(0.02)
+        for _ in range(3):
+            job.send_signal(number)
+            time.sleep(0.05)
+        job.wait(30)
+    assert job.returncode == 128 + number
+    assert not list((tmp_path / "tmp").glob("ft-agent-*"))
 
 
 def test_join(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
