@@ -9,6 +9,7 @@ communicates.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -202,9 +203,7 @@ def _stage3(engine: Any, optimizer: Any, baseline: Baseline) -> None:
     for parameter in engine.module.parameters():
         parameter.ds_active_sub_modules.clear()
         parameter.is_external_param = False
-        if parameter.ds_status != ZeroParamStatus.NOT_AVAILABLE or parameter.data.numel():
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-            parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+    release(engine.module.parameters())
     for module, external in baseline.external:
         if "_external_params" in vars(module):
             module._external_params = dict(external)
@@ -213,6 +212,14 @@ def _stage3(engine: Any, optimizer: Any, baseline: Baseline) -> None:
         _set(module._parameters, {"_in_forward": False})
     _forward_stack()
     trace.forget(optimizer.parameter_offload.get_param_coordinator())
+
+
+def release(parameters: Iterable[Any]) -> None:
+    """Stage 3: no parameter is whole any more, so whoever needs one fetches it."""
+    for parameter in parameters:
+        if parameter.ds_status != ZeroParamStatus.NOT_AVAILABLE or parameter.data.numel():
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
 
 def _forward_stack() -> None:

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from ft_core.adapter import Redundancy, State, StateTensor
 from ft_core.kept import Kept
-from ft_deepspeed.loaders import Loaders
+from ft_deepspeed.draws import Draws
 from ft_deepspeed.results import Results
 from ft_deepspeed.state import DeepSpeedAdapter
 
@@ -21,7 +21,7 @@ class Script(Protocol):
     kept: Kept
     """What it has named, as it was when its newest step ended."""
     results: Results
-    loaders: Loaders
+    draws: Draws
 
     @property
     def live(self) -> bool:
@@ -65,7 +65,7 @@ class ProtectedState:
         return {
             "engine": self._engine.envelope(),
             "results": self._script.results.state(),
-            "loaders": self._script.loaders.state(),
+            "draws": self._script.draws.state(),
             "deal": self._script.deal(),
             "began": self._script.began,
         }
@@ -104,6 +104,10 @@ class ProtectedState:
 
     def gather(self) -> None:
         self._engine.gather()
+
+    def passed(self) -> None:
+        """A newcomer's call was answered; see `DeepSpeedAdapter.passed`."""
+        self._engine.passed()
 
     def reset(self) -> None:
         self._script.interrupted()

@@ -30,8 +30,8 @@ from ft_deepspeed.calls import Backward, Batch, Call, Direct, Forward, Save, Ste
 from ft_deepspeed.catch_up import CatchUp
 from ft_deepspeed.context import Context
 from ft_deepspeed.dealing import POLICY, Dealing
+from ft_deepspeed.draws import Draws
 from ft_deepspeed.exchange import Exchange
-from ft_deepspeed.loaders import Loaders
 from ft_deepspeed.protected_state import ProtectedState
 from ft_deepspeed.results import Results
 from ft_deepspeed.resumption import Resumption
@@ -88,7 +88,7 @@ class Protection:
                 "replica groups: give --nnodes one number"
             )
         self.results = Results()
-        self.loaders = Loaders()
+        self.draws = Draws(self._steps_done)
         self._phase = Phase.STARTUP
         self._tape = Tape()
         self._pending: Call | None = None
@@ -135,6 +135,10 @@ class Protection:
                 patch.wrap(self._guard_save)
         patched.LOAD.wrap(self._guard_load, of=engine)
         session.point("startup")
+
+    def _steps_done(self) -> int:
+        """By the script; -1: in start-up."""
+        return -1 if self._phase is Phase.STARTUP else self._position
 
     def _elastic(self, group: ReplicaGroup, ring: tuple[int, ...]) -> None:
         engine = self._engine
@@ -253,10 +257,16 @@ class Protection:
         self._gap = gap
         self._catching_up(*seen)
         self.results = Results(seen[1]["results"])
-        self.loaders.follow(seen[1]["loaders"])
+        self.draws.follow(seen[1]["draws"])
         return True
 
     def _call(self, call: Call) -> Any:
+        self.draws.calls()
+        result = self._made(call)
+        self.draws.returns()
+        return result
+
+    def _made(self, call: Call) -> Any:
         call.version = self._position
         if self._phase is Phase.CATCHING_UP:
             return self._answer(call)
@@ -282,6 +292,7 @@ class Protection:
                     given = call.loss if isinstance(call, (Backward, Direct)) else result
                     self.results.record(call.kind, call.version, given)
                 if ends:
+                    self.results.record_norm(call.version, self._engine)
                     self._check_drawn(call)
                     self.kept = Kept.capture()
                     self._step_done()
@@ -407,7 +418,7 @@ class Protection:
             self._go_live()
             return
         self._adapter.settle(self._script)
-        self.loaders.follow(self._adapter.loaded["loaders"])
+        self.draws.follow(self._adapter.loaded["draws"])
 
     def _answer(self, call: Call) -> Any:
         try:
@@ -416,13 +427,16 @@ class Protection:
         except EpochChanged:
             self._session.recover()
         if self._catch_up is None:  # the recovery went back to where the script is
-            return self._call(call)
+            return self._made(call)
         until = self._catch_up.until
         number = self._counted[call.kind]
         self._counted[call.kind] += 1
         ends = call.ends_step
         result = call.answer(self.results, number)
+        if ends or isinstance(call, Forward):
+            self._adapter.passed()
         if ends:
+            self.results.answer_norm(call.version, self._engine)
             if self.dealing is not None:
                 self.dealing.finish(self._position + 1)
             self._reached(self._position + 1)
@@ -476,7 +490,7 @@ class Protection:
         self._adapter.settle(self._catch_up.envelope)
         self._catch_up.close()
         self._catch_up = None
-        self.loaders.lead()
+        self.draws.lead()
         self._tape, self._forwards = Tape(self._position), []
         self._goes_on()
 

@@ -21,7 +21,7 @@ from ft_core.adapter import Redundancy, ReplicaGroup, State, StateTensor
 from ft_core.state import rng
 from ft_core.worker import session
 from ft_deepspeed import adoption, adoption3, parts, trace, zero
-from ft_deepspeed.abandon import Baseline, abandon
+from ft_deepspeed.abandon import Baseline, abandon, release
 from ft_deepspeed.cpu_adam import Powers
 from ft_deepspeed.shard import Shard
 
@@ -215,6 +215,7 @@ class DeepSpeedAdapter:
                         group[key] = value
         if (coordinator := self._coordinator) is not None:
             trace.restore(coordinator, engine.module, envelope.get("trace"))
+            release(engine.module.parameters())  # a script that has loaded a checkpoint has left some whole
         self._gathers = envelope.get("gathered", False)
         rng.restore(envelope["rng"])
         checkpointing.get_cuda_rng_tracker().set_states(envelope["tracker"])
@@ -259,6 +260,18 @@ class DeepSpeedAdapter:
             persistent = self.engine.optimizer.persistent_parameters
             persistent[0].all_gather(persistent)
             self._gathers = False
+
+    @torch.no_grad()
+    def passed(self) -> None:
+        """A pass, or a step, was answered from the record and not made: what it leaves whole, stage 3's small
+        parameters, is whole, with nothing in it. Else the script would communicate to gather them between two
+        calls (`GatheredParameters`), where its peers had no need to."""
+        if self._coordinator is None:
+            return
+        for parameter in self.engine.optimizer.persistent_parameters:
+            if parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE:
+                whole = torch.zeros(parameter.ds_shape, dtype=parameter.dtype, device=parameter.device)
+                parameter.data, parameter.ds_status = whole, ZeroParamStatus.AVAILABLE
 
     def reset(self) -> None:
         """Forget an abandoned call of the engine, wherever it was interrupted."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, dataloader
 
-from ft_deepspeed.loaders import Loaders
+from ft_deepspeed.draws import Draws
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
@@ -22,13 +22,13 @@ def test_epochs_of_a_loader_that_shuffles(options: dict[str, Any], monkeypatch: 
         return found
 
     for kind in (dataloader._BaseDataLoaderIter, dataloader._MultiProcessingDataLoaderIter):
-        for name in ("__init__", "_reset"):  # which `Loaders` replaces
+        for name in ("__init__", "_reset"):  # which `Draws` replaces
             monkeypatch.setattr(kind, name, getattr(kind, name))
     torch.manual_seed(1)
-    predecessors = Loaders()
+    predecessors = Draws(lambda: 0)
     *_, last = epochs(4, computes=True)
     noted = predecessors.state()
     torch.manual_seed(2)
-    newcomers = Loaders()
+    newcomers = Draws(lambda: 0)
     newcomers.follow(noted)
     assert epochs(4, computes=False)[-1] == last

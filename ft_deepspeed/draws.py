@@ -1,0 +1,130 @@
+"""Random states from which a script and its data loaders draw between the engine's calls.
+
+A `DataLoader` that shuffles draws a seed from the process's generator when an iteration begins, and a script
+may draw an order of its own there (`torch.randperm`). A newcomer computes nothing for the steps that are
+done, so its generator is not where its predecessor's was then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ft_deepspeed import patched
+
+KEPT = 4
+"""Of iterators, the newest whose states are kept, beside those that are in use."""
+DRAWS = 16
+"""Of the script's own draws, the newest that are kept: of older ones little is left in what it does."""
+
+States = dict[str, torch.Tensor]
+"""By place in the script: after how many steps, and which one there."""
+
+
+class Draws:
+    """Notes the state before whatever is drawn, or sets it to what a predecessor noted.
+
+    In start-up nothing needs to be set: until its first call a newcomer has done all that its predecessor
+    did.
+    """
+
+    def __init__(self, position: Callable[[], int]) -> None:
+        """`position`: how many steps the script has done; -1 in start-up."""
+        self._position = position
+        self._at = -1
+        """The position of the newest iterator or call, and how many of each there were in it."""
+        self._begun = self._called = 0
+        self._iterators: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+        """Those in use, by where they began."""
+        self._begins: States = {}
+        self._drawn: States = {}
+        self._returned: tuple[str, torch.Tensor] | None = None
+        """Where the newest call has returned to the script, and with which state."""
+        self._left: torch.Tensor | None = None
+        """That state, or the one that a loader has left since; None: a call is under way."""
+        self._noted: tuple[States, States] = {}, {}
+        patched.BEGIN_DATA.wrap(self._beginning)
+        patched.BEGIN_DATA_AGAIN.wrap(self._beginning_again)
+
+    def _beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(iterator: Any, *args: Any, **kwargs: Any) -> None:
+            self._begins_data(iterator)
+            original(iterator, *args, **kwargs)
+            self._has_begun()
+
+        return begin
+
+    def _beginning_again(self, reset: Callable[..., Any]) -> Callable[..., Any]:
+        def begin_again(iterator: Any, loader: Any, first_iter: bool = False) -> None:
+            if not first_iter:  # its processes are kept (`persistent_workers`), and begin their data anew
+                self._begins_data(iterator)
+            reset(iterator, loader, first_iter)
+            self._has_begun()
+
+        return begin_again
+
+    def _begins_data(self, iterator: Any) -> None:
+        self._look()
+        self._follow_script()
+        place = f"{self._at}.{self._begun}"
+        self._begun += 1
+        if (noted := self._noted[0].get(place)) is not None:
+            torch.set_rng_state(noted)
+        self._begins[place] = torch.get_rng_state()
+        self._iterators[iterator] = place
+        used, newest = set(self._iterators.values()), list(self._begins)[-KEPT:]
+        self._begins = {at: state for at, state in self._begins.items() if at in used or at in newest}
+
+    def _has_begun(self) -> None:
+        if self._left is not None:
+            self._left = torch.get_rng_state()
+
+    def _look(self) -> None:
+        """Has the script drawn since the newest call has returned?"""
+        if self._left is None or self._returned is None or torch.equal(self._left, torch.get_rng_state()):
+            return
+        place, state = self._returned
+        self._drawn[place] = state
+        while len(self._drawn) > DRAWS:
+            del self._drawn[next(iter(self._drawn))]
+
+    def _follow_script(self) -> None:
+        if self._at != (at := self._position()):
+            self._at, self._begun, self._called = (
+                at,
+                0,
+                1,
+            )  # as after the step that leads there, see `returns`
+
+    def calls(self) -> None:
+        """The script makes a call to the engine."""
+        self._look()
+        self._follow_script()
+        self._left = None
+
+    def returns(self) -> None:
+        """And goes on."""
+        if self._at != (at := self._position()):
+            self._at, self._begun, self._called = at, 0, 0
+        place = f"{self._at}.{self._called}"
+        self._called += 1
+        if (noted := self._noted[1].get(place)) is not None:
+            torch.set_rng_state(noted)
+        self._left = torch.get_rng_state()
+        self._returned = place, self._left
+
+    def state(self) -> list[States]:
+        """What of it goes into the envelope."""
+        return [dict(self._begins), dict(self._drawn)]
+
+    def follow(self, noted: Sequence[States]) -> None:
+        """From here on the script draws as the predecessor's did."""
+        begins, drawn = noted
+        self._noted = begins, drawn
+
+    def lead(self) -> None:
+        """From now on the script leads: what was noted is of no use any more."""
+        self._noted = {}, {}
