@@ -9,7 +9,6 @@ communicates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,12 +19,11 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import parameter_offload, partition_parameters
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.timer import SynchronizedWallClockTimer
 
-from ft_deepspeed import trace
+from ft_deepspeed import persistent, trace
 
 _ENGINE = {
     "_running_engine_backward": False,
@@ -203,7 +201,7 @@ def _stage3(engine: Any, optimizer: Any, baseline: Baseline) -> None:
     for parameter in engine.module.parameters():
         parameter.ds_active_sub_modules.clear()
         parameter.is_external_param = False
-    release(engine.module.parameters())
+    persistent.release(engine.module.parameters())
     for module, external in baseline.external:
         if "_external_params" in vars(module):
             module._external_params = dict(external)
@@ -212,14 +210,6 @@ def _stage3(engine: Any, optimizer: Any, baseline: Baseline) -> None:
         _set(module._parameters, {"_in_forward": False})
     _forward_stack()
     trace.forget(optimizer.parameter_offload.get_param_coordinator())
-
-
-def release(parameters: Iterable[Any]) -> None:
-    """Stage 3: no parameter is whole any more, so whoever needs one fetches it."""
-    for parameter in parameters:
-        if parameter.ds_status != ZeroParamStatus.NOT_AVAILABLE or parameter.data.numel():
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-            parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
 
 def _forward_stack() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ft_core.state import rng
+from ft_deepspeed import persistent
 from ft_deepspeed.zero import inner_optimizer
 
 _FLAGS = ("_is_gradient_accumulation_boundary", "inside_no_sync_ctxt", "_manual_backward_expected")
@@ -30,6 +31,8 @@ class Context:
     flags: dict[str, bool | None]
     grad: bool
     autocast: tuple[bool, torch.dtype]
+    whole: bool
+    """Whether stage 3's small parameters are."""
 
     @classmethod
     def capture(cls, engine: Any) -> Context:
@@ -45,6 +48,7 @@ class Context:
             flags={name: getattr(engine, name) for name in _FLAGS if hasattr(engine, name)},
             grad=torch.is_grad_enabled(),
             autocast=(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
+            whole=persistent.are_whole(engine),
         )
 
     def apply(self, engine: Any) -> None:
@@ -56,6 +60,8 @@ class Context:
             engine.module.train(self.training)
         for name, value in self.flags.items():
             setattr(engine, name, value)
+        if not self.whole:
+            persistent.release(persistent.parameters(engine))
 
     @contextmanager
     def entered(self, engine: Any) -> Iterator[None]:

@@ -102,8 +102,9 @@ class ProtectedState:
         """Before a version is staged; see `DeepSpeedAdapter.compare`."""
         self._engine.compare()
 
-    def gather(self) -> None:
-        self._engine.gather()
+    def arrived(self) -> None:
+        """The script is where the engine is; see `DeepSpeedAdapter.arrived`."""
+        self._engine.arrived()
 
     def passed(self) -> None:
         """A newcomer's call was answered; see `DeepSpeedAdapter.passed`."""

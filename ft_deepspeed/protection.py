@@ -320,7 +320,6 @@ class Protection:
             with self._session.inside():
                 if (point := _POINTS.get(call.kind)) is not None:
                     self._session.point(point)
-                self._adapter.gather()
                 return action()
         finally:
             self._performing = False
@@ -397,6 +396,7 @@ class Protection:
             if loaded["began"] or self._position > self._began_at:
                 self._adapter.kept.apply()
             self._adapter.kept = Kept()
+        self._adapter.arrived()
         self._phase = Phase.LIVE
 
     def _repeat(self, call: Call) -> None:

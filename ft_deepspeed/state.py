@@ -13,15 +13,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.activation_checkpointing import checkpointing
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ft_core.adapter import Redundancy, ReplicaGroup, State, StateTensor
 from ft_core.state import rng
 from ft_core.worker import session
-from ft_deepspeed import adoption, adoption3, parts, trace, zero
-from ft_deepspeed.abandon import Baseline, abandon, release
+from ft_deepspeed import adoption, adoption3, parts, persistent, trace, zero
+from ft_deepspeed.abandon import Baseline, abandon
 from ft_deepspeed.cpu_adam import Powers
 from ft_deepspeed.shard import Shard
 
@@ -103,7 +102,9 @@ class DeepSpeedAdapter:
         self._holder = holder
         self._adopted: Any = None
         self._gathers = False
-        """Whether this version's persistent parameters are whole, but were not gathered here yet."""
+        """Whether the persistent parameters of the version that was restored are whole."""
+        self._whole: list[torch.Tensor] = []
+        """They, while this worker's script may have yet to come there."""
 
     # -- what there is -------------------------------------------------------------------------
 
@@ -146,7 +147,7 @@ class DeepSpeedAdapter:
             **self._shard.envelope(),
             "powers": self._powers.state(),
             "trace": self._trace(),
-            "gathered": self._gathers or self._gathered,
+            "gathered": persistent.are_whole(self.engine),
         }
         return copy.deepcopy(state)  # much of it goes on changing in place
 
@@ -215,8 +216,10 @@ class DeepSpeedAdapter:
                         group[key] = value
         if (coordinator := self._coordinator) is not None:
             trace.restore(coordinator, engine.module, envelope.get("trace"))
-            release(engine.module.parameters())  # a script that has loaded a checkpoint has left some whole
+            persistent.release(engine.module.parameters())
         self._gathers = envelope.get("gathered", False)
+        if self._gathers and self._whole:
+            persistent.fill(engine, self._whole)
         rng.restore(envelope["rng"])
         checkpointing.get_cuda_rng_tracker().set_states(envelope["tracker"])
 
@@ -225,6 +228,13 @@ class DeepSpeedAdapter:
         (Communicates: every role comes here in every epoch that goes on from a version.)"""
         if self._layout.flats and (self.lean or self.lacks_weights):
             parts.gather(self.engine.optimizer)
+        self._whole = []
+        if self._gathers and (found := persistent.parameters(self.engine)):
+            # Where "torch_autocast" has weights sent in 16 bits, those that a pass fetches are rounded, and
+            # those that a step gathers are not.
+            persistent.release(found)
+            found[0].all_gather(found)
+            self._whole = [parameter.data.clone() for parameter in found]
 
     def compare(self) -> None:
         """Before a version is staged: whether its weights follow from the masters.
@@ -249,29 +259,15 @@ class DeepSpeedAdapter:
                 "and they are kept in snapshots while that is so"
             )
 
-    def gather(self) -> None:
-        """After a restore, before the engine is called: what its last step has gathered, stage 3's small
-        parameters. (Communicates.)
+    def arrived(self) -> None:
+        """The script is where the engine is."""
+        self._whole = []
 
-        It makes a difference where "torch_autocast" has weights sent in 16 bits: those that a pass fetches
-        are rounded, those that a step gathers are not.
-        """
-        if self._gathers:
-            persistent = self.engine.optimizer.persistent_parameters
-            persistent[0].all_gather(persistent)
-            self._gathers = False
-
-    @torch.no_grad()
     def passed(self) -> None:
-        """A pass, or a step, was answered from the record and not made: what it leaves whole, stage 3's small
-        parameters, is whole, with nothing in it. Else the script would communicate to gather them between two
-        calls (`GatheredParameters`), where its peers had no need to."""
-        if self._coordinator is None:
-            return
-        for parameter in self.engine.optimizer.persistent_parameters:
-            if parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE:
-                whole = torch.zeros(parameter.ds_shape, dtype=parameter.dtype, device=parameter.device)
-                parameter.data, parameter.ds_status = whole, ZeroParamStatus.AVAILABLE
+        """A pass, or a step, was answered from the record and not made: what it leaves whole is whole, with
+        nothing in it. Else the script would communicate to gather it between two calls, where its peers had
+        no need to."""
+        persistent.fill(self.engine)
 
     def reset(self) -> None:
         """Forget an abandoned call of the engine, wherever it was interrupted."""
@@ -287,13 +283,6 @@ class DeepSpeedAdapter:
         if not isinstance(self.engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
             return None
         return self.engine.optimizer.parameter_offload.get_param_coordinator()
-
-    @property
-    def _gathered(self) -> bool:
-        if self._coordinator is None:
-            return False
-        persistent = self.engine.optimizer.persistent_parameters
-        return bool(persistent) and all(p.ds_status == ZeroParamStatus.AVAILABLE for p in persistent)
 
     def _trace(self) -> list[int] | None:
         if (coordinator := self._coordinator) is None:

@@ -189,6 +189,38 @@ class OwnLoop:
         return variables()
 
 
+@dataclass(frozen=True)
+class Habits:
+    """Training of a script that does what scripts do."""
+
+    stage: int
+    dp: int = 2
+
+    def __str__(self) -> str:
+        return f"habits-zero{self.stage}"
+
+    @property
+    def world(self) -> int:
+        return self.dp
+
+    @property
+    def script(self) -> Path:
+        return SCRIPTS / "habits.py"
+
+    def arguments(self, iterations: int, protected: bool) -> list[str]:
+        config = {
+            "train_micro_batch_size_per_gpu": 8,
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+            "zero_optimization": {"stage": self.stage},
+        }
+        path = write_config(str(self), config, protected)
+        return [f"--deepspeed_config={path}", f"--train-iters={iterations}"]
+
+    def environment(self) -> dict[str, str]:
+        return variables()
+
+
 def variables(*first: Path) -> dict[str, str]:
     """A job's environment, with these folders where Python looks first."""
     path = [*map(str, first), str(PLAIN), environment()["PYTHONPATH"]]

@@ -54,7 +54,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "settings of the script": ("test_configuration.py::test_settings_that_cannot_be_had",),
     "a loop of one's own": ("test_tutorial.py::test_tutorial",),
     "what is sent": ("test_accounting.py::test_bytes_between_hosts[tp1pp2dp2-distopt-bf16-2]",),
-    "DeepSpeed, ZeRO 1": ("test_deepspeed_variants.py::test_checkpoints_of_the_script",),
+    "DeepSpeed, ZeRO 1": ("test_deepspeed_variants.py::test_checkpoints_of_the_script[1]",),
     "DeepSpeed, ZeRO 3": (
         "test_deepspeed.py::test_every_moment[zero3-dp3-gas2-bf16-gpt2-clip1--num-workers=2-1-1]",
     ),

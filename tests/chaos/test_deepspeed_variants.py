@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from deepspeed_jobs import SCRIPTS, TWICE, HuggingFace, OwnLoop, Zero
+from deepspeed_jobs import SCRIPTS, TWICE, Habits, HuggingFace, OwnLoop, Zero
 from harness import ROOT, Job, Training, check_clean, check_identical, check_survivors, environment, reference
 
 ITERATIONS = 14
@@ -34,6 +34,9 @@ ITERATIONS = 14
         ),
         # A newcomer is yet to be given its average when the next epoch begins, where its weights are derived.
         (OwnLoop(2), "2@optimizer:3:worker,1@derive:3:worker,0@between:9:worker"),
+        # In the middle of its second epoch, so that orders of the first are gone.
+        (Habits(1), "0@forward:12:worker,1@between:13:worker"),
+        (Habits(3), "1@forward:12:worker"),
         (HuggingFace(2, more=("--dataloader_num_workers=2",)), "0@backward:4,1@between:8:worker"),
     ],
     ids=lambda value: str(value) if not isinstance(value, str) else "",
@@ -60,13 +63,14 @@ def test_a_second_engine_is_refused_by_name_and_once(tmp_path):
     assert {f"step {step}" for step in (1, 2)} <= set(done.stdout.splitlines())  # the first engine goes on
 
 
-def test_checkpoints_of_the_script(tmp_path):
+@pytest.mark.parametrize("stage", [1, 3])
+def test_checkpoints_of_the_script(stage: int, tmp_path):
     """A failure while it saves; and newcomers find a checkpoint that was not there when their peers began."""
-    training = OwnLoop(1, checkpoints=tmp_path / "checkpoints", seeded=True, direct=True)
+    training = OwnLoop(stage, checkpoints=tmp_path / "checkpoints", seeded=True, direct=True)
     ftrun = ("--respawn", "--ft-inject", "0@save:5:worker,1@forward:7,0@save:10,2@forward:13:worker")
     with Job(tmp_path / "job", training, ITERATIONS, ftrun=ftrun) as job:
         result = job.finish()
-    check_identical(result, OwnLoop(1, seeded=True, direct=True), ITERATIONS, again=TWICE * 4)
+    check_identical(result, OwnLoop(stage, seeded=True, direct=True), ITERATIONS, again=TWICE * 4)
     check_survivors(result, training.world)
     assert result.recoveries == 4
     # Records of steps before 15 are dropped once that is saved.
