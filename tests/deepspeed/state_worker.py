@@ -333,7 +333,6 @@ class TrainedEngine:
 
     def train(self, first: int, last: int) -> list[float]:
         losses = []
-        self.adapter.gather()
         for step in range(first, last + 1):
             if self.pipeline:
                 losses.append(self.engine.train_batch(self.batches(step)).item())
