@@ -68,7 +68,7 @@ class Draws:
 
     def _begins_data(self, iterator: Any) -> None:
         self._look()
-        self._follow_script()
+        self._follow_script(called=1)  # that of the step that led there
         place = f"{self._at}.{self._begun}"
         self._begun += 1
         if (noted := self._noted[0].get(place)) is not None:
@@ -91,24 +91,20 @@ class Draws:
         while len(self._drawn) > DRAWS:
             del self._drawn[next(iter(self._drawn))]
 
-    def _follow_script(self) -> None:
+    def _follow_script(self, called: int) -> None:
+        """`called`: how many calls a position counts that is new here."""
         if self._at != (at := self._position()):
-            self._at, self._begun, self._called = (
-                at,
-                0,
-                1,
-            )  # as after the step that leads there, see `returns`
+            self._at, self._begun, self._called = at, 0, called
 
     def calls(self) -> None:
         """The script makes a call to the engine."""
         self._look()
-        self._follow_script()
+        self._follow_script(called=1)  # that of the step that led there
         self._left = None
 
     def returns(self) -> None:
         """And goes on."""
-        if self._at != (at := self._position()):
-            self._at, self._begun, self._called = at, 0, 0
+        self._follow_script(called=0)
         place = f"{self._at}.{self._called}"
         self._called += 1
         if (noted := self._noted[1].get(place)) is not None:

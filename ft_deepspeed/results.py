@@ -18,7 +18,7 @@ KEPT = 3072
 """How many results are kept; in place of older ones a newcomer sees zeros, in the shape of the newest."""
 
 _NORM = "grad norm"
-_PLAIN = torch.float64
+_NUMBER = torch.float64
 """The type in which a number that is no tensor is kept: those of the engine are less exact."""
 
 Plain = bool | int | float | str | None
@@ -75,12 +75,12 @@ class Results:
     def record_norm(self, version: int, engine: Any) -> None:
         """Of the gradients of the step after `version`, which the script may ask the engine for."""
         norm = engine._global_grad_norm
-        self.record(_NORM, version, torch.tensor(norm, dtype=_PLAIN) if isinstance(norm, float) else norm)
+        self.record(_NORM, version, torch.tensor(norm, dtype=_NUMBER) if isinstance(norm, float) else norm)
 
     def answer_norm(self, version: int, engine: Any) -> None:
         """Give the engine that of the step after `version`."""
         norm = self.answer(_NORM, version, 0, engine.device)
-        plain = isinstance(norm, torch.Tensor) and norm.dtype == _PLAIN
+        plain = isinstance(norm, torch.Tensor) and norm.dtype == _NUMBER
         engine._global_grad_norm = norm.item() if plain else norm
 
     def state(self) -> dict[str, Any]:

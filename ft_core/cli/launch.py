@@ -56,11 +56,11 @@ def _launch(args: argparse.Namespace) -> Launcher:
     settings = settings_of(args)
     job_dir = _job_dir(args)
     launcher = Launcher(job_dir)
-    if not settings.leadership and (args.standalone or args.node_rank in (None, 0)):
-        launcher.claim()
     if settings.controller.endswith(":0"):
         settings = dataclasses.replace(settings, controller=launcher.reserve(settings.controller))
     try:
+        if not settings.leadership and (args.standalone or args.node_rank in (None, 0)):
+            launcher.claim()
         settings.write(job_dir)
         write_secret(job_dir)
         (job_dir / "controller").write_text(settings.meeting + "\n")

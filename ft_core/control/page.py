@@ -395,7 +395,6 @@ def _flight(log: FlightLog) -> dict[str, Any]:
         "version": log.version,
         "state": log.state,
         "at_end": log.at_end,
-        "fetches": log.fetches,
         "records": [
             {
                 "group": groups.get(each.group, ""),

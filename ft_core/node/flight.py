@@ -57,18 +57,23 @@ def answer(
     before it was given a role, and does not take it, is to be found as well.
     """
     question = asked.question
-    by_role = {each.role: each for each in there if each.role >= 0}
     if isinstance(question, m.DescribeFlight):
         role = question.role
-        found = read(by_role[role], role in asked.at_end, role in fetching) if role in by_role else None
-        return m.RoleFlight(role, found)
-    logs = {}
-    for role, each in by_role.items():
-        logs[role] = read(each, role in asked.at_end, role in fetching, question.newest)
-    for each in there if asked.epoch >= 0 else ():
-        if each.given >= 0 and (each.role, each.epoch) != (each.given, asked.epoch):
-            logs[each.given] = _empty(each, asked.epoch, each.given in fetching)
-    return m.Flights(question.number, tuple(logs.values()))
+        found = [each for each in there if each.role == role]
+        return m.RoleFlight(role, read(found[-1], role in asked.at_end, role in fetching) if found else None)
+    by_role: dict[int, tuple[Recorded, bool]] = {}
+    for each in there:
+        due = each.given, asked.epoch
+        behind = min(due) >= 0 and (each.role, each.epoch) != due
+        if (role := each.given if behind else each.role) >= 0:
+            by_role[role] = each, behind
+    logs = (
+        _empty(each, asked.epoch, role in fetching)
+        if behind
+        else read(each, role in asked.at_end, role in fetching, question.newest)
+        for role, (each, behind) in by_role.items()
+    )
+    return m.Flights(question.number, tuple(logs))
 
 
 def _empty(worker: Recorded, epoch: int, fetches: bool) -> FlightLog:
