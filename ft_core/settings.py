@@ -116,6 +116,9 @@ class Settings:
     see."""
     durable_interval: int = 0
     """Steps between durable checkpoints (`--ft-durable-interval`); 0 writes none."""
+    max_restarts: int = 3
+    """How often in a row all scripts are started again, from storage, without a new step in between, before
+    the job ends (`--max-restarts`). 0: what cannot be gone on from in place ends it at once."""
     redirects: int = 3
     """Which of a worker's streams go to files: 0 none, 1 stdout, 2 stderr, 3 both."""
     tee: int = 3
@@ -204,12 +207,12 @@ class Settings:
 
         `names`: of settings that did not come from their flag, how a message calls them.
         """
-        name = {**FLAGS, "direct": "--ft-direct-nodes", **(names or {})}
+        name = {**FLAGS, "direct": "--ft-direct-nodes", "max_restarts": "--max-restarts", **(names or {})}
         if self.leadership:
             leadership.check(self.leadership)
         if self.strikes < 0 or self.strike_minutes <= 0:
             raise ConfigError(f"--ft-strikes {self.strikes}/{self.strike_minutes:g}: give N/MINUTES")
-        for count in ("replicas", "spares", "direct"):
+        for count in ("replicas", "spares", "direct", "max_restarts"):
             if getattr(self, count) < 0:
                 raise ConfigError(f"{name[count]} {getattr(self, count)}: give a number of 0 or more")
         if self.ready_standbys < AUTO:

@@ -64,7 +64,13 @@ def parser() -> argparse.ArgumentParser:
     )
     t.add_argument("--rdzv-backend", "--rdzv_backend", default="", help="accepted and ignored")
     t.add_argument(
-        "--max-restarts", "--max_restarts", default="", help="accepted and ignored: nothing is restarted"
+        "--max-restarts",
+        "--max_restarts",
+        type=int,
+        default=Settings.max_restarts,
+        metavar="N",
+        help="where going on in place does not help, start all scripts again, from the newest checkpoint: so "
+        f"often in a row without a new step before the job ends; 0: never (default {Settings.max_restarts})",
     )
     t.add_argument(
         "--shutdown-timeout",
@@ -318,6 +324,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         log_prefix=args.tee is not None,
         log_format=args.ft_log_format,
         inject=args.ft_inject,
+        max_restarts=args.max_restarts,
         direct=args.ft_direct_nodes,
         http=_address("--ft-http", args.ft_http),
         metrics=_metrics(args.ft_metrics_port),

@@ -15,6 +15,7 @@ from ft_core.control import decision
 from ft_core.control.compact import contains
 from ft_core.control.facts import ALL_IS_LOST, Facts, Node, copies
 from ft_core.control.groups import Places
+from ft_core.control.ladder import Climb, Rung
 from ft_core.errors import Unrecoverable
 from ft_core.protocol.messages import Origin, Redundancy, RoleHeld
 
@@ -95,9 +96,11 @@ def decide(
     standby_overdue: bool,
     avoided: Collection[str] = (),
     clears: bool = False,
+    climb: Climb | None = None,
 ) -> Outcome:
     """`starting`: places of newcomers that are ready, of replica groups that come back or of roles that move.
-    `avoided`: nodes that are used only where there is no other. `clears`: there will be more idle workers."""
+    `avoided`: nodes that are used only where there is no other. `clears`: there will be more idle workers.
+    `climb`: why roles begin anew, if they do."""
     withdrawn = facts.groups.withdrawn
     places = facts.places
     if withdrawn:
@@ -138,7 +141,13 @@ def decide(
         return GiveUp(reason, unrecoverable=True)
 
     try:
-        chosen = _choose(facts, roles, places, durable)
+        if climb is not None and climb.rung is Rung.RESTART:
+            stored = _from_storage(facts, frozenset(roles.values()), durable, climb)
+            if stored is None:
+                return from_the_scripts_checkpoint("To go on in place did not help.", there_is_one=True)
+            chosen = stored
+        else:
+            chosen = _choose(facts, roles, places, durable)
     except Unrecoverable as error:
         return from_the_scripts_checkpoint(str(error), there_is_one=facts.resumes)
     if isinstance(chosen, AskStorage):
@@ -274,6 +283,17 @@ def _as_begun(facts: Facts, nodes: frozenset[str], durable: Durable) -> _Choice 
             )
         version = max(found)
     return _Choice(version, origin, {})
+
+
+def _from_storage(
+    facts: Facts, nodes: frozenset[str], durable: Durable, climb: Climb
+) -> _Choice | AskStorage | None:
+    """The newest durable checkpoint, if one is to be used; None: what scripts begin with by themselves."""
+    if climb.own:
+        return None
+    if (found := _durable(facts, nodes, durable)) is None:
+        return AskStorage(nodes)
+    return _Choice(max(found), "durable", {}) if found else None
 
 
 def _durable(facts: Facts, nodes: frozenset[str], durable: Durable) -> Mapping[int, str] | None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, assert_never
 
-from ft_core.control import explain, plans, strikes, takeover
+from ft_core.control import explain, ladder, plans, strikes, takeover
 from ft_core.control.completion import Completion
 from ft_core.control.deciding import (
     AskStorage,
@@ -28,6 +28,7 @@ from ft_core.control.forming import first_places
 from ft_core.control.goodput import Account
 from ft_core.control.hangs.detector import Blame, Detector, Puzzle
 from ft_core.control.hangs.finding import Finding
+from ft_core.control.ladder import Against, Climb, Rung
 from ft_core.control.links import Broken, Pair
 from ft_core.control.phases import Done, Forming, Phase, Quiescing, Rebuilding, Running, Waiting
 from ft_core.control.progress import Progress
@@ -47,6 +48,8 @@ REPEAT = 1.0
 """Seconds after which a plan is sent again to a node that has not begun it."""
 STANDBY_GRACE = 20.0
 """Seconds that a healthy node has to bring up a standby before a crashed worker's role moves elsewhere."""
+APART = ("mismatch", "circle")
+"""Kinds of hangs in which it is proven that roles never meet again, whoever is to blame."""
 GOODPUT = 60.0
 """Seconds of the wall clock, at most, between two events that say what the job's time went to; a step may be
 longer."""
@@ -74,6 +77,8 @@ class Epochs:
         self.watch = Watch(facts)
         self.strikes_changed = False
         """Whether the agents have yet to be told."""
+        self.climb: Climb | None = None
+        """Who begins anew in the next epoch, where it is known that the others cannot go on with those."""
         self.leaving = False
         """Whether SIGTERM has come: what ends because of it is not replaced."""
         self.tally = Tally()
@@ -253,7 +258,7 @@ class Epochs:
         plan = plans.make(facts, start, name=f"{facts.epoch}-{self._ids()}", job=job)
         self._begin(plan)
         self._own = plans.own_plans(facts, plan)
-        self.phase, self._shortage = Running(), ""
+        self.phase, self._shortage, self.climb = Running(), "", None
         moved = {role: start.roles[role] for role in start.lost if role in start.roles}
         about = {"version": start.version, "origin": start.origin, "moved": moved}
         cause = Cause.START_UP if start.origin == "initial" else Cause.RESTORING
@@ -340,8 +345,9 @@ class Epochs:
         if others and node.begun == plan.id:
             self.do(Send(node.peer, m.Withdraw(roles=others)))
         if not running:
-            for role in sorted(facts.groups.withdrawn & set(shown)):
-                self.do(Send(node.peer, m.KillWorker(role=role)))
+            for role in sorted(shown):
+                if role in facts.groups.withdrawn or self._is_to_begin_anew(role):
+                    self.do(Send(node.peer, m.KillWorker(role=role)))
         elif node.begun != plan.id:
             if self.now - node.planned > REPEAT:
                 self._send_plan(node)
@@ -437,6 +443,10 @@ class Epochs:
         where = f"worker {lost.pid} of role {role} on {node.name}: {lost.exit}"
         facts, same_again = self.facts, self.facts.strikes.again(lost)
         facts.seen_at([lost.step])
+        if lost.fault is m.Fault.TERMINATED and self._is_to_begin_anew(role):
+            facts.worker_died(node, role)
+            self.decide_if_ready()
+            return
         self._strike(strikes.of_worker(lost, node.name), node.hello.domain)
         if self.returning.concerns(role, node.name):
             self.do(*self.returning.fail(facts, where))
@@ -450,11 +460,14 @@ class Epochs:
             self.end_if_finished()
             self._end_if_missed()
         elif lost.fault is m.Fault.LEFT:
-            self.end(1, f"{where}, in the middle of training (os._exit?): the others would wait for it")
+            why = f"{where}, in the middle of training (os._exit?): the others would wait for it"
+            self.begin_anew(Against(why, (role,), fault=lost.fault, node=node.name))
         elif lost.code > 0 and (self.unprotected or self.completion.released):
-            self._script_failed(lost, where)
+            self._script_failed(lost, where, node.name)
         elif why := strikes.ends(lost, facts.trained, same_again):
-            self._script_failed(lost, f"{where}; {why}")
+            self._script_failed(lost, f"{where}; {why}", node.name)
+        elif facts.settings.max_restarts and facts.strikes.alike(lost):
+            self._script_failed(lost, f"{where}; its start has failed so before, and would again", node.name)
         else:
             self.fail(where, [role], strikes.exit_code(lost), fault=lost.fault, node=node.name)
 
@@ -475,12 +488,67 @@ class Epochs:
         """Connections that break show that somebody waits for who has left."""
         missed = self.completion.missed(self.watch.broke) if self.watch.broke else None
         if missed is not None and not isinstance(self.phase, Done):
-            self.end(1, missed)
+            self.begin_anew(Against(missed))
 
-    def _script_failed(self, lost: m.WorkerLost, where: str) -> None:
-        """The job ends of it, with the script's own exit code."""
-        short = explain.script_error(lost, self.facts.job_dir)
-        self.end(strikes.exit_code(lost), f"{where}\n{lost.traceback}", f"{where}\n{short}")
+    def _script_failed(self, lost: m.WorkerLost, where: str, node: m.NodeName) -> None:
+        """The script would fail of it again. Should the job end of it, then with the script's exit code."""
+        short, code = explain.script_error(lost, self.facts.job_dir), strikes.exit_code(lost)
+        against = Against(where, (lost.role,), code, f"\n{lost.traceback}", f"\n{short}", lost.fault, node)
+        if lost.fault in strikes.FINAL:
+            self.end(code, against.recorded, against.said)
+        else:
+            self.begin_anew(against)
+
+    def begin_anew(self, against: Against, apart: Collection[int] = ()) -> None:
+        """To go on in place does not help: climb the ladder, whose last rung is the end of the job.
+
+        `apart`: roles that provably cannot go on with each other.
+        """
+        facts, about = self.facts, against.about
+        if isinstance(self.phase, Done):
+            return
+        if self.climb is not None and not isinstance(self.phase, Running):  # they begin anew already
+            self.fail(against.reason, list(against.roles), **about)
+            return
+        facts.note_progress()
+        climb = None
+        if not self.leaving and not isinstance(self.phase, Forming):
+            climb = ladder.next_rung(
+                facts.height,
+                facts.settings.max_restarts,
+                apart=frozenset(apart),
+                memory=facts.trained and not self.unprotected and not self.completion.released,
+                diverged=against.fault is m.Fault.DIVERGED,
+            )
+        if climb is None:
+            how_often = ladder.in_words(facts.height)
+            self.end(against.code, how_often + against.recorded, how_often + against.said)
+            return
+        self.climb, facts.height, facts.futile = climb, climb.height, 0
+        if climb.rung is Rung.RESTART:
+            self.completion, self.unprotected = Completion(), facts.settings.command.no_python
+        words = explain.begins_anew(climb, against.reason, facts.settings)
+        if isinstance(self.phase, Running):
+            self.end_epoch("detected", against.reason, against.roles, **about)
+            self.record("begins_anew", words, against.roles, rung=climb.rung)
+        elif isinstance(self.phase, Rebuilding):
+            self.phase.undone.append((against.reason, list(against.roles)))
+            self.record("begins_anew", words, against.roles, rung=climb.rung)
+        else:
+            self.record("detected", against.reason, against.roles, **about)
+            self.end_epoch("begins_anew", words, against.roles, rung=climb.rung)
+        log.warning("%s", words)
+
+    def _is_to_begin_anew(self, role: int) -> bool:
+        """Whether its worker has been told to end for that."""
+        if self.climb is None or not isinstance(self.phase, Quiescing | Waiting):
+            return False
+        return self.climb.takes(role)
+
+    def _waits_for_ends(self) -> bool:
+        """Whether workers live yet that are to be replaced in the next epoch."""
+        places = self.facts.places.items()
+        return any(self._is_to_begin_anew(role) and self.facts.alive(role, node) for role, node in places)
 
     def _strike(self, strike: m.Strike, domain: str) -> None:
         """Count a failure, here and for a successor."""
@@ -556,8 +624,9 @@ class Epochs:
         elif isinstance(phase, Quiescing | Waiting):
             self.record("detected", reason, roles, **more)
             self.decide_if_ready()
-        elif self.unprotected:
-            self.end(1, f"{reason}; the script runs without fault tolerance (--ft)")
+        elif self.unprotected and self.climb is None:
+            reason = f"{reason}; the script runs without fault tolerance (--ft)"
+            self.begin_anew(Against(reason, tuple(roles), code, fault=fault, node=node))
         else:
             self.facts.futile, self._last_failure = self.facts.futile + 1, (reason, code, roles)
             self.end_epoch("detected", reason, roles, **more)
@@ -573,6 +642,7 @@ class Epochs:
         if event == "detected":
             self.tally.noticed(self.account.seconds, about.get("unfinished", {}), self.wall)
         self.record(event, reason, roles, **more, **about)
+        self._kill({role: node for role, node in self.facts.places.items() if self._is_to_begin_anew(role)})
         self.do(*self.facts.to_all(m.Abort(epoch=self.facts.epoch)))
         self.decide_if_ready()
 
@@ -678,7 +748,9 @@ class Epochs:
             self.record("hang", f"not explained: {found.words}", found.roles, explained=False)
             if verdict.hopeless:
                 limit = facts.settings.hang_limit
-                self.end(1, f"nothing has moved for --ft-hang-limit, {limit:g} s: {found.words}")
+                self.begin_anew(Against(f"nothing has moved for --ft-hang-limit, {limit:g} s: {found.words}"))
+            elif found.kind in APART and facts.settings.max_restarts:
+                self.begin_anew(Against(f"roles will never meet again: {found.words}"), found.roles)
 
     def _replace(self, found: Finding) -> None:
         """Workers that hang are as good as dead: from here on it is a crash like any other."""
@@ -766,7 +838,7 @@ class Epochs:
             return
         if self.unread():
             return
-        if facts.forgotten and not durable and not facts.resumes:
+        if facts.forgotten and not durable and not (facts.resumes or facts.settings.max_restarts):
             self.end(1, ALL_IS_LOST)
             return
         facts.epoch = facts.next_epoch(self._recorded.values())
@@ -787,11 +859,12 @@ class Epochs:
             return
         if self.watch.suspects_link:
             return  # what is decided should work
-        if facts.reached > facts.goal:  # the failure is the first that comes after it
-            facts.futile, facts.goal = min(facts.futile, 1), facts.reached
+        if self.climb is not None and self._waits_for_ends():
+            return
+        facts.note_progress()
         if facts.futile > strikes.TRIES:
             reason, code, roles = self._last_failure
-            self.end(code, explain.in_vain(facts, reason, roles))
+            self.begin_anew(Against(explain.in_vain(facts, reason, roles), code=code))
             return
         facts.remember_the_lost()
         overdue = self.now - phase.since > STANDBY_GRACE
@@ -815,14 +888,25 @@ class Epochs:
             if not self.unread():
                 self._start_over(outcome)
         elif isinstance(outcome, GiveUp):
-            self.end(1, explain.the_end(facts, outcome, self.checkpoints.errors.values()))
+            self._nothing_in_memory_helps(outcome)
         else:
             assert_never(outcome)
 
     def _decide(self, overdue: bool, avoided: Collection[str]) -> Outcome:
         facts, starting = self.facts, self.returning
-        clears = starting.clears(facts)
-        return decide(facts, starting.places(), self.checkpoints.common, overdue, avoided, clears)
+        about = self.checkpoints.common, overdue, avoided, starting.clears(facts), self.climb
+        return decide(facts, starting.places(), *about)
+
+    def _nothing_in_memory_helps(self, outcome: GiveUp) -> None:
+        """There is only what scripts can begin with by themselves."""
+        facts, problems = self.facts, self.checkpoints.errors.values()
+        can = facts.settings.max_restarts and not problems and not facts.groups.adopted(facts.places)
+        if not can or (self.climb is not None and self.climb.rung is Rung.RESTART):
+            self.end(1, explain.the_end(facts, outcome, problems))
+            return
+        facts.height = max(facts.height, ladder.ALL_FROM_MEMORY)  # there is nothing for those rungs
+        self.climb = None
+        self.begin_anew(Against(outcome.reason))
 
     def _waits_for_sight(self, outcome: Outcome) -> bool:
         """Whether what it comes to is so bad that nodes which are merely out of sight are waited for: they
@@ -867,7 +951,8 @@ class Epochs:
 
     def _kill(self, places: Mapping[int, str]) -> None:
         for role, node in places.items():
-            self.do(Send(self.facts.nodes[node].peer, m.KillWorker(role=role)))
+            if (there := self.facts.nodes.get(node)) is not None:
+                self.do(Send(there.peer, m.KillWorker(role=role)))
 
     def _wait(self, phase: Quiescing | Waiting, shortage: Shortage) -> None:
         """There are too few workers."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from ft_core.control.deciding import GiveUp, Outcome, Shortage, Start
 from ft_core.control.facts import Facts
+from ft_core.control.ladder import Climb, Rung
 from ft_core.control.strikes import TRIES
 from ft_core.protocol.messages import WorkerLost
 from ft_core.settings import Settings
@@ -54,6 +55,19 @@ def in_vain(facts: Facts, reason: str, roles: Iterable[int]) -> str:
                 "not the nodes' fault, but that of its data, or of the code for what it plays."
             )
     return text
+
+
+def begins_anew(climb: Climb, reason: str, settings: Settings) -> str:
+    """Which rung of the ladder is next, and why."""
+    what = reason.splitlines()[0]
+    if climb.rung is Rung.SOME:
+        return f"roles {sorted(climb.roles)} begin anew, from memory, as they never meet again: {what}"
+    if climb.rung is Rung.ALL:
+        return f"all roles begin anew, from memory, for to go on in place does not help: {what}"
+    return (
+        f"all scripts are started again, from the newest checkpoint (restart {climb.restarts} of "
+        f"{settings.max_restarts} without a new step, --max-restarts): {what}"
+    )
 
 
 def shortage(facts: Facts, found: Shortage) -> tuple[str, list[str]]:

@@ -147,6 +147,10 @@ class Facts:
     futile: int = 0
     """Failures since any step was done that is newer than the goal; and that, the newest before them."""
     goal: int = 0
+    height: int = 0
+    """How far the ladder was climbed since there was progress, see `control.ladder`."""
+    furthest: int = 0
+    """The newest version that was ever reached when something failed: what is newer is progress."""
     entered: int = 0
     """Of the steps that count, as many the ledger of samples has."""
 
@@ -327,6 +331,7 @@ class Facts:
         self.resumes |= state.resumes
         self.started_over, self.start = state.started_over, state.start
         self.futile, self.goal = state.futile, state.goal
+        self.height, self.furthest = state.height, state.furthest
         self.groups.restore(state.groups)
         self.plan, self.epoch = state, max(self.epoch, state.epoch)
         for node in self.nodes.values():
@@ -392,8 +397,17 @@ class Facts:
         if len(gone) <= self.settings.replicas:
             self.fill_catalogue(set(plan.roles) - set(self.catalogue))
 
+    def note_progress(self) -> None:
+        """Something has failed: was there a step since that nobody had done before?"""
+        if self.reached > self.goal:  # the failure is the first that comes after it
+            self.futile, self.goal = min(self.futile, 1), self.reached
+        if self.reached > self.furthest:
+            self.height, self.furthest = 0, self.reached
+
     def forget(self) -> None:
         """The job starts over."""
+        self.note_progress()
+        self.goal = 0
         self.initial, self.reached, self.begins_at, self.catalogue, self.parts = None, 0, 0, {}, []
         self.started_over, self.start = self.epoch, (None, "initial")
         self.groups.forget()

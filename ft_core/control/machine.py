@@ -40,6 +40,7 @@ from ft_core.control.events import (
 from ft_core.control.facts import Facts, Node, epoch_of
 from ft_core.control.goodput import Account
 from ft_core.control.groups import Groups
+from ft_core.control.ladder import Against
 from ft_core.control.overview import Overview, overview
 from ft_core.control.phases import Done, Forming, Phase, Rebuilding, Running, Waiting
 from ft_core.control.script_settings import ScriptSettings, answer, spares_started, warn_of_spares
@@ -371,7 +372,7 @@ class Controller:
                 pass  # another worker of this role takes part
             case m.Issued():
                 if (found := self._epochs.completion.answered(message, facts.plan_epoch)) is not None:
-                    self._epochs.end(1, found)
+                    self._epochs.begin_anew(Against(found))
             case m.Prepared(role, counts):
                 running = isinstance(self.phase, Running)
                 started = self._epochs.returning.prepared(facts, node.name, role, counts, running, now)

@@ -60,6 +60,8 @@ def make(facts: Facts, start: Start, name: str, job: str) -> Plan:
         reached=facts.reached,
         futile=facts.futile,
         goal=facts.goal,
+        height=facts.height,
+        furthest=facts.furthest,
         entered=min(facts.entered, start.version or 0),
         start=facts.start,
     )

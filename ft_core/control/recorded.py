@@ -68,6 +68,14 @@ EVENTS: Mapping[str, Event] = {
         "memory does not suffice, and all scripts are started again: from their own newest checkpoint, if "
         "there is one. `reason` says what was lost"
     ),
+    "begins_anew": Event(
+        "to go on in place does not help, and the next rung of the [ladder](failure_model.md#the-ladder) is "
+        "tried; `reason` says against what",
+        {
+            "rung": "who begins anew: `some` roles or `all`, from memory; `restart`: all, from a durable "
+            "checkpoint or the script's own"
+        },
+    ),
     "hang": Event(
         "nothing moves. `roles`: who holds the others up, `reason`: who waits for it in what, and what it "
         "does. Its worker is replaced. Of what is not clear nothing is replaced: `reason` begins with `not "

@@ -22,6 +22,10 @@ _KEPT = 256
 """Strikes that are kept at most, the newest."""
 
 
+ALIKE = 2
+"""Times that a newcomer's start-up has failed of the same before it is not tried a third time."""
+
+
 class Retry(Enum):
     """Whether a role is tried again whose worker has failed."""
 
@@ -48,6 +52,7 @@ RULES: dict[Fault, tuple[Retry, Counts]] = {
     Fault.LEFT: (Retry.NEVER, Counts.NO),
     Fault.INTERRUPTED: (Retry.NEVER, Counts.NO),
     Fault.REFUSED: (Retry.NEVER, Counts.NO),
+    Fault.DIVERGED: (Retry.NEVER, Counts.NO),
     Fault.MEMORY: (Retry.ONCE, Counts.AGAIN),
     Fault.DEVICE_MEMORY: (Retry.ONCE, Counts.AGAIN),
     Fault.DEVICE: (Retry.YES, Counts.YES),
@@ -67,7 +72,12 @@ _NOT_AGAIN = {
     Fault.LEFT: "the others would wait for it",
     Fault.INTERRUPTED: "somebody wants it to end",
     Fault.REFUSED: "to try again would not help",
+    Fault.DIVERGED: "it cannot take part with the others",
 }
+
+
+FINAL = frozenset({Fault.INTERRUPTED, Fault.REFUSED})
+"""What no restart is tried against: somebody wants the job to end, or it cannot even begin."""
 
 
 def place(node: str) -> str:
@@ -157,6 +167,16 @@ class Strikes:
             and known.signature
             for _, known in self._all
         )
+
+    def alike(self, lost: WorkerLost) -> bool:
+        """Whether this role has failed of the same twice before on its way to its first step, wherever it
+        was: it would again."""
+        before = {
+            s.pid
+            for _, s in self._all
+            if (s.role, s.step, s.signature) == (lost.role, lost.step, lost.signature) and s.pid != lost.pid
+        }
+        return bool(lost.signature) and lost.step < 0 and len(before) >= ALIKE
 
     def everywhere(self, role: int, step: int) -> list[str]:
         """The places where a role has failed in this step."""

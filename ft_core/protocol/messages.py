@@ -200,7 +200,9 @@ class Fault(StrEnum):
     INTERRUPTED = "interrupted"
     """KeyboardInterrupt."""
     REFUSED = "refused"
-    """An error of this engine's that nothing but another configuration, or another script, mends."""
+    """A configuration that nothing but another one mends."""
+    DIVERGED = "diverged"
+    """The script, started again, does not do what it, or its peers, had done before."""
     MEMORY = "memory"
     """The host's memory is used up, and the process was told so."""
     DEVICE_MEMORY = "device_memory"
@@ -427,6 +429,8 @@ class JobState(Value, frozen=True):
     reached: Version
     futile: Number
     goal: Version
+    height: Number
+    furthest: Version
     entered: Version
     """Of its steps, as many the ledger has."""
     start: tuple[Version | None, Origin]

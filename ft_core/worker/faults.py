@@ -177,8 +177,10 @@ def _text(error: BaseException) -> str:
 
 
 def _of(error: BaseException) -> Fault:
-    if isinstance(error, ConfigError | ReplayMismatch):
+    if isinstance(error, ConfigError):
         return Fault.REFUSED
+    if isinstance(error, ReplayMismatch):
+        return Fault.DIVERGED
     if _of_ranks(error) == []:
         return Fault.TRANSPORT  # another rank's, which has more to say
     text = _text(error)

@@ -66,6 +66,8 @@ def job_plan(roles: dict[int, str], epoch: int = 1, **more: Any) -> m.Plan:
         reached=0,
         futile=0,
         goal=0,
+        height=0,
+        furthest=0,
         entered=0,
         start=(None, "initial"),
     )

@@ -281,7 +281,7 @@ class ControlPlane:
 
     def __init__(self, nodes: int = 2, spares: int = 0, nproc: int = 1, groups: int = 1, **settings: Any):
         """`groups`: replica groups, of roles in a row; where there are several, each has all the state."""
-        about = {"replicas": 1, "spares": spares, "controller": "host:1", **settings}
+        about = {"replicas": 1, "spares": spares, "controller": "host:1", "max_restarts": 0, **settings}
         self.settings = Settings(nodes, nproc, Command("train.py"), **about)
         self.roles = range(self.settings.world_size)
         self.resumes, self.groups = False, groups
