@@ -467,7 +467,7 @@ class Epochs:
         elif why := strikes.ends(lost, facts.trained, same_again):
             self._script_failed(lost, f"{where}; {why}", node.name)
         elif facts.settings.max_restarts and facts.strikes.alike(lost):
-            self._script_failed(lost, f"{where}; its start has failed so before, and would again", node.name)
+            self._script_failed(lost, f"{where}; its start has failed of the same before", node.name)
         else:
             self.fail(where, [role], strikes.exit_code(lost), fault=lost.fault, node=node.name)
 
@@ -938,7 +938,8 @@ class Epochs:
         """Memory does not suffice: end all workers; once they are replaced, let the scripts begin anew."""
         left = outcome.left
         if self._recorded.get("starting_over", 0) < self.facts.epoch:
-            log.warning("%s\nThe script is started again from its own newest checkpoint.", outcome.reason)
+            if self.climb is None:
+                log.warning("%s\nThe script is started again from its own newest checkpoint.", outcome.reason)
             self._recorded["starting_over"] = self.facts.epoch + bool(left)
             if not left:
                 self.record("starting_over", outcome.reason)

@@ -209,9 +209,9 @@ def ends(lost: WorkerLost, trained: bool, same_again: bool) -> str:
     if retry is Retry.NEVER:
         return _NOT_AGAIN[lost.fault]
     if lost.fault is Fault.EXCEPTION and not trained:
-        return "no step was done yet, so the script is not tried again"
+        return "no step was done yet"
     if retry is Retry.ONCE and lost.step >= 0 and same_again:
-        return f"the same again in the step after version {lost.step}, so it is not tried once more"
+        return f"the same again in the step after version {lost.step}"
     return ""
 
 

@@ -1,0 +1,66 @@
+"""Where to go on in place does not help, some or all begin anew, from memory or storage: the job ends as if
+nothing had been."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from deepspeed_jobs import Zero
+from failing_jobs import TROUBLED, Failing
+from harness import Job, Layout, Result, Training, check_clean, different, reference
+
+STEPS = 8
+AT = "forward", 4
+MEGATRON, DEEPSPEED, DEEPSPEED3 = Layout(1, 1, 2, distributed=True), Zero(1, dp=2), Zero(3, dp=2)
+BUG = "raise ValueError('no')"
+
+
+def rungs(result: Result) -> list[str]:
+    """Those that were climbed, one after the other."""
+    return [event["rung"] for event in result.of("begins_anew")]
+
+
+def check_ends_as_undisturbed(result: Result, training: Training) -> None:
+    expected = reference(training, STEPS)
+    assert result.code == 0, result.output[-4000:]
+    assert different(result.losses) == expected.losses
+    assert result.digest == expected.digest
+    check_clean(result)
+
+
+@pytest.mark.parametrize(
+    ("failures", "ftrun", "climbed", "origins"),
+    [
+        (2, (), ["all"], ["memory", "memory"]),
+        (3, (), ["all", "restart"], ["memory", "memory", "initial"]),
+        (3, ("--ft-durable-interval=2",), ["all", "restart"], ["memory", "memory", "durable"]),
+        (5, (), ["all", *3 * ["restart"]], ["memory", "memory", *3 * ["initial"]]),
+    ],
+    ids=["memory", "script", "durable", "often"],
+)
+@pytest.mark.parametrize("training", [MEGATRON, DEEPSPEED, DEEPSPEED3], ids=str)
+def test_the_same_error_again_and_again(
+    training: Training,
+    failures: int,
+    ftrun: tuple[str, ...],
+    climbed: list[str],
+    origins: list[str],
+    tmp_path: Path,
+) -> None:
+    durable = (f"--ft-durable-dir={tmp_path}/durable",) * bool(ftrun)
+    failing = Failing(training, failures * ((TROUBLED, *AT, BUG),))
+    with Job(tmp_path / "job", failing, STEPS, spares=0, ftrun=(*ftrun, *durable)) as job:
+        result = job.finish()
+    assert rungs(result) == climbed, result.output[-3000:]
+    assert [event["origin"] for event in result.of("decided")[1:]] == origins
+    check_ends_as_undisturbed(result, training)
+
+
+def test_so_often_and_no_more(tmp_path: Path) -> None:
+    failing = Failing(MEGATRON, 4 * ((TROUBLED, *AT, BUG),))
+    with Job(tmp_path / "job", failing, STEPS, spares=0, ftrun=("--max-restarts=1",)) as job:
+        result = job.finish()
+    assert result.code == 1 and rungs(result) == ["all", "restart"]
+    assert "ftrun: the job stops: after 1 restart in a row without a new step: worker" in result.output
+    check_clean(result)
