@@ -447,7 +447,7 @@ class Epochs:
             facts.worker_died(node, role)
             self.decide_if_ready()
             return
-        self._strike(strikes.of_worker(lost, node.name), node.hello.domain)
+        self._strike(strikes.of_worker(lost, node.name, facts.trained), node.hello.domain)
         if self.returning.concerns(role, node.name):
             self.do(*self.returning.fail(facts, where))
             return

@@ -191,11 +191,12 @@ class Strikes:
         return [(at, strike) for at, strike in self._all if now - at <= self.seconds]
 
 
-def of_worker(lost: WorkerLost, node: str) -> Strike:
-    """The end of a worker."""
-    return Strike(
-        place(node), lost.device, lost.role, lost.pid, lost.step, lost.fault, lost.signature, age=0.0
-    )
+def of_worker(lost: WorkerLost, node: str, trained: bool = True) -> Strike:
+    """The end of a worker. `trained`: somebody has come through what an exception in start-up comes of: then
+    that counts against the node."""
+    script = lost.fault is Fault.EXCEPTION and not trained
+    step = max(lost.step, 0) if script else lost.step
+    return Strike(place(node), lost.device, lost.role, lost.pid, step, lost.fault, lost.signature, age=0.0)
 
 
 def of_node(node: str, agent: int, fault: Fault) -> Strike:

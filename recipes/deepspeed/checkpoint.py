@@ -19,8 +19,11 @@ def save(engine: Any, directory: Path) -> None:
 
 
 def load(engine: Any, directory: Path) -> None:
-    """Take over the newest checkpoint in `directory`, which must have one."""
-    engine.load_checkpoint(directory)
+    """Take over the newest checkpoint in `directory`, if there is one: the same command starts a job, and
+    starts it again."""
+    found, _ = engine.load_checkpoint(directory)
+    if found is None:
+        return
     own = _rng_path(directory, f"step{engine.global_steps}")
     # A rank that was away when the checkpoint was written takes another's.
     states = torch.load(own if own.exists() else min(own.parent.glob("rng_*.pt")))

@@ -82,3 +82,10 @@ def begin() -> None:
     if current is not None:
         current._shell.injector = Failures(current.job_dir, os.environ["FT_TEST_FAILURES"])
         current.point("begin")
+
+
+def end() -> None:
+    """After the script's last line, which is one as well: "end"."""
+    current = session.current()
+    if current is not None:
+        current.point("end")

@@ -8,3 +8,4 @@ import pretrain_clm
 if __name__ == "__main__":
     failing.begin()
     pretrain_clm.main()
+    failing.end()

@@ -8,3 +8,4 @@ import pretrain_gpt_core
 if __name__ == "__main__":
     failing.begin()
     pretrain_gpt_core.main()
+    failing.end()

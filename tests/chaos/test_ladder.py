@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 from deepspeed_jobs import Zero
-from failing_jobs import TROUBLED, Failing
+from failing_jobs import EVALUATING, TROUBLED, Failing
 from harness import Job, Layout, Result, Training, check_clean, different, reference
 
 STEPS = 8
 AT = "forward", 4
 MEGATRON, DEEPSPEED, DEEPSPEED3 = Layout(1, 1, 2, distributed=True), Zero(1, dp=2), Zero(3, dp=2)
+EVALUATING_MEGATRON = Layout(1, 1, 2, distributed=True, more=EVALUATING)
+EVALUATING_DEEPSPEED = Zero(1, dp=2, more=EVALUATING[:1])
+CLOCKED = Path(__file__).parent / "clocked.py"
 BUG = "raise ValueError('no')"
 
 
@@ -64,3 +67,38 @@ def test_so_often_and_no_more(tmp_path: Path) -> None:
     assert result.code == 1 and rungs(result) == ["all", "restart"]
     assert "ftrun: the job stops: after 1 restart in a row without a new step: worker" in result.output
     check_clean(result)
+
+
+ENDS = {
+    "sys.exit(3)": (AT, "import sys; sys.exit(3)", "all"),
+    "os._exit(0)": (AT, "import os; os._exit(0)", "all"),
+    "leaves alone": (("evaluate", 2), "import sys; sys.exit(0)", "all"),
+    "first start": (("startup", 0), "1 / 0", "restart"),
+    "first line": (("begin", 0), "import os; os._exit(5)", "restart"),
+    "diverges": (AT, "from ft_core.errors import ReplayMismatch; raise ReplayMismatch('no')", "all"),
+    "at the end": (("end", STEPS), "1 / 0", "restart"),
+}
+"""Ways to end that a restart helps against: where, what is done there, and the rung that is climbed."""
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("training", [EVALUATING_MEGATRON, EVALUATING_DEEPSPEED], ids=str)
+def test_a_role_that_ends_once(training: Training, end: str, tmp_path: Path) -> None:
+    (point, step), what, rung = ENDS[end]
+    failing = Failing(training, ((TROUBLED, point, step, what),))
+    with Job(tmp_path / "job", failing, STEPS, spares=0) as job:
+        result = job.finish()
+    assert rungs(result) == [rung], result.output[-3000:]
+    check_ends_as_undisturbed(result, training)
+
+
+@pytest.mark.parametrize("role", [0, 1])
+def test_a_script_that_never_does_the_same_again(role: int, tmp_path: Path) -> None:
+    """Whoever takes rank 0 over cannot pass over the steps before."""
+    saves = f"--save={tmp_path}/checkpoints", "--save-interval=2", f"--load={tmp_path}/checkpoints"
+    ftrun = ("--ft-inject", f"{role}@forward:5:worker")
+    about = {"spares": 0, "ftrun": ftrun, "flags": saves, "script": CLOCKED}
+    with Job(tmp_path / "job", DEEPSPEED, STEPS, **about) as job:
+        result = job.finish()
+    print(result.output, [event["event"] for event in result.events])
+    check_ends_as_undisturbed(result, DEEPSPEED)
