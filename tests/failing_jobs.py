@@ -148,6 +148,7 @@ def _count(rows: list[Row]) -> int:
 
 # -- what ends the job -----------------------------------------------------------------------------
 
+NEVER_AGAIN = ("--max-restarts=0",)
 ENDING = [row for row in TABLE if row.first != "restarts" or row.again != "restarts"]
 
 
@@ -157,7 +158,7 @@ def check_it_ends_the_job(row: Row, training: Training, directory: Path) -> None
     startup = isinstance(case, Script) and case.step < 0
     point, step = ("startup", 0) if startup else ("forward", STEP)
     failing = Failing(training, tries * ((TROUBLED, point, step, row.error),))
-    with Job(directory / "job", failing, 2 * STEP, spares=0) as job:
+    with Job(directory / "job", failing, 2 * STEP, spares=0, ftrun=NEVER_AGAIN) as job:
         result = job.finish()
     code = (row.first, row.again)[tries - 1].rpartition(" ")[2]
     assert result.code == int(code), result.output[-4000:]
@@ -184,7 +185,7 @@ def check_nobody_waits_for_who_leaves(
     """The job ends, and says who has left."""
     text, said = LEAVING[how]
     failing = Failing(training, ((TROUBLED, *where, text),))
-    with Job(directory / "job", failing, 6, spares=0) as job:
+    with Job(directory / "job", failing, 6, spares=0, ftrun=NEVER_AGAIN) as job:
         result = job.finish()
     assert result.code == 1, result.output[-4000:]
     assert said in result.of("stopped")[0]["reason"]

@@ -277,10 +277,7 @@ def _as_begun(facts: Facts, nodes: frozenset[str], durable: Durable) -> _Choice 
         if (found := _durable(facts, nodes, durable)) is None:
             return AskStorage(nodes)
         if not found:
-            raise Unrecoverable(
-                f"Every durable checkpoint in {facts.settings.durable_dir} is damaged (see the errors "
-                "above). Nothing has been trained since. To start without one, give another one."
-            )
+            raise Unrecoverable(_all_are_damaged(facts))
         version = max(found)
     return _Choice(version, origin, {})
 
@@ -293,7 +290,16 @@ def _from_storage(
         return None
     if (found := _durable(facts, nodes, durable)) is None:
         return AskStorage(nodes)
+    if not found and facts.begins_with_durable:
+        raise Unrecoverable(_all_are_damaged(facts))
     return _Choice(max(found), "durable", {}) if found else None
+
+
+def _all_are_damaged(facts: Facts) -> str:
+    return (
+        f"Every durable checkpoint in {facts.settings.durable_dir} is damaged (see the errors above). Nothing "
+        "has been trained since. To start without one, give another one."
+    )
 
 
 def _durable(facts: Facts, nodes: frozenset[str], durable: Durable) -> Mapping[int, str] | None:

@@ -900,8 +900,12 @@ class Epochs:
     def _nothing_in_memory_helps(self, outcome: GiveUp) -> None:
         """There is only what scripts can begin with by themselves."""
         facts, problems = self.facts, self.checkpoints.errors.values()
-        can = facts.settings.max_restarts and not problems and not facts.groups.adopted(facts.places)
-        if not can or (self.climb is not None and self.climb.rung is Rung.RESTART):
+        can = facts.settings.max_restarts and not problems and not facts.begins_with_durable
+        if (
+            not can
+            or facts.groups.adopted(facts.places)
+            or (self.climb is not None and self.climb.rung is Rung.RESTART)
+        ):
             self.end(1, explain.the_end(facts, outcome, problems))
             return
         facts.height = max(facts.height, ladder.ALL_FROM_MEMORY)  # there is nothing for those rungs

@@ -362,6 +362,11 @@ class Facts:
         return self.initial is not None and self.reached > self.initial
 
     @property
+    def begins_with_durable(self) -> bool:
+        """Whether no step was done yet after the durable checkpoint that the job has begun with."""
+        return self.initial is None and self.start[1] == "durable"
+
+    @property
     def forgotten(self) -> bool:
         """Whether steps were done, and all who did them are lost, with a controller that knew what they held:
         nobody is left who knows of more than the first plan. It may be on record nowhere, if a leader was

@@ -22,7 +22,7 @@ FEW = ("--num-workers=0",)
 )
 def test_scripts_that_leave(leave: str, code: int, said: str, tmp_path: Path) -> None:
     training = Loading((*FEW, f"--leave={leave}"))
-    with Job(tmp_path / "job", training, 1000, spares=0) as job:
+    with Job(tmp_path / "job", training, 1000, spares=0, ftrun=("--max-restarts=0",)) as job:
         result = job.finish(60)
     assert result.code == code, result.output
     assert said in result.output

@@ -47,7 +47,7 @@ def test_an_exception_restarts_its_worker_from_memory(tmp_path: Path):
 
 @pytest.mark.parametrize("training", [MEGATRON, DEEPSPEED], ids=str)
 def test_the_same_on_all_roles_ends_the_job(training: Training, tmp_path: Path) -> None:
-    ftrun = ("--ft-inject", f"0@forward:4:errors,{AT}:errors")
+    ftrun = ("--max-restarts=0", "--ft-inject", f"0@forward:4:errors,{AT}:errors")
     with Job(tmp_path / "job", training, STEPS, spares=0, ftrun=ftrun) as job:
         result = job.finish()
     assert result.code == 1, result.output[-4000:]

@@ -31,6 +31,7 @@ HERE = Path(__file__).parent
 PACED = HERE / "paced.py"
 LAYOUT = Layout(1, 1, 2, distributed=True)
 PLAIN = Layout(1, 1, 2)
+NEVER_AGAIN = ("--max-restarts=0",)
 STEPS = 40
 
 
@@ -141,7 +142,7 @@ def test_more_than_replicas_cover_falls_back_to_the_durable_checkpoint(tmp_path)
 
 
 def test_more_than_replicas_cover_without_a_durable_checkpoint_is_a_clear_error(tmp_path):
-    with Job(tmp_path / "job", LAYOUT, STEPS, spares=2, script=PACED) as job:
+    with Job(tmp_path / "job", LAYOUT, STEPS, spares=2, script=PACED, ftrun=NEVER_AGAIN) as job:
         job.wait_for("resumed")
         job.kill_nodes(0, 1)
         result = job.finish()
@@ -178,7 +179,7 @@ def test_a_new_job_goes_on_from_the_durable_checkpoint_of_an_old_one(layout, dam
 
 
 def test_an_exception_of_the_script_ends_the_job_with_its_traceback(tmp_path):
-    with Job(tmp_path / "job", LAYOUT, STEPS, script=HERE / "faulty.py") as job:
+    with Job(tmp_path / "job", LAYOUT, STEPS, script=HERE / "faulty.py", ftrun=NEVER_AGAIN) as job:
         result = job.finish()
     assert result.code == 1
     assert "ftrun: the job stops: worker" in result.output and "of role 1 on node1" in result.output
@@ -195,7 +196,8 @@ def test_a_script_without_ft_trains_as_usual(tmp_path):
 
 
 def test_a_script_without_ft_ends_with_its_first_crash(tmp_path):
-    with Job(tmp_path / "job", LAYOUT, STEPS, protected=False, script=PACED) as job:
+    about = {"protected": False, "script": PACED, "ftrun": NEVER_AGAIN}
+    with Job(tmp_path / "job", LAYOUT, STEPS, **about) as job:
         job.wait_for_step(3)
         job.kill_worker(1)
         result = job.finish()
@@ -206,7 +208,7 @@ def test_a_script_without_ft_ends_with_its_first_crash(tmp_path):
 
 def test_torchs_own_data_parallelism_trains_as_usual_until_a_crash_ends_the_job(tmp_path):
     job_dir = tmp_path / "job"
-    command = [sys.executable, "-m", "ft_core.cli.launch", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "ft_core.cli.launch", "--standalone", "--nproc-per-node=2", *NEVER_AGAIN]
     command += [f"--job-dir={job_dir}", str(HERE / "accelerated.py")]
     done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1

@@ -329,6 +329,13 @@ def raise_always(job: SimJob, rng: Random) -> None:
     job.errors.add(_some_roles(job, rng), version, always=True)
 
 
+def diverge(job: SimJob, rng: Random) -> None:
+    """From now on no script does again what others have on record; and somebody is lost."""
+    job.world.trace("scripts never do the same again")
+    job.diverges = True
+    kill_worker(job, rng)
+
+
 def _some_roles(job: SimJob, rng: Random) -> list[int]:
     roles = list(range(job.training.roles))
     return rng.choice((roles, [rng.choice(roles)], [rng.choice(roles)]))
@@ -509,6 +516,8 @@ def schedule(job: SimJob, rng: Random) -> float:
         faults = LEADERS
     elif job.shape.elects:
         faults = {fault: faults.get(fault, 0) + ELECTION.get(fault, 0) for fault in (*faults, *ELECTION)}
+    if job.shape.restarts:
+        faults = faults | {diverge: 4}
     if job.shape.relays:
         faults = faults | {lose_relay: 8}
     moments: tuple[str, ...] = tuple(MOMENTS)

@@ -79,6 +79,8 @@ class Shape:
     """Standbys start roles ahead of need."""
     relays: bool = False
     """Some nodes have no connection with the controller, but others speak for them."""
+    restarts: int = 0
+    """How often in a row its scripts are started again."""
     cut_short: bool = False
     """It ends with the last fault."""
     brief: bool = False
@@ -135,6 +137,7 @@ class SimJob:
             quiesce_timeout=6.0,
             hang_limit=90.0,
             ready_standbys=shape.per_node if shape.ready else 0,
+            max_restarts=shape.restarts,
             **({} if shape.brings else self.wanted),
         )
         groups = 1 if shape.adopts else shape.groups
@@ -174,6 +177,10 @@ class SimJob:
         self.poison: tuple[int, int] | None = None
         """A role, and the version at whose beginning its worker dies, whoever plays it."""
         self.errors = Errors(self)
+        self.diverges = False
+        """Whether a script that is started again does something else than its peers have on record."""
+        self.restarts = False
+        """Whether all begin anew from storage in the next epoch."""
         self.not_before = 0.0
         """When the last fault is over, should one take longer."""
         self._places: dict[int, str] = {}
@@ -417,6 +424,8 @@ class SimJob:
         # A spare that holds nothing, and alone has begun what a former controller decided, begins anew.
         if back is not None and needless and not self.shape.brief and back.store.holds_something:
             raise Violation(f"6: {back.name} is well, and is given up")
+        if event.event == "begins_anew":
+            self._begins_anew(event)
         if event.event == "hang" and event.more["explained"]:
             self._check_blame(controller, event)
         if event.event == "controller_restarted":  # what its predecessor decided last nobody may have heard
@@ -430,6 +439,14 @@ class SimJob:
             self.outcome.reason = event.reason
         if event.epoch > self._epoch:
             self._epoch, self._promised = event.epoch, self.storage.newest()
+
+    def _begins_anew(self, event: ev.Record) -> None:
+        """The next rung of the ladder is tried: not without need."""
+        if not self.shape.restarts:
+            raise Violation(f"14: roles begin anew, and nobody wants that: {event.reason}")
+        if not self._excused() and len(lost := self._lost()) <= self.shape.replicas:
+            raise Violation(f"14: roles begin anew, though only {sorted(lost)} was lost: {event.reason}")
+        self.restarts = event.more["rung"] == "restart"
 
     def _drains(self, controller: SimController, event: ev.Record) -> None:
         """Nodes are taken out: no role moves to one of them, and nothing is done again for it."""
@@ -571,7 +588,11 @@ class SimJob:
             content = self.storage.content(plan.durable)
         elif version is None or event.more["origin"] == "initial":  # as the scripts begin
             version, content = self.saved or (0, 1)
-        if training.newest - version > 1 and len(lost) <= self.shape.replicas:
+        restarts, self.restarts = self.restarts, False
+        if restarts:
+            self.beyond |= version < training.newest - 1
+            training.least = min(training.least, version)
+        elif training.newest - version > 1 and len(lost) <= self.shape.replicas:
             raise Violation(
                 f"3: epoch {event.epoch} goes on from version {version}, and version {training.newest} was "
                 f"there; lost: {sorted(lost) or 'nothing'}"
@@ -585,7 +606,7 @@ class SimJob:
         settled = bool(controller.machine.facts.settings.durable_dir) and (
             training.newest > 0 or not self.shape.brings
         )
-        if self._promised in self.storage.complete() and settled:
+        if self._promised in self.storage.complete() and settled and not (restarts and self.diverges):
             promised = durable.version_of(self._promised)
             if version < (promised if content is not None else min(promised, training.newest - 1)):
                 raise Violation(
@@ -611,16 +632,23 @@ class SimJob:
             lines = [line for _, part in sorted(self.ledger.items()) for line in part]
             if not self.beyond and (problems := ledger_check.verify(lines).problems):
                 raise Violation(f"4: the ledger: {problems}")
-        elif "without a new step" in self.outcome.reason and not (self.poison or self.errors.fatal):
+        elif "recoveries in a row without a new step" in self.outcome.reason and not self._hopeless:
             raise Violation(f"5: the job has given up recoveries in vain: {self.outcome.reason}")
         elif not self._excused() and len(lost := self._lost()) <= self.shape.replicas:
             raise Violation(
                 f"5: the job has ended, though only {sorted(lost)} was lost: {self.outcome.reason}"
             )
 
+    @property
+    def _hopeless(self) -> bool:
+        """Whether its script may fail for ever."""
+        return bool(self.poison or self.errors.fatal or self.diverges)
+
     def _excused(self) -> bool:
         """Whether the job may end with a reason, though no more was lost than there are copies for."""
-        if self.poison or self.errors.fatal or self.shape.brings in ("different", "impossible"):
+        if self._hopeless or self.shape.brings in ("different", "impossible"):
+            return True
+        if self.beyond and self.outcome.reason.startswith("after "):  # restarts
             return True
         reason, storage = self.outcome.reason, self.storage
         # All that the controller sees were told to end; others are lost, as they are stopped.
@@ -677,7 +705,7 @@ class SimJob:
         if not self.over and self.training.newest <= reached + steps:
             raise Violation(f"5: {_LIMIT:g} s after the last fault no step was done; {self._where()}")
         if self.shape.brings in ("different", "impossible"):
-            if self.training.newest:
+            if self.training.newest > self.training.least:
                 raise Violation(f"8: the scripts bring {self.shape.brings} settings, and a step was done")
             if not self.over:
                 raise Violation(f"8: the scripts bring {self.shape.brings} settings; {self._where()}")
@@ -691,8 +719,9 @@ class SimJob:
             out = [node.name for node in self.live() if node.name not in known and not node.leaving]
             if out:
                 raise Violation(f"6: {out} are well, and stay out")
-        self._groups_return()
-        self._drains_end()
+        if not self.diverges:  # nobody can start ahead of need, then, with what others have on record
+            self._groups_return()
+            self._drains_end()
         self.steps = self.training.newest + _STEPS
         world.run(world.now + _LIMIT, lambda: self.over)
         if not self.over:

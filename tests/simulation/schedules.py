@@ -43,6 +43,9 @@ DRAINS = 5 * 10**8
 """Of each of these ranges, from so far in nodes are drained in the second half."""
 DERIVES = 125 * 10**6
 """Of each quarter, in the second half nothing is copied that all roles together derive."""
+LADDER = 11 * 10**7
+"""Of each of these eighths, from so far in a job does not end where it cannot go on in place: its roles begin
+anew, and its script may never do the same again."""
 RELAYS = 10**9
 """Seeds from this on, or as far below 0, are of jobs in which some nodes speak for others."""
 
@@ -53,6 +56,8 @@ def simulate(seed: int, world: World | None = None) -> Outcome:
     drains, ready = abs(seed) % RELAYS >= DRAINS, abs(seed) % DRAINS >= READY
     found = replace(shape(rng), elects=seed < 0, relays=abs(seed) >= RELAYS, drains=drains, ready=ready)
     found = replace(found, derives=abs(seed) % READY >= DERIVES and (found.groups == 1 or found.adopts))
+    if abs(seed) % DERIVES >= LADDER:
+        found = replace(found, restarts=1 + abs(seed) % 3)
     if drains:
         found = replace(found, spares=found.spares + rng.choice((0, 1, 1, 2)))
     job = SimJob(world or World(seed), found)

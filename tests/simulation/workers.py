@@ -278,6 +278,8 @@ class SimWorker(Process):
             count, holder = self.plan.completed.get(self._group, (0, 0))
             if number < count:
                 yield from self._sleep(self._some(0.02), False)
+                if self.node.job.diverges:
+                    yield from self._raise(m.Fault.DIVERGED)
                 done = self.node.job.has_record(holder, number)
             elif self.plan.apart:
                 yield from self._raise()
@@ -436,9 +438,9 @@ class SimWorker(Process):
         if self.pending > self.epoch:
             raise EpochChanged
 
-    def _raise(self) -> Thread:
+    def _raise(self, fault: m.Fault = m.Fault.EXCEPTION) -> Thread:
         """An error of the script's."""
-        self._say(m.ScriptFailed(m.Fault.EXCEPTION, "ValueError", "ValueError @ train.py", "Traceback"))
+        self._say(m.ScriptFailed(fault, "ValueError", "ValueError @ train.py", "Traceback"))
         yield from self._sleep(0.002, False)
         self.node.end_worker(self, 1)
         yield Until(lambda: False, False)
