@@ -297,8 +297,8 @@ def _from_storage(
 
 def _all_are_damaged(facts: Facts) -> str:
     return (
-        f"Every durable checkpoint in {facts.settings.durable_dir} is damaged (see the errors above). Nothing "
-        "has been trained since. To start without one, give another one."
+        f"Every durable checkpoint in {facts.settings.durable_dir} is damaged (see the errors above). "
+        "Nothing has been trained since. To start without one, give another one."
     )
 
 
