@@ -60,7 +60,7 @@ def metrics() -> str:
     none: Any = [0] * (len(SECONDS) + 1), 0.0
     lost = dict.fromkeys(Cause, 0.0)
     found = Numbers(
-        {}, "", 0, 0, 0, None, {}, {}, {}, none, 0, lost, 0.0, 0, None, 0, {}, None, none, set(), None
+        {}, "", 0, 0, 0, None, {}, {}, {}, {}, none, 0, lost, 0.0, 0, None, 0, {}, None, none, set(), None
     )
     return _metrics(families(found))
 

@@ -11,6 +11,8 @@ from ft_core.protocol.messages import Fault
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "failure_model.md"
 STEP = 4
+EVERY = -1
+"""In place of a role: what happens does so in each of them, once."""
 
 
 @dataclass(frozen=True)

@@ -320,7 +320,7 @@ class Startup:
                 if self._completed.holder(series, number) is not None:
                     raise ReplayMismatch(
                         f"{self.where(series, number)}: whose message comes next is not known for "
-                        "a receive from any source; the job must fall back to its durable checkpoint"
+                        "a receive from any source"
                     )
             try:
                 source = self._execute(group, "recv_anysource", "recv", args, {}, epoch).source_rank()

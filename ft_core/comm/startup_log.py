@@ -197,8 +197,7 @@ class Completed:
             raise ReplayMismatch(
                 f"operation {number} of group {series} is on record nowhere: role {past[0][1]} is past it, "
                 f"but its record begins at step {past[0][0]}. Either the workers that did it are lost, or "
-                "this script begins at an earlier checkpoint than its newest (see its file `latest`); the "
-                "job must fall back to its durable checkpoint"
+                "this script begins at an earlier checkpoint than its newest (see its file `latest`)"
             )
         return past[0][1] if past else None
 
@@ -273,8 +272,7 @@ class Call:
             raise mismatch(where, self.signature, entry.signature)
         if not self.replayable:
             raise ReplayMismatch(
-                f"{where}: the result of {self.signature} existed on this role only and is lost with its "
-                "worker; the job must fall back to its durable checkpoint"
+                f"{where}: the result of {self.signature} existed on this role only, whose worker is lost"
             )
         if self.kind in _AT_ROOT:
             return
@@ -282,8 +280,7 @@ class Call:
             # Parameters are restored later. Anything else steers the script and must not be made up.
             if not lenient or not (weights or all(t.is_floating_point() for t in self.results)):
                 raise ReplayMismatch(
-                    f"{where}: the result of {self.signature} was too large for the start-up log; the job "
-                    "must fall back to its durable checkpoint"
+                    f"{where}: the result of {self.signature} was too large for the start-up log"
                 )
             log.info("%s: %s is left as it is, restore overwrites it", where, self.signature)
             return
@@ -302,7 +299,7 @@ def mismatch(where: str, issued: str, recorded: str) -> ReplayMismatch:
     """The script took another path than its peers did."""
     return ReplayMismatch(
         f"{where}: this process issues {issued}, its peers did {recorded}: the script is not deterministic "
-        "up to here; the job must fall back to its durable checkpoint"
+        "up to here"
     )
 
 

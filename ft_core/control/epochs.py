@@ -525,6 +525,7 @@ class Epochs:
             self.end(against.code, how_often + against.recorded, how_often + against.said)
             return
         self.climb, facts.height, facts.futile = climb, climb.height, 0
+        self.tally.rungs[climb.rung] += 1
         if climb.rung is Rung.RESTART:
             self.completion, self.unprotected = Completion(), facts.settings.command.no_python
         words = explain.begins_anew(climb, against.reason, facts.settings)

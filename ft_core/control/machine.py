@@ -140,6 +140,7 @@ class Controller:
             groups=(there, groups - there) if groups else None,
             failures=dict(tally.failures),
             recoveries=dict(tally.recoveries),
+            rungs=dict(tally.rungs),
             recovery={phase: counted(each) for phase, each in tally.phases.items()},
             steps=counted(tally.steps),
             steps_redone=account.steps_redone,

@@ -17,6 +17,7 @@ from prometheus_client.core import (
 from prometheus_client.metrics_core import Metric
 
 from ft_core.control import stragglers
+from ft_core.control.ladder import Rung
 from ft_core.control.phases import Done, Forming, Quiescing, Rebuilding, Running, Waiting
 from ft_core.control.tally import SECONDS, Numbers
 from ft_core.protocol.exposition import metrics, version
@@ -57,6 +58,15 @@ def families(found: Numbers) -> Iterator[Metric]:
     for origin in ("memory", "durable", "initial"):
         recoveries.add_metric([origin], found.recoveries.get(origin, 0))
     yield recoveries
+    rungs = CounterMetricFamily(
+        "ft_begun_anew",
+        "How often going on in place did not help: some roles or all began anew from memory, or all scripts "
+        "were started again from storage.",
+        labels=["rung"],
+    )
+    for rung in Rung:
+        rungs.add_metric([rung], found.rungs.get(rung, 0))
+    yield rungs
     recovery = HistogramMetricFamily(
         "ft_recovery_seconds", "What recoveries took, by phase; total: with the first step.", labels=["phase"]
     )

@@ -49,6 +49,8 @@ class Tally:
     """By class, node and failure domain."""
     recoveries: Counter[str] = field(default_factory=Counter)
     """By the origin of the state that the job went on from."""
+    rungs: Counter[str] = field(default_factory=Counter)
+    """Of the ladder that were climbed, by name."""
     phases: dict[str, Durations] = field(
         default_factory=lambda: {phase: Durations() for phase in (*PHASES, "total")}
     )
@@ -146,6 +148,7 @@ class Numbers:
     """Replica groups that take part, and that are away; None: not known yet."""
     failures: dict[tuple[str, str, str], int]
     recoveries: dict[str, int]
+    rungs: dict[str, int]
     recovery: dict[str, tuple[list[int], float]]
     """By phase: cumulative counts, and the sum."""
     steps: tuple[list[int], float]

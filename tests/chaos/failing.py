@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from textwrap import dedent
 
-from failures import CASES, Killed
+from failures import CASES, EVERY, Killed
 
 from ft_core.process.inject import Injector
 from ft_core.worker import session
@@ -33,15 +33,17 @@ class Failures(Injector):
     def point(self, role: int, name: str, step: int) -> None:
         """Fail here, if it is this one's turn."""
         for number, (of, point, at, what) in enumerate(self._failures):
-            if (of, point, at) == (role, name, step) and self._due(number):
+            if of in (role, EVERY) and (point, at) == (name, step) and self._due(number, role):
                 self._marker(number).touch()
+                self._marker(number, role).touch()
                 happens(what)
 
-    def _due(self, number: int) -> bool:
-        return not self._marker(number).exists() and (not number or self._marker(number - 1).exists())
+    def _due(self, number: int, role: int) -> bool:
+        return not self._marker(number, role).exists() and (not number or self._marker(number - 1).exists())
 
-    def _marker(self, number: int) -> Path:
-        return self._job_dir / f"failure-{number}"
+    def _marker(self, number: int, role: int | None = None) -> Path:
+        one = "" if role is None else f"-{role}"
+        return self._job_dir / f"failure-{number}{one}"
 
 
 def happens(what: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from deepspeed_jobs import Zero
 from failing_jobs import EVALUATING, TROUBLED, Failing
+from failures import EVERY
 from harness import Job, Layout, Result, Training, check_clean, different, reference
 
 STEPS = 8
@@ -67,6 +68,38 @@ def test_so_often_and_no_more(tmp_path: Path) -> None:
     assert result.code == 1 and rungs(result) == ["all", "restart"]
     assert "ftrun: the job stops: after 1 restart in a row without a new step: worker" in result.output
     check_clean(result)
+
+
+IN_VAIN = {
+    # Of a successor, wherever it is.
+    "start": ((TROUBLED, *AT, "SIGSEGV"), *3 * ((TROUBLED, "startup", 0, "1 / 0"),)),
+    # Nine workers, one after the other.
+    "step": 9 * ((TROUBLED, *AT, "SIGSEGV"),),
+}
+
+
+@pytest.mark.parametrize("what", IN_VAIN)
+@pytest.mark.parametrize("training", [MEGATRON, DEEPSPEED], ids=str)
+def test_recoveries_in_vain(training: Training, what: str, tmp_path: Path) -> None:
+    failing = Failing(training, IN_VAIN[what])
+    with Job(tmp_path / "job", failing, STEPS, spares=0, ftrun=("--ft-strikes=0",)) as job:
+        result = job.finish()
+    assert rungs(result) == ["all"], result.output[-3000:]
+    check_ends_as_undisturbed(result, training)
+
+
+DEADLOCK = "import torch, torch.distributed as d; d.recv(torch.zeros(3), 1 - d.get_rank())"
+
+
+@pytest.mark.parametrize("training", [MEGATRON, DEEPSPEED], ids=str)
+def test_roles_that_wait_for_each_other(training: Training, tmp_path: Path) -> None:
+    """As none ever has: nothing tells which of them is wrong, and nobody waits for ten minutes."""
+    failing = Failing(training, ((EVERY, *AT, DEADLOCK),))
+    with Job(tmp_path / "job", failing, STEPS, spares=0) as job:
+        result = job.finish()
+    (hang,) = result.of("hang")
+    assert not hang["explained"] and rungs(result) == ["some"]
+    check_ends_as_undisturbed(result, training)
 
 
 ENDS = {

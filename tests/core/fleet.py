@@ -430,7 +430,13 @@ class Fleet:
     ) -> None:
         """`groups`: replica groups, of roles in a row. `ranks`: those of the nodes that are simulated, if not
         all. `settings`: as in `ft_core.settings`."""
-        about: Event = {"replicas": 1 if nodes > 1 else 0, "spares": spares, "heartbeat": 0.1, **settings}
+        about: Event = {
+            "replicas": 1 if nodes > 1 else 0,
+            "spares": spares,
+            "heartbeat": 0.1,
+            "max_restarts": 0,
+        }
+        about |= settings
         about["controller"] = f"127.0.0.1:{free_port()}"
         self.settings = Settings(nodes, nproc, Command("train.py"), **about)
         self.job_dir, self.groups = job_dir, groups

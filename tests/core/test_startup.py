@@ -216,7 +216,7 @@ def test_a_mismatch_is_detected(how: str, said: str) -> None:
         job.kill(1)
         job.next_epoch([1])
         kind, text, _ = job.wait("error", [1])[1]
-        assert kind == "ReplayMismatch" and said in text and "durable checkpoint" in text
+        assert kind == "ReplayMismatch" and said in text
 
 
 def test_the_log_keeps_small_results_and_signatures_of_large_ones() -> None:
