@@ -174,7 +174,7 @@ class Strikes:
 def of_worker(lost: WorkerLost, node: str) -> Strike:
     """The end of a worker."""
     return Strike(
-        place(node), lost.device, lost.role, lost.pid, lost.step, lost.fault, lost.signature, age=0.0
+        place(node), lost.device, lost.role, lost.pid, lost.step, lost.fault, lost.signature, lost.age
     )
 
 
