@@ -505,10 +505,10 @@ class SimJob:
         return max(whole, default=-1)
 
     def _look(self, controller: SimController) -> None:
-        """Which nodes that live the controller does not see."""
+        """Which nodes that live the controller does not see, since it began at the latest."""
         seen = controller.machine.facts.nodes
         self._out = {
-            node.name: self._out.get(node.name, self.world.now)
+            node.name: self._out.get(node.name, controller.began)
             for node in self.live()
             if node.name not in seen
         }
@@ -571,7 +571,8 @@ class SimJob:
             content = self.storage.content(plan.durable)
         elif version is None or event.more["origin"] == "initial":  # as the scripts begin
             version, content = self.saved or (0, 1)
-        if training.newest - version > 1 and len(lost) <= self.shape.replicas:
+        covered = len(lost) <= self.shape.replicas and not self._newest_is_damaged
+        if training.newest - version > 1 and covered:
             raise Violation(
                 f"3: epoch {event.epoch} goes on from version {version}, and version {training.newest} was "
                 f"there; lost: {sorted(lost) or 'nothing'}"
@@ -628,9 +629,15 @@ class SimJob:
             return self.shape.brief or all(node.leaving or node.stopped for node in self.live())
         if "cannot be read" in reason:
             return storage.was_in_trouble
-        # Before the first step after a checkpoint was read it is the copy, by role, of what that has read.
-        read = any(durable.version_of(name) == self.training.newest for name, _ in storage.damaged)
-        return bool(storage.damaged) if "Every durable checkpoint" in reason else read and "damaged" in reason
+        if "Every durable checkpoint" in reason:
+            return bool(storage.damaged)
+        return self._newest_is_damaged and "damaged" in reason
+
+    @property
+    def _newest_is_damaged(self) -> bool:
+        """Whether the newest version is of a damaged checkpoint: before the first step after that was read it
+        is the copy, by role, of what the role has read, and some role could not."""
+        return any(durable.version_of(name) == self.training.newest for name, _ in self.storage.damaged)
 
     def terminate(self, node: SimNode) -> None:
         """SIGTERM to a node."""
@@ -677,7 +684,7 @@ class SimJob:
         if not self.over and self.training.newest <= reached + steps:
             raise Violation(f"5: {_LIMIT:g} s after the last fault no step was done; {self._where()}")
         if self.shape.brings in ("different", "impossible"):
-            if self.training.newest:
+            if self.training.step_at:
                 raise Violation(f"8: the scripts bring {self.shape.brings} settings, and a step was done")
             if not self.over:
                 raise Violation(f"8: the scripts bring {self.shape.brings} settings; {self._where()}")

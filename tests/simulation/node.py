@@ -130,6 +130,8 @@ class SimNode(Process):
             if found is not None:
                 self.follower.looked(began, found[0])
                 self._leader = found[1]
+            else:  # it may be late to obey the next one
+                self.troubled(0.0)
             self._hear_deferred()
             self.later(lease.LOOK * (0.5 + 0.5 * self.world.rng.random()), self._look)
 
