@@ -196,7 +196,7 @@ def of_worker(lost: WorkerLost, node: str, trained: bool = True) -> Strike:
     that counts against the node."""
     script = lost.fault is Fault.EXCEPTION and not trained
     step = max(lost.step, 0) if script else lost.step
-    return Strike(place(node), lost.device, lost.role, lost.pid, step, lost.fault, lost.signature, age=0.0)
+    return Strike(place(node), lost.device, lost.role, lost.pid, step, lost.fault, lost.signature, lost.age)
 
 
 def of_node(node: str, agent: int, fault: Fault) -> Strike:

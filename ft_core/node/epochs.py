@@ -90,7 +90,7 @@ class Epochs:
 
     def say(self, message: OfRole) -> None:
         """Post what the controller must know, whichever it is by then."""
-        self.said.keep(message)
+        self.said.keep(message, self.now)
         self.post(message)
 
     def tick(self) -> None:

@@ -220,7 +220,7 @@ class Agent:
         about = self.about
         who = about.node, term, about.pid, about.node_rank, about.domain, about.data
         # A controller that died may not have answered those, and not have written down these.
-        said = [*self.epochs.said, *self._asking.values(), *self._trained]
+        said = [*self.epochs.said.again(self.epochs.now), *self._asking.values(), *self._trained]
         self.epochs.post(m.AgentHello(*who, self.epochs.greeting(), said, self.draining))
         if self._termination.under_way:
             self.epochs.post(m.Leaving())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from msgspec.structs import replace
+
 from ft_core.protocol import messages as m
 
 OfRole = (
@@ -18,12 +20,13 @@ class Said:
     """
 
     def __init__(self) -> None:
-        self._messages: dict[tuple[type[OfRole], int, bool], OfRole] = {}
+        self._messages: dict[tuple[type[OfRole], int, bool], tuple[OfRole, float]] = {}
+        """With when it was said first."""
 
-    def keep(self, message: OfRole) -> None:
+    def keep(self, message: OfRole, now: float) -> None:
         """It is about `message.role`."""
         adopted = isinstance(message, m.RoleLayout) and message.adopted
-        self._messages[type(message), message.role, adopted] = message
+        self._messages[type(message), message.role, adopted] = message, now
 
     def forget(self, roles: Collection[int]) -> None:
         """They have other workers from now on, or are elsewhere."""
@@ -35,8 +38,10 @@ class Said:
 
     def prepared(self, role: int) -> m.Prepared | None:
         """Whether, and how, a role has said that it waits for its state."""
-        found = self._messages.get((m.Prepared, role, False))
+        found, _ = self._messages.get((m.Prepared, role, False), (None, 0.0))
         return found if isinstance(found, m.Prepared) else None
 
-    def __iter__(self) -> Iterator[OfRole]:
-        return iter(self._messages.values())
+    def again(self, now: float) -> Iterator[OfRole]:
+        """All of it. What has failed is not younger for being said once more."""
+        for message, at in self._messages.values():
+            yield replace(message, age=now - at) if isinstance(message, m.WorkerLost) else message

@@ -561,7 +561,7 @@ class Idle(Message, frozen=True):
 
 class WorkerLost(Message, frozen=True):
     """A worker with a role has ended. `exit` in words; `code` as of `subprocess`. `device`: its index, -1 for
-    none. `step`, `signature`: as of `Strike`."""
+    none. `step`, `signature`: as of `Strike`. `age`: seconds since, where it is said again."""
 
     role: Role
     pid: Number
@@ -572,6 +572,7 @@ class WorkerLost(Message, frozen=True):
     device: Number = -1
     signature: str = ""
     traceback: str = ""
+    age: float = 0.0
 
 
 class NoIdleWorker(Message, frozen=True):

@@ -169,7 +169,9 @@ def test_a_greeting_says_who_it_is_and_repeats_what_must_be_known(training: Node
     assert (hello.node, hello.pid, hello.domain, hello.holdings.begun) == ("node0", 42, "rack", "1-x")
     assert {type(said) for said in hello.said} == {m.Restored, m.Stepped, m.Trained, m.Configure}
     training.handle(e.WorkerEnded(training.number(), -9))
-    assert m.WorkerLost in {type(said) for said in training.greeting().said}
+    training.now += 60.0
+    (lost,) = (said for said in training.greeting().said if isinstance(said, m.WorkerLost))
+    assert lost.age == 60.0, "a failure is as old as it is, however late somebody hears of it"
     training.hear(plan(2, newcomers=[0]))
     said = training.greeting().said
     assert {type(each) for each in said} == {m.Trained}, "of a role's former worker nothing is said again"

@@ -211,6 +211,23 @@ def test_a_user_error_that_is_told_again_to_a_successor_is_no_second_one() -> No
     assert job.done is not None and "the same again in the step after version 1" in job.said[0]
 
 
+def test_deaths_that_a_successor_hears_of_late_are_as_old_as_they_are() -> None:
+    job = ControlPlane(nodes=2, nproc=2, spares=1, strikes=2, strike_minutes=1.0)
+    job.all_step(1)
+    old = {"exit": "killed by SIGSEGV", "code": -11, "fault": Fault.CRASHED, "step": 1, "age": 70.0}
+    lost = [WorkerLost(role=role, pid=job["node0"].workers.pop(role), **old) for role in (0, 1)]
+    job.start_controller()
+    job["node0"].greet(lost)
+    for name in ("node1", "node2"):
+        job[name].greet()
+    job.wait(0.1)
+    say_kept(job, "node0", KeepStrikes([]))
+    job.wait(0.1)
+    job.all_report()
+    assert job.phase == "running" and not job.records_of("avoided")
+    assert job.controller.facts.places[0] == job.controller.facts.places[1] == "node0"
+
+
 def raises(job: ControlPlane, step: int, signature: str) -> None:
     """An exception of role 0's."""
     about = {"exit": "exit code 1", "code": 1, "fault": Fault.EXCEPTION, "step": step, "signature": signature}

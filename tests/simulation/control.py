@@ -49,6 +49,8 @@ class SimController(Process):
         """Whether its clock is worse than clocks may be."""
         self.acts_late = False
         """Whether it is stopped between its next decision and saying so."""
+        self.began = job.world.now
+        """When, as the process or as the leader that it is."""
         self.leads = job.arbiter is None
         self._floor, self._ending = 0, False
         self._lease = lease.Lease(1)
@@ -69,7 +71,7 @@ class SimController(Process):
 
     def _machine(self, term: int = 1, **about: Any) -> Controller:
         """It goes on from what its predecessors have left."""
-        job = self.job
+        job, self.began = self.job, self.world.now
         spent, at = job.spent
         self._time = job.time.controller(term, spent, at)
         past = {"term": term, "spent": spent, "ago": self.world.now - at}

@@ -53,7 +53,8 @@ class Errors:
     job: SimJob
     bugs: list[Bug] = field(default_factory=list)
     _known: set[tuple[int, int]] = field(default_factory=set)
-    _tries: Counter[tuple[int, int]] = field(default_factory=Counter)
+    _tries: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    """By role and version, when it was tried of late: what was longer ago is forgotten, as all failures."""
     _failures: list[_Failure] = field(default_factory=list)
 
     def add(self, roles: list[int], version: int, always: bool) -> None:
@@ -69,18 +70,20 @@ class Errors:
 
     def due(self, worker: SimWorker) -> bool:
         """Whether this worker raises now."""
+        now, window = self.job.world.now, self.job.settings.strike_minutes * 60
         for bug in self.bugs:
             if (bug.role, bug.version) == (worker.role, worker.version):
                 if not bug.always:
                     self.bugs.remove(bug)
-                self._tries[bug.role, bug.version] += 1
+                tries = [at for at in self._tries.get((bug.role, bug.version), ()) if now - at <= window]
+                self._tries[bug.role, bug.version] = [*tries, now]
                 # From memory once more, and then from storage.
                 restarts = self.job.shape.restarts
-                tries = TRIES + (1 + restarts if restarts else 0)
-                if self._tries[bug.role, bug.version] > tries:
+                most = TRIES + (1 + restarts if restarts else 0)
+                if len(tries) >= most:
                     raise Violation(
                         f"7: role {worker.role} raises in the step after version {worker.version}, and was "
-                        f"tried more than {tries} times"
+                        f"tried more than {most} times"
                     )
                 return True
         return False

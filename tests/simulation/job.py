@@ -28,6 +28,7 @@ from .node import SimNode
 from .storage import Storage, preloaded
 from .time_account import TimeAccount
 from .training import Content, Training
+from .workers import SimWorker
 from .world import Link, Network, Violation, World
 
 _CALM = 12.0
@@ -193,6 +194,10 @@ class SimJob:
         """(kind of message, how many more of them, what happens then)."""
         self.beyond = False
         """Whether more was ever lost at once than there are copies for: word of steps, too."""
+        self.told: set[Content] = set()
+        """What came of the steps of which some worker has told what they trained."""
+        self._untold: set[Content] = set()
+        """The same of those of which nobody has, and none who could is left."""
         self._exposed: set[str] = set()
         """Nodes whose memory is lost since everything was in enough of them."""
         self._out: dict[str, float] = {}
@@ -388,6 +393,13 @@ class SimJob:
         self.errors.node_gone(node)
         self.beyond |= len(self._exposed) > self.shape.replicas
 
+    def word_lost(self, worker: SimWorker) -> None:
+        """With one who could have told what steps trained."""
+        workers = [w for node in self.live() for w in node.workers.values() if w.alive]
+        for step, content in worker.knows.items():
+            if content not in self.told and all(w.knows.get(step) != content for w in workers):
+                self._untold.add(content)
+
     def record(self, controller: SimController, event: ev.Record) -> None:
         """A line of events.jsonl."""
         if controller.term < self.decided:
@@ -522,10 +534,10 @@ class SimJob:
         return max(whole, default=-1)
 
     def _look(self, controller: SimController) -> None:
-        """Which nodes that live the controller does not see."""
+        """Which nodes that live the controller does not see, since it began at the latest."""
         seen = controller.machine.facts.nodes
         self._out = {
-            node.name: self._out.get(node.name, self.world.now)
+            node.name: self._out.get(node.name, controller.began)
             for node in self.live()
             if node.name not in seen
         }
@@ -589,10 +601,11 @@ class SimJob:
         elif version is None or event.more["origin"] == "initial":  # as the scripts begin
             version, content = self.saved or (0, 1)
         restarts, self.restarts = self.restarts, False
+        covered = len(lost) <= self.shape.replicas and not self._newest_is_damaged
         if restarts:
             self.beyond |= version < training.newest - 1
             training.least = min(training.least, version)
-        elif training.newest - version > 1 and len(lost) <= self.shape.replicas:
+        elif training.newest - version > 1 and covered:
             raise Violation(
                 f"3: epoch {event.epoch} goes on from version {version}, and version {training.newest} was "
                 f"there; lost: {sorted(lost) or 'nothing'}"
@@ -630,7 +643,8 @@ class SimJob:
                     f"5: the job has ended well, and only roles {done} have done step {self.steps}"
                 )
             lines = [line for _, part in sorted(self.ledger.items()) for line in part]
-            if not self.beyond and (problems := ledger_check.verify(lines).problems):
+            complete = not self.beyond and self._untold.isdisjoint(self.training.truth.values())
+            if complete and (problems := ledger_check.verify(lines).problems):
                 raise Violation(f"4: the ledger: {problems}")
         elif "recoveries in a row without a new step" in self.outcome.reason and not self._hopeless:
             raise Violation(f"5: the job has given up recoveries in vain: {self.outcome.reason}")
@@ -656,9 +670,15 @@ class SimJob:
             return self.shape.brief or all(node.leaving or node.stopped for node in self.live())
         if "cannot be read" in reason:
             return storage.was_in_trouble
-        # Before the first step after a checkpoint was read it is the copy, by role, of what that has read.
-        read = any(durable.version_of(name) == self.training.newest for name, _ in storage.damaged)
-        return bool(storage.damaged) if "Every durable checkpoint" in reason else read and "damaged" in reason
+        if "Every durable checkpoint" in reason:
+            return bool(storage.damaged)
+        return self._newest_is_damaged and "damaged" in reason
+
+    @property
+    def _newest_is_damaged(self) -> bool:
+        """Whether the newest version is of a damaged checkpoint: before the first step after that was read it
+        is the copy, by role, of what the role has read, and some role could not."""
+        return any(durable.version_of(name) == self.training.newest for name, _ in self.storage.damaged)
 
     def terminate(self, node: SimNode) -> None:
         """SIGTERM to a node."""
@@ -705,7 +725,7 @@ class SimJob:
         if not self.over and self.training.newest <= reached + steps:
             raise Violation(f"5: {_LIMIT:g} s after the last fault no step was done; {self._where()}")
         if self.shape.brings in ("different", "impossible"):
-            if self.training.newest > self.training.least:
+            if self.training.step_at:
                 raise Violation(f"8: the scripts bring {self.shape.brings} settings, and a step was done")
             if not self.over:
                 raise Violation(f"8: the scripts bring {self.shape.brings} settings; {self._where()}")

@@ -137,9 +137,9 @@ def a_successor_is_not_told_of_steps() -> None:
     """Agents do not repeat to a new controller which roles have finished a step in the epoch."""
     keep = said.Said.keep
 
-    def mutated(self: said.Said, message: Any) -> None:
+    def mutated(self: said.Said, message: Any, now: float) -> None:
         if not isinstance(message, m.Stepped):
-            keep(self, message)
+            keep(self, message, now)
 
     said.Said.keep = mutated  # type: ignore[method-assign]
 
@@ -266,6 +266,14 @@ def the_same_error_is_tried_for_ever() -> None:
 def strikes_never_decay() -> None:
     """What was long ago counts against a node as well."""
     Strikes._current = lambda self, now: self._all  # type: ignore[method-assign]
+
+
+def a_death_is_as_new_as_the_word_of_it() -> None:
+    """What has failed long before a controller hears of it counts as if it had failed just then."""
+    again = said.Said.again
+    said.Said.again = lambda self, now: (  # type: ignore[method-assign]
+        replace(each, age=0.0) if isinstance(each, m.WorkerLost) else each for each in again(self, now)
+    )
 
 
 def strikes_are_forgotten_by_a_new_controller() -> None:
@@ -508,6 +516,7 @@ MUTATIONS: dict[str, Callable[[], None]] = {
         an_older_epochs_plan_is_obeyed,
         the_same_error_is_tried_for_ever,
         strikes_never_decay,
+        a_death_is_as_new_as_the_word_of_it,
         strikes_are_forgotten_by_a_new_controller,
         an_older_epochs_report_counts,
         an_older_epochs_abort_is_obeyed,

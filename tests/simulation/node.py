@@ -129,7 +129,10 @@ class SimNode(Process):
         def answered(found: tuple[int, SimController | None] | None) -> None:
             if found is not None:
                 self.follower.looked(began, found[0])
+                news = found[1] is not None and found[1] is not self._leader
                 self._leader = found[1]
+                if news and self._led:  # at once: whoever else it was trying to reach leads no more
+                    self._connect()
             self._hear_deferred()
             self.later(lease.LOOK * (0.5 + 0.5 * self.world.rng.random()), self._look)
 

@@ -51,6 +51,15 @@ FAILED_ONCE = {
     -309998986: "the same, and what it said afterwards was of a time that it had accounted for otherwise",
     -309990520: "the same, and its successor's account had nothing of that",
     24984: "a node was told to end, and a new controller that had heard of nobody else yet ended the job",
+    77126587: "the oracle took the version of a former job's checkpoint for a step that this one had done",
+    77128703: "a node that a new controller waited for in vain was missed only from then on by the oracle",
+    77130016: "a role that had read its part of a damaged checkpoint was lost, and the oracle held that all "
+    "of it had been there",
+    -309995218: "a node of the simulator's took longer than a real one to go over to a new leader, and came "
+    "too late, and the oracle took it for well",
+    -13983973: "the same",
+    -309968012: "what had died long before a new leader heard of it was new to that, and its node avoided "
+    "(a_death_is_as_new_as_the_word_of_it)",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
 

@@ -90,6 +90,8 @@ class SimWorker(Process):
         self.deal = Deal(1)
         self.membership = Membership(node.job.shape.groups)
         self._newest: list[m.WorkerTrained] = []
+        self.knows: dict[int, Content] = {}
+        """Of which steps it can tell what they trained, and what came of each."""
         self.outbox = 0
         self.hung = False
         """Whether its main thread does nothing any more."""
@@ -184,6 +186,11 @@ class SimWorker(Process):
     def _group(self) -> str:
         """That of all roles."""
         return str(GroupId.of(range(self.node.job.settings.world_size), 0))
+
+    def die(self) -> None:
+        """With what it has yet to tell."""
+        super().die()
+        self.node.job.word_lost(self)
 
     def counts(self) -> dict[str, int]:
         return {self._group: self.begun}
@@ -362,8 +369,9 @@ class SimWorker(Process):
         held = self.held
         for trained in self._newest:  # as `ft_core.worker.groups`
             if self.plan.entered < trained.step <= (self.plan.version or 0):
-                self._say(trained)
+                self._say_of_step(trained)
         self._newest.clear()
+        self.knows.clear()
         without = set(held[1:]) - {copy.role for copy in restore.parts}
         if without and self.version:
             raise Violation(f"3: role {self.role} has no copy of what roles {sorted(without)} had alone")
@@ -472,6 +480,8 @@ class SimWorker(Process):
         self._covered = max(self._covered, step - 1)
         self.words.version = self.words.tag = self.version
         self.training.stepped(self, trained)
+        if job.shape.policy == "shrink" and job.leads(self.role):
+            self.knows[step] = self.content
         job.achieved.add(("resumed", self.epoch, self.role))
         poisoned = job.poison == (self.role, self.version)
         if self.machine.reports_step:
@@ -486,10 +496,14 @@ class SimWorker(Process):
             told = m.Dealt(dealt, waiting, self.deal.next)
             self._newest.append(m.WorkerTrained(self.epoch, self.plan.version, step, told))
             if job.tells(self.role, self.membership.taking_part(step)):
-                self._say(self._newest[-1])
+                self._say_of_step(self._newest[-1])
         yield from self._hold()
         if job.shape.saves and step % job.shape.saves == 0:
             yield from self._save()
+
+    def _say_of_step(self, trained: m.WorkerTrained) -> None:
+        self.node.job.told.add(self.knows[trained.step])
+        self._say(trained)
 
     def _save(self) -> Thread:
         """A checkpoint of the script's own: nobody begins beyond what all go back to (`Resumption`)."""
