@@ -48,6 +48,7 @@ RULES: dict[Fault, tuple[Retry, Counts]] = {
     Fault.LEFT: (Retry.NEVER, Counts.NO),
     Fault.INTERRUPTED: (Retry.NEVER, Counts.NO),
     Fault.REFUSED: (Retry.NEVER, Counts.NO),
+    Fault.ENGINE: (Retry.YES, Counts.NO),
     Fault.MEMORY: (Retry.ONCE, Counts.AGAIN),
     Fault.DEVICE_MEMORY: (Retry.ONCE, Counts.AGAIN),
     Fault.DEVICE: (Retry.YES, Counts.YES),

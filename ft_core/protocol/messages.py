@@ -201,6 +201,8 @@ class Fault(StrEnum):
     """KeyboardInterrupt."""
     REFUSED = "refused"
     """An error of this engine's that nothing but another configuration, or another script, mends."""
+    ENGINE = "engine"
+    """Another error of this engine's, before the script's first line or outside of it."""
     MEMORY = "memory"
     """The host's memory is used up, and the process was told so."""
     DEVICE_MEMORY = "device_memory"

@@ -8,6 +8,7 @@ every step it reads without (`epoch_is_over`).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -28,6 +29,7 @@ from ft_core.protocol.groups import Series, Tally, parse
 from ft_core.state.manifest import Segment
 from ft_core.state.memory import ControlBlock, SharedMemory, Word
 from ft_core.worker import events as e
+from ft_core.worker import faults
 from ft_core.worker.machine import WorkerMachine
 from ft_core.worker.states import Finished, NoRole, State
 
@@ -169,8 +171,10 @@ class WorkerShell:
         except OSError:
             # A worker without an agent must not linger.
             self.handle(e.AgentGone())
-        except BaseException:
+        except BaseException as error:
             log.exception("role %d: the watcher failed", self.machine.role)
+            with contextlib.suppress(OSError):
+                self.send(faults.own(error))  # nobody is left to hear that it was noted
             os._exit(1)
 
     def _hear(self, message: m.ToWorker) -> None:
