@@ -104,15 +104,31 @@ def test_survivors_go_on_with_a_newcomer(blocked_in: str) -> None:
     assert all(r["failures"] <= 2 for r in results)
 
 
-@pytest.mark.parametrize("how", ["send", "broadcast"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("send", "small sends", "recv", "broadcast", "reduce_scatter", "coalesced all_reduce"),
+        *("coalesced reduce_scatter", "coalesced all_gather", "future", "asked", "limited"),
+        "monitored_barrier",
+    ],
+)
 def test_a_peer_that_is_lost_in_the_middle_of_a_message(how: str) -> None:
-    """gloo tells nobody who waits for an operation that is half sent: see `FtWork`."""
+    """gloo tells nobody who waits for an operation that is half sent, or half received: see `comm.apart`."""
     with GroupJob(2, "half_sent", how) as job:
         job.wait("blocked", [0])
         time.sleep(0.3)  # until no more can be sent
         job.kill(1)
         job.next_epoch([1])
         assert [result["log"] for result in job.results()] == [[1, 2], [2]]
+
+
+def test_no_wait_depends_on_being_woken() -> None:
+    """Whatever becomes of gloo's operations: who waits in one sees by itself that its epoch is over."""
+    with GroupJob(2, "unwoken") as job:
+        for how in pg_scripts.UNWOKEN:
+            job.wait("blocked", [0, 1], how)
+            job.next_epoch([])
+        assert job.results() == [list(pg_scripts.UNWOKEN)] * 2
 
 
 def test_a_failure_that_no_epoch_follows_is_raised() -> None:
