@@ -174,7 +174,11 @@ class FtWork(dist.Work):
             try:
                 return self._finish(look)
             except RuntimeError as error:
-                if self._work.is_completed() or is_the_scripts(error) or time.monotonic() > end:
+                if is_the_scripts(error):
+                    raise
+                if self._work.is_completed():  # also where that came just after the look
+                    return self._finish(None)
+                if time.monotonic() > end:
                     raise
                 if over:
                     raise EpochChanged(f"epoch {self._inner.epoch} ended during {self._method}") from error
