@@ -159,7 +159,7 @@ def test_an_operation_that_ends_just_after_a_look(
     work = FtWork(MagicMock(aborted=1), MagicMock(epoch=1, asynchronous=False), "broadcast", Work(), 0)
     work.looks = True
     if error is None:
-        assert work._wait(None) and work._wait(None)
+        assert work._wait(None)
     else:
         with pytest.raises(RuntimeError, match="Connection closed"):
             work._wait(None)
