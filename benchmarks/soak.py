@@ -388,8 +388,11 @@ def main() -> int:
         events, text = job.events(), printed(job.job_dir)
         found = recoveries(events, faults, timeline.read(job.job_dir))
         left = sum(event["event"] == "left" for event in events)
-        same = digest(text) == undisturbed(steps, plain[1:], NODES * PER_NODE, Path(plain[0]), limit=None)
-        if not ended or job.process.returncode:
+        same = False
+        if ended and job.process.returncode == 0:
+            expected = undisturbed(steps, plain[1:], NODES * PER_NODE, Path(plain[0]), limit=None)
+            same = digest(text) == expected
+        else:
             print(job.console.read_text()[-4000:], *events[-8:], sep="\n", file=sys.stderr, flush=True)
     lefts = [r.left for r in found if r.left is not None]
     free = [r.left for r in found if r.left is not None and not stopped(r, faults)]
