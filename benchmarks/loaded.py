@@ -90,12 +90,16 @@ def job(kind: str, step: int, iterations: int, expected: str) -> dict[str, Any]:
         }
 
 
-def undisturbed(iterations: int, model: Sequence[str], world: int, script: Path = RECIPE) -> str:
-    """The digest under plain torchrun, of `world` ranks."""
+def undisturbed(
+    iterations: int, model: Sequence[str], world: int, script: Path = RECIPE, limit: float | None = _LIMIT
+) -> str:
+    """The digest under plain torchrun, of `world` ranks. `limit`: seconds that it may take."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     with tempfile.TemporaryDirectory(prefix="ft-loaded-") as logs:
         launcher += [f"--nproc-per-node={world}", "--redirects=3", f"--log-dir={logs}"]
-        code, errors = run_to_end([*launcher, str(script), *model, f"--train-iters={iterations}"])
+        code, errors = run_to_end(
+            [*launcher, str(script), *model, f"--train-iters={iterations}"], limit=limit
+        )
         found = digest("".join(p.read_text() for p in sorted(Path(logs).rglob("stdout.log"))))
     if code or found is None:
         sys.exit(f"{errors[-3000:]}\nthe undisturbed job ended with code {code}")

@@ -170,7 +170,7 @@ def disturb(
     while process.poll() is None and time.monotonic() < limit:
         wait(process, dice.uniform(0.3, 2.0))
         found = members(process.pid)
-        agents = [pid for pid, (group, _) in found.items() if pid == group and pid != process.pid]
+        agents = [pid for pid, (group, name) in found.items() if pid == group and name]
         kind = dice.choice(("process", "process", "process", "node", "everything"))
         if kind == "everything":
             chosen = list(found)
@@ -195,18 +195,22 @@ def wait(process: subprocess.Popen[bytes], seconds: float) -> None:
         process.wait(seconds)
 
 
-def members(session: int) -> dict[int, tuple[int, str]]:
-    """Processes of a job, by the pid of its `ftrun`, itself included: groups, and the node of agents."""
-    found = {}
+def members(ftrun: int) -> dict[int, tuple[int, str]]:
+    """Processes of a job, by the pid of its `ftrun`, itself included: groups, and the node of agents. What it
+    has started has sessions of its own."""
+    found: dict[int, tuple[int, str]] = {}
+    sessions, parents = {}, {ftrun: ftrun}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):  # it has ended
-            fields = (path / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session and fields[0] != "Z":
+            state, parent, group, session, *_ = (path / "stat").read_text().rpartition(")")[2].split()
+            if state != "Z":
                 arguments = (path / "cmdline").read_text().split("\0")
                 agent = "ft_core.node" in arguments and "--node" in arguments
                 name = arguments[arguments.index("--node") + 1] if agent else ""
-                found[int(path.name)] = int(fields[2]), name
-    return found
+                pid = int(path.name)
+                found[pid], sessions[pid], parents[pid] = (int(group), name), int(session), int(parent)
+    ours = {ftrun} | {pid for pid, parent in parents.items() if parent == ftrun}
+    return {pid: about for pid, about in found.items() if sessions[pid] in ours}
 
 
 def send(pids: Iterable[int], number: int) -> None:

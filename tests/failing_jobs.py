@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from failures import CASES, NODE, STEP, TABLE, Killed, Row, Script
+from failures import CASES, NODE, STEP, TABLE, Killed, Own, Row, Script
 from harness import Job, Result, Training, check_clean, check_survivors, environment
 
 from ft_core.cli import ask
@@ -96,7 +96,8 @@ def every_row_that_restarts(training: Training, directory: Path) -> tuple[Result
 
     Returns what became of the job, its steps, and how often it has recovered.
     """
-    rows = sorted((row for row in TABLE if row.first == "restarts"), key=lambda row: row.error == NODE)
+    rows = [row for row in TABLE if row.first == "restarts" and not isinstance(CASES.get(row.error), Own)]
+    rows.sort(key=lambda row: row.error == NODE)
     with little_memory() as cgroup:
         if cgroup is None or not os.access("/dev/kmsg", os.R_OK):
             rows = [row for row in rows if row.error != _OOM]

@@ -53,6 +53,13 @@ class Killed:
     ordered: bool = False
 
 
+@dataclass(frozen=True)
+class Own:
+    """An error of the engine's, raised where the script has no part in it."""
+
+    error: Exception
+
+
 RUNTIME = "raise RuntimeError({!r})".format
 CUDA = (
     "CUDA error: {}\nCUDA kernel errors might be asynchronously reported at some other API call, so the "
@@ -67,7 +74,7 @@ LOADER = """
         def __getitem__(self, at): {}
     list(DataLoader(Samples(), num_workers=1))
 """
-CASES: dict[str, Script | Killed] = {
+CASES: dict[str, Script | Killed | Own] = {
     "an exception of the script's": Script("raise ValueError('no')"),
     "an exception of the script's in start-up, or in the first step": Script("1 / 0", -1, False),
     "an exception in the start-up of a successor, where its predecessor had none": Script("1 / 0", -1),
@@ -79,6 +86,9 @@ CASES: dict[str, Script | Killed] = {
     ),
     "`ReplayMismatch`: start-up is not deterministic": Script(
         "from ft_core.errors import ReplayMismatch; raise ReplayMismatch('no')"
+    ),
+    "an error of `ftrun`'s own before the script's first line, or after its last": Own(
+        FileNotFoundError(2, "No such file or directory", "/proc/7/task")
     ),
     "`KeyboardInterrupt`": Script("raise KeyboardInterrupt"),
     "`sys.exit(3)` in one rank of many": Script("import sys; sys.exit(3)"),

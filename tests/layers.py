@@ -83,6 +83,7 @@ MORE = {
     "test_pretrain_ready.py": "standbys start roles ahead of need",
     "test_pretrain_features.py": "what Megatron-LM does beside training",
     "test_random.py": "drills, at other moments",
+    "test_soak.py": "drills, at other moments",
     "test_variants.py": "drills, in other layouts",
 }
 """Files of tests/chaos of which nothing is quick, and which quick feature they have more of."""

@@ -22,7 +22,7 @@ from torch import distributed as dist
 from ft_core.errors import FtError
 from ft_core.protocol.groups import GroupId
 
-Fill = Callable[[], None]
+Fill = Callable[[], None] | None
 
 
 class Partial:
@@ -40,20 +40,21 @@ class Partial:
         self._size = len(members)
 
     def issue(self, pg: Any, method: str, kind: str, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Fill]:
-        """Issue an operation on the communicator `pg`: its work, and what to do once that is complete.
+        """Issue an operation on the communicator `pg`: its work, and what to do once that is complete, which
+        may take as long again; None: nothing.
 
         Raises FtError for an operation that has no meaning without the missing members.
         """
         if kind in ("allreduce", "barrier"):
-            return getattr(pg, method)(*args, **kwargs), _nothing
+            return getattr(pg, method)(*args, **kwargs), None
         if kind in ("broadcast", "reduce"):
             with_root = [self._with_root(a) if hasattr(a, "rootRank") else a for a in args]
-            return getattr(pg, method)(*with_root, **kwargs), _nothing
+            return getattr(pg, method)(*with_root, **kwargs), None
         if kind in ("send", "recv") and method != "recv_anysource":
             tensors, peer, *rest = args
             if peer not in self._places:
                 raise self._refusal(f"{method} with member {peer}, which is away")
-            return getattr(pg, method)(tensors, self._places.index(peer), *rest, **kwargs), _nothing
+            return getattr(pg, method)(tensors, self._places.index(peer), *rest, **kwargs), None
         if method == "allgather":
             outputs, inputs, *rest = args
             return self._gather(pg, outputs, inputs, rest)
@@ -132,7 +133,3 @@ def _together(works: list[Any], copies: list[tuple[torch.Tensor, torch.Tensor]])
             target.copy_(source)
 
     return works[-1], fill
-
-
-def _nothing() -> None:
-    pass

@@ -23,6 +23,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ft_core.comm.apart import LOOK, apart
 from ft_core.comm.collectives import COLLECTIVES, FtProcessGroup
 from ft_core.comm.flight import FlightRecorder
 from ft_core.comm.inner import Inner, Opener, start
@@ -30,7 +31,7 @@ from ft_core.comm.partial import Partial
 from ft_core.comm.startup import Fetch, Startup
 from ft_core.comm.startup_log import CountsByRole
 from ft_core.comm.watchdog import InFlight, Watchdog
-from ft_core.comm.works import ApartWork, FtWork, is_the_scripts, is_transport_error
+from ft_core.comm.works import ApartWork, FtWork, Promise, is_the_scripts, is_transport_error
 from ft_core.errors import EpochChanged, FtError
 from ft_core.protocol.groups import GroupId, Series, Tally
 from ft_core.protocol.messages import StartupEntry
@@ -44,8 +45,8 @@ CLOSE_TIMEOUT = 5.0
 """Seconds that destroying a group waits for its operations to end."""
 
 _POINT_TO_POINT = ("send", "recv")
-_PIECE = 64 << 10
-"""Bytes that go out at once."""
+_APART = (*_POINT_TO_POINT, "reduce_scatter")
+"""Of gloo's, those whose wait cannot be given a short limit. That of torch's reduce-scatter ignores it."""
 
 
 class Communicators:
@@ -87,6 +88,8 @@ class Communicators:
         self._created: Counter[tuple[int, ...]] = Counter()
         self._absent: Mapping[int, int] = {}
         self._adopted = self._apart = False
+        self._promises: set[Promise] = set()
+        """Results that somebody may wait for, whatever becomes of the operation."""
         self._opener = Opener(-1, "", b"", role, lambda: False, lambda group: None)
         self._asked: set[GroupId] = set()
         self._to_reopen: list[FtProcessGroup] = []
@@ -166,6 +169,8 @@ class Communicators:
         self.aborted = max(self.aborted, epoch)
         for inner in woken:
             start("wake", inner.wake)
+        if self._promises:
+            start("promises", self._break)
         return dead, woken
 
     def reset(self) -> None:
@@ -212,14 +217,30 @@ class Communicators:
             return self.epoch
 
     def wait_for(self, predicate: Callable[[], bool], epoch: int) -> None:
-        """Block until `predicate` or the end of `epoch`. Whoever makes it true calls `notify`."""
+        """Block until `predicate` or the end of `epoch`. Whoever makes it true notifies."""
         with self._condition:
             self._condition.wait_for(lambda: predicate() or epoch < self.aborted)
 
-    def notify(self) -> None:
-        """Have waiters look again."""
+    def promise(self, promise: Promise) -> None:
+        """It fails soon after the end of its epoch, whatever becomes of the operation."""
         with self._condition:
-            self._condition.notify_all()
+            self._promises.add(promise)
+            if promise.epoch < self.aborted:
+                start("promises", self._break)
+
+    def settled(self, promise: Promise) -> None:
+        """That it does not need any more."""
+        with self._condition:
+            self._promises.discard(promise)
+
+    def _break(self) -> None:
+        """Fail those of epochs that are over, after a moment in which their operations may end."""
+        time.sleep(LOOK)
+        with self._condition:
+            broken = {promise for promise in self._promises if promise.epoch < self.aborted}
+            self._promises -= broken
+        for promise in broken:
+            promise.fail(EpochChanged(f"epoch {promise.epoch} ended during a collective of role {self.role}"))
 
     def if_alive(self, epoch: int, action: Callable[[], None]) -> bool:
         """Run `action` unless `epoch` is over; no abort comes in between."""
@@ -395,10 +416,13 @@ class Communicators:
             if inner.pg is None:
                 raise EpochChanged(f"epoch {inner.epoch} is over")
             after: Callable[[], None] | None = None
-            if inner.partial is not None and kind is not None:
+            call = getattr(inner.pg, method)
+            if method == "monitored_barrier":  # it waits for all others
+                work = apart(lambda: call(*args, **kwargs), lambda: inner.epoch < self.aborted, method)
+            elif inner.partial is not None and kind is not None:
                 work, after = inner.partial.issue(inner.pg, method, kind, args, kwargs)
             else:
-                work = getattr(inner.pg, method)(*args, **kwargs)
+                work = call(*args, **kwargs)
         except Exception as error:
             self.ended(generation)
             self._end_records(records)
@@ -422,10 +446,10 @@ class Communicators:
             self.flight.apart(record, True)
         about = self, inner, method, work, generation, after, records
         by_gloo = inner.by_gloo(args)
-        if method == "recv_anysource" or (by_gloo and kind in _POINT_TO_POINT and args[0][0].nbytes > _PIECE):
+        if method == "recv_anysource" or (by_gloo and (kind in _APART or after is not None)):
             return ApartWork(*about)
         found = FtWork(*about)
-        found.looks = by_gloo and kind not in _POINT_TO_POINT
+        found.looks = by_gloo
         return found
 
     def ends_when(

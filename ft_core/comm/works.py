@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 from torch import distributed as dist
 
 import ft_core
+from ft_core.comm.apart import LOOK, apart
 from ft_core.comm.inner import Inner, start
 from ft_core.errors import EpochChanged
 
@@ -38,8 +41,8 @@ def is_transport_error(error: Exception) -> bool:
 
 _ENGINE = Path(ft_core.__file__).parent
 
-_LOOK = timedelta(seconds=0.25)
-"""How often who waits for one of gloo's operations looks whether it will ever end."""
+_LOOK, _TICK = timedelta(seconds=LOOK), timedelta(milliseconds=1)
+"""The second is the shortest time that torch waits: less is without an end."""
 
 
 def is_the_scripts(error: BaseException) -> bool:
@@ -75,11 +78,37 @@ class Epochs(Protocol):
     def awaits(self, records: tuple[int, ...]) -> None:
         """These operations of the flight record, which went on apart, are waited for."""
 
-    def wait_for(self, predicate: Callable[[], bool], epoch: int) -> None:
-        """Block until `predicate` or the end of `epoch`. Whoever makes it true calls `notify`."""
+    def promise(self, promise: Promise) -> None:
+        """It fails soon after the end of its epoch, whatever becomes of the operation."""
 
-    def notify(self) -> None:
-        """Have waiters look again."""
+    def settled(self, promise: Promise) -> None:
+        """That it does not need any more."""
+
+
+class Promise:
+    """A future of an operation's result, which is settled once: by the operation, or the end of its epoch."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.future: torch.futures.Future[Any] = torch.futures.Future()
+        self._open = [None]
+
+    def _first(self) -> bool:
+        try:
+            self._open.pop()
+        except IndexError:
+            return False
+        return True
+
+    def keep(self, value: Any) -> None:
+        """There is the result."""
+        if self._first():
+            self.future.set_result(value)
+
+    def fail(self, error: Exception) -> None:
+        """There is none."""
+        if self._first():
+            self.future.set_exception(error)
 
 
 class FtWork(dist.Work):
@@ -122,8 +151,7 @@ class FtWork(dist.Work):
         """
         self._comms.awaits(self._records)
         try:
-            done = self._work.wait(timeout) if timeout else self._wait()
-            self._complete()
+            done = self._wait(timeout)
         except Exception as error:
             self._end()
             self._comms.failed(self._inner.epoch, error)
@@ -132,23 +160,37 @@ class FtWork(dist.Work):
             raise EpochChanged(f"epoch {self._inner.epoch} ended during {self._method}")
         return bool(done)
 
-    def _wait(self) -> bool:
-        """When gloo closes a connection it tells who waits for operations that have not begun there, and not
-        who waits for one that is half sent or half received (`Pair::signalException`). Such a one does not
-        end before its time-out. It is left where it is: what it reads and writes nobody touches any more.
+    def _wait(self, timeout: timedelta | None) -> bool:
+        """Of one that does not end once its epoch is over (`apart` says which), no more than two looks. It is
+        left where it is: what it reads and writes nobody touches any more.
         """
         if not self.looks:
-            return self._work.wait()
-        over = False
+            return self._finish(timeout)
+        end = time.monotonic() + timeout.total_seconds() if timeout else math.inf
+        look, over = _LOOK, False
         while True:
+            if timeout:
+                look = max(_TICK, min(_LOOK, timedelta(seconds=end - time.monotonic())))
             try:
-                return self._work.wait(_LOOK)
+                return self._finish(look)
             except RuntimeError as error:
-                if self._work.is_completed() or is_the_scripts(error):
+                if is_the_scripts(error):
+                    raise
+                if self._work.is_completed():  # also where that came just after the look
+                    return self._finish(None)
+                if time.monotonic() > end:
                     raise
                 if over:
                     raise EpochChanged(f"epoch {self._inner.epoch} ended during {self._method}") from error
-                over = self._inner.epoch < self._comms.aborted
+                over = self._over()
+
+    def _finish(self, timeout: timedelta | None) -> bool:
+        done = self._work.wait(timeout) if timeout else self._work.wait()
+        self._complete()
+        return bool(done)
+
+    def _over(self) -> bool:
+        return self._inner.epoch < self._comms.aborted
 
     def _complete(self) -> None:
         after, self._after = self._after, None
@@ -156,8 +198,8 @@ class FtWork(dist.Work):
             after()
 
     def is_completed(self) -> bool:
-        """Whether it has finished, well or badly."""
-        if self._work.is_completed():
+        """Whether it has finished, well or badly, or will never: its epoch is over."""
+        if self._work.is_completed() or self._over():
             self._end()
             return True
         self._comms.awaits(self._records)  # who asks may do so until it has
@@ -173,7 +215,8 @@ class FtWork(dist.Work):
         inner = self._work.get_future()
         if any(t == "cuda" for t in devices_of_future(inner)):
             return inner  # completed in stream order; NCCL's errors do not come this way
-        future: torch.futures.Future[Any] = torch.futures.Future()
+        promise = Promise(self._inner.epoch)
+        self._comms.promise(promise)
 
         def settle(done: torch.futures.Future[Any]) -> None:
             try:
@@ -181,20 +224,22 @@ class FtWork(dist.Work):
                 self._complete()
             except Exception as error:
                 # Finding out what it was may block; gloo's thread that runs this must not.
-                start("future", self._settle_failure, future, error)
+                start("future", self._settle_failure, promise, error)
                 return
             self._end()
-            future.set_result(value)
+            self._comms.settled(promise)
+            promise.keep(value)
 
         inner.add_done_callback(settle)
-        return future
+        return promise.future
 
-    def _settle_failure(self, future: torch.futures.Future[Any], error: Exception) -> None:
+    def _settle_failure(self, promise: Promise, error: Exception) -> None:
         self._end()
         try:
             self._comms.failed(self._inner.epoch, error)
         except Exception as verdict:
-            future.set_exception(verdict)
+            self._comms.settled(promise)
+            promise.fail(verdict)
 
     def is_success(self) -> bool:
         """Whether it finished well."""
@@ -220,33 +265,20 @@ class FtWork(dist.Work):
 
 
 class ApartWork(FtWork):
-    """One that gloo may never wake, and that a look at it (`FtWork._wait`) would end: a helper thread waits.
-
-    A receive from any source, and a send or a receive of so much that it may be interrupted halfway.
+    """One of gloo's that a helper thread waits for, since a look at it (`FtWork._wait`) would end it, or has
+    no end: a send, a receive, a reduce-scatter, and what has something to be done after it.
     """
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the result. Raises EpochChanged within milliseconds of an abort."""
-        outcome: list[Exception | None] = []
+    def _wait(self, timeout: timedelta | None) -> bool:
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
-        def helper() -> None:
-            try:
-                self._work.wait(timeout) if timeout else self._work.wait()
-                outcome.append(None)
-            except Exception as error:
-                outcome.append(error)
-            self._comms.notify()
+        def finish() -> bool:
+            with torch.inference_mode(modes[1]), torch.set_grad_enabled(modes[0]):
+                return self._finish(timeout)
 
-        self._comms.awaits(self._records)
-        thread = start("apart", helper)
-        self._comms.wait_for(lambda: bool(outcome), self._inner.epoch)
-        self._end()
-        if not outcome:
-            self._comms.failed(self._inner.epoch, RuntimeError("the epoch ended while waiting for a sender"))
-        thread.join()
-        if outcome[0] is not None:
-            self._comms.failed(self._inner.epoch, outcome[0])
-        return True
+        copies = not self._method.startswith(("send", "recv"))
+        call = finish if copies else lambda: self._finish(timeout)
+        return apart(call, self._over, self._method)
 
 
 class CompletedWork(dist.Work):

@@ -53,6 +53,7 @@ RULES: dict[Fault, tuple[Retry, Counts]] = {
     Fault.INTERRUPTED: (Retry.NEVER, Counts.NO),
     Fault.REFUSED: (Retry.NEVER, Counts.NO),
     Fault.DIVERGED: (Retry.NEVER, Counts.NO),
+    Fault.ENGINE: (Retry.YES, Counts.NO),
     Fault.MEMORY: (Retry.ONCE, Counts.AGAIN),
     Fault.DEVICE_MEMORY: (Retry.ONCE, Counts.AGAIN),
     Fault.DEVICE: (Retry.YES, Counts.YES),

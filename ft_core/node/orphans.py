@@ -77,7 +77,7 @@ def _children(of: int) -> set[int]:
     found = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
-            _, parent, *_ = path.read_text().rpartition(")")[2].split()
+            _, parent, *_ = path.read_bytes().rpartition(b")")[2].split()  # its name is any bytes
             if int(parent) == of:
                 found.add(int(path.parent.name))
     return found

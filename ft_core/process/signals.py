@@ -18,7 +18,7 @@ def ignores(pid: int, number: int) -> bool:
 
 def _has(what: str, pid: int, number: int) -> bool:
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
             if line.startswith(what):
                 return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False

@@ -91,5 +91,6 @@ def _kernel(pid: int) -> str:
     found = []
     for name in ("status", "wchan", "syscall", "stack"):
         with contextlib.suppress(OSError):
-            found.append(f"/proc/{pid}/{name}:\n{Path(f'/proc/{pid}/{name}').read_text().rstrip()}\n")
+            text = Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+            found.append(f"/proc/{pid}/{name}:\n{text.rstrip()}\n")
     return "\n".join(found)

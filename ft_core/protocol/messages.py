@@ -203,6 +203,8 @@ class Fault(StrEnum):
     """A configuration that nothing but another one mends."""
     DIVERGED = "diverged"
     """The script, started again, does not do what it, or its peers, had done before."""
+    ENGINE = "engine"
+    """An error of this engine's, before the script's first line or outside of it."""
     MEMORY = "memory"
     """The host's memory is used up, and the process was told so."""
     DEVICE_MEMORY = "device_memory"

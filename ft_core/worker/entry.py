@@ -72,7 +72,20 @@ def main(
     log_beside_script(plugins.packages())
     channel = Channel.connect(socket, secret, TO_WORKER, _CONNECT_TIMEOUT)
     channel.settimeout(None)
-    shell = WorkerShell(channel, secret, Path(job_dir), worker)
+    shell, process = WorkerShell(channel, secret, Path(job_dir), worker), os.getpid()
+    try:
+        _play(shell, node, Path(job_dir), Path(logs[1]), device, command)
+    except BaseException as raised:  # not the script's: all of its errors are caught where it is run
+        code, failure, error = _ours(raised)
+        if shell.machine.role >= 0 and os.getpid() == process:  # else a child that the script has forked
+            shell.failed(failure)
+        os._exit(ordinary.end(code, error))
+
+
+def _play(
+    shell: WorkerShell, node: str, job_dir: Path, logs: Path, device: int, command: Command
+) -> NoReturn:
+    """Take a role, once there is one, and run the script in it. What this raises is the engine's."""
     on_gpu = not command.no_python and not cuda_fork.broken() and has_gpu()
     if on_gpu:
         device_memory.warm(device)
@@ -81,11 +94,11 @@ def main(
     timeline.mark("role taken")
     VOICE.about = lambda: {"node": node, **shell.about}
     role, apart, started_over = assignment.role, assignment.plan.apart, assignment.plan.started_over
-    backstage = Backstage(Path(logs[1])) if apart else None
+    backstage = Backstage(logs) if apart else None
     if backstage is None:
-        predecessors = take_over(Path(logs[1]), role, started_over)
+        predecessors = take_over(logs, role, started_over)
     else:
-        predecessors = played(Path(job_dir) / "logs", role, started_over)
+        predecessors = played(job_dir / "logs", role, started_over)
     if role == 0 and not apart and not predecessors:
         import_output.show()
     os.environ.update(assignment.env)
@@ -94,8 +107,10 @@ def main(
         device_memory.wait(assignment.role, int(os.environ["LOCAL_RANK"]))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ignored until here, see ft_core.node.departure
     if command.no_python:
-        # Another program cannot be hooked from here; it runs as under torchrun, in the same process.
-        os.execvp(command.target, [command.target, *command.arguments])
+        code, failure, error = _outcome(command)  # it cannot be executed
+        assert failure is not None
+        shell.failed(failure)
+        os._exit(ordinary.end(code, error))
 
     class Waits(Ahead):
         def is_ready(self) -> None:
@@ -106,7 +121,7 @@ def main(
             timeline.takes_over()
             if backstage is not None:
                 backstage.leave()
-                session.predecessors[:] = take_over(Path(logs[1]), role, started_over)
+                session.predecessors[:] = take_over(logs, role, started_over)
 
     session = Session(shell, predecessors, Waits())
     begin(session)
@@ -115,6 +130,10 @@ def main(
     backend.install(session.comms)
     watch = unprotected.install(session)
     marks.install()
+    cuda_fork.check()
+    for install in plugins.load(plugins.HOOKS):
+        install()
+    timeline.mark("script")
     process = os.getpid()
     code, failure, error = _outcome(command)
     if os.getpid() != process:  # a child that the script has forked; the role is its parent's
@@ -133,10 +152,6 @@ def main(
 def _outcome(command: Command) -> tuple[int, ScriptFailed | None, BaseException | None]:
     """Run the script to its end. Its exit code, why it is not 0, and the error that is to be shown."""
     try:
-        cuda_fork.check()
-        for install in plugins.load(plugins.HOOKS):
-            install()
-        timeline.mark("script")
         run(command)
     except SystemExit as stop:
         code = exit_code(stop)
@@ -146,8 +161,8 @@ def _outcome(command: Command) -> tuple[int, ScriptFailed | None, BaseException 
         what = faults.exit_call(stop)
         failure = ScriptFailed(Fault.EXITED, what, "", f"the script ended itself: {what}")
         return code, failure if code else None, None
-    except ConfigError as error:  # ours: ftrun says it once, in place of a traceback from each role
-        return 1, ScriptFailed(Fault.REFUSED, "it cannot go on like this", "", str(error)), None
+    except ConfigError as error:
+        return _ours(error)
     except BaseException as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
@@ -157,8 +172,17 @@ def _outcome(command: Command) -> tuple[int, ScriptFailed | None, BaseException 
     return 0, None, None
 
 
+def _ours(error: BaseException) -> tuple[int, ScriptFailed, BaseException | None]:
+    """The same for an error of the engine's own."""
+    if isinstance(error, ConfigError):  # ftrun says it once, in place of a traceback from each role
+        return 1, ScriptFailed(Fault.REFUSED, "it cannot go on like this", "", str(error)), None
+    return 1, faults.own(error), error
+
+
 def run(command: Command) -> None:
-    """Execute the script or module as `__main__`, as the interpreter would."""
+    """Execute the script or module as `__main__`, as the interpreter would; another program in its place."""
+    if command.no_python:  # it cannot be hooked from here, and runs as under torchrun
+        os.execvp(command.target, [command.target, *command.arguments])
     sys.argv = [command.target, *command.arguments]
     if command.module:
         runpy.run_module(command.target, run_name="__main__", alter_sys=True)

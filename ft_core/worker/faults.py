@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from msgspec.structs import replace
+
 import ft_core
 from ft_core.errors import ConfigError, ReplayMismatch
 from ft_core.protocol.messages import Fault, ScriptFailed
@@ -87,6 +89,16 @@ def failed(error: BaseException) -> ScriptFailed:
     _reserve.clear()
     trace = "".join(traceback.format_exception(error))
     return ScriptFailed(classify(error), what(error), signature(error), printable(trace, _TRACEBACK))
+
+
+def own(error: BaseException) -> ScriptFailed:
+    """The same of an error of this engine's own, which is not taken for the script's. What is known of it
+    otherwise, a device's or a disk's, stays that."""
+    told = failed(error)
+    if told.fault is not Fault.EXCEPTION:
+        return told
+    text = printable(f"an error of ftrun's own, in which the script has no part: {told.what}", _MESSAGE)
+    return replace(told, fault=Fault.ENGINE, what=text)
 
 
 def classify(error: BaseException) -> Fault:

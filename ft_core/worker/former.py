@@ -47,14 +47,13 @@ def wait(
 
 def has_chosen_port(pid: int) -> bool:
     """Whether a process may have a port that the kernel has not chosen for it. Where its open files cannot be
-    seen, as when they are being closed, it may."""
-    links = set()
-    for directory in Path(f"/proc/{pid}/task").glob("*/fd"):
-        try:
-            links |= {os.readlink(path) for path in directory.iterdir()}
-        except OSError:
-            return True
-    return not links or not links.isdisjoint(_chosen())
+    seen, as when they are being closed, or it is gone between two looks, it may."""
+    try:
+        directories = list(Path(f"/proc/{pid}/task").glob("*/fd"))
+        links = {os.readlink(path) for directory in directories for path in directory.iterdir()}
+        return not links or not links.isdisjoint(_chosen())
+    except OSError:
+        return True
 
 
 def _chosen() -> set[str]:

@@ -8,6 +8,7 @@ every step it reads without (`epoch_is_over`).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -28,6 +29,7 @@ from ft_core.protocol.groups import Series, Tally, parse
 from ft_core.state.manifest import Segment
 from ft_core.state.memory import ControlBlock, SharedMemory, Word
 from ft_core.worker import events as e
+from ft_core.worker import faults
 from ft_core.worker.machine import WorkerMachine
 from ft_core.worker.states import Finished, NoRole, State
 
@@ -53,7 +55,8 @@ class WorkerShell:
         """How many steps the state of this role has seen."""
         self._channel, self._secret = channel, secret
         self._condition = threading.Condition()
-        self._replies: dict[int, Reply] = {}
+        self._replies: dict[int, Reply | None] = {}
+        """By request that somebody waits for, the reply once it is there."""
         self._numbers = itertools.count()
         self._noted = threading.Event()
         """The agent knows why this process ends."""
@@ -131,13 +134,20 @@ class WorkerShell:
         """What decides nothing. Any thread."""
         self._channel.send(message)
 
-    def ask(self, request: Callable[[int], m.FromWorker], kind: type[R]) -> R:
-        """Send a request, given its number, and wait for the reply. Raises FtError if it is refused."""
+    def ask(
+        self, request: Callable[[int], m.FromWorker], kind: type[R], wanted: Callable[[], bool] = lambda: True
+    ) -> R:
+        """Send a request, given its number, and wait for the reply. Raises FtError if it is refused, or not
+        `wanted` any more, which the machine's events tell."""
         number = next(self._numbers)
+        with self._condition:
+            self._replies[number] = None
         self.send(request(number))
         with self._condition:
-            self._condition.wait_for(lambda: number in self._replies)
+            self._condition.wait_for(lambda: self._replies[number] is not None or not wanted())
             reply = self._replies.pop(number)
+        if reply is None:
+            raise FtError("the epoch ended before there was an answer")
         if isinstance(reply, m.Refused):
             raise FtError(reply.error)
         assert isinstance(reply, kind), f"{reply} answers a request for {kind.__name__}"
@@ -150,7 +160,8 @@ class WorkerShell:
 
     def _fetch_startup(self, holder: int, series: Series, start: int) -> dict[Series, list[m.StartupEntry]]:
         question = lambda number: m.AskStartupEntries(number, holder, str(series), start)  # noqa: E731
-        reply = self.ask(question, m.EntriesBrought)
+        epoch = self.comms.epoch
+        reply = self.ask(question, m.EntriesBrought, lambda: self.comms.aborted <= epoch)
         return {Series.parse(text): entries for text, entries in reply.entries.items()}
 
     # -- events --------------------------------------------------------------------------------
@@ -169,15 +180,18 @@ class WorkerShell:
         except OSError:
             # A worker without an agent must not linger.
             self.handle(e.AgentGone())
-        except BaseException:
+        except BaseException as error:
             log.exception("role %d: the watcher failed", self.machine.role)
+            with contextlib.suppress(OSError):
+                self.send(faults.own(error))  # nobody is left to hear that it was noted
             os._exit(1)
 
     def _hear(self, message: m.ToWorker) -> None:
         match message:
             case m.Allocated() | m.Refused() | m.SettingsTaken() | m.EntriesBrought() | m.ProgressBrought():
                 with self._condition:
-                    self._replies[message.id] = message
+                    if message.id in self._replies:  # else nobody waits for it any more
+                        self._replies[message.id] = message
                     self._condition.notify_all()
             case m.FailureNoted():
                 self._noted.set()

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,17 @@ from failing_jobs import (
     every_row_that_restarts,
 )
 from failures import Row
-from harness import Job, Layout, Training, check_clean, check_identical, check_survivors
+from harness import Job, Layout, Training, check_clean, check_identical, check_survivors, environment
+
+from ft_core.cli import ask
 
 STEPS = 8
 MEGATRON, DEEPSPEED = Layout(1, 1, 2, distributed=True), Zero(2, dp=2)
 MEGATRON_EVALUATING = Layout(1, 1, 2, distributed=True, more=EVALUATING)
 DEEPSPEED_EVALUATING = Zero(2, dp=2, more=EVALUATING[:1])
 AT = "1@forward:4"
+OWN_ERROR = Path(__file__).with_name("own_error")
+PACED = OWN_ERROR.with_name("paced.py")
 
 
 def test_an_exception_restarts_its_worker_from_memory(tmp_path: Path):
@@ -63,6 +68,38 @@ def test_the_same_on_all_roles_ends_the_job(training: Training, tmp_path: Path) 
 def test_every_row_that_restarts(training: Training, tmp_path: Path) -> None:
     result, steps, recoveries = every_row_that_restarts(training, tmp_path)
     check_identical(result, training, steps, again=recoveries * TWICE)
+
+
+@dataclass(frozen=True)
+class Armed(Layout):
+    """A newcomer fails of an error of the engine's own, once there is the file `arm`."""
+
+    arm: str = ""
+
+    def environment(self) -> dict[str, str]:
+        path = f"{OWN_ERROR}:{environment()['PYTHONPATH']}"
+        return {"PYTHONPATH": path, "FT_TESTS_OWN_ERROR": self.arm}
+
+
+def test_an_error_of_the_engines_own_costs_a_worker(tmp_path: Path):
+    """Before the script's first line: not the script's, nor the node's."""
+    arm, training = tmp_path / "arm", MEGATRON
+    armed = Armed(1, 1, 2, distributed=True, arm=str(arm))
+    with Job(tmp_path / "job", armed, STEPS, spares=0, script=PACED) as job:
+        job.wait_for_epoch("resumed", 1)
+        arm.touch()
+        job.kill_worker(1)
+        resumed = job.wait_for_epoch("resumed", 3)
+        with ask.line(job.job_dir) as found:
+            [known] = found.nodes("nodes")
+        result = job.finish()
+    check_identical(result, training, STEPS, again=2 * TWICE)
+    check_clean(result)
+    killed, own = result.of("detected")
+    assert (killed["fault"], own["fault"], own["roles"]) == ("terminated", "engine", [1])
+    assert "in which the script has no part: FileNotFoundError" in own["reason"]
+    assert (resumed["epoch"], result.recoveries) == (3, 2)
+    assert not any(node.strikes for node in known.nodes)
 
 
 QUICKER = ["`KeyboardInterrupt`", "`sys.exit(3)` in one rank of many", "`os._exit(5)` in one rank of many"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from ft_core.comm.flight import FlightRecorder
+from ft_core.comm.inner import Inner
 from ft_core.errors import EpochChanged, FtError
 from ft_core.node.flight import Recorded, read
 from ft_core.protocol.flight import FlightLog
@@ -342,11 +344,60 @@ def endure(worker: Any, epochs: int) -> dict[str, Any]:
             start = time.monotonic()
 
 
+def _half(how: str, role: int) -> list[Any]:
+    """Begin an operation of two roles, of which much is sent, or many messages that are small each."""
+    much, other, group = torch.ones(16 << 20), 1 - role, dist.group.WORLD
+    if how in ("send", "recv"):
+        sends = (how == "send") == (role == 0)
+        return [dist.isend(much, other) if sends else dist.irecv(much, other)]
+    if how == "small sends":
+        parts = much[: 100 * (15 << 10)].chunk(100)
+        return [dist.irecv(part, other) if role else dist.isend(part, other) for part in parts]
+    if how == "reduce_scatter":
+        return [dist.reduce_scatter_single(torch.zeros(len(much) // 2), much, async_op=True)]
+    if how.startswith("coalesced"):
+        with _coalescing_manager(group, async_ops=True) as manager:
+            for part in much.chunk(2):
+                half = part[: len(part) // 2]
+                if how == "coalesced reduce_scatter":
+                    dist.reduce_scatter_single(half.clone(), part)
+                elif how == "coalesced all_gather":
+                    dist.all_gather_single(part, half.clone())
+                else:
+                    dist.all_reduce(part)
+        return [manager]
+    if how == "monitored_barrier":
+        return []
+    return [dist.broadcast(much, 0, async_op=True)]
+
+
+def _small_buffers() -> None:
+    """The kernel takes no more than some kilobytes at a time from now on, of whatever is connected."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+
+
+def _waits(how: str, work: Any) -> None:
+    if how == "future":
+        work.get_future().wait()
+    elif how == "asked":
+        while not work.is_completed():
+            time.sleep(0.01)
+        work.wait()
+    elif how == "limited":
+        work.wait(timedelta(minutes=5))
+    else:
+        work.wait()
+
+
 def half_sent(worker: Any, how: str) -> dict[str, Any]:
-    """Role 1 is stopped, and then killed, when it has received a part of what role 0 sends."""
+    """Role 1 is stopped, and then killed, when it has received a part of what role 0 sends, or sent a part of
+    what that receives."""
     dist.init_process_group("gloo")
     worker.begin_training()
-    much, log = torch.ones(16 << 20), []
+    log: list[int] = []
     while True:
         try:
             pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
@@ -354,19 +405,62 @@ def half_sent(worker: Any, how: str) -> dict[str, Any]:
             log.append(worker.epoch)
             if worker.epoch > 1:
                 return {"log": log}
+            _small_buffers()
+            both = how == "recv" or "reduce_scatter" in how  # role 1 has sent a part as well
+            works = _half(how, worker.role) if worker.role or both else []
             if worker.role == 1:
-                work = dist.irecv(much, 0) if how == "send" else dist.broadcast(much, 0, async_op=True)
-                time.sleep(0.2)  # it has said so
+                time.sleep(0.02 if both else 0.2)  # it has said so
                 os.kill(os.getpid(), signal.SIGSTOP)
-                work.wait()
+                works[0].wait()
             stat = Path(f"/proc/{pids[1].item()}/stat")
             while stat.read_text().split()[2] != "T":
                 time.sleep(0.01)
+            works = works or _half(how, worker.role)
             worker.tell("blocked")
-            dist.send(much, 1) if how == "send" else dist.broadcast(much, 0)
+            for work in works:
+                _waits(how, work)
+            dist.monitored_barrier(timeout=timedelta(minutes=5))
             raise AssertionError("it was sent")
         except EpochChanged:
             worker.next_epoch()
+
+
+UNWOKEN = (
+    *("reduce_scatter", "small sends", "send", "recv", "any source", "broadcast", "coalesced all_reduce"),
+    *("coalesced reduce_scatter", "coalesced all_gather", "future", "asked", "limited"),
+    *("limited send", "gather", "barrier", "monitored_barrier"),
+)
+"""What role 0 waits in, while nobody comes."""
+
+
+def unwoken(worker: Any) -> list[str]:
+    """Role 0 waits in one operation after the other, of each of which the end of the epoch is all that it
+    hears: gloo is not told."""
+    Inner.wake = lambda self: None  # type: ignore[method-assign]
+    dist.init_process_group("gloo")
+    worker.begin_training()
+    left: list[str] = []
+    for how in UNWOKEN:
+        try:
+            dist.barrier()
+            worker.tell("blocked", how)
+            if worker.role == 1:
+                dist.recv(torch.zeros(1), 0, tag=9)
+            elif how == "any source":
+                dist.recv(torch.zeros(1), tag=3)
+            elif how == "limited send":
+                dist.isend(torch.zeros(1), 1, tag=3).wait(timedelta(minutes=5))
+            elif how == "gather":
+                dist.gather(torch.zeros(1), [torch.zeros(1), torch.zeros(1)])
+            elif how == "barrier":
+                dist.barrier()
+            for work in _half(how, 0):
+                _waits(how, work)
+            dist.monitored_barrier(timeout=timedelta(minutes=5))
+        except EpochChanged:
+            left.append(how)
+            worker.next_epoch()
+    return left
 
 
 def fail_alone(worker: Any) -> None:

@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 from core.test_controller_machine import ControlPlane, lose
-from failures import CASES, NODE, STEP, TABLE, Killed, Row, Script
+from failures import CASES, NODE, STEP, TABLE, Killed, Own, Row, Script
 from msgspec.structs import replace
 
 from ft_core import plugins
@@ -23,15 +23,18 @@ def test_the_table_is_as_long_as_its_cases() -> None:
     assert sorted(row.error for row in TABLE) == sorted([*CASES, NODE])
 
 
-def ended(case: Script | Killed, path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerLost:
+def ended(case: Script | Killed | Own, path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerLost:
     """The script is run, as a worker does, and its agent says how it has ended."""
-    step = case.step if isinstance(case, Script) else STEP
+    step = case.step if isinstance(case, Script) else -1 if isinstance(case, Own) else STEP
     worker = Worker(
         0, device=2, pid=7, doing=Doing.PLAYING, role=1, stage="training" if step >= 0 else "startup"
     )
     if isinstance(case, Killed):
         worker.ordered = case.ordered
         return lost(worker, case.code, step, case.out_of_memory)
+    if isinstance(case, Own):
+        code, worker.failed, _ = entry._ours(case.error)
+        return lost(worker, code, step, False)
     script = path / "train.py"
     script.write_text(dedent(case.text))
     monkeypatch.setattr(plugins, "load", lambda group: [])

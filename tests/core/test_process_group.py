@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from core import pg_scripts
 from core.pg_harness import CONTEXT, GroupJob
 from torch import distributed as dist
 
-from ft_core.comm.works import is_transport_error
+from ft_core.comm import works
+from ft_core.comm.works import FtWork, is_transport_error
 
 
 @pytest.fixture(scope="module")
@@ -104,15 +107,62 @@ def test_survivors_go_on_with_a_newcomer(blocked_in: str) -> None:
     assert all(r["failures"] <= 2 for r in results)
 
 
-@pytest.mark.parametrize("how", ["send", "broadcast"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("send", "small sends", "recv", "broadcast", "reduce_scatter", "coalesced all_reduce"),
+        *("coalesced reduce_scatter", "coalesced all_gather", "future", "asked", "limited"),
+        "monitored_barrier",
+    ],
+)
 def test_a_peer_that_is_lost_in_the_middle_of_a_message(how: str) -> None:
-    """gloo tells nobody who waits for an operation that is half sent: see `FtWork`."""
+    """gloo tells nobody who waits for an operation that is half sent, or half received: see `comm.apart`."""
     with GroupJob(2, "half_sent", how) as job:
         job.wait("blocked", [0])
         time.sleep(0.3)  # until no more can be sent
         job.kill(1)
         job.next_epoch([1])
         assert [result["log"] for result in job.results()] == [[1, 2], [2]]
+
+
+def test_no_wait_depends_on_being_woken() -> None:
+    """Whatever becomes of gloo's operations: who waits in one sees by itself that its epoch is over."""
+    with GroupJob(2, "unwoken") as job:
+        for how in pg_scripts.UNWOKEN:
+            job.wait("blocked", [0, 1], how)
+            job.next_epoch([])
+        assert job.results() == [list(pg_scripts.UNWOKEN)] * 2
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("Connection closed by peer")])
+def test_an_operation_that_ends_just_after_a_look(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look has an error, that it has not ended, which is none of the operation's."""
+    monkeypatch.setattr(works, "is_the_scripts", lambda error: False)  # but a backend's, out of C++
+
+    class Work:
+        completed = False
+
+        def is_completed(self) -> bool:
+            return self.completed
+
+        def wait(self, timeout: timedelta | None = None) -> bool:
+            if timeout is not None:
+                assert not self.completed
+                self.completed = True
+                raise RuntimeError("Operation timed out!")
+            if error is not None:
+                raise error
+            return True
+
+    work = FtWork(MagicMock(aborted=1), MagicMock(epoch=1, asynchronous=False), "broadcast", Work(), 0)
+    work.looks = True
+    if error is None:
+        assert work._wait(None)
+    else:
+        with pytest.raises(RuntimeError, match="Connection closed"):
+            work._wait(None)
 
 
 def test_a_failure_that_no_epoch_follows_is_raised() -> None:

@@ -12,8 +12,10 @@ from core.test_device import Agent, Trained
 from waiting import wait_for_value
 
 from ft_core.errors import EpochChanged, FtError
+from ft_core.protocol.groups import Series
 from ft_core.protocol.messages import (
     Abort,
+    AskStartupEntries,
     BringSettings,
     Counterparts,
     Hold,
@@ -138,6 +140,20 @@ def test_a_step_ends_though_nobody_comes_back(tmp_path: Path, monkeypatch: pytes
     step(agent)
     assert agent.shell.machine.state == Training() and agent.shell.machine.hold_at == machine.NEVER
     wait_for_value(lambda: agent.of(WorkerHeld), [WorkerHeld(1)])
+
+
+def test_who_asks_for_a_record_hears_that_the_epoch_is_over(tmp_path: Path) -> None:
+    """Its agent may wait for a node that is stopped."""
+    agent = Answering(tmp_path)
+    agent.answer = lambda message: [Abort(2)] if isinstance(message, AskStartupEntries) else []
+    with pytest.raises(FtError, match="the epoch ended before there was an answer"):
+        agent.shell._fetch_startup(1, Series.parse("0-1:1#0"), 0)
+    [asked] = agent.of(AskStartupEntries)
+    assert isinstance(asked, AskStartupEntries)
+    agent.channel.send(Refused(asked.id, "too late"))
+    agent.channel.send(SendCounts())
+    wait_for_value(lambda: len(agent.of(WorkerCounts)), 1)
+    assert not agent.shell._replies, "nobody waits for it any more"
 
 
 def test_settings_that_the_script_brings(tmp_path: Path) -> None:
