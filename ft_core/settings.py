@@ -17,6 +17,8 @@ from ft_core.elastic.rules import INTERVENTIONS, Start
 from ft_core.errors import ConfigError
 
 SECRET_ENV = "FT_JOB_SECRET"
+ID = "id"
+"""The file in the job directory that has the job's id, where its controller has a fixed address."""
 POLICIES = ("wait", "shrink", "stop")
 SNAPSHOTS = ("lean", "full")
 AUTO = -1
@@ -74,6 +76,8 @@ class Settings:
     """The controller's address, host:port; empty where it is elected."""
     leadership: str = ""
     """Where its lease is kept then (`--ft-leadership`), see `ft_core.leadership.at`."""
+    run_id: str = ""
+    """The job's id (`--rdzv-id`), where it has one before it begins."""
     spares: int = 0
     """Nodes that stand by, without a role (`--spares`)."""
     ready_standbys: int = 0
@@ -263,6 +267,32 @@ class Settings:
 def unique(node: str) -> str:
     """A name for a process that is node `node`: the next one, there or elsewhere, has another."""
     return f"{node.partition('+')[0]}+{secrets.token_hex(3)}"
+
+
+def job_id(job_dir: Path, given: str) -> str:
+    """The job's id: what was `given`, else what its directory has, else one that is drawn. From now on its
+    directory has it. Raises ConfigError."""
+    path = job_dir / ID
+    try:
+        known = path.read_text().strip() if path.exists() else ""
+        if found := given or known:
+            if found == known:
+                return found
+        else:
+            found = leadership.new_id()
+        beside = path.with_name(f".{ID}-{os.getpid()}")
+        beside.write_text(found + "\n")
+        beside.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path}, the job's id, cannot be kept: {error.strerror}") from None
+    return found
+
+
+def read_id(job_dir: Path | None) -> str:
+    """The job's id, where its directory has it; else empty."""
+    with contextlib.suppress(OSError):
+        return (job_dir / ID).read_text().strip() if job_dir is not None else ""
+    return ""
 
 
 def write_secret(job_dir: Path) -> None:

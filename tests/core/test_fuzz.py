@@ -375,7 +375,7 @@ def test_a_controller_refuses_nonsense_and_leads(tmp_path: Path) -> None:
                 await asyncio.to_thread(strangers, fleet.settings.controller)
                 address = fleet.settings.controller
                 await asyncio.to_thread(datagrams, address, fleet.secret)
-                await asyncio.to_thread(members, address, fleet.secret, "controller", messages.CtlHello())
+                await asyncio.to_thread(members, address, fleet.secret, "controller", messages.CtlHello(""))
             after = await asyncio.to_thread(status, fleet.job_dir)
             assert dataclasses.replace(after, roles=before.roles) == before
             assert {e["event"] for e in fleet.events()[known:]} == {"refused"}
