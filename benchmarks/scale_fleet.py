@@ -292,7 +292,7 @@ class Agent(Client):
         where = f"10.{self.rank >> 16 & 255}.{self.rank >> 8 & 255}.{self.rank & 255}:40001"
         held = self._holdings()
         self._reported = held, 0
-        return m.AgentHello(self.name, 1, 1, self.rank, self.name, where, held, self._said, False)
+        return m.AgentHello(self.name, 1, 1, self.rank, self.name, where, held, self._said, False, "")
 
     def _report(self, if_changed: bool = False) -> None:
         """As an agent does: by difference. `if_changed`: only if that is more than versions."""

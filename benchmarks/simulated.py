@@ -12,6 +12,7 @@ from ft_core.protocol.codec import encode
 from ft_core.protocol.framing import HEADER, Frames
 from ft_core.protocol.handshake import Handshake
 from ft_core.protocol.messages import Message
+from ft_core.protocol.sockets import listener_of
 
 LAYOUTS = {"data": (1, 1), "model": (8, 16)}
 """Tensor and pipeline parallel size."""
@@ -99,7 +100,8 @@ class Client(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport, self._frames, self._buffer = transport, None, bytearray()
-        self._hands = Handshake(self._secret, self._server, client=True)
+        listener = listener_of(transport.get_extra_info("peername"))
+        self._hands = Handshake(self._secret, self._server, listener, client=True)
         transport.write(self._hands.hello)
 
     def data_received(self, data: bytes) -> None:

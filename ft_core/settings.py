@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,12 @@ from ft_core.elastic.rules import INTERVENTIONS, Start
 from ft_core.errors import ConfigError
 
 SECRET_ENV = "FT_JOB_SECRET"
+SHORTEST = 16
+"""Bytes of a secret that is not guessed by who has heard a connection being made."""
+JOB, SECRET, ID = "job.json", "secret", "id"
+"""Files in the job directory: its settings; its secret; its id, where its controller has a fixed address."""
+_WRITTEN = 2.0
+"""Seconds in which another process writes the secret into the file that it has made for it."""
 POLICIES = ("wait", "shrink", "stop")
 SNAPSHOTS = ("lean", "full")
 AUTO = -1
@@ -74,6 +81,8 @@ class Settings:
     """The controller's address, host:port; empty where it is elected."""
     leadership: str = ""
     """Where its lease is kept then (`--ft-leadership`), see `ft_core.leadership.at`."""
+    run_id: str = ""
+    """The job's id (`--rdzv-id`), where it has one before it begins."""
     spares: int = 0
     """Nodes that stand by, without a role (`--spares`)."""
     ready_standbys: int = 0
@@ -248,12 +257,12 @@ class Settings:
 
     def write(self, job_dir: Path) -> None:
         """Write `job.json` into the job directory. Raises OSError if it cannot be written."""
-        (job_dir / "job.json").write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        (job_dir / JOB).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, job_dir: Path) -> Settings:
         """Read `job.json`. Raises ConfigError saying what is wrong with the directory."""
-        path = job_dir / "job.json"
+        path = job_dir / JOB
         try:
             data = json.loads(path.read_text())
             return cls(**{**data, "command": Command(**data["command"])})
@@ -268,26 +277,76 @@ def unique(node: str) -> str:
     return f"{node.partition('+')[0]}+{secrets.token_hex(3)}"
 
 
-def write_secret(job_dir: Path) -> None:
-    """Put the job's secret into its directory, readable by the owner only.
+def job_id(job_dir: Path, given: str) -> str:
+    """The job's id: what was `given`, else what its directory has, else one that is drawn. From now on its
+    directory has it. Raises ConfigError."""
+    path = job_dir / ID
+    try:
+        known = path.read_text().strip() if path.exists() else ""
+        if found := given or known:
+            if found == known:
+                return found
+        else:
+            found = leadership.new_id()
+        beside = path.with_name(f".{ID}-{os.getpid()}")
+        beside.write_text(found + "\n")
+        beside.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path}, the job's id, cannot be kept: {error.strerror}") from None
+    return found
+
+
+def read_id(job_dir: Path | None) -> str:
+    """The job's id, where its directory has it; else empty."""
+    with contextlib.suppress(OSError):
+        return (job_dir / ID).read_text().strip() if job_dir is not None else ""
+    return ""
+
+
+def write_secret(job_dir: Path) -> bytes:
+    """Put the job's secret into its directory, readable by the owner only, and take it out of the
+    environment, which a script and its children have as well. Returns it.
 
     The secret comes from the environment when it is set there (so that many nodes agree without a
-    shared directory), otherwise it is drawn.
+    shared directory), otherwise it is drawn. Raises ConfigError, and OSError if it cannot be written.
     """
-    text = os.environ.get(SECRET_ENV) or secrets.token_hex(32)
-    with contextlib.suppress(FileExistsError):  # nodes that share the directory share the secret
-        descriptor = os.open(job_dir / "secret", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    path, given = job_dir / SECRET, os.environ.get(SECRET_ENV)
+    if given is not None and not given.strip():
+        raise ConfigError(f"{SECRET_ENV} is set, and empty: set it to `openssl rand -hex 32`, or unset it")
+    text = (given or secrets.token_hex(32)).strip()
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:  # nodes that share the directory share the secret
+        known = _written(path)
+        if given is not None and known != text:
+            raise ConfigError(
+                f"{SECRET_ENV} is not the secret of {job_dir}: unset it, or give the directory of another job"
+            ) from None
+        text = known
+    else:
         with os.fdopen(descriptor, "w") as file:
             file.write(text)
+    os.environ.pop(SECRET_ENV, None)
+    return text.encode()
+
+
+def _written(path: Path) -> str:
+    """What is in the file, which another process may just have made."""
+    end = time.monotonic() + _WRITTEN
+    while not (text := path.read_text().strip()):
+        if time.monotonic() > end:
+            raise ConfigError(f"{path} is empty: remove it, or write the job's secret into it")
+        time.sleep(0.05)
+    return text
 
 
 def read_secret(job_dir: Path | None) -> bytes:
     """The job's secret, from its directory or the environment. Raises ConfigError if there is none."""
-    if text := os.environ.get(SECRET_ENV):
+    if text := os.environ.get(SECRET_ENV, "").strip():
         return text.encode()
     try:
         assert job_dir is not None
-        return (job_dir / "secret").read_text().strip().encode()
+        return (job_dir / SECRET).read_text().strip().encode()
     except (AssertionError, OSError) as error:
         raise ConfigError(
             f"no job secret ({error}): give --job-dir of the job, or set {SECRET_ENV} to the content "

@@ -37,7 +37,7 @@ from ft_core.protocol.messages import (
     SpareStatus,
     ToCtl,
 )
-from ft_core.settings import Settings, read_secret
+from ft_core.settings import Settings, read_id, read_secret
 
 T = TypeVar("T")
 P = TypeVar("P", RolesStatus, SparesStatus, NodesStatus)
@@ -72,9 +72,10 @@ def find(settings: Settings, job_dir: Path | None) -> str:
 class Line:
     """A connection to a job's controller."""
 
-    def __init__(self, channel: Channel[ToCtl]) -> None:
+    def __init__(self, channel: Channel[ToCtl], job: str = "") -> None:
+        """`job`: its id, if that is known."""
         self._channel = channel
-        channel.send(CtlHello())
+        channel.send(CtlHello(job))
 
     def ask(self, question: FromCtl) -> ToCtl:
         """The answer. Raises OSError or FtError where there is none."""
@@ -137,6 +138,7 @@ def _of(kind: type[T], answer: ToCtl) -> T:
 @contextlib.contextmanager
 def line(job_dir: Path | None, address: str = "") -> Iterator[Line]:
     """Connect to a job's controller. Raises FtError or OSError when it cannot be asked."""
+    job = "" if address else read_id(job_dir)
     address = address or find(Settings.read(job_dir or Path()), job_dir)
     secret = read_secret(job_dir)
     try:
@@ -147,7 +149,7 @@ def line(job_dir: Path | None, address: str = "") -> Iterator[Line]:
             "again? `ftctl --job-dir DIR events` says what happened last"
         ) from error
     try:
-        yield Line(channel)
+        yield Line(channel, job)
     finally:
         channel.close()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,13 @@ def parser() -> argparse.ArgumentParser:
         "--master-port", "--master_port", type=int, default=_DEFAULT_PORT, help="and its port there"
     )
     t.add_argument(
-        "--rdzv-id", "--rdzv_id", default="", help="accepted and ignored: the job directory is the job"
+        "--rdzv-id",
+        "--rdzv_id",
+        default="",
+        metavar="ID",
+        help="the job's id, of which there are never two at the same address: whoever is of another is not "
+        "let in. Give that of a job whose controller's machine is lost to a controller that takes its place "
+        "(default: one that is drawn; file `id` in the job directory)",
     )
     t.add_argument("--rdzv-backend", "--rdzv_backend", default="", help="accepted and ignored")
     t.add_argument(
@@ -312,6 +319,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         command=Command(script, arguments, args.module, args.no_python),
         controller=controller,
         leadership=where,
+        run_id=_run_id(args.rdzv_id),
         heartbeat=args.ft_heartbeat,
         quiesce_timeout=args.ft_quiesce_timeout,
         hang_after=args.ft_hang_after,
@@ -367,6 +375,12 @@ def _controller_address(args: argparse.Namespace) -> str:
     if args.standalone or args.nnodes == "1":
         return "127.0.0.1:0"
     return f"{args.master_addr}:{args.master_port}"
+
+
+def _run_id(text: str) -> str:
+    if not text or re.fullmatch(r"[0-9A-Za-z._-]{1,64}", text):
+        return text
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _count(flag: str, text: str) -> int:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from ft_core.cli.flags import parser, settings_of
+from ft_core.cli.job_dir import check, prepared
 from ft_core.cli.launcher import Launcher, tell
 from ft_core.errors import ConfigError
 from ft_core.process.lines import VOICE
-from ft_core.settings import Settings, unique, write_secret
+from ft_core.settings import SHORTEST, Settings, read_secret, unique, write_secret
 
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end the job, and at last are ignored."""
@@ -61,8 +62,8 @@ def _launch(args: argparse.Namespace) -> Launcher:
     try:
         if not settings.leadership and (args.standalone or args.node_rank in (None, 0)):
             launcher.claim()
+        _take_secret(job_dir)
         settings.write(job_dir)
-        write_secret(job_dir)
         (job_dir / "controller").write_text(settings.meeting + "\n")
     except OSError as error:
         raise ConfigError(
@@ -92,13 +93,16 @@ def _join(args: argparse.Namespace) -> Launcher:
     if args.command:
         settings = settings_of(args)
         job_dir = _job_dir(args)
+        _take_secret(job_dir)
         settings.write(job_dir)
-        write_secret(job_dir)
     elif args.job_dir is None:
         raise ConfigError("--join needs the job's --job-dir, or the job's own command line")
     else:
         job_dir = args.job_dir.resolve()
         settings = Settings.read(job_dir)
+        check(job_dir)
+        read_secret(job_dir)
+        _take_secret(job_dir)
         VOICE.json = settings.log_format == "json"
     if settings.meeting != args.join:
         raise ConfigError(f"--join {args.join}: the job in {job_dir} is at {settings.meeting}")
@@ -107,6 +111,16 @@ def _join(args: argparse.Namespace) -> Launcher:
         launcher.candidate(spare=True)
     launcher.agent(unique(socket.gethostname()), -1, args.ft_domain)
     return launcher
+
+
+def _take_secret(job_dir: Path) -> None:
+    secret = write_secret(job_dir)
+    if len(secret) < SHORTEST:
+        tell(
+            f"ftrun: the job's secret has {len(secret)} bytes only: who hears one of its connections being "
+            "made can guess it; `openssl rand -hex 32` makes one",
+            "WARNING",
+        )
 
 
 def _open_standard_streams() -> None:
@@ -123,12 +137,7 @@ def _job_dir(args: argparse.Namespace) -> Path:
         path = Path(tempfile.mkdtemp(prefix="ftjob-"))
         tell(f"ftrun: job directory {path}")
         return path
-    path = Path(given).resolve()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be the job directory: {error.strerror}") from error
-    return path
+    return prepared(Path(given))
 
 
 if __name__ == "__main__":

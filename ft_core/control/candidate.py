@@ -46,7 +46,8 @@ async def serve(settings: Settings, job_dir: Path, begins: bool) -> int:
             if isinstance(granted, Over):
                 return granted.code
             log.info("this node leads the job, in term %d", granted.lease.term)
-            office = Office(*(granted.lease, keeper, address, granted.notes, settled_after(elected.every)))
+            about = granted.lease, keeper, address, granted.notes, settled_after(elected.every)
+            office = Office(*about, granted.job)
             code = await _lead(Shell(settings, job_dir, granted.notes.failed, office), keeper, granted.notes)
             if code is not None:
                 return code

@@ -156,10 +156,17 @@ class End:
 
 
 @dataclass(frozen=True)
+class Refuse:
+    """Somebody was turned away, who may come again and again: `Refused` follows, now and then."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Resign:
     """Somebody leads, or has led, in this term, which is newer: this controller is none any more."""
 
     term: int
 
 
-Effect = Send | Close | Record | Enter | Say | End | Resign
+Effect = Send | Close | Record | Enter | Say | End | Refuse | Resign

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ft_core.leadership.base import Grant, Leadership, LeadershipError, Notes
+from ft_core.errors import ConfigError
+from ft_core.leadership.base import Grant, Leader, Leadership, LeadershipError, Notes
 from ft_core.leadership.lease import RENEW, Lease, clock
 from ft_core.process.parent import gone
 
@@ -29,6 +30,8 @@ class Granted:
 
     lease: Lease
     notes: Notes
+    job: str
+    """Its id."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Keeper:
         self._loop = asyncio.get_running_loop()
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._begins, self._floor = begins, 0
+        self._job, self._term = "", 0
+        """The job's id, once it was under way here, and the newest term of it that was seen."""
         self._warned = float("-inf")
         threading.Thread(target=self._serve, name="ft-lease", daemon=True).start()
 
@@ -111,30 +116,48 @@ class Keeper:
             self._say(error)
 
     def _run(self) -> None:
-        over_before = True
         while not gone():
             grant, asked = None, clock()
             try:
                 leader = self._leadership.look()
-                if leader.over is not None and not over_before:
+                if self._concerns(leader) and leader.over is not None:
                     self._say(Over(leader.over))
                     return
-                # What is over when this process comes is another job, which had this name before.
-                over_before &= leader.over is not None
                 if not leader.address and (leader.over is None or self._begins):
-                    grant = self._leadership.acquire(self._address, self._floor)
+                    floor = max(self._floor, self._term)
+                    grant = self._leadership.acquire(self._address, floor, self._job)
             except LeadershipError as error:
                 self._warn(error)
             if grant is None:
                 time.sleep(self._leadership.every * (0.5 + random.random()))
                 continue
-            over_before = False
+            self._job, self._term = grant.job, grant.term
             lease = Lease(grant.term, grant.seconds, asked)
             while not self._orders.empty():
                 self._orders.get()  # of another leadership
-            self._say(Granted(lease, grant.notes))
+            self._say(Granted(lease, grant.notes, grant.job))
             self._keep(grant, lease)
             lease.ends()
+
+    def _concerns(self, leader: Leader) -> bool:
+        """Whether what was found is of this job. Raises LeadershipError if it is older than what was found
+        before, and ConfigError if there is another job, which has the name now."""
+        if not self._job and leader.over is None:  # what is over when this process comes is another job
+            self._job = leader.job
+        if not leader.job or not self._job:
+            return False
+        if leader.term < self._term:
+            raise LeadershipError(
+                f"{self._leadership.place}: what is kept there is of term {leader.term}, which is over: "
+                f"there was one of term {self._term}"
+            )
+        if leader.job != self._job:
+            raise ConfigError(
+                f"{self._leadership.place}: another job, {leader.job}, has this name by now: this one, "
+                f"{self._job}, is over or lost, and its nodes end"
+            )
+        self._term = leader.term
+        return True
 
     def _keep(self, grant: Grant, lease: Lease) -> None:
         """Until the lease is lost, or given up."""

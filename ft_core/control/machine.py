@@ -30,6 +30,7 @@ from ft_core.control.events import (
     Peer,
     Pulsed,
     Received,
+    Refuse,
     Refused,
     Resign,
     Send,
@@ -70,6 +71,7 @@ class Controller:
         job_dir: str,
         ids: Callable[[], str],
         recorded: Mapping[str, int],
+        job: str = "",
         pid: int = 0,
         term: int = 1,
         settled: float = 0.0,
@@ -77,9 +79,10 @@ class Controller:
         ago: float = 0.0,
     ) -> None:
         """`ids` draws names, lower-case letters and digits, that nobody else draws. `recorded`: of events
-        that come once an epoch, the newest epoch that has them. `pid` is what `ftctl` is told. It leads in
-        `term`, and decides nothing before the time `settled`: until then somebody may obey another. `spent`:
-        what the job's time went to until so many seconds `ago`, as a predecessor has noted it."""
+        that come once an epoch, the newest epoch that has them. `job`: its id. `pid` is what `ftctl` is told.
+        It leads in `term`, and decides nothing before the time `settled`: until then somebody may obey
+        another. `spent`: what the job's time went to until so many seconds `ago`, as a predecessor has noted
+        it."""
         self.facts = Facts(settings, job_dir, Groups(settings.start), term)
         self._epochs = Epochs(self.facts, ids, recorded, settled)
         self._script = ScriptSettings()
@@ -89,7 +92,7 @@ class Controller:
         self._bulletin = Bulletin()
         self._counted = risk.Last()
         self._termination = Termination()
-        self._pid = pid
+        self._job, self._pid = job, pid
         self._session = ids()
         self._arriving = 0
         """Connections that have not said yet who they are."""
@@ -210,10 +213,16 @@ class Controller:
     def _greet(self, peer: Peer, hello: m.AgentHello) -> None:
         """An agent is there, or again. Its greeting is a report too."""
         facts, node = self.facts, Node.of(peer, hello, self._epochs.now)
+        if hello.job not in ("", self._job):
+            self._turn_away(peer, hello)
+            return
+        if hello.term > facts.term and not facts.settings.leadership:
+            self._epochs.do(Refuse(f"node {hello.node} obeys a controller of term {hello.term}"), Close(peer))
+            return
         if hello.term > facts.term:
             self._epochs.do(Resign(hello.term))
             return
-        self._epochs.do(Send(peer, m.Leads(facts.term, self._session)))
+        self._epochs.do(Send(peer, m.Leads(facts.term, self._session, self._job)))
         self._heard()
         if isinstance(self.phase, Done):  # it has come while the others are told
             self._epochs.do(Send(peer, m.Shutdown(code=self.phase.code)), Close(peer))
@@ -253,6 +262,16 @@ class Controller:
         self._epochs.do(*self._epochs.returning.back(node, set(node.holdings.roles)))
         self._epochs.do(*self._epochs.draining.greeted(facts, node, known is not None))
         self._epochs.decide_if_ready()
+
+    def _turn_away(self, peer: Peer, hello: m.AgentHello) -> None:
+        """An agent of a former job that had this address and secret: what it knows is nothing of this one."""
+        reason = (
+            f"node {hello.node} (process {hello.pid}) is of job {hello.job}, this is {self._job}: end what "
+            "is left of the other on its machine"
+        )
+        if not self.facts.settings.leadership:
+            reason += f"; or, to go on with that job, end this one and start it with --rdzv-id {hello.job}"
+        self._epochs.do(Refuse(reason), Send(peer, m.OtherJob(self._job)), Close(peer))
 
     def _pulsed(self, pulses: Iterable[m.Pulse]) -> None:
         """Nodes that have greeted live, unless this was said to another controller."""

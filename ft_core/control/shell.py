@@ -37,6 +37,7 @@ from ft_core.control.events import (
     Pulsed,
     Received,
     Record,
+    Refuse,
     Refused,
     Resign,
     Say,
@@ -74,6 +75,7 @@ from ft_core.protocol.messages import (
     AgentHello,
     Calls,
     CtlHello,
+    Denied,
     FromAgent,
     FromCtl,
     GoThrough,
@@ -84,7 +86,7 @@ from ft_core.protocol.messages import (
 )
 from ft_core.protocol.pulses import receiver
 from ft_core.protocol.sockets import listen
-from ft_core.settings import Settings, read_secret
+from ft_core.settings import Settings, job_id, read_secret
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +117,8 @@ class Office:
     """Of its predecessors."""
     settled: float
     """Seconds of its own before which it may decide nothing."""
+    job: str
+    """The job's id."""
 
 
 class Shell:
@@ -140,10 +144,12 @@ class Shell:
         self.events, self._samples = FileOutlet(job_dir / "events.jsonl"), FileOutlet(job_dir / ledger.NAME)
         if office is None:
             self.notes, settled = _notes(job_dir / "events.jsonl"), 0.0
+            self.job = job_id(job_dir, settings.run_id)
         else:
-            self.notes, settled = office.notes, office.settled
+            self.notes, settled, self.job = office.notes, office.settled, office.job
         self.machine = Controller(
             *(settings, str(job_dir), lambda: secrets.token_hex(4), self.notes.recorded),
+            job=self.job,
             pid=os.getpid(),
             term=self._lease.term,
             settled=settled,
@@ -359,6 +365,8 @@ class Shell:
                 case End(code):
                     if not self._done.done():
                         self._done.set_result(code)
+                case Refuse(reason):
+                    self._refusals.add(reason)
                 case Resign(term):
                     self.newer = term
                     self._resign(f"there is a leader of term {term}, or was one")
@@ -451,7 +459,12 @@ class Shell:
         try:
             if isinstance(hello, AgentHello):
                 self._heard(peer, hello)
-                branch = self._tree.opens(channel, calls.relay) if calls is not None else None
+                if calls is not None and not channel.closing:
+                    branch = self._tree.opens(channel, calls.relay)
+            elif hello.job not in ("", self.job):
+                await channel.recv()
+                other = f"the controller there is of job {self.job}, and not of {hello.job} any more"
+                return await channel.send(Denied(other))
             await channel.each(received)
         finally:
             if branch is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
+import hmac
 import re
 
 from ft_core.errors import ConfigError
 from ft_core.leadership.base import Fixed, Leadership
+from ft_core.leadership.base import new_id as new_id
 from ft_core.leadership.etcd import Etcd
 from ft_core.leadership.kubernetes import in_cluster
 from ft_core.protocol.sockets import split_address
@@ -33,16 +34,16 @@ def check(place: str) -> None:
 
 def at(place: str, secret: bytes, nodes: int) -> Leadership:
     """The leadership that is kept at `place`, or the controller's address; for one thread. `secret`: the
-    job's, which tells it from others that have the same name there. Raises ConfigError."""
+    job's, by which what is kept there is known to be its own. Raises ConfigError."""
     if not is_elected(place):
         return Fixed(place)
     check(place)
-    job = hashlib.sha256(b"ft job " + secret).hexdigest()[:16]
+    key = hmac.digest(secret, b"what is kept for this job", "sha256").hex()
     if (found := _ETCD.fullmatch(place)) is not None:
-        return Etcd(_servers(place, found[2]), found[3], job, nodes, tls=found[1] == "etcds")
+        return Etcd(_servers(place, found[2]), found[3], key, nodes, tls=found[1] == "etcds")
     kubernetes = _KUBERNETES.fullmatch(place)
     assert kubernetes is not None
-    return in_cluster(kubernetes[1], kubernetes[2], job, nodes)
+    return in_cluster(kubernetes[1], kubernetes[2], key, nodes)
 
 
 def _servers(place: str, text: str) -> list[tuple[str, int]]:

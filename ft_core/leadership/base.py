@@ -5,6 +5,7 @@ Every call may block, for `http.TRY` seconds a server at most. An object is for 
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -42,12 +43,16 @@ class Leader:
     """Empty where nobody leads at present."""
     over: int | None = None
     """The job's exit code, once it is over."""
+    job: str = field(default="", compare=False)
+    """The id of the job that this is about; empty where there is none."""
 
 
 @dataclass
 class Grant:
     """A leadership."""
 
+    job: str
+    """The id of the job."""
     term: int
     seconds: float
     """That it lasts from one renewal to the next."""
@@ -70,8 +75,9 @@ class Leadership(Protocol):
     def look(self) -> Leader:
         """Raises LeadershipError."""
 
-    def acquire(self, address: str, floor: int) -> Grant | None:
-        """Lead, if nobody does, in a term above `floor`. None: somebody else does. Raises LeadershipError."""
+    def acquire(self, address: str, floor: int, job: str = "") -> Grant | None:
+        """Lead, if nobody does, in a term above `floor`. `job`: its id, if that is known; else it is found
+        there, or a new job begins. None: somebody else does. Raises LeadershipError."""
 
     def renew(self, grant: Grant) -> bool:
         """False: the lease is lost. Raises LeadershipError."""
@@ -82,6 +88,19 @@ class Leadership(Protocol):
     def resign(self, grant: Grant, over: int | None = None) -> bool:
         """Let another lead; `over`: with this code the job is over, for all. False: the lease was lost
         before. Raises LeadershipError."""
+
+
+def new_id() -> str:
+    """Of a job: no other has it."""
+    return secrets.token_hex(8)
+
+
+def no_other_of_this_name(place: str, address: str) -> LeadershipError:
+    """Where somebody leads who does not know this job's secret."""
+    return LeadershipError(
+        f"{place}: {address!r} leads there, of a job with another secret, unless somebody else can write "
+        "there and has: give each job a name of its own there, and all of its nodes the same secret"
+    )
 
 
 @dataclass
@@ -98,7 +117,7 @@ class Fixed:
         """There is but one, whom its own machine restarts."""
         return Leader(1, self.place)
 
-    def acquire(self, address: str, floor: int) -> Grant | None:
+    def acquire(self, address: str, floor: int, job: str = "") -> Grant | None:
         """Nobody else ever leads."""
         return None
 

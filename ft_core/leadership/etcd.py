@@ -13,7 +13,7 @@ import os
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -21,9 +21,13 @@ from msgspec.structs import replace
 
 from ft_core.errors import ConfigError
 from ft_core.leadership import lease
-from ft_core.leadership.base import Grant, Leader, LeadershipError, Notes
+from ft_core.leadership.base import Grant, Leader, LeadershipError, Notes, new_id, no_other_of_this_name
 from ft_core.leadership.http import Client
+from ft_core.leadership.seal import Seal
 
+T = TypeVar("T")
+_OLD = "revision of auth store is old"
+"""What etcd says, with status 400, of a token of before users, roles or passwords were changed."""
 PER_SECOND = 1000.0
 """Looks of a whole job."""
 
@@ -36,18 +40,30 @@ class _Leads(Struct, frozen=True):
 
 
 class Job(Struct, frozen=True):
-    """What is kept of a job, whoever leads."""
+    """What is kept of a job, whoever leads. `id`: empty where there has been none."""
 
-    job: str
-    term: int
+    id: str = ""
+    term: int = 0
     notes: Notes = Notes()
     over: int | None = None
 
     def next(self, job: str, floor: int) -> Job:
-        """As the next leader finds it. Of another job, or of one that is over and begins anew, it keeps no
-        more than the term, so that nobody obeys what is left of it."""
-        notes = self.notes if self.job == job and self.over is None else Notes()
-        return Job(job, max(self.term, floor) + 1, notes)
+        """As the next leader finds it, of the job with that id, if it is known. Of another, or of one that is
+        over and begins anew, it keeps no more than the term, so that nobody obeys what is left of it."""
+        goes_on = self.id if self.over is None else ""
+        notes = self.notes if goes_on and job in ("", goes_on) else Notes()
+        return Job(job or goes_on or new_id(), max(self.term, floor) + 1, notes)
+
+
+class _Kept(Struct, frozen=True):
+    """A value, and who has written it."""
+
+    seal: str
+    text: str
+
+
+_MOST = 1 << 32
+"""Of a term that somebody else has written."""
 
 
 @dataclass
@@ -64,39 +80,47 @@ class Etcd:
     """As `base.Leadership`."""
 
     def __init__(
-        self, servers: list[tuple[str, int]], name: str, job: str, nodes: int, tls: bool = False
+        self, servers: list[tuple[str, int]], name: str, key: str, nodes: int, tls: bool = False
     ) -> None:
-        """`name`: of the job, in etcd. `job`: what tells it from others that have had this name."""
+        """`name`: of the job, in etcd. `key`: which only its processes have."""
         scheme = "etcds" if tls else "etcd"
         self.place = f"{scheme}://{','.join(f'{host}:{port}' for host, port in servers)}/{name}"
         self.near = f"{servers[0][0]}:{servers[0][1]}"
         self.every = lease.look_every(nodes, PER_SECOND)
-        self._leader, self._job_key, self._job = _text(f"{name}/leader"), _text(f"{name}/job"), job
+        self._leader, self._job_key, self._seal = (
+            _text(f"{name}/leader"),
+            _text(f"{name}/job"),
+            Seal(key, name),
+        )
         self._client = Client(servers, _context() if tls else None, self._headers)
         self._token = ""
 
     def look(self) -> Leader:
         leads, job, _ = self._read()
-        return Leader(job.term, leads.address if leads is not None else "", job.over)
+        term = job.term if job.id else 0  # or somebody else has written it
+        if leads is None:
+            return Leader(term, "", job.over, job.id)
+        return Leader(max(term, leads.term), leads.address, job.over, job.id)
 
-    def acquire(self, address: str, floor: int) -> Grant | None:
-        leads, known, revision = self._read()
+    def acquire(self, address: str, floor: int, job: str = "") -> Grant | None:
+        leads, before, revision = self._read()
         if leads is not None:
             return None
-        job = known.next(self._job, floor)
+        known = before.next(job, floor)
         granted = self._ask("lease/grant", {"TTL": str(int(lease.SECONDS))})
         number, seconds = str(granted["ID"]), float(granted["TTL"])
         nobody = {"key": self._leader, "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
         as_read = {"key": self._job_key, "target": "MOD", "result": "EQUAL", "mod_revision": revision}
         puts = [
-            _put(self._leader, _Leads(job.term, address), number),
-            _put(self._job_key, job),
+            self._put(self._leader, _Leads(known.term, address), number),
+            self._put(self._job_key, known),
         ]
         done = self._ask("kv/txn", {"compare": [nobody, as_read], "success": puts})
         if not done.get("succeeded"):
             self._revoke(number)
             return None
-        return Grant(job.term, seconds, job.notes, _Key(number, done["header"]["revision"], job))
+        key = _Key(number, done["header"]["revision"], known)
+        return Grant(known.id, known.term, seconds, known.notes, key)
 
     def renew(self, grant: Grant) -> bool:
         key: _Key = grant.key
@@ -127,18 +151,24 @@ class Etcd:
         ranges = [{"request_range": {"key": key}} for key in (self._leader, self._job_key)]
         answers = self._ask("kv/txn", {"success": ranges})["responses"]
         found = [(each["response_range"].get("kvs") or [None])[0] for each in answers]
-        leads, job = (kv and base64.b64decode(kv.get("value", "")) for kv in found)
-        try:
-            return (
-                msgspec.json.decode(leads, type=_Leads) if leads else None,
-                msgspec.json.decode(job, type=Job) if job else Job(self._job, 0),
-                found[1]["mod_revision"] if found[1] else "0",
-            )
-        except msgspec.MsgspecError as error:
-            raise LeadershipError(f"{self.place}: what is kept there is nothing of ours ({error})") from None
+        leads, is_own = self._opened(self._leader, found[0], _Leads)
+        if found[0] is not None and (leads is None or not is_own):
+            raise no_other_of_this_name(self.place, leads.address if leads is not None else "somebody")
+        job, is_own = self._opened(self._job_key, found[1], Job)
+        if job is None or not is_own:
+            job = Job(term=job.term if job is not None and job.term < _MOST else 0)
+        return leads, job, found[1]["mod_revision"] if found[1] else "0"
+
+    def _opened(self, key: str, found: Any, kind: type[T]) -> tuple[T | None, bool]:
+        """What is kept there, if that can be read, and whether a process of this job has written it."""
+        with contextlib.suppress(ValueError):
+            if found is not None:
+                kept = msgspec.json.decode(base64.b64decode(found.get("value", "")), type=_Kept)
+                return msgspec.json.decode(kept.text, type=kind), self._seal.fits(kept.seal, key, kept.text)
+        return None, False
 
     def _write(self, key: _Key, job: Job) -> bool:
-        put = _put(self._job_key, job)
+        put = self._put(self._job_key, job)
         done = bool(self._ask("kv/txn", {"compare": [self._leads(key)], "success": [put]}).get("succeeded"))
         if done:
             key.job = job
@@ -149,6 +179,11 @@ class Etcd:
         same = {"target": "CREATE", "result": "EQUAL", "create_revision": key.revision}
         return {"key": self._leader, **same}
 
+    def _put(self, key: str, value: Struct, number: str = "0") -> dict[str, Any]:
+        text = msgspec.json.encode(value).decode()
+        kept = msgspec.json.encode(_Kept(self._seal.of(key, text), text))
+        return {"request_put": {"key": key, "value": _text(kept), "lease": number}}
+
     def _revoke(self, number: str) -> None:
         """If that fails, it runs out."""
         with contextlib.suppress(LeadershipError):
@@ -158,7 +193,7 @@ class Etcd:
         if os.environ.get(USER) and not self._token:  # without one etcd does not ask for it, but refuses
             self._log_in()
         status, answer = self._send(what, body)
-        if status == 401 and self._token:  # tokens run out
+        if self._token and (status == 401 or _OLD in str(answer)):  # tokens run out, or users have changed
             self._log_in()
             status, answer = self._send(what, body)
         return self._checked(what, status, answer)
@@ -203,7 +238,3 @@ def _context() -> ssl.SSLContext:
 
 def _text(value: str | bytes) -> str:
     return base64.b64encode(value.encode() if isinstance(value, str) else value).decode()
-
-
-def _put(key: str, value: Struct, number: str = "0") -> dict[str, Any]:
-    return {"request_put": {"key": key, "value": _text(msgspec.json.encode(value)), "lease": number}}

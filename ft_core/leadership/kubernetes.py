@@ -19,15 +19,18 @@ import msgspec
 
 from ft_core.errors import ConfigError
 from ft_core.leadership import lease
-from ft_core.leadership.base import Grant, Leader, LeadershipError, Notes
+from ft_core.leadership.base import Grant, Leader, LeadershipError, Notes, new_id, no_other_of_this_name
 from ft_core.leadership.http import Client
+from ft_core.leadership.seal import Seal
 from ft_core.protocol.sockets import join_address
 
 PER_SECOND = 50.0
 """Looks of a whole job: the API server has others to serve."""
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_NOTES, _OVER, _JOB = (f"ft-training/{name}" for name in ("notes", "over", "job"))
-"""Annotations: what successors must know, the exit code of a job that is over, which job it is."""
+_NOTES, _OVER, _JOB, _SEAL = (f"ft-training/{name}" for name in ("notes", "over", "job", "seal"))
+"""Annotations: what successors must know, the exit code of a job that is over, its id, who has written these,
+the holder and the term."""
+_OWN = (_NOTES, _OVER, _JOB, _SEAL)
 _MISSING, _CONFLICT = 404, 409
 
 Object = dict[str, Any]
@@ -35,40 +38,43 @@ Object = dict[str, Any]
 
 @dataclass
 class _Key:
-    """Of a grant: the object as it was written last."""
+    """Of a grant: the object as it was written last, and the annotations of ours."""
 
     written: Object
+    own: dict[str, str]
 
 
 class Kubernetes:
     """As `base.Leadership`."""
 
     def __init__(
-        self, namespace: str, name: str, job: str, nodes: int, client: Client, near: tuple[str, int]
+        self, namespace: str, name: str, key: str, nodes: int, client: Client, near: tuple[str, int]
     ) -> None:
-        """`job`: what tells it from others that have had this Lease. `client`: of the API server, `near`."""
+        """`key`: which only the job's processes have. `client`: of the API server, `near`."""
         self.place = f"kubernetes://{namespace}/{name}"
         self.near = join_address(*near)
         self.every = lease.look_every(nodes, PER_SECOND)
         self._leases = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
-        self._name, self._job, self._client = name, job, client
+        self._name, self._seal, self._client = name, Seal(key, f"{namespace}/{name}"), client
         self._seen: tuple[str, float] = "", 0.0
         """The version that was seen last, and since when."""
 
     def look(self) -> Leader:
         found = self._read()
-        if found is None:
+        if found is None or not self._is_own(found):
             return Leader()
-        spec = found["spec"]
-        here = "" if self._ran_out(found) else spec.get("holderIdentity") or ""
-        return Leader(_term(found), here, _over(found))
+        here = "" if self._ran_out(found) else found["spec"].get("holderIdentity") or ""
+        return Leader(_term(found), here, _over(found), self._annotations(found).get(_JOB, ""))
 
-    def acquire(self, address: str, floor: int) -> Grant | None:
+    def acquire(self, address: str, floor: int, job: str = "") -> Grant | None:
         found = self._read()
         if found is not None and not self._ran_out(found):
             return None
-        job = self._annotations(found).get(_JOB) == self._job and _over(found) is None
-        notes = _notes(found) if found is not None and job else Notes()
+        goes_on = ""
+        if found is not None and self._is_own(found) and _over(found) is None:
+            goes_on = self._annotations(found).get(_JOB, "")
+        notes = _notes(found) if found is not None and goes_on and job in ("", goes_on) else Notes()
+        job = job or goes_on or new_id()
         wanted: Object = {
             "apiVersion": "coordination.k8s.io/v1",
             "kind": "Lease",
@@ -81,12 +87,10 @@ class Kubernetes:
                 "leaseTransitions": max(_term(found), floor) + 1,
             },
         }
-        kept = {name: text for name, text in self._annotations(found).items() if name != _OVER}
-        noted = {_NOTES: msgspec.json.encode(notes).decode(), _JOB: self._job}
-        wanted["metadata"]["annotations"] = kept | noted
-        if (written := self._write(wanted, new=found is None)) is None:
+        own = {_NOTES: msgspec.json.encode(notes).decode(), _JOB: job}
+        if (written := self._write(self._sealed(wanted, own), new=found is None)) is None:
             return None
-        return Grant(_term(written), float(int(lease.SECONDS)), notes, _Key(written))
+        return Grant(job, _term(written), float(int(lease.SECONDS)), notes, _Key(written, own))
 
     def renew(self, grant: Grant) -> bool:
         return self._change(grant, {})
@@ -105,13 +109,13 @@ class Kubernetes:
         own = key.written["spec"]["holderIdentity"]
         for _ in range(2):
             before = key.written
-            metadata = {**before["metadata"], "annotations": self._annotations(before) | annotations}
             spec = {**before["spec"], "renewTime": _now()}
             if holder is not None:
                 spec["holderIdentity"] = holder
-            written = self._write({**before, "metadata": metadata, "spec": spec}, new=False)
+            wanted = self._sealed({**before, "spec": spec}, key.own | annotations)
+            written = self._write(wanted, new=False)
             if written is not None:
-                key.written = written
+                key.written, key.own = written, key.own | annotations
                 return True
             # Somebody has written it: perhaps this process, whose answer was lost, or a person.
             found = self._read()
@@ -120,6 +124,21 @@ class Kubernetes:
             if found["spec"].get("holderIdentity") != own:
                 return holder == "" and found["spec"].get("holderIdentity") == ""
             key.written = found
+        return False
+
+    def _sealed(self, wanted: Object, own: dict[str, str]) -> Object:
+        """With these annotations of ours, whatever somebody else may have made of them."""
+        others = {name: text for name, text in self._annotations(wanted).items() if name not in _OWN}
+        sealed = own | {_SEAL: self._seal.of(*_sealed_texts(wanted, own))}
+        return {**wanted, "metadata": {**wanted["metadata"], "annotations": others | sealed}}
+
+    def _is_own(self, found: Object) -> bool:
+        """Whether a process of this job has written it. Raises LeadershipError if another job is led so."""
+        own = self._annotations(found)
+        if self._seal.fits(own.get(_SEAL, ""), *_sealed_texts(found, own)):
+            return True
+        if not self._ran_out(found):
+            raise no_other_of_this_name(self.place, found["spec"]["holderIdentity"])
         return False
 
     def _read(self) -> Object | None:
@@ -164,7 +183,7 @@ class Kubernetes:
         return LeadershipError(f"{self.place}: status {status}: {found.get('message') or str(found)[:200]}")
 
 
-def in_cluster(namespace: str, name: str, job: str, nodes: int) -> Kubernetes:
+def in_cluster(namespace: str, name: str, key: str, nodes: int) -> Kubernetes:
     """By what every pod finds in itself. Raises ConfigError outside of a pod."""
     host, port = (os.environ.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
     if not host or not port.isdigit() or not (ACCOUNT / "token").is_file():
@@ -174,12 +193,18 @@ def in_cluster(namespace: str, name: str, job: str, nodes: int) -> Kubernetes:
         )
     tls = ssl.create_default_context(cafile=str(ACCOUNT / "ca.crt"))
     client = Client([(host, int(port))], tls, lambda: bearer(ACCOUNT))
-    return Kubernetes(namespace, name, job, nodes, client, (host, int(port)))
+    return Kubernetes(namespace, name, key, nodes, client, (host, int(port)))
 
 
 def bearer(account: Path) -> dict[str, str]:
     """The header by which the API server knows who asks."""
     return {"Authorization": f"Bearer {(account / 'token').read_text().strip()}"}
+
+
+def _sealed_texts(found: Object, own: dict[str, str]) -> list[str]:
+    spec = found["spec"]
+    said = spec.get("holderIdentity") or "", str(spec.get("leaseTransitions") or 0)
+    return ["lease", *said, *(own.get(name, "-") for name in (_NOTES, _OVER, _JOB))]
 
 
 def _term(found: Object | None) -> int:

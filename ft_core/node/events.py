@@ -28,9 +28,11 @@ class Begin:
 
 @dataclass(frozen=True)
 class Connected:
-    """There is a connection to the controller. `term`: the newest in which one is known to have led."""
+    """There is a connection to the controller. `term`: the newest in which one is known to have led. `job`:
+    the id of the job that this node has a part in; empty before a controller has said so."""
 
     term: int = 1
+    job: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class NotConnected:
     """Whether somebody answers who is not this job's controller."""
     refused: bool = False
     """Whether that is since the two have different secrets."""
+    other_job: bool = False
+    """Whether that is the controller of another job, which knows the secret."""
 
 
 @dataclass(frozen=True)

@@ -142,8 +142,8 @@ class Agent:
                 for device in range(self.epochs.settings.nproc_per_node):
                     self._start(device)
                 self._start(-1)  # the standby that takes over from a worker that crashes here
-            case Connected(term):
-                self._greet(term)
+            case Connected(term, job):
+                self._greet(term, job)
             case NotConnected():
                 self._alone(event)
             case FromController(message):
@@ -214,20 +214,20 @@ class Agent:
 
     # -- the controller ------------------------------------------------------------------------
 
-    def _greet(self, term: int) -> None:
+    def _greet(self, term: int, job: str) -> None:
         self._connected = self._outage.served = True
         self._beat = -math.inf, None
         about = self.about
         who = about.node, term, about.pid, about.node_rank, about.domain, about.data
         # A controller that died may not have answered those, and not have written down these.
         said = [*self.epochs.said.again(self.epochs.now), *self._asking.values(), *self._trained]
-        self.epochs.post(m.AgentHello(*who, self.epochs.greeting(), said, self.draining))
+        self.epochs.post(m.AgentHello(*who, self.epochs.greeting(), said, self.draining, job))
         if self._termination.under_way:
             self.epochs.post(m.Leaving())
 
     def _alone(self, event: NotConnected) -> None:
-        if self._connected:
-            self._connected = False
+        was, self._connected = self._connected, False
+        if was and not event.other_job:
             self._outage.begins(self.epochs.now)
             return
         node, address = self.about.node, self.epochs.settings.meeting
@@ -238,6 +238,8 @@ class Agent:
             )
             self._end(2)
             return
+        if event.other_job:
+            self._outage.warn(event.reason, self.epochs.now)
         if event.stranger:
             problem = f"whoever answers at {address} is not this job's controller: {event.reason}"
             self._outage.warn(problem, self.epochs.now)
@@ -246,7 +248,7 @@ class Agent:
 
     def _on_controller(self, message: m.ToAgent) -> None:
         match message:
-            case m.Leads():
+            case m.Leads() | m.OtherJob():
                 pass  # heard by whoever has taken the connection
             case m.Abort(epoch):
                 self.epochs.abort(epoch)

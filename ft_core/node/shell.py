@@ -59,7 +59,7 @@ from ft_core.protocol.connection import Connection
 from ft_core.protocol.http import Numbering
 from ft_core.protocol.http_server import Server
 from ft_core.protocol.sockets import join_address, listen, own_host, reserve, split_address
-from ft_core.settings import Settings, read_secret, unique
+from ft_core.settings import Settings, read_id, read_secret, unique
 from ft_core.state import durable
 from ft_core.state.manifest import Segment
 from ft_core.state.memory import Word
@@ -196,7 +196,8 @@ class NodeShell:
         who, settings, refused = f"the relay of node {self.node}", self.settings, self._refusals.add
         self._relay = Relay(self._host, self.secret, who, refused, self._fail)
         self._uplink = Uplink(
-            *(self.node, self.secret, self._leadership, self._relay, self._loop),
+            *(self.node, self.secret, "" if settings.leadership else read_id(self.job_dir)),
+            *(self._leadership, self._relay, self._loop),
             settings.silence_limit * PATIENCE,
             handle=self._handle,
             refused=refused,

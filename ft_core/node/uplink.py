@@ -44,6 +44,10 @@ _LONGEST = 4 * _LOOKS
 """Looks after which this agent goes elsewhere all the same."""
 
 
+class _OtherJobError(AuthenticationError):
+    """Whoever leads there leads another job."""
+
+
 class _MisreadError(ProtocolError):
     """What the controller answers cannot be understood."""
 
@@ -58,6 +62,7 @@ class Uplink:
         self,
         node: str,
         secret: bytes,
+        job: str,
         leadership: Leadership,
         relay: Relay,
         loop: Loop,
@@ -67,10 +72,10 @@ class Uplink:
         refused: Callable[[str], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """`relay`: in which this agent speaks for others. `patience`: seconds without a word of the
-        controller through another agent, before this one looks for another way. `handle` is told what
-        happens."""
-        self._node, self._secret, self._relay, self._loop = node, secret, relay, loop
+        """`job`: its id, if that is known before a controller has said it. `relay`: in which this agent
+        speaks for others. `patience`: seconds without a word of the controller through another agent, before
+        this one looks for another way. `handle` is told what happens."""
+        self._node, self._secret, self._job, self._relay, self._loop = node, secret, job, relay, loop
         self._patience, self._handle, self._refused = patience, handle, refused
         self._looker = Looker(leadership, self.hang_up, failed)
         self._channel: Channel | None = None
@@ -137,6 +142,9 @@ class Uplink:
                     log.debug("node %s: a connection ended (%s)", self._node, error)
                     if self._in_vain:  # as thousands may, since the controller was held up
                         pause = random.uniform(_RECONNECT, _LATER)
+                except _OtherJobError as error:
+                    pause, self._through = _LATER, ""
+                    self._handle(e.NotConnected(str(error), other_job=True))
                 except (AuthenticationError, ProtocolError) as error:
                     self._refused(str(error))
                     if self._through:  # it may be to blame, rather than the controller
@@ -210,9 +218,11 @@ class Uplink:
         self._channel, follower = channel, self._looker.follower
         channel.ends_first()
         follower.connected()
-        self._handle(e.Connected(max(1, follower.term)))
+        self._handle(e.Connected(max(1, follower.term), self._job))
         self._in_vain = bool(self._through)
         first = await self._first(channel, leader)
+        if isinstance(first, m.Leads | m.OtherJob) and first.job != self._job:
+            self._is_led(leader, first)
         if not isinstance(first, m.Leads):
             raise ProtocolError(f"{channel.peer} does not say in which term it leads")
         self._in_vain = self._named = False
@@ -234,6 +244,16 @@ class Uplink:
                 raise ProtocolError(f"{channel.peer} sent messages for others")
             else:
                 self._relay.deliver(message)
+
+    def _is_led(self, leader: str, first: m.Leads | m.OtherJob) -> None:
+        """The controller says of which job it is. Raises _OtherJobError if that is not this node's."""
+        if self._job or isinstance(first, m.OtherJob):
+            raise _OtherJobError(
+                f"the controller at {leader} is of job {first.job}, and this node of job {self._job}, whose "
+                "controller is gone: end this node's ftrun; or, to go on with this job, end that one, and "
+                f"start its controller with --rdzv-id {self._job}"
+            )
+        self._job = first.job
 
     async def _address(self, term: int, leader: str) -> str:
         """Of the leader of that term: who speaks for this agent may have heard of a new one before."""

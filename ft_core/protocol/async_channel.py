@@ -16,7 +16,7 @@ from ft_core.protocol.connection import Connection
 from ft_core.protocol.door import lobby
 from ft_core.protocol.framing import HEADER, Frames
 from ft_core.protocol.handshake import Handshake
-from ft_core.protocol.sockets import lost, peer_name, split_address, tune
+from ft_core.protocol.sockets import listener_of, lost, peer_name, source_of, split_address, tune
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class AsyncChannel(Generic[T]):
                 limit.reschedule((limit.when() or 0.0) + patience)
                 sock = connection.transport.get_extra_info("socket")
                 tune(sock, sock.family)
-                hands = Handshake(secret, address, client=True)
+                hands = Handshake(secret, address, listener_of(sock.getpeername()), client=True)
                 connection.write(hands.hello)
                 connection.write(hands.answer(await connection.exactly(Handshake.HELLO_BYTES)))
                 hands.confirm(await connection.exactly(Handshake.PROOF_BYTES))
@@ -75,10 +75,11 @@ class AsyncChannel(Generic[T]):
         """As `Channel.accept`; for what `door.serve` calls."""
         sock = connection.transport.get_extra_info("socket")
         peer = peer_name(sock, sock.family)
-        hands = Handshake(secret, peer, client=False)
+        hands = Handshake(secret, peer, listener_of(sock.getsockname()), client=False)
         loop, transport = asyncio.get_running_loop(), connection.transport
+        about = source_of(sock), lambda: _at(loop, transport.abort), lambda: connection.unread
         try:
-            with lobby.stay(lambda: _at(loop, transport.abort), lambda: connection.unread) as known:
+            with lobby.stay(*about) as known:
                 tune(sock, sock.family)
                 connection.write(hands.hello)
                 async with asyncio.timeout(handshake.SECONDS) as limit:

@@ -17,12 +17,14 @@ from ft_core.protocol.framing import HEADER, Frames
 from ft_core.protocol.handshake import Handshake
 from ft_core.protocol.sockets import (
     as_bytes,
+    listener_of,
     peer_name,
     readable,
     receive,
     receive_exactly,
     send_all,
     shut,
+    source_of,
     split_address,
     tune,
 )
@@ -79,7 +81,7 @@ class Channel(Generic[T]):
             sock.settimeout(None)
             tune(sock, sock.family)
             end = min(end, time.monotonic() + handshake.SECONDS)
-            hands = Handshake(secret, address, client=True)
+            hands = Handshake(secret, address, listener_of(sock.getpeername()), client=True)
             send_all(sock, memoryview(hands.hello), end, address)
             proof = hands.answer(receive_exactly(sock, Handshake.HELLO_BYTES, end, address))
             send_all(sock, memoryview(proof), end, address)
@@ -101,10 +103,10 @@ class Channel(Generic[T]):
         peer = peer_name(sock, sock.family)
         end = time.monotonic() + min(timeout, handshake.SECONDS)
         try:
-            with lobby.stay(lambda: shut(sock), lambda: readable(sock.fileno())) as known:
+            with lobby.stay(source_of(sock), lambda: shut(sock), lambda: readable(sock.fileno())) as known:
                 sock.settimeout(None)
                 tune(sock, sock.family)
-                hands = Handshake(secret, peer, client=False)
+                hands = Handshake(secret, peer, listener_of(sock.getsockname()), client=False)
                 send_all(sock, memoryview(hands.hello), end, peer)
                 if claim := hands.meet(receive_exactly(sock, Handshake.HELLO_BYTES, end, peer)):
                     known(claim)

@@ -1,9 +1,13 @@
 """Taking connections: strangers keep nobody out, and nobody who is expected is turned away.
 
-A connection that has not shaken hands is a guest in the lobby, of whom there are few. A member of the job is
-known by the first bytes that it sends, and waits elsewhere from then on, as long as a busy machine takes.
-Whoever says nothing makes room for the next after a while, the oldest first; whoever has said something that
-nobody has read yet does not.
+Members speak first. Until a connection has said as much as they say it waits on the porch, where it takes a
+descriptor and no more of anybody's time; when there are too many of them the oldest goes, of the address that
+has most. Then it is a guest in the lobby, of whom there are few. A member of the job is known by the first
+bytes that it has sent, and waits elsewhere from then on, as long as a busy machine takes; of the others one
+that says nothing more makes room for the next, but not whoever has said something that nobody has read yet.
+
+The kernel could keep the silent ones (TCP_DEFER_ACCEPT), but among those whose connections are just being
+made, of whom it has few: a thousand a second would leave no place to members there.
 """
 
 from __future__ import annotations
@@ -14,38 +18,47 @@ import errno
 import itertools
 import logging
 import resource
+import select
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ft_core.process.descriptors import MAX_GUESTS, REMEDY
+from ft_core.protocol import handshake
 from ft_core.protocol.connection import Connection
+from ft_core.protocol.sockets import is_of_another_user, source_of
 
 log = logging.getLogger(__name__)
 
-STAY = 0.5
-"""Seconds that each has to say something, whoever else would like to come in."""
+ANSWER = 3.0
+"""Seconds that a member has to answer, once it was greeted, while others wait for its place."""
 MAX_KNOWN = 1024
-"""Members that may be in the handshake at once: others wait. Who has overheard what as many have said to this
-process's job, and says it again, may have their places for a moment, and once."""
+"""Members that may be in the handshake at once: others wait."""
+MAX_SILENT = MAX_GUESTS // 4
+"""Connections to one listener that have not said enough to begin with."""
 
-_REMEMBERED = 1 << 14
+_REMEMBERED = 1 << 16
 """Members' first bytes: who says the same again is a stranger."""
 _SOON = 0.01
 _RETRY = 0.1
+_ENOUGH = handshake.Handshake.HELLO_BYTES
+"""Bytes that a member says first."""
+_AT_ONCE = 1024
+"""That are accepted before anything else is done."""
+_LOOK = 1.0
+"""Seconds between two looks for those who have been silent for too long."""
 
 
 @dataclass(frozen=True)
-class _Stranger:
+class _Guest:
     since: float
+    source: str
     leave: Callable[[], None]
     unread: Callable[[], bool]
-
-    def makes_room(self, now: float) -> bool:
-        return now >= self.since + STAY and not self.unread()
 
 
 class _Lobby:
@@ -54,74 +67,201 @@ class _Lobby:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._strangers: dict[int, _Stranger] = {}
-        self._known: set[int] = set()
-        self._heard: dict[bytes, None] = {}
-        """What members began with."""
+        self._strangers: dict[int, _Guest] = {}
+        self._known: dict[int, _Guest] = {}
+        self._heard: dict[bytes, float] = {}
+        """What members began with, and when."""
 
     def room(self) -> int:
         """How many more may come in now."""
         with self._lock:
-            if len(self._known) >= MAX_KNOWN:
+            if len(self._known) >= MAX_KNOWN and self._slow() is None:
                 return 0
-            now = time.monotonic()
-            leave = sum(guest.makes_room(now) for guest in self._strangers.values())
-            return max(0, MAX_GUESTS - len(self._strangers) + leave)
+            if (free := MAX_GUESTS - len(self._strangers)) > 0:
+                return free
+            return max(0, free + sum(not guest.unread() for guest in self._strangers.values()))
 
     @contextlib.contextmanager
     def stay(
-        self, leave: Callable[[], None], unread: Callable[[], bool]
+        self, source: str, leave: Callable[[], None], unread: Callable[[], bool]
     ) -> Iterator[Callable[[bytes], bool]]:
         """Within this block, `leave` may be called, by any thread, to end the connection, unless it is
-        `unread`: what has come of it, nobody has looked at. What the block is given is to be called with what
-        a member has begun with (see `handshake`): from then on it is not called; and returns False if
-        somebody has said the same before."""
+        `unread`: what has come of it, nobody has looked at. `source`: where it comes from. What the block is
+        given is to be called with what a member has begun with (see `handshake`): from then on it goes last;
+        and returns False if somebody has said the same before."""
         number = next(self._numbers)
+        guest = _Guest(time.monotonic(), source, leave, unread)
 
         def known(claim: bytes) -> bool:
             with self._lock:
-                if claim in self._heard:
+                if self._is_repeated(claim):
                     return False
-                self._heard[claim] = None
-                if len(self._heard) > _REMEMBERED:
-                    del self._heard[next(iter(self._heard))]
                 self._strangers.pop(number, None)
-                self._known.add(number)
+                self._known[number] = replace(guest, since=time.monotonic())
+                if len(self._known) > MAX_KNOWN and (slow := self._slow()) is not None:
+                    self._known.pop(slow).leave()
             return True
 
         with self._lock:
-            now = time.monotonic()
-            self._strangers[number] = _Stranger(now, leave, unread)
-            while len(self._strangers) > MAX_GUESTS:
-                found = (n for n, guest in self._strangers.items() if guest.makes_room(now))
-                if (oldest := next(found, None)) is None:
-                    break
-                self._strangers.pop(oldest).leave()
+            self._strangers[number] = guest
+            while len(self._strangers) > MAX_GUESTS and (silent := self._silent()) is not None:
+                self._strangers.pop(silent).leave()
         try:
             yield known
         finally:
             with self._lock:
                 self._strangers.pop(number, None)
-                self._known.discard(number)
+                self._known.pop(number, None)
+
+    def _silent(self) -> int | None:
+        """Of those who say nothing, the oldest of where most come from: so many connections of one machine
+        are in the way of each other, and of nobody else."""
+        of_source = Counter(guest.source for guest in self._strangers.values())
+        crowded = sorted(self._strangers.items(), key=lambda each: (-of_source[each[1].source], each[0]))
+        return next((number for number, guest in crowded if not guest.unread()), None)
+
+    def _slow(self) -> int | None:
+        """The oldest member, or who repeats what one has said, that has not answered for a while."""
+        until = time.monotonic() - ANSWER
+        found = (n for n, guest in self._known.items() if guest.since <= until and not guest.unread())
+        return next(found, None)
+
+    def _is_repeated(self, claim: bytes) -> bool:
+        """Whether it was said here before, in the time in which it is worth something."""
+        now = time.monotonic()
+        while self._heard:
+            oldest, at = next(iter(self._heard.items()))
+            if at + 2 * handshake.FRESH > now and len(self._heard) < _REMEMBERED:
+                break
+            del self._heard[oldest]
+        if claim in self._heard:
+            return True
+        self._heard[claim] = now
+        return False
 
 
 lobby = _Lobby()
 
 
+class _Porch:
+    """Connections that have not said enough to begin with. All that one takes is a descriptor."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._silent: dict[str, dict[int, tuple[socket.socket, float]]] = {}
+        """By where they come from, the oldest first: since when."""
+        self._ready: dict[int, int] = {}
+        """What the kernel tells of those that have said enough, or are gone."""
+        self._epoll = select.epoll()
+        listener.setblocking(False)
+        self._epoll.register(listener, select.EPOLLIN)
+
+    def fileno(self) -> int:
+        """Readable when there is something to take."""
+        return self._epoll.fileno()
+
+    def take(self, most: int, seconds: float) -> list[socket.socket]:
+        """So many that have said enough, once there are any, or it took so many seconds. Raises OSError if
+        one that waits for it cannot be accepted."""
+        self._ready = dict(self._epoll.poll(seconds))
+        found: list[socket.socket] = []
+        for source, silent in list(self._silent.items()):
+            for number in [number for number in silent if number in self._ready]:
+                if len(found) < most:
+                    sock = self._remove(source, number)
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+                    if self._ready[number] & ~select.EPOLLIN and not _has_said(sock):
+                        sock.close()
+                    else:
+                        found.append(sock)
+        if self._listener.fileno() in self._ready:
+            try:
+                self._accept(most, found)
+            except BlockingIOError:
+                pass
+            except OSError:
+                if not found:
+                    raise
+        self._expire()
+        return found
+
+    def _accept(self, most: int, found: list[socket.socket]) -> None:
+        for _ in range(_AT_ONCE):
+            full = sum(map(len, self._silent.values())) >= MAX_SILENT
+            if len(found) == most or (full and not self._make_room()):
+                return
+            sock, _ = self._listener.accept()
+            if is_of_another_user(sock):  # a Unix socket is this user's alone
+                sock.close()
+            elif _has_said(sock):
+                found.append(sock)
+            else:
+                self._keep(sock)
+
+    def _keep(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _ENOUGH)
+        self._epoll.register(sock, select.EPOLLIN | select.EPOLLRDHUP)
+        self._silent.setdefault(source_of(sock), {})[sock.fileno()] = sock, time.monotonic()
+
+    def _remove(self, source: str, number: int) -> socket.socket:
+        sock, _ = self._silent[source].pop(number)
+        if not self._silent[source]:
+            del self._silent[source]
+        self._epoll.unregister(sock)
+        return sock
+
+    def _make_room(self) -> bool:
+        """The oldest goes of where most come from: so many of one machine are in the way of each other, and
+        of nobody else."""
+        for source in sorted(self._silent, key=lambda source: -len(self._silent[source])):
+            for number, (sock, _) in self._silent[source].items():
+                if not _has_said(sock):
+                    self._remove(source, number).close()
+                    return True
+        return False
+
+    def _expire(self) -> None:
+        until = time.monotonic() - handshake.SECONDS
+        for source, silent in list(self._silent.items()):
+            late = [n for n, (sock, since) in silent.items() if since <= until and not _has_said(sock)]
+            for number in late:
+                self._remove(source, number).close()
+
+    def close(self) -> None:
+        """All of them."""
+        self._epoll.close()
+        for silent in self._silent.values():
+            for sock, _ in silent.values():
+                sock.close()
+
+
+def _has_said(sock: socket.socket) -> bool:
+    """Enough to begin with."""
+    with contextlib.suppress(OSError):
+        return len(sock.recv(_ENOUGH, socket.MSG_PEEK | socket.MSG_DONTWAIT)) == _ENOUGH
+    return False
+
+
 def connections(sock: socket.socket, who: str, over: Callable[[], bool]) -> Iterator[socket.socket]:
     """Connections made to a listening socket, for a thread, until it fails when `over`."""
-    while True:
-        while not lobby.room():
-            time.sleep(_SOON)
-        try:
-            found, _ = sock.accept()
-        except OSError as error:
-            if over():
-                return
-            _say(who, error)
-            time.sleep(_RETRY)  # some descriptors come back as connections end
-            continue
-        yield found
+    porch: _Porch | None = None
+    try:
+        while True:
+            while not (room := lobby.room()):
+                time.sleep(_SOON)
+            try:
+                porch = porch or _Porch(sock)
+                found = porch.take(room, _LOOK)
+            except OSError as error:
+                if over():
+                    return
+                _say(who, error)
+                time.sleep(_RETRY)  # some descriptors come back as connections end
+                continue
+            yield from found
+    finally:
+        if porch is not None:
+            porch.close()
 
 
 async def serve(
@@ -131,26 +271,33 @@ async def serve(
 ) -> None:
     """The same for an event loop, until cancelled: a task runs `connected` for each. Closes `sock`."""
     loop = asyncio.get_running_loop()
-    sock.setblocking(False)
-    with sock:
+    with sock, contextlib.closing(_Porch(sock)) as porch:
         while True:  # those who came in last are in the lobby by now
             while not (room := lobby.room()):
                 await asyncio.sleep(_SOON)
+            await _something(loop, porch)
             try:
-                found = [(await loop.sock_accept(sock))[0]]
+                found = porch.take(room, 0)
             except OSError as error:
                 _say(who, error)
                 await asyncio.sleep(_RETRY)
                 continue
-            # All who wait, as far as there is room: a busy loop takes its time to go round.
-            with contextlib.suppress(OSError):
-                while len(found) < room:
-                    found.append(sock.accept()[0])
             for each in found:
                 each.setblocking(False)
             await asyncio.gather(
                 *(loop.connect_accepted_socket(lambda: Connection(connected), each) for each in found)
             )
+
+
+async def _something(loop: asyncio.AbstractEventLoop, porch: _Porch) -> None:
+    """Until somebody comes or says something, or a while is over."""
+    happens = asyncio.Event()
+    loop.add_reader(porch.fileno(), happens.set)
+    try:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(happens.wait(), _LOOK)
+    finally:
+        loop.remove_reader(porch.fileno())
 
 
 _warned = False

@@ -6,8 +6,9 @@ At most 5 s, fixed sizes only, so that a stranger can make nobody allocate or wa
     client -> server   HMAC-SHA256(secret, "client", both nonces)
     server -> client   HMAC-SHA256(secret, "server", both nonces); 32 zero bytes and a close if it refuses
 
-Half of a client's nonce is random, the other half made of that and the secret. Whoever overhears it can say
-it again: it admits nobody, but a server that is busy waits longer for whom it seems to know (see `door`).
+Half of a client's nonce is random and says when it was made, the other half is made of that, the secret, and
+whom it is for: the server's port, or its path. Whoever overhears it can say it again there, once, and not
+later: it admits nobody, but a server that is busy waits longer for whom it seems to know (see `door`).
 
 Before it reads anything else, each side looks at the other's version, so both can say what is wrong. The
 first line is the same in all versions. Both sides then derive one key per direction from the secret and the
@@ -19,6 +20,7 @@ from __future__ import annotations
 import hmac
 import os
 import struct
+import time
 
 from ft_core.errors import AuthenticationError, ProtocolError
 from ft_core.protocol.framing import Frames
@@ -29,11 +31,17 @@ PATIENCE = 30.0
 VERSION = 20
 """Of the protocol: another number as soon as any message, or the way it is sent, is another."""
 
+FRESH = 60.0
+"""Seconds for which a nonce shows who is known. A machine whose clock is wrong by more is a stranger until it
+has shaken hands."""
+
 REFUSED = bytes(32)
 
 _MAGIC = b"FTRN"
 _NONCE = 32
 _HELLO = struct.Struct(f"!4sI{_NONCE}s")
+_MADE = struct.Struct("!12sI")
+"""The first half of a client's nonce: what was drawn, and seconds since 1970."""
 
 
 class Handshake:
@@ -42,22 +50,26 @@ class Handshake:
     HELLO_BYTES = _HELLO.size
     PROOF_BYTES = 32
 
-    def __init__(self, secret: bytes, peer: str, *, client: bool) -> None:
+    def __init__(self, secret: bytes, peer: str, listener: bytes, *, client: bool) -> None:
+        """`listener`: as both ends know the server (`sockets.listener_of`)."""
         if not secret:
             raise ValueError("the job's secret is empty: every process could join")
         self._secret = secret
         self._peer = peer
+        self._listener = listener
         self._client = client
         self._nonce = os.urandom(_NONCE)
         if client:
-            self._nonce = self._expected(self._nonce)
+            self._nonce = self._expected(_MADE.pack(self._nonce[:12], int(time.time()) & 0xFFFFFFFF))
         self.hello = _HELLO.pack(_MAGIC, VERSION, self._nonce)
         self._nonces = b""
 
-    def _expected(self, nonce: bytes) -> bytes:
-        """The client's that begins as this one."""
-        own = nonce[: _NONCE // 2]
-        return own + hmac.digest(self._secret, b"nonce" + own, "sha256")[: _NONCE - len(own)]
+    def _expected(self, own: bytes) -> bytes:
+        """The client's nonce that begins so."""
+        return own + hmac.digest(self._secret, b"nonce" + own + self._listener, "sha256")[: _NONCE - len(own)]
+
+    def _is_fresh(self, own: bytes) -> bool:
+        return abs(_MADE.unpack(own)[1] - time.time()) <= FRESH
 
     def _mac(self, label: bytes) -> bytes:
         return hmac.digest(self._secret, label + self._nonces, "sha256")
@@ -81,14 +93,15 @@ class Handshake:
         return self._mac(b"client")
 
     def meet(self, hello: bytes) -> bytes:
-        """Server: the client's hello. Returns its nonce, which it had from who knows the secret; nothing if
-        not. Raises AuthenticationError."""
+        """Server: the client's hello. Returns its nonce, if who knows the secret has just made it for this
+        server; nothing if not. Raises AuthenticationError."""
         try:
             theirs = self._theirs(hello)
         except ProtocolError as error:
             raise AuthenticationError(str(error)) from None
         self._nonces = self._nonce + theirs
-        return theirs if hmac.compare_digest(theirs, self._expected(theirs)) else b""
+        own = theirs[: _MADE.size]
+        return theirs if hmac.compare_digest(theirs, self._expected(own)) and self._is_fresh(own) else b""
 
     def admit(self, proof: bytes) -> bytes:
         """Server: its own proof, once the client's is right. Raises AuthenticationError."""

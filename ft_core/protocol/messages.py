@@ -40,6 +40,8 @@ SegmentId = str
 NodeName = str
 Session = Annotated[str, Meta(pattern=r"^[0-9a-z]{1,64}$")]
 """The name of one controller's process, which no other has: pulses for another do not count."""
+JobId = Annotated[str, Meta(pattern=r"^[0-9A-Za-z._-]{0,64}\Z")]
+"""What tells a job from others that have its address and its secret; empty where it is not known."""
 PlanId = Annotated[str, Meta(pattern=r"^([0-9]{1,18}-[0-9a-z]{1,64})?$")]
 """Epoch and name of a plan, of which two controllers may make one each; empty where there is none."""
 Address = Annotated[str, Meta(pattern=r"^[^\s]+:[1-9][0-9]{0,4}$")]
@@ -800,7 +802,8 @@ class KeptState(Message, frozen=True):
 
 class AgentHello(Message, frozen=True):
     """An agent greets. Its greeting is a report too. `term`: the newest that it knows of. `said`: what must
-    be known of its roles, said again. `draining`: it is to be taken out."""
+    be known of its roles, said again. `draining`: it is to be taken out. `job`: that it has a part in; empty
+    if it was never let in."""
 
     node: NodeName
     term: Term
@@ -811,6 +814,7 @@ class AgentHello(Message, frozen=True):
     holdings: Holdings
     said: list[FromRoles]
     draining: bool
+    job: JobId
 
 
 FromRoles = (
@@ -871,10 +875,17 @@ class Pulse(Message, frozen=True):
 
 
 class Leads(Message, frozen=True):
-    """The first word to an agent: in which term this controller leads."""
+    """The first word to an agent: in which term this controller leads, and which job."""
 
     term: Term
     session: Session
+    job: JobId
+
+
+class OtherJob(Message, frozen=True):
+    """The first and last word to an agent of another job: this is one that has its address and its secret."""
+
+    job: JobId
 
 
 class Abort(Message, frozen=True):
@@ -1050,10 +1061,10 @@ class Shutdown(Message, frozen=True):
 
 
 ToAgent = (
-    Leads | Hosts | OwnPlan | SharedPlan | Abort | NodesChanged | KillWorker | Examine | DescribeRole
-    | ListDurable | ProbeNodes | SendHeartbeat | SendState | Release | SendCounts | SendIssued | SendFlight
-    | DescribeFlight | Hold | Prepare | Withdraw | GivenUp | UseSettings | ConfigureAnswer | KeepStrikes
-    | Drain | Shutdown
+    Leads | OtherJob | Hosts | OwnPlan | SharedPlan | Abort | NodesChanged | KillWorker | Examine
+    | DescribeRole | ListDurable | ProbeNodes | SendHeartbeat | SendState | Release | SendCounts | SendIssued
+    | SendFlight | DescribeFlight | Hold | Prepare | Withdraw | GivenUp | UseSettings | ConfigureAnswer
+    | KeepStrikes | Drain | Shutdown
 )  # fmt: skip
 
 
@@ -1061,7 +1072,10 @@ ToAgent = (
 
 
 class CtlHello(Message, frozen=True):
-    """`ftctl` greets; its questions follow. `DescribeRole` and `DescribeFlight` are among them."""
+    """`ftctl` greets; its questions follow. `DescribeRole` and `DescribeFlight` are among them. `job`: of
+    which it asks; empty: of any."""
+
+    job: JobId
 
 
 class AskStatus(Message, frozen=True):

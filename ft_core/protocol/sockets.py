@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import ipaddress
+import os
 import select
 import socket
 import struct
@@ -14,6 +15,8 @@ from typing import Any
 BACKLOG = 4096
 """Connections that wait until they are accepted: as many as a system allows, as a rule."""
 
+_CREDENTIALS = struct.Struct("3i")
+"""Of a Unix socket's peer: pid, user, group."""
 
 ENDS_FIRST = 4096
 """The number of a descriptor beyond those of an agent's memory files."""
@@ -91,6 +94,35 @@ def split_address(address: str) -> tuple[str, int]:
     if not colon or not host or not port.isdigit():
         raise ValueError(f"not an address: {address!r}; expected host:port or unix:/path")
     return host.strip("[]"), int(port)
+
+
+def source_of(sock: Any) -> str:
+    """Where a connection comes from: an address; of IPv6, what one machine has; or this machine."""
+    if sock.family == socket.AF_UNIX:
+        return "this machine"
+    with contextlib.suppress(OSError, ValueError):
+        address = ipaddress.ip_address(sock.getpeername()[0].partition("%")[0])
+        address = getattr(address, "ipv4_mapped", None) or address
+        if address.is_loopback:
+            return "this machine"
+        return str(ipaddress.ip_network((address, 64), strict=False) if address.version == 6 else address)
+    return "nowhere"
+
+
+def listener_of(name: Any) -> bytes:
+    """What both ends of a connection take its listener for, by `getsockname` and `getpeername`: the port,
+    since its address may be another from outside; or the path."""
+    if isinstance(name, tuple):
+        return b"%d" % name[1]
+    return bytes(name) if isinstance(name, bytes) else os.fsencode(name)
+
+
+def is_of_another_user(sock: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket is neither this user's nor root's."""
+    if sock.family != socket.AF_UNIX:
+        return False
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(credentials)[1] not in (0, os.geteuid())
 
 
 def as_bytes(data: bytes | memoryview) -> memoryview:

@@ -11,6 +11,8 @@
 #   NPROC          workers per node (default: one per GPU)
 #   JOB_DIR        this node makes a directory in it; may be local, or shared with the others
 #   FT_JOB_SECRET  the same on all nodes
+#   RDZV_ID        the job's id, if node 0 may come back on another machine, and there is to go on with it; of no two jobs
+#                  the same (default: drawn)
 #
 # If the node's processes are killed and the machine lives, it joins the job again, as a spare. The exit code is the job's.
 set -euo pipefail
@@ -46,7 +48,7 @@ ftrun_as() { # $1: directory; then how this node takes part
 }
 arguments=("$@")
 
-ftrun_as "$JOB_DIR/$rank" --node-rank "$rank" --rdzv-endpoint "$HEAD"
+ftrun_as "$JOB_DIR/$rank" --node-rank "$rank" --rdzv-endpoint "$HEAD" ${RDZV_ID:+--rdzv-id "$RDZV_ID"}
 again=0
 # The codes of a node whose processes were killed; all others are the job's, and would come again.
 killed() { [ "$code" -gt 128 ] || [[ " 6 7 9 11 " == *" $code "* ]]; }
@@ -54,7 +56,8 @@ while killed && [ -z "$stopping" ]; do
     again=$((again + 1))
     echo "node $rank: killed ($code); it comes back, for the ${again}. time" >&2
     if [ "$rank" -eq 0 ]; then # with it a controller, to which the others' agents connect again
-        ftrun_as "$JOB_DIR/$rank.$again" --node-rank 0 --rdzv-endpoint "$HEAD"
+        id=$(cat "$JOB_DIR/$rank/id" 2> /dev/null || true) # of the job that they are of
+        ftrun_as "$JOB_DIR/$rank.$again" --node-rank 0 --rdzv-endpoint "$HEAD" ${id:+--rdzv-id "$id"}
     else
         timeout 600 bash -c 'until ftctl --controller "$HEAD" status > /dev/null 2>&1; do sleep 2; done' || break
         ftrun_as "$JOB_DIR/$rank.$again" --join "$HEAD"

@@ -1,4 +1,4 @@
-"""Run by test_strangers.py: somebody connects while this process cannot open another file.
+"""Run by test_door.py: somebody connects while this process cannot open another file.
 
 He still waits when it can. The argument says who accepts connections, a thread or an event loop.
 """
@@ -12,9 +12,11 @@ import resource
 import socket
 import sys
 import threading
+import time
 
 from ft_core.protocol import door
 from ft_core.protocol.connection import Connection
+from ft_core.protocol.handshake import Handshake
 
 found: queue.Queue[bool] = queue.Queue()
 ready = threading.Event()
@@ -40,11 +42,14 @@ def main(kind: str) -> None:
     if kind == "loop":  # which needs some itself
         threading.Thread(target=asyncio.run, args=(serve(),), daemon=True).start()
         ready.wait()
+        while sock.gettimeout() is None:
+            time.sleep(0.01)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with open(os.devnull) as free:
         lowest = free.fileno()
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
     client.connect(sock.getsockname())
+    client.sendall(bytes(Handshake.HELLO_BYTES))
     if kind == "thread":  # not before: who waits in accept() has a descriptor for it already
         thread.start()
     try:

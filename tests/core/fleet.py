@@ -239,6 +239,7 @@ class Node:
             holdings=self.holdings(),
             said=list(self._said.values()),  # type: ignore[arg-type]
             draining=False,
+            job="",
         )
 
     def heartbeat(self) -> m.Heartbeat:

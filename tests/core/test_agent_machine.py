@@ -234,6 +234,19 @@ def test_what_will_not_have_to_be_said_in_a_recovery_is_said_before(training: No
     assert not training.said(m.HoldingsChanged), "while others wait for a plan it says nothing more"
 
 
+def test_a_controller_of_another_job_is_said_and_is_no_controller(
+    node: Node, caplog: pytest.LogCaptureFixture
+):
+    """As long as it answers in place of this node's own, that one is away."""
+    node.handle(e.NotConnected("it is gone"), 1000)
+    for _ in range(3):
+        node.handle(e.Connected(1, "old"))
+        assert node.said(m.AgentHello)[0].job == "old"
+        node.handle(e.NotConnected("it is of job new", other_job=True), outage.ABANDONED / 3 + 1)
+    assert "it is of job new; trying again" in caplog.text
+    assert node.done == [e.End(1)], "nobody trains here"
+
+
 def test_without_a_controller_a_node_warns_and_leaves_if_nobody_trains(
     node: Node, caplog: pytest.LogCaptureFixture
 ):

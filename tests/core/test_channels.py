@@ -524,6 +524,7 @@ def test_asyncio_server_refuses_strangers() -> None:
             await asyncio.to_thread(Channel.connect, address, b"other", ANYTHING, 60)
         assert "does not know" in await refused.get()
         _, writer = await asyncio.open_connection("127.0.0.1", int(address.split(":")[1]))
+        writer.write(handshake.Handshake(b"other", "", b"", client=True).hello)
         writer.close()
         assert "did not finish" in await refused.get()
         server.cancel()

@@ -24,6 +24,7 @@ from ft_core.control.events import (
     Pulsed,
     Received,
     Record,
+    Refuse,
     Resign,
     Say,
     Send,
@@ -73,6 +74,7 @@ from ft_core.protocol.messages import (
     NodesChanged,
     NodesProbed,
     OperationCounts,
+    OtherJob,
     OwnPlan,
     Prepare,
     Prepared,
@@ -195,6 +197,7 @@ class Agent:
             holdings=self.holdings(),
             said=[*(self.layouts[role] for role in self.workers if role in self.layouts), *said],
             draining=self.draining,
+            job="",
         )
 
     def say(self, message: Message) -> list[Effect]:
@@ -279,8 +282,19 @@ class Agent:
 class ControlPlane:
     """A controller, and the agents that it hears of."""
 
-    def __init__(self, nodes: int = 2, spares: int = 0, nproc: int = 1, groups: int = 1, **settings: Any):
-        """`groups`: replica groups, of roles in a row; where there are several, each has all the state."""
+    def __init__(
+        self,
+        nodes: int = 2,
+        spares: int = 0,
+        nproc: int = 1,
+        groups: int = 1,
+        job: str = "",
+        joins: bool = True,
+        **settings: Any,
+    ) -> None:
+        """`groups`: replica groups, of roles in a row; where there are several, each has all the state.
+        `job`: its id. `joins`: whether its nodes are there."""
+        self.id = job
         about = {"replicas": 1, "spares": spares, "controller": "host:1", "max_restarts": 0, **settings}
         self.settings = Settings(nodes, nproc, Command("train.py"), **about)
         self.roles = range(self.settings.world_size)
@@ -296,14 +310,14 @@ class ControlPlane:
         self.done: End | None = None
         self.said: list[str] = []
         self.start_controller()
-        for number in range(nodes + spares):
+        for number in range(nodes + spares) if joins else ():
             self.join(f"node{number}", number if number < nodes else -1)
         self.wait(0.1)
 
     def start_controller(self, term: int = 1, settled: float = 0.0) -> None:
         """The first, or another in its place."""
         recorded = {record.event: record.epoch for record in self.records}
-        about = self.settings, "/job", lambda: f"{next(self._names):x}", recorded
+        about = self.settings, "/job", lambda: f"{next(self._names):x}", recorded, self.id
         spent, at = self.spent
         self.controller = Controller(*about, term=term, settled=settled, spent=spent, ago=self.now - at)
 
@@ -1020,7 +1034,7 @@ def test_a_leader_decides_nothing_while_somebody_may_obey_another() -> None:
     job.start_controller(term=2, settled=job.now + 5)
     for name in ("node0", "node2"):
         effects = job[name].greet()
-        assert effects[0] == Send(job[name].peer, Leads(2, job.controller._session))
+        assert effects[0] == Send(job[name].peer, Leads(2, job.controller._session, ""))
     job.wait(0.1)
     tell(job)
     assert not sent(job.wait(4.5), Abort) and job.phase == "rebuilding"
@@ -1044,10 +1058,48 @@ def test_a_leader_of_a_job_that_has_not_begun_waits_as_well() -> None:
 
 
 def test_a_leader_that_hears_of_a_newer_term_resigns_and_hears_nothing_of_the_node() -> None:
-    job = ControlPlane(nodes=2)
+    job = ControlPlane(nodes=2, leadership="etcd://e:1/x")
     job["node0"].term = 4
     assert job["node0"].greet() == [Resign(4)]
     assert job["node0"].peer not in job.controller.facts.peers
+
+
+def test_a_controller_that_nobody_elects_resigns_for_nobody() -> None:
+    job = ControlPlane(nodes=2)
+    job["node0"].term = 2
+    refused, closed = job["node0"].greet()
+    assert refused == Refuse("node node0 obeys a controller of term 2")
+    assert closed == Close(job["node0"].peer)
+    assert job["node0"].peer not in job.controller.facts.peers
+
+
+def test_an_agent_of_a_former_job_is_told_so_and_changes_nothing() -> None:
+    """It has a plan, which a controller that begins would go on from."""
+    former = ControlPlane(nodes=2)
+    former.all_step(3)
+    job = ControlPlane(nodes=2, job="new", joins=False)
+    left = former["node0"].hello()
+    for term in (1, 2):
+        greeting = replace(left, job="old", term=term)
+        refused, told, closed = job.happens(Greeted(7, greeting))
+        assert isinstance(refused, Refuse) and "--rdzv-id old" in refused.reason
+        assert "node node0 (process 1) is of job old, this is new" in refused.reason
+        assert (told, closed) == (Send(7, OtherJob("new")), Close(7))
+    assert job.phase == "forming" and not job.controller.facts.nodes
+    for number in range(2):
+        job.join(f"node{number}", number)
+    job.wait(0.1)
+    assert job.records_of("decided")[0].more["origin"] == "initial"
+
+
+def test_an_agent_of_this_job_or_of_none_yet_is_let_in_and_hears_its_id() -> None:
+    job = ControlPlane(nodes=2, job="this", joins=False)
+    for peer, known in enumerate(("", "this")):
+        agent = Agent(job, f"node{peer}", peer)
+        greeting = replace(agent.hello(), job=known)
+        assert job.happens(Greeted(peer, greeting))[0] == Send(
+            peer, Leads(1, job.controller._session, "this")
+        )
 
 
 def test_a_job_all_of_whose_nodes_are_told_to_end_waits_for_nobody() -> None:
@@ -1637,7 +1689,7 @@ def test_all_come_to_the_end() -> None:
     job.agents["late"] = late
     effects, peer = late.greet(), late.peer
     assert effects == [
-        Send(peer, Leads(1, job.controller._session)),
+        Send(peer, Leads(1, job.controller._session, "")),
         Send(peer, Shutdown(code=0)),
         Close(peer),
     ]

@@ -40,7 +40,7 @@ from ft_core.process import refusals
 from ft_core.protocol import door, handshake, messages, pulses, store, transfers
 from ft_core.protocol.codec import MAX_BYTES, Decoder, encode
 from ft_core.protocol.framing import HEADER, Frames
-from ft_core.protocol.sockets import listen, split_address
+from ft_core.protocol.sockets import listen, listener_of, split_address
 from ft_core.state.replicas import ReplicaStore
 
 SECRET = b"transport test secret"
@@ -206,7 +206,7 @@ def hostile(who: str) -> list[bytes]:
 
 def strangers(address: str) -> None:
     """Whoever does not know the secret, and frames that do not come from a peer that does. Each ends."""
-    hello = handshake.Handshake(b"another secret", "a server", client=True).hello
+    hello = handshake.Handshake(b"another secret", "a server", b"", client=True).hello
     large = HEADER.pack(b"FTW1", 0xFFFFFFFF, 1 << 63, bytes(32))
     words = [
         b"",
@@ -258,7 +258,7 @@ def members(address: str, secret: bytes, who: str, hello: msgspec.Struct | None 
 
 def greeted(address: str, secret: bytes) -> tuple[socket.socket, Frames]:
     sock = connected(address)
-    hands = handshake.Handshake(secret, address, client=True)
+    hands = handshake.Handshake(secret, address, listener_of(sock.getpeername()), client=True)
     sock.sendall(hands.hello)
     sock.sendall(hands.answer(sock.recv(hands.HELLO_BYTES, socket.MSG_WAITALL)))
     hands.confirm(sock.recv(hands.PROOF_BYTES, socket.MSG_WAITALL))
@@ -375,7 +375,7 @@ def test_a_controller_refuses_nonsense_and_leads(tmp_path: Path) -> None:
                 await asyncio.to_thread(strangers, fleet.settings.controller)
                 address = fleet.settings.controller
                 await asyncio.to_thread(datagrams, address, fleet.secret)
-                await asyncio.to_thread(members, address, fleet.secret, "controller", messages.CtlHello())
+                await asyncio.to_thread(members, address, fleet.secret, "controller", messages.CtlHello(""))
             after = await asyncio.to_thread(status, fleet.job_dir)
             assert dataclasses.replace(after, roles=before.roles) == before
             assert {e["event"] for e in fleet.events()[known:]} == {"refused"}

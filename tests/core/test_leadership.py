@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -197,6 +199,10 @@ class Kept:
         """As a person does who does not know better."""
         raise NotImplementedError
 
+    def forge(self, address: str, over: int | None = None) -> None:
+        """Say who leads, or that the job is over, as who can write there and does not have the job's key."""
+        raise NotImplementedError
+
 
 class KeptInEtcd(Kept):
     def __init__(self, members: Members, name: str) -> None:
@@ -208,6 +214,16 @@ class KeptInEtcd(Kept):
     def delete(self) -> None:
         for key in ("leader", "job"):
             self.members.leadership(self.name)._ask("kv/deleterange", {"key": _base64(f"{self.name}/{key}")})
+
+    def forge(self, address: str, over: int | None = None) -> None:
+        intruder = self.members.leadership(self.name, "a key of his own")
+        for key, value in (
+            (f"{self.name}/leader", etcd._Leads(9, address)),
+            (f"{self.name}/job", etcd.Job("its id", 9, over=over)),
+        ):
+            if over is None or key.endswith("job"):
+                put = intruder._put(_base64(key), value)
+                intruder._ask("kv/txn", {"success": [put]})
 
 
 class KeptInKubernetes(Kept):
@@ -221,6 +237,16 @@ class KeptInKubernetes(Kept):
 
     def delete(self) -> None:
         self.server.objects.clear()
+
+    def forge(self, address: str, over: int | None = None) -> None:
+        found = self.server.objects["llm"]
+        notes = found["metadata"]["annotations"] | ({} if over is None else {"ft-training/over": str(over)})
+        self.server.version += 1
+        about = {"annotations": notes, "resourceVersion": str(self.server.version)}
+        self.server.objects["llm"] = {
+            "metadata": found["metadata"] | about,
+            "spec": found["spec"] | ({"holderIdentity": address} if over is None else {}),
+        }
 
 
 def _base64(text: str) -> str:
@@ -354,6 +380,38 @@ def test_a_job_that_is_over_is_over_for_all_and_may_begin_anew(kept: Kept) -> No
     assert (again.term, again.notes) == (2, Notes()) and one.look() == Leader(2, "other:1", None)
 
 
+def test_a_job_has_one_id_until_it_is_over(kept: Kept) -> None:
+    one = kept.client()
+    first = one.acquire("one:1", 0)
+    assert len(first.job) == 16 and one.look().job == first.job
+    assert one.resign(first)
+    second = kept.client().acquire("two:1", 0)
+    assert second.job == first.job
+    assert kept.client().resign(second, 0)
+    third = one.acquire("one:1", 0)
+    assert third.job != first.job and one.look().job == third.job
+
+
+def test_a_job_keeps_its_id_where_what_was_kept_is_lost(kept: Kept) -> None:
+    first = kept.client().acquire("one:1", 0)
+    kept.delete()
+    second = kept.client().acquire("two:1", 7, first.job)
+    assert (second.job, second.term) == (first.job, 8)
+
+
+def test_who_can_write_there_neither_ends_a_job_nor_leads_it(kept: Kept) -> None:
+    one = kept.client()
+    first = one.acquire("one:1", 0)
+    kept.forge("", over=0)
+    with contextlib.suppress(LeadershipError):
+        assert one.look().over is None
+    kept.forge("elsewhere:1")
+    with pytest.raises(LeadershipError, match="'elsewhere:1' leads there, of a job with another secret"):
+        one.look()
+    kept.delete()
+    assert one.acquire("one:1", 0, first.job).job == first.job and one.look() == Leader(1, "one:1")
+
+
 def test_terms_go_on_where_what_was_kept_is_lost(kept: Kept) -> None:
     """An agent that knows of an older term has told the new leader, which resigns: `Resign`."""
     one = kept.client()
@@ -435,6 +493,33 @@ def test_etcd_is_asked_by_name_and_password(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @etcd_members.needed
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="left out: nothing makes keys (openssl)")
+def test_a_token_of_before_users_were_changed_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private, public = tmp_path / "private.pem", tmp_path / "public.pem"
+    for command in (["genrsa", "-out", private, "2048"], ["rsa", "-in", private, "-pubout", "-out", public]):
+        subprocess.run(["openssl", *command], check=True, capture_output=True)
+    token = f"--auth-token=jwt,pub-key={public},priv-key={private},sign-method=RS256,ttl=10m"
+    with Members(1, token) as members:
+        one = members.leadership("jobs/llm")
+        for what, body in (
+            ("user/add", {"name": "root", "password": "secret"}),
+            ("role/add", {"name": "root"}),
+            ("user/grant", {"user": "root", "role": "root"}),
+            ("enable", {}),
+        ):
+            one._ask(f"auth/{what}", body)
+        monkeypatch.setenv(etcd.USER, "root:secret")
+        first = one.acquire("one:1", 0)
+        assert first is not None
+        members.leadership("jobs/llm")._ask("auth/role/add", {"name": "another"})
+        status, answer = one._send("kv/txn", {})
+        assert status != 200 and etcd._OLD in str(answer)
+        assert one.renew(first) and one.look() == Leader(1, "one:1")
+
+
+@etcd_members.needed
 def test_where_etcd_is_full_a_leader_goes_on_and_nobody_follows() -> None:
     with Members(1, "--quota-backend-bytes=200000") as members:
         one = members.leadership("job")
@@ -480,7 +565,8 @@ def test_a_lease_that_a_person_has_annotated_is_kept(tmp_path: Path) -> None:
         first = client.acquire("one:1", 0)
         found = kept.server.objects["llm"]
         found["metadata"] = {**found["metadata"], "resourceVersion": "77", "annotations": {"a": "b"}}
-        assert client.renew(first) and kept.server.objects["llm"]["metadata"]["annotations"] == {"a": "b"}
+        assert client.renew(first) and client.look() == Leader(1, "one:1")
+        assert kept.server.objects["llm"]["metadata"]["annotations"]["a"] == "b"
 
 
 # -- the thread ----------------------------------------------------------------------------------------
@@ -531,6 +617,47 @@ def test_a_keeper_whose_controller_resigns_leads_again_in_a_newer_term(tmp_path:
         run(test(kept))
 
 
+def test_a_keeper_takes_nothing_old_for_the_jobs_end(tmp_path: Path) -> None:
+    """What a former job has written, which was over, is put in the place of what is there."""
+
+    async def test(kept: KeptInKubernetes) -> None:
+        one = kept.client()
+        assert one.resign(one.acquire("one:1", 0), 0)
+        over = kept.server.objects["llm"]
+        leads = one.acquire("one:1", 0)
+        other = Keeper(kept.client(), "other:1", begins=False)
+        while not other._job:
+            await asyncio.sleep(0.01)
+        now = kept.server.objects["llm"]
+        for number in range(3):
+            version = {"metadata": over["metadata"] | {"resourceVersion": f"9{number}"}}
+            kept.server.objects["llm"] = over | version
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(other.news.get(), lease.LOOK)
+        kept.server.objects["llm"] = now | {"metadata": now["metadata"] | {"resourceVersion": "99"}}
+        assert one.resign(leads, 5)
+        assert await other.news.get() == Over(5)
+
+    with api_server(tmp_path) as kept:
+        run(test(kept))
+
+
+def test_a_keeper_of_a_job_whose_name_another_has_ends(tmp_path: Path) -> None:
+    async def test(kept: KeptInKubernetes) -> None:
+        one = kept.client()
+        first = one.acquire("one:1", 0)
+        other = Keeper(kept.client(), "other:1", begins=True)
+        while not other._job:
+            await asyncio.sleep(0.01)
+        kept.delete()
+        assert kept.client().acquire("two:1", 4).job != first.job
+        news = await other.news.get()
+        assert isinstance(news, ConfigError) and f"this one, {first.job}, is over or lost" in str(news)
+
+    with api_server(tmp_path) as kept:
+        run(test(kept))
+
+
 def test_a_spare_begins_no_job_that_is_over(tmp_path: Path) -> None:
     async def test(kept: Kept) -> None:
         one = kept.client()
@@ -575,7 +702,7 @@ class Elected:
         self.secret, self.orders = read_secret(directory), Orders()
         self.address = f"127.0.0.1:{free_port()}"
         self.lease = Lease(5, 1000.0, lease.clock())
-        about = (self.lease, cast(Keeper, self.orders), self.address, PAST, 0.0)
+        about = (self.lease, cast(Keeper, self.orders), self.address, PAST, 0.0, "itsid")
         self.shell = Shell(settings, directory, 0, Office(*about))
         self.running = asyncio.ensure_future(self.shell.run())
 
@@ -588,7 +715,7 @@ class Elected:
                 await asyncio.sleep(0.02)
                 continue
             held = m.Holdings(0, "", 0, [], {}, {}, {}, 0, "x", "x", None)
-            channel.post(m.AgentHello("node0", term, 1, 0, "domain", "data", held, [], False))
+            channel.post(m.AgentHello("node0", term, 1, 0, "domain", "data", held, [], False, ""))
             return channel
 
 

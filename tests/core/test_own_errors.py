@@ -63,7 +63,9 @@ from ft_core.protocol.messages import (
 from ft_core.protocol.sockets import listen, reserve
 from ft_core.settings import Command, Settings, read_secret, write_secret
 
-HELLO = AgentHello("x", 1, 0, 0, "x", "x", Holdings(0, "", 0, [], {}, {}, {}, 2, "x", "x", None), [], False)
+HELLO = AgentHello(
+    "x", 1, 0, 0, "x", "x", Holdings(0, "", 0, [], {}, {}, {}, 2, "x", "x", None), [], False, ""
+)
 POISON = RoleLayout(1, 0, adopted=False, segments={}, initial=0, resumes=False, group=None)
 """A message that its handler does not expect."""
 
@@ -195,7 +197,7 @@ async def ready(
     """The agent's connection once both of its workers wait for a role, and its newest message."""
     channel = await AsyncChannel.accept(connection, agent.secret, FROM_CLIENT)
     channel.post(GoThrough(""))
-    channel.post(Leads(1, "a"))
+    channel.post(Leads(1, "a", ""))
     message = await channel.recv()
     while not (isinstance(message, Heartbeat | Idle) and message.idle == 2):
         message = await channel.recv()
@@ -453,7 +455,7 @@ def test_ftctl_costs_no_controller(tmp_path: Path):
 
     async def connected(fleet: Fleet) -> AsyncChannel[ToCtl]:
         channel = await AsyncChannel.connect(fleet.settings.controller, fleet.secret, TO_CTL)
-        channel.post(CtlHello())
+        channel.post(CtlHello(""))
         return channel
 
     asyncio.run(test())

@@ -228,7 +228,10 @@ def pod() -> tuple[dict, dict, dict[str, str]]:
     job = replicated["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
     name = f"{jobset['metadata']['name']}-{replicated['name']}-0-0.{jobset['metadata']['name']}"
-    values = {entry["name"]: entry["value"] for entry in container["env"]}
+    label = {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}}
+    values = {entry["name"]: entry.get("value", "") for entry in container["env"]}
+    assert container["env"][[*values].index("RDZV_ID")]["valueFrom"] == label
+    values["RDZV_ID"] = "0f3a-the-uid-of-a-job"
     assert values["HEAD"].partition(":")[0] == name  # what JobSet calls the first pod
     return job, container, values
 
@@ -283,6 +286,7 @@ def test_command_lines(
         assert start(*container["command"], *container["args"], **given).wait(60) == 0
         settings, words = recorded(records)
         assert (settings.nnodes, settings.controller) == (nodes, values["HEAD"])
+        assert settings.run_id == values["RDZV_ID"]
         assert (settings.replicas, settings.policy) == (2, "stop")
         assert words[words.index("--node-rank") + 1] == str(index)
         assert settings.command.target == values["SCRIPT"] and "--ft" in settings.command.arguments

@@ -278,6 +278,8 @@ class SimController(Process):
                 for link in self.links.values():
                     link.send(1, m.Shutdown(code))
                 self.job.ended(self, code)
+            case ev.Refuse(reason):
+                self.world.trace(f"{self.name} turns somebody away: {reason}")
             case ev.Resign(term):
                 self._floor = term
                 self._resign(f"there is term {term}")

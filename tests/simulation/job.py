@@ -130,6 +130,7 @@ class SimJob:
             shape.per_node,
             Command("train.py"),
             controller="10.0.0.1:1",
+            leadership="etcd://10.0.0.9:1/job" if shape.elects else "",
             spares=shape.spares,
             heartbeat=_SILENCE / (3 if shape.brief else 12),
             heartbeats_missed=3 if shape.brief else 12,
