@@ -59,7 +59,12 @@ EVENTS: Mapping[str, Event] = {
     ),
     "state_restored": Event("all roles have their state", {"version": "of it", "pids": "role → its worker"}),
     "communicators_ready": Event("the survivors' groups are connected again"),
-    "resumed": Event("every role has finished a step in this epoch", _VERSION),
+    "resumed": Event(
+        "every role has finished a step in this epoch. `reason`, of a recovery: how long it took, who plays "
+        "what where now, and what was lost",
+        _VERSION,
+    ),
+    "unprotected": Event("once a job: nothing of what its script does is kept, and `reason` says why"),
     "resumes": Event(
         "once a job: should the script have to be started again, it goes on from its own newest checkpoint; "
         "that is what the job falls back to"
