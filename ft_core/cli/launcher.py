@@ -146,7 +146,8 @@ class Launcher:
         temporary = tempfile.mkdtemp(prefix="ft-agent-", dir=self._sockets_in)
         (Path(temporary) / FAILED_NOTE).touch()
         about = ["--node", node, "--node-rank", str(node_rank), "--domain", domain, "--temporary", temporary]
-        agent = self._start("ft_core.node", *about)
+        beside = self._controller is not None and not self._elected
+        agent = self._start("ft_core.node", *about, *(["--beside-controller"] if beside else []))
         self._running[agent] = _Started(temporary, time.monotonic(), failed_before)
         self._agents.append(agent)
 

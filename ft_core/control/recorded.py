@@ -31,8 +31,9 @@ ALWAYS: Mapping[str, str] = {
 
 ACCOUNT: Mapping[str, str] = {
     "spent": "what the job's time went to until then, see [goodput](operations.md#goodput)",
-    "unfinished": "what was cut off of the step under way, in seconds by cause; of `controller_restarted`, "
-    "what went on before it that no controller has seen",
+    "unfinished": "what was cut off of the step under way, in seconds by cause; of `resumed`, what of the "
+    "time before it was a step's; of `controller_restarted`, what went on before it that no controller has "
+    "seen",
 }
 """Fields of those lines that begin or end what the job's time goes to."""
 

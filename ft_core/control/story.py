@@ -21,7 +21,7 @@ FEW = 8
 TOGETHER = 5.0
 """Seconds within which nodes without roles that come, or go, have one line, but for the first."""
 
-_WARNINGS = ("unprotected", "link", "not_moving", "not_drained", "not_returning", "durable_failed", "ledger")
+_WARNINGS = ("unprotected", "link", "not_drained", "not_returning", "durable_failed", "ledger")
 """Events that ask for somebody's attention, though nothing has failed."""
 _NODES = {"joined": "joined, as spares", "spare_lost": "without a role are gone"}
 """Events of which there may be as many as nodes; and what has come to pass."""
@@ -93,8 +93,6 @@ class Story:
                 return [f"node {node} is out: {reason}"]
             case "not_drained":
                 return [f"node {node} is not taken out: {reason}"]
-            case "not_moving":
-                return [f"the roles of a node that is taken out could not start elsewhere: {reason}"]
             case "left":
                 return [f"replica groups {some(facts.groups.of(record.roles))} are away; the others go on"]
             case "returned":
@@ -183,8 +181,9 @@ def _lost(version: int | None, reached: int, origin: str) -> str:
         return f"and what came after its own newest checkpoint is done again (step {reached:,} was reached)"
     if version is None or version >= reached:
         return "nothing was lost but the step under way"
-    steps = f"step {reached:,}" if version + 1 == reached else f"steps {version + 1:,} to {reached:,}"
-    return f"{steps} done again"
+    if version + 1 == reached:
+        return f"step {reached:,} was lost and is done again"
+    return f"steps {version + 1:,} to {reached:,} were lost and are done again"
 
 
 def _of(roles: tuple[int, ...]) -> str:

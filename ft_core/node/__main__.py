@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("--domain", default="", help="failure domain label (rack, switch); default: the node")
     parser.add_argument("--node-rank", type=int, default=-1, help="position at the start; -1: a spare")
     parser.add_argument("--temporary", help="directory for sockets, which whoever gives it reads and removes")
+    parser.add_argument("--beside-controller", action="store_true", help="it has the same console")
     parent.add_argument(parser)
     args = parser.parse_args()
     parent.expect(args.parent)
@@ -63,6 +64,7 @@ def main() -> int:
         kill_node()
     check_limit(f"node {args.node}", *settings.size)
     shell = NodeShell(settings, args.job_dir, args.node, args.domain, args.node_rank, loop)
+    shell.speaks = not args.beside_controller
     return asyncio.run(_serve(shell, args.temporary))
 
 

@@ -32,6 +32,7 @@ from ft_core.node.events import (
     RecordsFound,
     Replicated,
     Report,
+    Say,
     ShowRest,
     ToController,
     ToWorker,
@@ -43,6 +44,7 @@ from ft_core.node.ready import Ready
 from ft_core.node.said import OfRole, Said
 from ft_core.node.view import View
 from ft_core.protocol import messages as m
+from ft_core.protocol.groups import runs_of, text_of
 from ft_core.protocol.table import hosts_of, pieces
 from ft_core.settings import Settings
 
@@ -77,6 +79,9 @@ class Epochs:
         """For a successor of the controller: failures, and when it has told of them."""
         self._stuck_at = math.inf
         """When workers are killed that have not left their step for this epoch."""
+        self._taken: set[int] = set()
+        """Roles that were elsewhere in the epoch before, and have yet to do a step here."""
+        self._taken_at = 0.0
         self._reported: tuple[m.Holdings | None, int] = None, 0
         """What was said over this connection of what is held here, and how often."""
 
@@ -260,6 +265,7 @@ class Epochs:
         if plan.epoch < self.epoch or plan.epoch == self.begun:
             return
         before = self.roles_here()
+        self._say_what_it_takes_over(plan)
         self.plan, self.epoch, self.parts = plan, plan.epoch, plan.worker.parts
         self._copies.epoch_ends()
         self.do(UsePlan(plan))
@@ -288,6 +294,27 @@ class Epochs:
             # Otherwise it has died since this node reported: the plan relies on it, so there will be another.
             if worker is not None:
                 self._restore(worker, plan)
+
+    def _say_what_it_takes_over(self, plan: m.NodePlan) -> None:
+        """Of another node, which had those roles in the epoch before."""
+        places = self.plan.roles if self.plan is not None else {}
+        here = self.about.node
+        taken = {role for role, node in plan.roles.items() if node == here and places.get(role) != here}
+        self._taken = taken & set(plan.worker.newcomers) if self.epoch else set()
+        if self._taken:
+            self._taken_at = self.now
+            roles = text_of(runs_of(sorted(self._taken)))
+            done = plan.worker.version
+            where = f", after step {done:,}" if done else ""
+            self.do(Say(f"ftrun: this node, {here}, takes over roles {roles}{where}"))
+
+    def stepped(self, role: int) -> None:
+        """A role has done the first step of its epoch here."""
+        if role in self._taken:
+            self._taken.discard(role)
+            if not self._taken:
+                took = self.now - self._taken_at
+                self.do(Say(f"ftrun: what this node has taken over trains here, after {took:.1f} s"))
 
     def _source_of(self, adopted: bool) -> frozenset[int]:
         """Roles whose memory here, wherever they are played now, has what this epoch begins with: until those

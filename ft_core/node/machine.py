@@ -355,6 +355,7 @@ class Agent:
                     self.epochs.staged(worker, held, version)
             case m.WorkerStepped(epoch, version):
                 self.epochs.say(m.Stepped(epoch, role, version))
+                self.epochs.stepped(role)
             case m.WorkerReopened(epoch):
                 self.epochs.say(m.Reopened(epoch, role))
             case m.WorkerUnprotected(reason, so_far):
