@@ -23,6 +23,7 @@ TOGETHER = 5.0
 
 _WARNINGS = ("unprotected", "link", "not_drained", "not_returning", "durable_failed", "ledger")
 """Events that ask for somebody's attention, though nothing has failed."""
+_FAILURES = {"detected", "spare_lost", "waiting", "given_up", "drained"}
 _NODES = {"joined": "joined, as spares", "spare_lost": "without a role are gone"}
 """Events of which there may be as many as nodes; and what has come to pass."""
 
@@ -57,6 +58,8 @@ class Story:
     def __init__(self) -> None:
         self._recovery: _Recovery | None = None
         self._nodes = {name: _Nodes() for name in _NODES}
+        self._failed = False
+        """Whether anything has: before, a spare that comes is what is expected."""
 
     def tell(
         self, effects: Iterable[Effect], facts: Facts, phase: Phase, now: float, wall: float
@@ -77,6 +80,7 @@ class Story:
 
     def _lines(self, record: Record, facts: Facts, phase: Phase, now: float, wall: float) -> list[str]:
         reason, node = record.reason.partition("\n")[0], record.more.get("node", "")
+        self._failed |= record.event in _FAILURES
         match record.event:
             case "detected" | "moving" | "returning":
                 return self._ended(record, reason, facts, wall)
@@ -85,7 +89,7 @@ class Story:
             case "resumed":
                 self._recovery = None
                 return [reason] if reason else []
-            case "joined" | "spare_lost" if not isinstance(phase, Forming | Rebuilding):
+            case "joined" | "spare_lost" if self._failed and not isinstance(phase, Forming | Rebuilding):
                 return self._of_node(record.event, node, reason, now)
             case "draining":
                 return [f"node {node} is taken out ({reason}){_of(record.roles)}"]

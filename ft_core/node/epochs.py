@@ -303,10 +303,10 @@ class Epochs:
         self._taken = taken & set(plan.worker.newcomers) if self.epoch else set()
         if self._taken:
             self._taken_at = self.now
-            roles = text_of(runs_of(sorted(self._taken)))
+            roles = f"role{'s' * (len(self._taken) > 1)} {text_of(runs_of(sorted(self._taken)))}"
             done = plan.worker.version
             where = f", after step {done:,}" if done else ""
-            self.do(Say(f"ftrun: this node, {here}, takes over roles {roles}{where}"))
+            self.do(Say(f"ftrun: this node, {here}, takes over {roles}{where}"))
 
     def stepped(self, role: int) -> None:
         """A role has done the first step of its epoch here."""

@@ -421,7 +421,7 @@ def test_a_spare_says_what_it_takes_over_and_when_that_trains(node: Node):
     node.hear(plan(roles={0: "node1", 1: "node2"}))
     node.hear(m.Abort(2))
     node.hear(plan(2, version=1200, origin="memory", newcomers=[0]))
-    assert node.effects(e.Say) == [e.Say("ftrun: this node, node0, takes over roles 0, after step 1,200")]
+    assert node.effects(e.Say) == [e.Say("ftrun: this node, node0, takes over role 0, after step 1,200")]
     node.train()
     node.now += 2.5
     node.worker(m.WorkerStepped(2, 1201))

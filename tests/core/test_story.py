@@ -78,7 +78,12 @@ def test_of_many_nodes_that_are_lost_at_once_a_screenful_is_said() -> None:
 
 
 def test_nodes_without_roles_come_and_go() -> None:
-    job = training(nodes=2, spares=1)
+    job = training(nodes=2, spares=2)
+    job.join("expected")
+    assert not news(job)
+    lose(job, "node3")
+    assert news(job) == ["a node without a role is gone: node node3: its agent's connection broke"]
+    job.wait(TOGETHER)
     job.join("late")
     assert news(job) == ["node late has joined"]
     for number in range(30):
