@@ -44,7 +44,7 @@ from ft_core.node.relay import Relay
 from ft_core.node.replicator import Replicator
 from ft_core.node.uplink import Uplink
 from ft_core.node.workers import WorkerPool
-from ft_core.process import parent, sigterm, stacks
+from ft_core.process import last_line, parent, sigterm, stacks
 from ft_core.process.awake import AwakeClock
 from ft_core.process.inject import Injector
 from ft_core.process.lines import VOICE
@@ -528,7 +528,8 @@ class NodeShell:
             sys.exit(1)
         await self._tee.close(_LAST_OUTPUT)
         await asyncio.to_thread(console().flush, LAST_WORD)
-        about = [parent.argument(), "--job-dir", str(self.job_dir)]
+        about = [parent.argument(), last_line.argument(), "--job-dir", str(self.job_dir)]
+        about += ["--beside-controller"] * (not self.speaks)
         about += ["--domain", self.domain, "--node", unique(self.node)]
         if temporary := temporary_directory():
             about += ["--temporary", temporary]

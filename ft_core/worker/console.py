@@ -66,6 +66,10 @@ class Console:
         """Whether that output's last line is not finished."""
         return (directory, stream) in self._unfinished
 
+    def shares_line(self, stream: int) -> bool:
+        """Whether that stream goes where this process's own errors go."""
+        return self._places[stream] == self._places[2]
+
     def dress(self, directory: Path, stream: int, data: bytes) -> bytes:
         """What is shown of output in the log `directory` of a worker. A line that has no end yet goes on with
         the next call."""

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ft_core.process import last_line
 from ft_core.process.lines import VOICE
 from ft_core.process.outlet import put
 from ft_core.worker.console import Console
@@ -311,6 +312,8 @@ class Copier:
         if shown:
             with contextlib.suppress(OSError):  # nobody is there who could read it
                 put(stream, shown)
+            if self._console.shares_line(stream):
+                last_line.begins() if shown.endswith(b"\n") else last_line.leave_open()
 
     def _complain(self, path: Path, error: Exception) -> None:
         if not self._complained:
