@@ -264,8 +264,7 @@ class Epochs:
         """Begin the epoch of `plan`: give roles to workers, bring their state here, let them go on."""
         if plan.epoch < self.epoch or plan.epoch == self.begun:
             return
-        before = self.roles_here()
-        self._say_what_it_takes_over(plan)
+        before, first = self.roles_here(), not self.epoch
         self.plan, self.epoch, self.parts = plan, plan.epoch, plan.worker.parts
         self._copies.epoch_ends()
         self.do(UsePlan(plan))
@@ -277,6 +276,8 @@ class Epochs:
             self.do(DropAfter(NONE))
             self.said.keep_only(())
         here = self.roles_here()
+        self._taken = set() if first else (set(here) - set(before)) & set(plan.worker.newcomers)
+        self._say_what_is_taken_over()
         # Who was to start ahead, for a former controller, is of no use where all scripts begin anew.
         anew = plan.worker.started_over == self.epoch
         self.withdraw({worker.role for worker in self.crew.playing()} - (set() if anew else set(here)))
@@ -295,18 +296,13 @@ class Epochs:
             if worker is not None:
                 self._restore(worker, plan)
 
-    def _say_what_it_takes_over(self, plan: m.NodePlan) -> None:
-        """Of another node, which had those roles in the epoch before."""
-        places = self.plan.roles if self.plan is not None else {}
-        here = self.about.node
-        taken = {role for role, node in plan.roles.items() if node == here and places.get(role) != here}
-        self._taken = taken & set(plan.worker.newcomers) if self.epoch else set()
-        if self._taken:
+    def _say_what_is_taken_over(self) -> None:
+        if self._taken and self.plan is not None:
             self._taken_at = self.now
             roles = f"role{'s' * (len(self._taken) > 1)} {text_of(runs_of(sorted(self._taken)))}"
-            done = plan.worker.version
+            done = self.plan.worker.version
             where = f", after step {done:,}" if done else ""
-            self.do(Say(f"ftrun: this node, {here}, takes over {roles}{where}"))
+            self.do(Say(f"ftrun: this node, {self.about.node}, takes over {roles}{where}"))
 
     def stepped(self, role: int) -> None:
         """A role has done the first step of its epoch here."""
