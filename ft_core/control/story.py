@@ -6,9 +6,8 @@ However many nodes fail at once, what is said of it is a screenful: of many each
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from ft_core.control.events import Effect, Record, Say
 from ft_core.control.explain import some
@@ -40,7 +39,11 @@ class _Recovery:
     failures: int = 0
     untold: list[str] = field(default_factory=list)
     """Failures that have no line."""
-    decided: Mapping[str, Any] = field(default_factory=dict)
+    moved: dict[int, str] = field(default_factory=dict)
+    """Role -> its node now, of those that were lost."""
+    version: int | None = None
+    """That the job goes on from; None: as the script begins."""
+    origin: str = ""
 
 
 @dataclass
@@ -85,7 +88,7 @@ class Story:
             case "detected" | "moving" | "returning":
                 return self._ended(record, reason, facts, wall)
             case "decided":
-                return self._decided(record)
+                return self._decided(record, facts)
             case "resumed":
                 self._recovery = None
                 return [reason] if reason else []
@@ -120,6 +123,8 @@ class Story:
         if record.event != "detected":
             return []
         found = self._recovery
+        if found is not None and "spent" in record.more:
+            found.event = record.event
         what = reason if "role" in reason else f"{reason}{_of(record.roles)}"
         if found is not None:
             found.failures += 1
@@ -129,11 +134,13 @@ class Story:
         where = f" in step {facts.reached + 1:,}" if facts.trained else ""
         return [f"failure{where}: {what}"]
 
-    def _decided(self, record: Record) -> list[str]:
+    def _decided(self, record: Record, facts: Facts) -> list[str]:
         found = self._recovery
         if found is None:
             return []
-        found.decided = record.more
+        found.moved |= record.more.get("moved", {})
+        found.version, found.origin = record.more.get("version"), str(record.more.get("origin"))
+        found.reached = max(found.reached, facts.reached)
         untold, found.untold = found.untold, []
         many = "s" * (len(untold) != 1)
         return [f"{len(untold):,} further failure{many}: {some(untold)}"] if untold else []
@@ -152,25 +159,15 @@ class Story:
         """All roles have done a step again, and this many by now: how long that took, who plays what where,
         and what was lost. Empty where it is no recovery."""
         found = self._recovery
-        if found is None:
+        if found is None or found.event == "returning":
             return ""
-        decided, took = found.decided, f"{wall - found.since:.1f} s"
-        moved = decided.get("moved") or {}
-        who = _roles(sorted(moved))
-        where = f"{who} on {some(sorted(set(moved.values())))}" if moved else ""
+        took, moved = f"{wall - found.since:.1f} s", found.moved
+        where = f"{_roles(sorted(moved))} on {some(sorted(set(moved.values())))}" if moved else ""
         if found.event == "moving":
             return f"{where}: moved within {took}, in which the others stood still; step {version:,} is done"
-        if found.event == "returning":
-            return f"all roles train, {took} after others came back; step {version:,} is done"
-        begin, origin = decided.get("version"), decided.get("origin")
-        return "".join(
-            [
-                f"recovered after {took}: ",
-                f"{where}, " if where else "",
-                f"{_SOURCES.get(str(origin), origin)}; step {version:,} is done, ",
-                _lost(begin, found.reached, str(origin)),
-            ]
-        )
+        source = _SOURCES.get(found.origin, found.origin)
+        head = f"recovered after {took}: {where}{', ' * bool(where)}{source}"
+        return f"{head}; step {version:,} is done, {_lost(found.version, found.reached, found.origin)}"
 
 
 _SOURCES = {

@@ -95,6 +95,20 @@ def test_nodes_without_roles_come_and_go() -> None:
     assert line.startswith("30 nodes have joined, as spares: more0, more1, ") and line.endswith("and 14 more")
 
 
+def test_a_recovery_that_fails_is_a_part_of_the_next() -> None:
+    job = training(nodes=3, spares=1)
+    job["node0"].say(job["node0"].crash(0))
+    job.all_report()
+    job.wait(1.0)
+    lose(job, "node1")
+    job.all_report()
+    job.all_step(1201)
+    first, second, recovered = news(job)
+    assert "role 0 on node0" in first and "node1 lost" in second
+    assert recovered.startswith("recovered after N s: roles 0, 1 on node0, node3, state from memory; ")
+    assert (job.records_of("resumed")[-1].epoch, len(job.records_of("decided"))) == (3, 3)
+
+
 def test_a_node_comes_back_too_late() -> None:
     job = training(nodes=2, spares=1)
     gone = job["node1"]
