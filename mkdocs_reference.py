@@ -10,6 +10,7 @@ from typing import Any
 from prometheus_client.metrics_core import Metric
 
 from ft_core.cli.flags import parser
+from ft_core.control.goodput import Standing
 from ft_core.control.metrics import families
 from ft_core.control.recorded import ACCOUNT, ALWAYS, EVENTS
 from ft_core.control.tally import SECONDS, Numbers
@@ -60,7 +61,8 @@ def metrics() -> str:
     none: Any = [0] * (len(SECONDS) + 1), 0.0
     lost = dict.fromkeys(Cause, 0.0)
     found = Numbers(
-        {}, "", 0, 0, 0, None, {}, {}, {}, {}, none, 0, lost, 0.0, 0, None, 0, {}, None, none, set(), None
+        *({}, "", 0, 0, 0, None, {}, {}, {}, {}, none, 0, lost, 0.0, 0, None, 0, {}, None, none, set(), None),
+        *(Standing(Cause.START_UP, None, 0.0), ""),
     )
     return _metrics(families(found))
 

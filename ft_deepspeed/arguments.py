@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ft_core.errors import ConfigError
@@ -16,6 +18,21 @@ _SHOWN = 255
 """Characters of a configuration that are named: it is a path, or all of it in base64."""
 
 
+def asks(arguments: Sequence[str]) -> tuple[bool, str] | None:
+    """Whether the configuration among a script's arguments asks for protection, and in what words it does
+    or does not; None where none can be seen. Raises ConfigError as `settings`."""
+    found = None
+    for flag, text in _configurations(arguments):
+        with _named(flag, text):
+            from ft_deepspeed import config
+
+            if (loaded := config.load(text)) is not None:
+                asked = config.parse(loaded) is not None
+                name = text if os.path.exists(text) else "the configuration"
+                found = asked, f"{name} has a {config.SECTION} section" if asked else config.absence(text)
+    return found
+
+
 def settings(arguments: list[str]) -> dict[str, Any]:
     """Settings (`ft_core.settings.FLAGS`) that the configuration among a script's arguments brings.
 
@@ -24,19 +41,25 @@ def settings(arguments: list[str]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for flag, text in _configurations(arguments):
-        from ft_deepspeed import config
+        with _named(flag, text):
+            from ft_deepspeed import config
 
-        try:
             loaded = config.load(text)
             section = config.parse(loaded) if loaded is not None else None
-        except ConfigError as error:
-            shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-            raise ConfigError(f"{flag} {shown}: {error}") from None
-        found = section.settings() if section is not None else {}
+            found = section.settings() if section is not None else {}
     return found
 
 
-def _configurations(arguments: list[str]) -> Iterator[tuple[str, str]]:
+@contextlib.contextmanager
+def _named(flag: str, text: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        raise ConfigError(f"{flag} {shown}: {error}") from None
+
+
+def _configurations(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """(flag, value) where a value may be a configuration: DeepSpeed's own flag, and Hugging Face's.
 
     `--deepspeed` is a switch in scripts that use DeepSpeed's argument parser.

@@ -100,6 +100,20 @@ def parse(config: Json) -> FaultTolerance | None:
     return section
 
 
+def absence(config: Json | str | os.PathLike[str] | None) -> str:
+    """Why `parse` has found no section in it."""
+    if config is None:
+        return "deepspeed.initialize was given no configuration"
+    file = "the DeepSpeed configuration"
+    if isinstance(config, (str, os.PathLike)) and os.path.exists(config):
+        file = f"the DeepSpeed configuration {os.fspath(config)}"
+    return (
+        f'{file} has "enabled": false in {SECTION}'
+        if SECTION in read(config)
+        else f"{file} has no {SECTION} section"
+    )
+
+
 def read(config: Json | str | os.PathLike[str]) -> Json:
     """A configuration as DeepSpeed takes it: a dict, a path, or base64 of JSON. Raises ConfigError."""
     found = config if isinstance(config, dict) else load(os.fspath(config))

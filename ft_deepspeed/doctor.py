@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ft_core.cli.doctor.case import Framework, Supported
+from ft_core.errors import ConfigError
+from ft_deepspeed import arguments
+
+
+def protects(words: Sequence[str]) -> tuple[bool, str] | None:
+    """What the configuration among a script's arguments says of protection, if it can be seen."""
+    try:
+        asked = arguments.asks(words)
+    except ConfigError as error:
+        return False, str(error)
+    return asked
+
 
 FRAMEWORK = Framework(
     supported={
@@ -13,6 +27,6 @@ FRAMEWORK = Framework(
         )
     },
     protection="a configuration with a fault_tolerance section (DeepSpeed)",
-    protects=lambda flags: any(flag.startswith("--deepspeed") for flag in flags),
+    protects=protects,
     launchers={"deepspeed": "deepspeed"},
 )

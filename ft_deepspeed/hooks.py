@@ -117,7 +117,7 @@ def _protected(original: Callable[..., Any]) -> Callable[..., Any]:
         current = session.current()
         if section is None:
             if current is not None and not current.protecting:
-                current.unprotected()
+                current.unprotected(config.absence(found))
             return original(*args, **kwargs)
         if current is None:
             raise ConfigError(

@@ -19,6 +19,7 @@ from ft_core.settings import POLICIES, SNAPSHOTS
 
 SECTION = "fault_tolerance"
 GROUP = "fault tolerance"
+NOT_ASKED = "--ft is not among Megatron's arguments"
 
 _FLAGS: dict[str, tuple[type, str]] = {
     "replicas": (int, "nodes that may be lost at once without losing state (default 1)"),

@@ -7,6 +7,6 @@ from ft_core.cli.doctor.case import Framework, Supported
 FRAMEWORK = Framework(
     supported={"megatron-core": Supported((0, 16), (0, 19))},
     protection="--ft (Megatron-LM)",
-    protects=lambda flags: "--ft" in flags,
+    protects=lambda arguments: (True, "--ft") if "--ft" in arguments else None,
     rivals=("--enable-ft-package", "--inprocess-restart"),
 )

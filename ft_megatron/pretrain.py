@@ -24,6 +24,7 @@ from ft_core.protocol.groups import GroupId
 from ft_core.worker import session
 from ft_core.worker.session import Session
 from ft_megatron import moe_metrics, patched, replica_groups, saves
+from ft_megatron.arguments import NOT_ASKED
 from ft_megatron.data import Loaders
 from ft_megatron.optimizer_hooks import hook_optimizer
 from ft_megatron.progress_log import ProgressLog
@@ -214,7 +215,7 @@ class Hooks:
         current = session.current()
         if not self.enabled():
             if current is not None:
-                current.unprotected()
+                current.unprotected(NOT_ASKED)
             return original(forward_step_func, model, optimizer, scheduler, *args, **kwargs)
         assert current is not None, "checked with the arguments"
         self._session = current

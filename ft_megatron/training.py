@@ -13,6 +13,7 @@ from ft_core.errors import ConfigError
 from ft_core.kept import Kept
 from ft_core.worker import session
 from ft_core.worker.session import Session
+from ft_megatron.arguments import NOT_ASKED
 from ft_megatron.deal import Dealer
 from ft_megatron.exchange import Exchange
 from ft_megatron.optimizer_hooks import hook_optimizer
@@ -52,7 +53,7 @@ class ProtectedTraining:
         not have logged it, else None."""
         if not enabled:
             if self._session is not None:
-                self._session.unprotected()
+                self._session.unprotected(NOT_ASKED)
             self._session = None
             return
         if self._session is None:

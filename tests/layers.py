@@ -53,6 +53,10 @@ QUICK: dict[str, tuple[str, ...]] = {
     "an exception in the script": ("test_errors.py::test_an_exception_restarts_its_worker_from_memory",),
     "settings of the script": ("test_configuration.py::test_settings_that_cannot_be_had",),
     "a loop of one's own": ("test_tutorial.py::test_tutorial",),
+    "what is said while a job runs": (
+        "test_voice.py::test_survivors_that_stand_still_do_no_steps",
+        "test_voice.py::test_a_job_that_is_not_protected_says_so_at_once",
+    ),
     "what is sent": ("test_accounting.py::test_bytes_between_hosts[tp1pp2dp2-distopt-bf16-2]",),
     "DeepSpeed, ZeRO 1": ("test_deepspeed_variants.py::test_checkpoints_of_the_script[1]",),
     "DeepSpeed, ZeRO 3": (

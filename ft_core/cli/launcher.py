@@ -15,9 +15,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from ft_core.errors import FAILED, FAILED_NOTE, ConfigError
+from ft_core.process import last_line
 from ft_core.process.lines import VOICE
 from ft_core.process.sigterm import ENDED
 from ft_core.protocol.sockets import reserve, split_address
@@ -75,6 +76,7 @@ class Launcher:
         """Since when there is no agent left."""
         self._agents: list[subprocess.Popen[bytes]] = []
         self._sockets_in = place_for_sockets()
+        self._last_line = last_line.make()
         self._running: dict[subprocess.Popen[bytes], _Started] = {}
         """Agents that have not ended, as far as is known."""
         self._given_up = False
@@ -146,7 +148,8 @@ class Launcher:
         temporary = tempfile.mkdtemp(prefix="ft-agent-", dir=self._sockets_in)
         (Path(temporary) / FAILED_NOTE).touch()
         about = ["--node", node, "--node-rank", str(node_rank), "--domain", domain, "--temporary", temporary]
-        agent = self._start("ft_core.node", *about)
+        beside = self._controller is not None and not self._elected
+        agent = self._start("ft_core.node", *about, *(["--beside-controller"] if beside else []))
         self._running[agent] = _Started(temporary, time.monotonic(), failed_before)
         self._agents.append(agent)
 
@@ -245,7 +248,9 @@ class Launcher:
 
     def _start(self, module: str, *arguments: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", module, f"--parent={os.getpid()}", "--job-dir", str(self._job_dir)]
-        return subprocess.Popen([*command, *arguments], start_new_session=True, stdin=subprocess.DEVNULL)
+        command += [f"--last-line={self._last_line}", *arguments]
+        about: dict[str, Any] = {"stdin": subprocess.DEVNULL, "pass_fds": [self._last_line]}
+        return subprocess.Popen(command, start_new_session=True, **about)
 
 
 def tell(text: str, level: str = "INFO") -> None:

@@ -37,7 +37,12 @@ def main(args: argparse.Namespace) -> int:
 
 def _stream(found: Line, status: JobStatus) -> None:
     """One object, written as it comes."""
-    about = {"epoch": status.epoch, "phase": status.phase, "controller_pid": status.controller_pid}
+    about: dict[str, Any] = {
+        "epoch": status.epoch,
+        "phase": status.phase,
+        "controller_pid": status.controller_pid,
+    }
+    about |= {"complaint": status.complaint, "unprotected": status.unprotected, "seconds": status.seconds}
     print(json.dumps({**about, "finished": finished(status)})[:-1], end="")
     for name, rows in (("roles", found.roles()), ("spares", found.spares())):
         print(f', "{name}": ', end="")
@@ -59,8 +64,14 @@ def first_line(status: JobStatus) -> str:
     return f"epoch {status.epoch}  {status.phase}  controller pid {status.controller_pid}"
 
 
+def warnings(status: JobStatus) -> list[str]:
+    """What is not as it should be with the job itself."""
+    found = [f"it does not get on: {status.complaint}"] if status.complaint else []
+    return found + ([f"not protected: {status.unprotected}"] if status.unprotected else [])
+
+
 def _table(found: Line, status: JobStatus) -> None:
-    print(first_line(status))
+    print("\n".join([first_line(status), *warnings(status)]))
     print(f"{'role':>4}  {'node':<16} {'worker':>8} {'agent':>8} {'step':>7} {'tag':>7}  held  replicas")
     for row in found.roles():
         print(_role(row))
@@ -85,7 +96,7 @@ def _spare(spare: SpareStatus) -> str:
 
 def summary(status: JobStatus) -> str:
     """What is so, in a screenful."""
-    lines = [first_line(status), ""]
+    lines = [first_line(status), *warnings(status), ""]
 
     def say(what: str, *parts: str) -> None:
         lines.append(f"{what:<10}{parts[0]}")

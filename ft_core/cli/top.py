@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ from ft_core.cli.events import printable, text
 from ft_core.cli.status import summary
 from ft_core.errors import ConfigError, FtError
 from ft_core.history.lines import Tail, parsed
-from ft_core.protocol.goodput import Spent, in_words
+from ft_core.protocol.goodput import Cause, Spent, in_words
 
 EVENTS = 12
 """The newest, that are shown."""
@@ -45,8 +46,9 @@ class Happened:
         """Whether the job is."""
         return self._tail is not None and self._tail.over
 
-    def lines(self) -> tuple[list[str], list[str]]:
-        """What the time went to, and events, the newest last; with what has come since the last call."""
+    def lines(self, seconds: Mapping[str, float]) -> tuple[list[str], list[str]]:
+        """What the time went to, as the controller says or, if it does not, the newest event; and events, the
+        newest last; with what has come since the last call."""
         try:
             if self._tail is None and self._job_dir is not None:
                 self._tail = Tail(self._job_dir / "events.jsonl")
@@ -57,22 +59,28 @@ class Happened:
                 self._newest.append(text(event))
                 if "spent" in event:
                     self._spent = msgspec.convert(event["spent"], Spent)
-        words = [] if self._spent is None else [f"goodput   {in_words(self._spent.seconds)}", ""]
-        return words, list(self._newest)
+        told = self._spent.seconds if self._spent is not None else {}
+        spent = {Cause(cause): s for cause, s in seconds.items() if cause in set(Cause)} or told
+        return [f"goodput   {in_words(spent)}", ""] if spent else [], list(self._newest)
 
 
 def frame(args: argparse.Namespace, happened: Happened, height: int = sys.maxsize) -> list[str]:
     """What is shown now, in so many lines: the oldest events make room."""
     lines = [f"ftctl top  {time.strftime('%H:%M:%S')}", ""]
-    try:
-        told, events = happened.lines()
-    except (msgspec.ValidationError, OSError) as error:
-        told, events = [f"events.jsonl cannot be read: {error}"], []
+    seconds: Mapping[str, float] = {}
+    silence = ""
     try:
         with line(args.job_dir, args.controller) as found:
-            lines += summary(found.status()).splitlines()[:-1]
+            status = found.status()
+            lines += summary(status).splitlines()[:-1]
+            seconds = status.seconds
     except (FtError, OSError) as error:
-        lines += ["the job is over" if happened.over else str(error), ""]
+        silence = str(error)
+    try:
+        told, events = happened.lines(seconds)
+    except (msgspec.ValidationError, OSError) as error:
+        told, events = [f"events.jsonl cannot be read: {error}"], []
+    lines += ["the job is over" if happened.over else silence, ""] if silence else []
     lines += told
     return [printable(each) for each in lines + events[-max(1, height - len(lines)) :]]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from ft_core.control import candidate
 from ft_core.control.shell import LAST_LINES, Shell
 from ft_core.errors import FAILED, ConfigError
-from ft_core.process import collector, parent
+from ft_core.process import collector, last_line, parent
 from ft_core.process.descriptors import check_limit
 from ft_core.process.lines import VOICE
 from ft_core.process.outlet import console, log_to_console, say
@@ -27,8 +27,10 @@ def main() -> int:
     parser.add_argument("--failed-before", type=int, help="given to a controller that takes another's place")
     parser.add_argument("--spare", action="store_true", help="given on nodes that no job begins with")
     parent.add_argument(parser)
+    last_line.add_argument(parser)
     args = parser.parse_args()
     parent.expect(args.parent)
+    last_line.share(args.last_line)
     VOICE.component = "controller"
     log_to_console()
     console().keep(args.job_dir / "logs" / "controller.log")

@@ -20,17 +20,19 @@ class Bulletin:
         self._since: float | None = None
         """Since when it is not."""
         self._wait = FIRST
+        self._starts = False
+        """Whether it was the job's start: of a recovery it is said elsewhere that all is well again."""
 
     def tick(self, facts: Facts, phase: Phase, progress: Progress | None, now: float) -> list[Say]:
         """`progress`: of the epoch under way; None where nobody says how far it is."""
         if _well(phase, progress):
             said, since = self._wait > FIRST, self._since
             self._since, self._wait = None, FIRST
-            if not said or since is None or isinstance(phase, Done):
+            if not said or since is None or not self._starts or isinstance(phase, Done):
                 return []
             return [Say(f"ftrun: all roles train, after {now - since:.0f} s")]
         if self._since is None:
-            self._since = now
+            self._since, self._starts = now, not facts.trained
         # Each is said when as much time has passed as all before it together.
         if now - self._since < self._wait:
             return []

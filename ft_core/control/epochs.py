@@ -25,7 +25,7 @@ from ft_core.control.durable_names import Checkpoints
 from ft_core.control.events import Close, Effect, End, Peer, Record, Say, Send
 from ft_core.control.facts import ALL_IS_LOST, Facts, Node, epoch_of
 from ft_core.control.forming import first_places
-from ft_core.control.goodput import Account
+from ft_core.control.goodput import Account, Standing
 from ft_core.control.hangs.detector import Blame, Detector, Puzzle
 from ft_core.control.hangs.finding import Finding
 from ft_core.control.ladder import Against, Climb, Rung
@@ -34,6 +34,7 @@ from ft_core.control.phases import Done, Forming, Phase, Quiescing, Rebuilding, 
 from ft_core.control.progress import Progress
 from ft_core.control.returning import Returning
 from ft_core.control.samples import Samples
+from ft_core.control.story import Story
 from ft_core.control.tally import Tally
 from ft_core.control.watch import Watch
 from ft_core.protocol import messages as m
@@ -72,8 +73,12 @@ class Epochs:
         """Of the epoch under way."""
         self.samples = Samples()
         self.hangs = Detector()
-        self.unprotected = facts.settings.command.no_python
-        """Whether scripts run without fault tolerance."""
+        self._program = explain.A_PROGRAM if facts.settings.command.no_python else ""
+        """Why what is run can never be protected, if so."""
+        self.unprotected = self._program
+        """Why scripts run without fault tolerance, if so."""
+        self._so_far = ""
+        """The same of those that may yet ask for it."""
         self.watch = Watch(facts)
         self.strikes_changed = False
         """Whether the agents have yet to be told."""
@@ -83,6 +88,8 @@ class Epochs:
         """Whether SIGTERM has come: what ends because of it is not replaced."""
         self.tally = Tally()
         """For metrics."""
+        self.story = Story()
+        """For the console."""
         self.account: Account
         """Of the job's time."""
         self._cut: dict[Cause, float] = {}
@@ -120,12 +127,17 @@ class Epochs:
         """For the event that says so: what the job's time goes to from now on (as before, if not said)."""
         account = self.account
         if cause is not None or not account.trains:
-            self._cut |= account.to(cause or account.now, self.wall, epoch)
+            self._cut_off(account.to(cause or account.now, self.wall, epoch))
         about: dict[str, Any] = {"spent": account.spent(self.wall)}
         if self._cut:
             about["unfinished"], self._cut = self._cut, {}
         self._told = account.now, self.wall
         return about
+
+    def _cut_off(self, seconds: Mapping[Cause, float]) -> None:
+        """For the next event that says what time goes to."""
+        for cause, more in seconds.items():
+            self._cut[cause] = self._cut.get(cause, 0.0) + more
 
     def begin(self, account: Account, first: bool) -> None:
         """This controller begins, in the `first` one's place or as that."""
@@ -212,7 +224,7 @@ class Epochs:
         if facts.trained:
             facts.fill_catalogue(range(facts.settings.world_size))
         restoring = Cause.START_UP if plan.origin == "initial" else Cause.RESTORING
-        self._cut |= self.account.taken_over(takeover.found(facts, self.progress), restoring, self.wall)
+        self._cut_off(self.account.taken_over(takeover.found(facts, self.progress), restoring, self.wall))
         reason = f"plan of epoch {plan.epoch} taken over"
         self.record("controller_restarted", reason, **self._time_goes_to())
         if self.end_if_finished():
@@ -265,6 +277,7 @@ class Epochs:
         about |= self._time_goes_to(Cause.UNKNOWN if self.unprotected else cause, facts.epoch)
         self.tell_of_strikes()  # so that whoever has the plan knows of the failures before it
         self.record("decided", f"version {start.version} ({start.origin})", start.lost, **about)
+        self._tell_of_protection()
         self._send_plans(before)
         if facts.settings.policy == "shrink":
             self.do(*self.samples.begin(facts))
@@ -377,10 +390,13 @@ class Epochs:
         if due is not None:
             name, about = due
             if isinstance(message, m.Restored) and isinstance(self.phase, Running):
-                about_groups = takeover.share(facts)
-                self._cut |= self.account.begins(facts.epoch, message.version, about_groups, self.wall)
+                self.account.begins(facts.epoch, message.version, takeover.share(facts))
+                self._so_far = ""
+            if name == "resumed" and isinstance(self.phase, Running):
+                self._tally_steps(lambda: self._cut_off(self.account.resumes(about["version"], self.wall)))
             if name == "resumed":
                 self.tally.resumed(self.account.seconds, facts.begun.origin, self.wall)
+                about["reason"] = self.story.recovered(about["version"], self.wall)
             self._once(name, **about)
             if name == "resumed":
                 facts.compact_catalogue(), facts.groups.value()  # while nobody waits for it
@@ -403,7 +419,7 @@ class Epochs:
         before = self.account.version
         account()
         if (steps := self.account.version - before) > 0:
-            self.tally.steps.add(self.account.step, steps)
+            self.tally.steps.add(self.account.step or self.account.pace.usual, steps)
 
     def end_if_finished(self) -> bool:
         if not self.completion.over(self.facts.places):
@@ -471,11 +487,36 @@ class Epochs:
         else:
             self.fail(where, [role], strikes.exit_code(lost), fault=lost.fault, node=node.name)
 
-    def runs_unprotected(self) -> None:
-        """The script does without fault tolerance."""
-        if not self.unprotected:
-            self.unprotected = True
-            self._cut |= self.account.to(Cause.UNKNOWN, self.wall)
+    def runs_unprotected(self, said: m.Unprotected) -> None:
+        """The script does without fault tolerance, or has until now."""
+        if said.so_far:
+            self._so_far = said.reason if self.facts.initial is None else ""
+        elif not self.unprotected:
+            self.unprotected = said.reason
+            self._cut_off(self.account.to(Cause.UNKNOWN, self.wall))
+        self._tell_of_protection()
+
+    @property
+    def not_protected(self) -> str:
+        """Why nothing is, if so."""
+        return self.unprotected or self._so_far
+
+    def _tell_of_protection(self) -> None:
+        """That there is none, once a job."""
+        if self.not_protected and "unprotected" not in self._recorded:
+            self._once("unprotected", explain.unprotected(self.not_protected))
+
+    def standing(self, wall: float) -> Standing:
+        """How the job gets on."""
+        over = self.unprotected or self.completion.released or isinstance(self.phase, Forming | Done)
+        account = self.account
+        return Standing(account.now, None if over else account.since_step(wall), account.patience)
+
+    def about(self) -> dict[str, Any]:
+        """What `JobStatus` has of the job's time and protection."""
+        seconds = {str(cause): s for cause, s in self.account.until(self.wall).items() if s}
+        complaint = self.standing(self.wall).complaint
+        return {"seconds": seconds, "complaint": complaint, "unprotected": self.not_protected}
 
     def suspected(self, node: Node, role: int, reason: str) -> None:
         """A worker saw connections break in this epoch."""
@@ -527,7 +568,8 @@ class Epochs:
         self.climb, facts.height, facts.futile = climb, climb.height, 0
         self.tally.rungs[climb.rung] += 1
         if climb.rung is Rung.RESTART:
-            self.completion, self.unprotected = Completion(), facts.settings.command.no_python
+            self.completion = Completion()
+            self.unprotected, self._so_far = self._program, ""
         words = explain.begins_anew(climb, against.reason, facts.settings)
         if isinstance(self.phase, Running):
             self.end_epoch("detected", against.reason, against.roles, **about)
@@ -538,7 +580,6 @@ class Epochs:
         else:
             self.record("detected", against.reason, against.roles, **about)
             self.end_epoch("begins_anew", words, against.roles, rung=climb.rung)
-        log.warning("%s", words)
 
     def _is_to_begin_anew(self, role: int) -> bool:
         """Whether its worker has been told to end for that."""
@@ -626,7 +667,7 @@ class Epochs:
             self.record("detected", reason, roles, **more)
             self.decide_if_ready()
         elif self.unprotected and self.climb is None:
-            reason = f"{reason}; the script runs without fault tolerance (--ft)"
+            reason = f"{reason}; the job is not protected: {self.unprotected}"
             self.begin_anew(Against(reason, tuple(roles), code, fault=fault, node=node))
         else:
             self.facts.futile, self._last_failure = self.facts.futile + 1, (reason, code, roles)

@@ -26,6 +26,14 @@ def some(names: Sequence[object]) -> str:
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
 
+A_PROGRAM = "it is a program of its own (--no-python)"
+
+
+def unprotected(why: str) -> str:
+    """Nothing of what the script does is kept."""
+    return f"this job is not protected: {why}; a failure costs all that its script has not saved itself"
+
+
 def script_error(lost: WorkerLost, job_dir: str) -> str:
     """What a worker has raised. The traceback is in its log, and shown from there."""
     short = _FRAMES.split(lost.traceback)[-1].rstrip()

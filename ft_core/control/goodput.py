@@ -5,6 +5,10 @@ Pure, from events and time. The sum is the wall clock by construction: what is a
 is it known that the time was well spent; else with each event. What an epoch's end cuts off of a step is
 split there: from the first sign of the failure on it was detection, and before that work that is lost.
 
+That all roles have their state does not mean that they train: newcomers may have to get to where the others
+are, who stand still meanwhile. So time goes to steps once one is done in the epoch; of what came before, as
+much as steps usually take was that one.
+
 It goes on from its predecessor's (`Spent`), on whatever machine that was. Its size is that of the job.
 """
 
@@ -14,6 +18,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ft_core.control.pace import Pace
 from ft_core.protocol.goodput import Cause, Spent
 from ft_core.protocol.messages import RoleBeat
 
@@ -35,6 +40,29 @@ class Found:
     """Of the replica groups, those that take part."""
     step: float
     """Seconds that a step takes; 0: not known."""
+    stepped: bool
+    """Whether a step was done in it."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a job gets on at a moment: what probes, status, page and metrics say of that."""
+
+    cause: Cause
+    """What its time goes to."""
+    since: float | None
+    """Seconds since a step was done last; None: none was, or none is to come."""
+    limit: float
+    """Of them, as many as are usual."""
+
+    @property
+    def complaint(self) -> str:
+        """Why it does not get on, if so. That it starts is none, nor that nobody knows."""
+        without = "" if self.since is None else f"no step for {self.since:.0f} s"
+        if self.cause not in (Cause.PRODUCTIVE, Cause.START_UP, Cause.UNKNOWN):
+            return f"{self.cause}: {without}" if without else str(self.cause)
+        late = self.since is not None and self.since > self.limit
+        return f"{without}, and up to {self.limit:.0f} s are usual" if late else ""
 
 
 class Account:
@@ -50,6 +78,11 @@ class Account:
         self.version, self.reached, self.share = past.version, past.reached, past.share
         self.step = past.step
         """Seconds that a step has taken last; 0 before any."""
+        self.pace = Pace(past.step)
+        self._stepped: float | None = self._mark if past.reached else None
+        """When a step was seen to be done last; of a predecessor's it is known that it was not after that."""
+        self._restored = False
+        """Whether all roles have their state, and no step was done since."""
         self.steps_redone = 0
         """That this controller has seen."""
         self._redone, self._waited = past.redone, past.waited
@@ -76,8 +109,17 @@ class Account:
 
     def until(self, wall: float) -> dict[Cause, float]:
         """The seconds by cause, but for those of a step under way: they are somebody's once it is done."""
-        late = 0.0 if self.trains else self.open(wall)
+        late = 0.0 if self.trains else self.open(self._sure(wall))
         return {**self.seconds, self.now: self.seconds[self.now] + late}
+
+    def since_step(self, wall: float) -> float | None:
+        """Seconds since a step was done last; None: none was."""
+        return None if self._stepped is None else max(0.0, wall - self._stepped)
+
+    @property
+    def patience(self) -> float:
+        """Of them, as many as are usual for this job; in a recovery as in its start, too."""
+        return self.pace.patience(0.0 if self.trains else self.seconds[Cause.START_UP])
 
     def spent(self, wall: float) -> Spent:
         """For events, and for a successor."""
@@ -92,23 +134,38 @@ class Account:
     def to(self, cause: Cause, wall: float, epoch: int | None = None) -> dict[Cause, float]:
         """From now on its time goes to this; `epoch`: that was decided on. Returns what was cut off of a
         step, if roles were training, by what it went to."""
+        if cause is self.now and self._restored and epoch in (None, self.epoch):
+            self._pass(self.now, self._sure(wall))
+            return {}
         cut = self._cut(wall) if self.trains else {}
         self._pass(self.now, wall)
-        self.now, self._blind = cause, False
+        self.now, self._blind, self._restored = cause, False, False
         self.epoch = self.epoch if epoch is None else epoch
         return cut
 
-    def begins(self, epoch: int, version: int, share: float, wall: float) -> dict[Cause, float]:
-        """All roles have their state, that of `version`, and train from now on. Said again, it is no news.
-        Returns what `to` does."""
-        if self.trains and self.epoch == epoch:
-            return {}
-        cut = self.to(Cause.PRODUCTIVE, wall, epoch)
+    def begins(self, epoch: int, version: int, share: float) -> None:
+        """All roles have their state, that of `version`. Said again, it is no news."""
+        if (self.trains or self._restored) and self.epoch == epoch:
+            return
+        self.epoch, self._restored = epoch, True
         self.version, self.share, self._goal = version, share, self.reached
         self._redone = self._waited = self._longest = self._counted = 0.0
         self._waits.clear()
         self._wrong = math.inf
-        return cut
+
+    def resumes(self, version: int, wall: float) -> dict[Cause, float]:
+        """All roles have done a step since, and this many now: they train. Returns what the time went to that
+        was a step's, and not that of the roles which were on their way to it."""
+        steps = version - self.version
+        if not self._restored or steps <= 0:
+            return {}
+        self._pass(self.now, wall - steps * self.pace.usual)
+        self._trains()
+        before = dict(self.seconds)
+        self._steps(steps, self.open(wall))
+        self._redone = self._waited = 0.0  # what follows is counted from here on
+        self._stepped = wall
+        return _rounded({cause: self.seconds[cause] - before[cause] for cause in self.seconds})
 
     def stepped(self, version: int, wall: float) -> None:
         """Some role has done this many steps; so had all, but for the last one's end."""
@@ -116,12 +173,13 @@ class Account:
         if not self.trains or steps <= 0:
             return
         self.step = self.open(wall) / steps
+        self.pace.add(self.step, self.open(wall))
         self._steps(steps, self.open(wall))
-        self._wrong, self._blind = math.inf, False
+        self._wrong, self._blind, self._stepped = math.inf, False, wall
 
     def heard(self, beats: Mapping[int, RoleBeat], newest: int, wall: float) -> None:
         """A node says, in this epoch, how far its roles are; the first of them."""
-        if not self.trains or not beats:
+        if not (self.trains or self._restored) or not beats:
             return
         for role, beat in beats.items():
             waited = beat.waited_s - self._waits.setdefault(role, beat.waited_s)
@@ -146,14 +204,19 @@ class Account:
         Steps were done meanwhile that nobody saw, as many as there are now, and took what steps take; when
         they were is not known, nor, if some role is lost, when that was.
         """
-        if self.epoch != found.epoch or self.now not in (Cause.PRODUCTIVE, restoring):
-            return self.to(restoring, wall, found.epoch)
         step = found.step or self.step
+        if self.epoch != found.epoch or self.now not in (Cause.PRODUCTIVE, restoring):
+            cut = self.to(restoring, wall, found.epoch)
+            if found.restored:
+                self._goes_on(found, wall)
+            return cut
         if self.trains:
             steps = max(0, found.version - self.version)
             self._steps(steps, min(self.open(wall), steps * step))
             return {}
-        if not found.restored and found.version <= found.base:
+        if not found.stepped:
+            if found.restored:
+                self._goes_on(found, wall)
             return {}
         done = min(self.open(wall), (found.version - found.base) * step)
         parts = {
@@ -164,9 +227,23 @@ class Account:
         for cause, seconds in parts.items():
             self.seconds[cause] += seconds
             self._mark += seconds
-        self.begins(found.epoch, found.base, found.share, wall)
-        self.version, self.reached = found.version, max(self.reached, found.version)
-        return {cause: round(s, _DIGITS) for cause, s in parts.items() if s >= 10**-_DIGITS}
+        self._goes_on(found, wall)
+        return _rounded(parts)
+
+    def _goes_on(self, found: Found, wall: float) -> None:
+        """In the epoch that it finds all roles in, with their state."""
+        self.begins(found.epoch, found.base, found.share)
+        if found.stepped:
+            self._pass(self.now, wall)
+            self._trains()
+            self.version, self.reached = found.version, max(self.reached, found.version)
+
+    def _trains(self) -> None:
+        self.now, self._restored, self._blind = Cause.PRODUCTIVE, False, False
+
+    def _sure(self, wall: float) -> float:
+        """Until when it is known what time has gone to: the last of it may turn out to be a step's."""
+        return wall - self.pace.usual if self._restored else wall
 
     # -- marks -------------------------------------------------------------------------------------
 
@@ -201,4 +278,9 @@ class Account:
         for cause, seconds in lost.items():
             self.seconds[cause] += seconds
         self._mark = max(self._mark, wall)
-        return {cause: round(s, _DIGITS) for cause, s in lost.items() if s >= 10**-_DIGITS}
+        return _rounded(lost)
+
+
+def _rounded(seconds: Mapping[Cause, float]) -> dict[Cause, float]:
+    """For an event, without those of which it is 0."""
+    return {cause: round(s, _DIGITS) for cause, s in seconds.items() if s >= 10**-_DIGITS}

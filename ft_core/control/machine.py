@@ -14,6 +14,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, assert_never
 
+from msgspec.structs import replace
+
 from ft_core.control import ctl, risk, takeover
 from ft_core.control.bulletin import Bulletin
 from ft_core.control.epochs import Epochs
@@ -157,6 +159,8 @@ class Controller:
             writes=counted(tally.writes),
             broken=facts.strikes.broken(epochs.now),
             held=risk.held(facts, self._counted) if facts.plan is not None else None,
+            standing=epochs.standing(wall),
+            unprotected=epochs.not_protected,
         )
 
     def overview(self, wall: float, since_1970: float) -> Overview:
@@ -175,6 +179,7 @@ class Controller:
             epochs.begin(Account(epochs.wall, spent, ago), first=spent is None)
         self._handle(event)
         epochs.tell_of_time()
+        epochs.do(*epochs.story.tell(epochs.effects, self.facts, self.phase, epochs.now, epochs.wall))
         return epochs.effects
 
     def _handle(self, event: Event) -> None:
@@ -295,8 +300,9 @@ class Controller:
             node.sight.hear(self._epochs.now)
             self._on_agent(node, message)
         elif isinstance(message, m.AskStatus):
-            finished, now = self._epochs.completion.finished, self._epochs.now
-            self._epochs.do(Send(peer, ctl.status(self.facts, self.phase, finished, self._pid, now)))
+            epochs = self._epochs
+            status = ctl.status(self.facts, self.phase, epochs.completion.finished, self._pid, epochs.now)
+            epochs.do(Send(peer, replace(status, **epochs.about())))
         elif isinstance(message, m.AskRows):
             self._epochs.do(*self._questions.list_rows(self.facts, peer, message, self._epochs.now))
         elif isinstance(message, m.AskMore):
@@ -401,7 +407,7 @@ class Controller:
                 self._epochs.do(*self._epochs.returning.held(facts, role, now))
                 self._epochs.return_if_due()
             case m.Unprotected():
-                self._epochs.runs_unprotected()
+                self._epochs.runs_unprotected(message)
             case m.Suspect(epoch=epoch, role=role, reason=reason):
                 if epoch == facts.epoch:
                     self._epochs.suspected(node, role, reason)

@@ -41,6 +41,20 @@ def families(found: Numbers) -> Iterator[Metric]:
     yield phase
     yield GaugeMetricFamily("ft_epoch", "The newest epoch; each recovery begins another.", found.epoch)
     yield GaugeMetricFamily("ft_step", "Steps that are done, in the epoch under way.", found.step)
+    since = GaugeMetricFamily(
+        "ft_since_step_seconds", "Since a step was done last; while steps are to be done, once one was."
+    )
+    limit = GaugeMetricFamily(
+        "ft_since_step_limit_seconds", "Of them, as many as are usual for this job; learned."
+    )
+    if found.standing.since is not None:
+        since.add_metric([], found.standing.since)
+        limit.add_metric([], found.standing.limit)
+    yield since
+    yield limit
+    yield GaugeMetricFamily(
+        "ft_protected", "1; 0 if nothing of what the script does is kept.", not found.unprotected
+    )
     yield GaugeMetricFamily("ft_spares", "Nodes without a role that have idle workers.", found.spares)
     groups = GaugeMetricFamily("ft_replica_groups", "Replica groups: there, or away.", labels=["state"])
     for state, count in zip(("there", "away"), found.groups or (), strict=False):
@@ -146,7 +160,10 @@ def families(found: Numbers) -> Iterator[Metric]:
 
 
 def _ready(found: Numbers) -> Answer:
-    return OK if found.phase == Running.name else Answer(503, f"{found.phase}\n".encode())
+    if found.phase != Running.name:
+        return Answer(503, f"{found.phase}\n".encode())
+    complaint = found.standing.complaint
+    return Answer(503, f"{complaint}\n".encode()) if complaint else OK
 
 
 PAGES = {"/metrics": lambda found: metrics(families(found)), "/healthz": lambda _: OK, "/readyz": _ready}

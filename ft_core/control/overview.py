@@ -125,6 +125,8 @@ class Overview:
         numbers = self.numbers
         return {
             "phase": numbers.phase,
+            "complaint": numbers.standing.complaint,
+            "unprotected": numbers.unprotected,
             "epoch": numbers.epoch,
             "step": numbers.step,
             "world": self.world,

@@ -31,8 +31,9 @@ ALWAYS: Mapping[str, str] = {
 
 ACCOUNT: Mapping[str, str] = {
     "spent": "what the job's time went to until then, see [goodput](operations.md#goodput)",
-    "unfinished": "what was cut off of the step under way, in seconds by cause; of `controller_restarted`, "
-    "what went on before it that no controller has seen",
+    "unfinished": "what was cut off of the step under way, in seconds by cause; of `resumed`, what of the "
+    "time before it was a step's; of `controller_restarted`, what went on before it that no controller has "
+    "seen",
 }
 """Fields of those lines that begin or end what the job's time goes to."""
 
@@ -59,7 +60,12 @@ EVENTS: Mapping[str, Event] = {
     ),
     "state_restored": Event("all roles have their state", {"version": "of it", "pids": "role → its worker"}),
     "communicators_ready": Event("the survivors' groups are connected again"),
-    "resumed": Event("every role has finished a step in this epoch", _VERSION),
+    "resumed": Event(
+        "every role has finished a step in this epoch. `reason`, of a recovery: how long it took, who plays "
+        "what where now, and what was lost",
+        _VERSION,
+    ),
+    "unprotected": Event("once a job: nothing of what its script does is kept, and `reason` says why"),
     "resumes": Event(
         "once a job: should the script have to be started again, it goes on from its own newest checkpoint; "
         "that is what the job falls back to"

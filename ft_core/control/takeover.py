@@ -39,8 +39,9 @@ def found(facts: Facts, progress: Progress) -> Found:
     base = (facts.initial or 0) if plan.version is None else plan.version
     versions = [v for node in nodes for held in node.holdings.roles.values() for v in held.versions]
     step = max((beat.step_s for node in nodes for beat in node.beats.values()), default=0.0)
-    about = progress.all_restored, share(facts), step
-    return Found(plan.epoch, base, max([base, *versions]), *about)
+    newest = max([base, *versions])
+    about = progress.all_restored, share(facts), step, progress.all_stepped or newest > base
+    return Found(plan.epoch, base, newest, *about)
 
 
 def share(facts: Facts) -> float:

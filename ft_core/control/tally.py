@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ft_core.control.goodput import Standing
 from ft_core.control.risk import Held
 from ft_core.protocol.goodput import Cause
 from ft_core.protocol.messages import Fault, RoleBeat
@@ -168,6 +169,9 @@ class Numbers:
     """Devices that have failed of late: the node, and the index."""
     held: Held | None
     """Who has what of the roles' state; None before anybody plays a role."""
+    standing: Standing
+    unprotected: str
+    """Why the job is not protected, if so."""
 
 
 def counted(durations: Durations) -> tuple[list[int], float]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from ft_core.errors import FAILED_NOTE, FtError
 from ft_core.node import orphans, pulse
 from ft_core.node.shell import LAST_WORD, NodeShell, kill_node
-from ft_core.process import collector, parent
+from ft_core.process import collector, last_line, parent
 from ft_core.process.descriptors import check_limit
 from ft_core.process.lines import VOICE
 from ft_core.process.outlet import console, log_to_console
@@ -36,9 +36,12 @@ def main() -> int:
     parser.add_argument("--domain", default="", help="failure domain label (rack, switch); default: the node")
     parser.add_argument("--node-rank", type=int, default=-1, help="position at the start; -1: a spare")
     parser.add_argument("--temporary", help="directory for sockets, which whoever gives it reads and removes")
+    parser.add_argument("--beside-controller", action="store_true", help="it has the same console")
     parent.add_argument(parser)
+    last_line.add_argument(parser)
     args = parser.parse_args()
     parent.expect(args.parent)
+    last_line.share(args.last_line)
     if args.temporary:  # multiprocessing would make one, and leave it behind when this process is killed
         multiprocessing.current_process()._config["tempdir"] = args.temporary  # type: ignore[attr-defined]
     if os.getpgrp() != os.getpid():
@@ -63,6 +66,7 @@ def main() -> int:
         kill_node()
     check_limit(f"node {args.node}", *settings.size)
     shell = NodeShell(settings, args.job_dir, args.node, args.domain, args.node_rank, loop)
+    shell.speaks = not args.beside_controller
     return asyncio.run(_serve(shell, args.temporary))
 
 

@@ -32,6 +32,7 @@ from ft_core.node.events import (
     RecordsFound,
     Replicated,
     Report,
+    Say,
     ShowRest,
     ToController,
     ToWorker,
@@ -43,6 +44,7 @@ from ft_core.node.ready import Ready
 from ft_core.node.said import OfRole, Said
 from ft_core.node.view import View
 from ft_core.protocol import messages as m
+from ft_core.protocol.groups import runs_of, text_of
 from ft_core.protocol.table import hosts_of, pieces
 from ft_core.settings import Settings
 
@@ -77,6 +79,9 @@ class Epochs:
         """For a successor of the controller: failures, and when it has told of them."""
         self._stuck_at = math.inf
         """When workers are killed that have not left their step for this epoch."""
+        self._taken: set[int] = set()
+        """Roles that were elsewhere in the epoch before, and have yet to do a step here."""
+        self._taken_at = 0.0
         self._reported: tuple[m.Holdings | None, int] = None, 0
         """What was said over this connection of what is held here, and how often."""
 
@@ -259,7 +264,7 @@ class Epochs:
         """Begin the epoch of `plan`: give roles to workers, bring their state here, let them go on."""
         if plan.epoch < self.epoch or plan.epoch == self.begun:
             return
-        before = self.roles_here()
+        before, first = self.roles_here(), not self.epoch
         self.plan, self.epoch, self.parts = plan, plan.epoch, plan.worker.parts
         self._copies.epoch_ends()
         self.do(UsePlan(plan))
@@ -271,6 +276,8 @@ class Epochs:
             self.do(DropAfter(NONE))
             self.said.keep_only(())
         here = self.roles_here()
+        self._taken = set() if first else (set(here) - set(before)) & set(plan.worker.newcomers)
+        self._say_what_is_taken_over()
         # Who was to start ahead, for a former controller, is of no use where all scripts begin anew.
         anew = plan.worker.started_over == self.epoch
         self.withdraw({worker.role for worker in self.crew.playing()} - (set() if anew else set(here)))
@@ -288,6 +295,22 @@ class Epochs:
             # Otherwise it has died since this node reported: the plan relies on it, so there will be another.
             if worker is not None:
                 self._restore(worker, plan)
+
+    def _say_what_is_taken_over(self) -> None:
+        if self._taken and self.plan is not None:
+            self._taken_at = self.now
+            roles = f"role{'s' * (len(self._taken) > 1)} {text_of(runs_of(sorted(self._taken)))}"
+            done = self.plan.worker.version
+            where = f", after step {done:,}" if done else ""
+            self.do(Say(f"ftrun: this node, {self.about.node}, takes over {roles}{where}"))
+
+    def stepped(self, role: int) -> None:
+        """A role has done the first step of its epoch here."""
+        if role in self._taken:
+            self._taken.discard(role)
+            if not self._taken:
+                took = self.now - self._taken_at
+                self.do(Say(f"ftrun: what this node has taken over trains here, after {took:.1f} s"))
 
     def _source_of(self, adopted: bool) -> frozenset[int]:
         """Roles whose memory here, wherever they are played now, has what this epoch begins with: until those

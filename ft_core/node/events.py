@@ -435,6 +435,13 @@ class BecomeSpare:
 
 
 @dataclass(frozen=True)
+class Say:
+    """To the person at this node's console, unless the controller says it there."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class End:
     """This node is done: end what is left of it, and this process with this code."""
 
@@ -445,5 +452,5 @@ Effect = (
     ToController | Report | ToWorker | Start | Kill | Signal | ShowRest | SetApart | Commit | BeginEpoch
     | UsePlan | UseSettings | DropAfter | KeepOnly | Reserve | Strike | Replicate | Bring | WriteDurable
     | LookForDurable | ReadFlight | WriteStacks | Probe | AskPeer | AnswerPeer | AskRecords | KillNode
-    | BecomeSpare | End
+    | BecomeSpare | Say | End
 )  # fmt: skip

@@ -357,10 +357,11 @@ class Agent:
                     self.epochs.staged(worker, held, version)
             case m.WorkerStepped(epoch, version):
                 self.epochs.say(m.Stepped(epoch, role, version))
+                self.epochs.stepped(role)
             case m.WorkerReopened(epoch):
                 self.epochs.say(m.Reopened(epoch, role))
-            case m.WorkerUnprotected():
-                self.epochs.say(m.Unprotected(role))
+            case m.WorkerUnprotected(reason, so_far):
+                self.epochs.say(m.Unprotected(role, reason, so_far))
             case m.WorkerHeld(epoch):
                 self.epochs.say(m.Held(epoch, role))
             case m.WorkerCompleted(epoch, part, version, last):
@@ -401,7 +402,7 @@ class Agent:
                 self._on_worker(worker, message)
             case m.AskStartupEntries() | m.AskProgress():
                 self._ask_peer(worker, message)
-            case m.WorkerUnprotected() | m.WorkerFinished():
+            case m.WorkerUnprotected(so_far=False) | m.WorkerFinished():
                 worker.failed = m.ScriptFailed(m.Fault.EXITED, "it does not come to any training", "", "")
                 self.epochs.do(Kill(worker.number))
             case _:

@@ -44,11 +44,11 @@ from ft_core.node.relay import Relay
 from ft_core.node.replicator import Replicator
 from ft_core.node.uplink import Uplink
 from ft_core.node.workers import WorkerPool
-from ft_core.process import parent, sigterm, stacks
+from ft_core.process import last_line, parent, sigterm, stacks
 from ft_core.process.awake import AwakeClock
 from ft_core.process.inject import Injector
 from ft_core.process.lines import VOICE
-from ft_core.process.outlet import console
+from ft_core.process.outlet import console, say
 from ft_core.process.refusals import Refusals
 from ft_core.process.stalls import Stalls
 from ft_core.process.tasks import Tasks
@@ -93,6 +93,8 @@ class NodeShell:
         self, settings: Settings, job_dir: Path, node: str, domain: str, node_rank: int, loop: Loop
     ) -> None:
         """`loop` is told when this agent's event loop goes round."""
+        self.speaks = True
+        """Whether what happens to this node is said here; else the controller has the same console."""
         self.settings, self.job_dir, self.node, self.domain = settings, job_dir, node, domain or node
         self.secret = read_secret(job_dir)
         self._log_dir = job_dir / "logs" / f"{node}-{os.getpid()}"
@@ -373,6 +375,9 @@ class NodeShell:
                 self._kill_node()
             case e.BecomeSpare():
                 self._end(None)
+            case e.Say(text):
+                if self.speaks:
+                    say(text)
             case e.End(code):
                 self._end(code)
             case _:
@@ -524,7 +529,8 @@ class NodeShell:
             sys.exit(1)
         await self._tee.close(_LAST_OUTPUT)
         await asyncio.to_thread(console().flush, LAST_WORD)
-        about = [parent.argument(), "--job-dir", str(self.job_dir)]
+        about = [parent.argument(), last_line.argument(), "--job-dir", str(self.job_dir)]
+        about += ["--beside-controller"] * (not self.speaks)
         about += ["--domain", self.domain, "--node", unique(self.node)]
         if temporary := temporary_directory():
             about += ["--temporary", temporary]

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+from ft_core.process import last_line
 from ft_core.process.lines import VOICE
 
 log = logging.getLogger(__name__)
@@ -173,6 +174,9 @@ class Console(Outlet):
     def keep(self, path: Path) -> None:
         """In this file, from now on. It is made once there is something to say."""
         self._file = _LogFile(path)
+
+    def _put(self, data: bytes) -> None:
+        super()._put(b"\n" + data if last_line.begins() else data)
 
     def write(self, text: str) -> None:
         """To both."""

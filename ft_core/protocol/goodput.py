@@ -14,7 +14,7 @@ class Cause(StrEnum):
     """What a second of a job went to."""
 
     PRODUCTIVE = "productive"
-    """Steps that count, and what the script does between them."""
+    """Steps that are new, and what the script does between them."""
     DEGRADED = "degraded"
     """The same time's share of the replica groups that were away: with one of four, a quarter of it."""
     SAVING = "saving"
@@ -22,7 +22,7 @@ class Cause(StrEnum):
     REDONE = "redone"
     """Steps that were done again, and what was cut off of a step by the end of an epoch."""
     START_UP = "start_up"
-    """From the job's beginning, or from the scripts' when all were started again, to the first step's."""
+    """From the job's beginning, or from the scripts' when all were started again, to the first step's end."""
     DETECTION = "detection"
     """From the first sign of a failure (the last word of a node that was lost, a connection that broke, the
     last movement before a hang) until it was taken for one."""
@@ -31,7 +31,7 @@ class Cause(StrEnum):
     WAITING = "waiting"
     """For a node: to play a role that nobody plays, or to be seen again."""
     RESTORING = "restoring"
-    """From the decision until all roles had their state."""
+    """From the decision until all roles had their state, and were where they could do a step."""
     UNKNOWN = "unknown"
     """Nobody was looking, or the script runs without fault tolerance."""
 
@@ -54,9 +54,9 @@ class Spent(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     step: float = 0.0
     """Seconds that a step has taken last; 0 before any."""
     redone: float = 0.0
-    """Seconds of the epoch in which steps were done again."""
+    """Seconds of the epoch in which steps were done again, but for its first."""
     waited: float = 0.0
-    """Seconds of the epoch in which steps waited for copies."""
+    """Seconds of the epoch in which steps waited for copies, but for its first."""
     open: float = 0.0
     """Seconds, the last ones, that are in none of these: of a step that is under way."""
 

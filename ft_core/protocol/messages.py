@@ -686,9 +686,11 @@ class Held(Message, frozen=True):
 
 
 class Unprotected(Message, frozen=True):
-    """A role's script runs without fault tolerance."""
+    """A role's script runs without fault tolerance. `so_far`: it may yet ask for it."""
 
     role: Role
+    reason: str
+    so_far: bool
 
 
 class Suspect(Message, frozen=True):
@@ -1204,6 +1206,12 @@ class JobStatus(Message, frozen=True):
     most_struck: list[Struck]
     draining: list[NodeName]
     """Nodes that are being taken out, in that order."""
+    seconds: dict[str, float] = {}
+    """What the job's time went to, by `Cause`."""
+    complaint: str = ""
+    """Why the job does not get on, if so."""
+    unprotected: str = ""
+    """Why it is not protected, if so."""
 
 
 class RolesStatus(Message, frozen=True):
@@ -1372,7 +1380,10 @@ class WorkerHeld(Message, frozen=True):
 
 
 class WorkerUnprotected(Message, frozen=True):
-    """The script runs without fault tolerance."""
+    """The script runs without fault tolerance. `so_far`: it may yet ask for it."""
+
+    reason: str
+    so_far: bool
 
 
 class WorkerSuspects(Message, frozen=True):

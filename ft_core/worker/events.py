@@ -99,7 +99,10 @@ class ScriptDone:
 
 @dataclass(frozen=True)
 class RunsUnprotected:
-    """The script wants no fault tolerance, or cannot have it."""
+    """The script wants no fault tolerance, or cannot have it. `so_far`: it may yet ask for it."""
+
+    reason: str
+    so_far: bool = False
 
 
 @dataclass(frozen=True)

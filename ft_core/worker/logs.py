@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ft_core.process import last_line
 from ft_core.process.lines import VOICE
 from ft_core.process.outlet import put
 from ft_core.worker.console import Console
@@ -205,6 +206,8 @@ class Copier:
         self._streams, self._console = [s for s in (OUT, ERR) if streams & s], console
         self._followed: dict[Path, dict[int, int]] = {}
         """Log directory -> stream -> how much of its file is copied."""
+        self._begun: dict[tuple[Path, int], int] = {}
+        """Where a line begins that the last look has found without an end."""
         self._complained = False
 
     def follow(self, directory: Path) -> None:
@@ -212,8 +215,14 @@ class Copier:
 
     def unfollow(self, directory: Path) -> None:
         for stream, position in self._followed.pop(directory, {}).items():
-            self._copy(directory, stream, position, ended=True)
+            self._finish(directory, stream, position)
         self._console.forget(directory)
+
+    def _finish(self, directory: Path, stream: int, position: int) -> None:
+        """Copy what is left of a worker that has ended."""
+        self._copy(directory, stream, position, ended=True)
+        self._begun.pop((directory, stream), None)
+        self._put(stream, self._console.finish(directory, stream))
 
     def succeed(self, players: Path) -> None:
         """Of workers that have ended, wherever they ran, if their logs can be seen."""
@@ -231,7 +240,7 @@ class Copier:
         for directory in directories:
             if directory not in self._followed:
                 for stream in self._streams:
-                    self._copy(directory, stream, 0, ended=True)
+                    self._finish(directory, stream, 0)
                 self._console.forget(directory)
 
     @property
@@ -240,7 +249,11 @@ class Copier:
         return bool(self._streams)
 
     def copy(self) -> bool:
-        """Copy complete lines that have come since the last call. Returns whether there were any."""
+        """Copy what has come since the last call. Returns whether that was anything.
+
+        A line without an end is copied once a second look has found it so: it is one that is written over,
+        as a progress bar is, and not one of which half was there.
+        """
         news = False
         for directory, positions in self._followed.items():
             for stream, position in positions.items():
@@ -264,22 +277,43 @@ class Copier:
                 position = max(position, note.read())
                 file.seek(position)
                 while data := file.read(_PIECE):
-                    if len(data) < _PIECE and not ended:
-                        data = data[: data.rfind(b"\n") + 1]
-                    elif len(data) == _PIECE:
-                        data = data[: data.rfind(b"\n") + 1] or data
-                    if not data:
+                    whole, last = data.rfind(b"\n") + 1, len(data) < _PIECE
+                    if not last:
+                        data = data[:whole] or data
+                    elif not ended and not self._may_go_on(directory, stream, position, whole, len(data)):
+                        data = data[:whole]
+                    if data:
+                        self._put(stream, self._console.dress(directory, stream, data))
+                        position += len(data)
+                        note.write(position)
+                    if last:
                         break
-                    with contextlib.suppress(OSError):  # nobody is there who could read it
-                        put(stream, self._console.dress(directory, stream, data))
-                    position += len(data)
                     file.seek(position)
-                    note.write(position)
         except FileNotFoundError:
             pass  # not there yet, or on a node that is gone
         except OSError as error:
             self._complain(path, error)
         return position
+
+    def _may_go_on(self, directory: Path, stream: int, position: int, whole: int, size: int) -> bool:
+        """Whether what is read from `position` on, whole lines and the beginning of another, may be shown."""
+        output = directory, stream
+        before = self._begun.pop(output, None)
+        if self._console.whole_lines:
+            return False
+        if whole == size or (not whole and self._console.unfinished(*output)):
+            return True
+        if before == position + whole:
+            return True
+        self._begun[output] = position + whole
+        return False
+
+    def _put(self, stream: int, shown: bytes) -> None:
+        if shown:
+            with contextlib.suppress(OSError):  # nobody is there who could read it
+                put(stream, shown)
+            if self._console.shares_line(stream):
+                last_line.begins() if shown.endswith(b"\n") else last_line.leave_open()
 
     def _complain(self, path: Path, error: Exception) -> None:
         if not self._complained:

@@ -164,9 +164,10 @@ class WorkerMachine:
             case ScriptDone():
                 self.state = Over() if self._exits else Finished()
                 self._say(m.WorkerFinished())
-            case RunsUnprotected():
-                self.state = Unprotected()
-                self._say(m.WorkerUnprotected())
+            case RunsUnprotected(reason, so_far):
+                if not so_far:
+                    self.state = Unprotected()
+                self._say(m.WorkerUnprotected(reason, so_far))
             case SettingsBrought(settings):
                 values = {name: settings[name] for name in _IN_PLANS if name in settings}
                 self.plan = replace(self.plan, **values)

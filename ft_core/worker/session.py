@@ -325,15 +325,17 @@ class Session:
 
     def unprotected(self, reason: str = "") -> None:
         """The script wants no fault tolerance, or cannot have it for `reason`: nothing is recorded, and a
-        failure ends the job."""
+        failure costs what the script has not saved itself. The job says so once."""
         if self._unprotected is not None:
             return
-        self._unprotected = reason or "another part of the script has asked for no fault tolerance"
-        if reason and self.role == 0:
-            log.warning("%s: any failure ends this job", reason)
+        self._unprotected = reason or "its script has asked for no fault tolerance"
         self.comms.end_startup()
         self.deferred.end("nothing is restored", logging.DEBUG)
-        self._shell.handle(e.RunsUnprotected())
+        self._shell.handle(e.RunsUnprotected(self._unprotected))
+
+    def unprotected_so_far(self, reason: str) -> None:
+        """The script seems to train, and has not asked for fault tolerance. The job says so once."""
+        self._shell.handle(e.RunsUnprotected(reason, so_far=True))
 
     def commit_wait(self) -> None:
         """Wait until this version is staged here and verified at the nodes that keep copies of it (DeadPool,

@@ -1,4 +1,4 @@
-"""Scripts that train under `ftrun` and are not protected: they are told so, once, and why.
+"""Scripts that train under `ftrun` and are not protected: the job says so, once, and why.
 
 Torch's own data parallelism exchanges gradients by itself, in steps that no adapter sees: such a script has
 no step that could be done again. Others just never say that they train: all that they do counts as start-up.
@@ -6,7 +6,7 @@ no step that could be done again. Others just never say that they train: all tha
 
 from __future__ import annotations
 
-import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -18,13 +18,13 @@ from ft_core import patched
 from ft_core.import_hook import after_import
 from ft_core.worker.session import Session
 
-log = logging.getLogger(__name__)
-
 _STEPS = 100
 """Steps of optimizers in start-up after which a script is taken to train."""
+_FEW, _SECONDS = 3, 10.0
+"""So many suffice if they come this far apart; fewer, or all at once, are how some optimizers are made."""
 _WHY = (
-    "its script has never called Session.protect, nor asked its framework to (Megatron: --ft; DeepSpeed: a "
-    "fault_tolerance section)"
+    "its script has done {} optimizer steps, and has neither called Session.protect nor asked its framework "
+    "to (Megatron: --ft; DeepSpeed: a fault_tolerance section)"
 )
 
 
@@ -34,6 +34,7 @@ class Watch:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._steps = 0
+        self._first = 0.0
         self._said = False
         self._hook = register_optimizer_step_post_hook(self._stepped)
 
@@ -45,19 +46,19 @@ class Watch:
         # The hook stays: torch goes through all of them now, and fails if one is taken away meanwhile.
         if self._in_start_up:
             self._steps += 1
-            if self._steps == _STEPS:
-                self._say(
-                    "a failure makes it begin anew, and all its collectives since then are kept in memory"
-                )
+            self._first = self._first or time.monotonic()
+            apart = self._steps >= _FEW and time.monotonic() - self._first >= _SECONDS
+            if self._steps >= _STEPS or apart:
+                self._say()
 
     def script_ends(self) -> None:
         """By itself. That it has trained unprotected should not go unnoticed, short as it may have been."""
         if self._steps and self._in_start_up:
-            self._say("a failure would have made it begin anew")
+            self._say()
 
-    def _say(self, what: str) -> None:
+    def _say(self) -> None:
         if not self._said and self._session.role == 0:
-            log.warning("%d optimizer steps, and this job is not protected: %s; %s", self._steps, _WHY, what)
+            self._session.unprotected_so_far(_WHY.format(self._steps))
         self._said = True
 
 

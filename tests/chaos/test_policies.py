@@ -202,7 +202,8 @@ def test_a_script_without_ft_ends_with_its_first_crash(tmp_path):
         job.kill_worker(1)
         result = job.finish()
     assert result.code == 1
-    assert "killed by SIGKILL; the script runs without fault tolerance (--ft)" in result.output
+    why = "the job is not protected: --ft is not among Megatron's arguments"
+    assert f"killed by SIGKILL; {why}" in result.output
     check_clean(result)
 
 
@@ -212,8 +213,9 @@ def test_torchs_own_data_parallelism_trains_as_usual_until_a_crash_ends_the_job(
     command += [f"--job-dir={job_dir}", str(HERE / "accelerated.py")]
     done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1
-    assert "killed by SIGKILL; the script runs without fault tolerance" in done.stderr
-    assert done.stderr.count("wrapped in torch's DistributedDataParallel") == 1
+    why = "a model is wrapped in torch's DistributedDataParallel, whose steps cannot be done again"
+    assert f"killed by SIGKILL; the job is not protected: {why}" in done.stderr
+    assert done.stderr.count(f"this job is not protected: {why}; ") == 1
     assert set(read_losses(read_logs(job_dir))) == {1, 2, 3, 4}
 
 

@@ -431,6 +431,21 @@ def test_a_worker_keeps_its_role_in_the_next_epoch(training: Node):
     assert training.said(m.RestoreFailed) == [m.RestoreFailed(2, 0, "no holder")]
 
 
+def test_a_spare_says_what_it_takes_over_and_when_that_trains(node: Node):
+    """On its own console. That all roles begin is no news to anybody."""
+    node.hear(plan(roles={0: "node1", 1: "node2"}))
+    node.hear(m.Abort(2))
+    node.hear(plan(2, version=1200, origin="memory", newcomers=[0]))
+    assert node.effects(e.Say) == [e.Say("ftrun: this node, node0, takes over role 0, after step 1,200")]
+    node.train()
+    node.now += 2.5
+    node.worker(m.WorkerStepped(2, 1201))
+    assert node.effects(e.Say) == [e.Say("ftrun: what this node has taken over trains here, after 2.5 s")]
+    node.hear(m.Abort(3))
+    node.hear(plan(3, version=1201, origin="memory"))
+    assert not node.effects(e.Say)
+
+
 def test_nobody_obeys_an_older_epoch(training: Node):
     training.hear(m.Abort(3))
     assert not training.hear(m.Abort(2)) and not training.hear(m.Abort(3))

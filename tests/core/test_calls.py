@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -45,31 +45,48 @@ def test_keep_with_an_adapter_that_lists_nothing_of_it(monkeypatch: pytest.Monke
     loop(Adapter(keeps=True))
 
 
-def trained(steps: int, caplog: pytest.LogCaptureFixture, **about: Any) -> list[str]:
-    """What is said of a script that does so many steps of an optimizer, and ends."""
-    session = SimpleNamespace(**{"role": 0, "protecting": False, "is_unprotected": False, **about})
+def trained(steps: int, clock: Callable[[int], float] = lambda step: 0.0, **about: Any) -> list[str]:
+    """What is said of a script that does so many steps of an optimizer, and ends. `clock`: when each is."""
+    said: list[str] = []
+    about = {
+        "role": 0,
+        "protecting": False,
+        "is_unprotected": False,
+        "unprotected_so_far": said.append,
+        **about,
+    }
+    session = SimpleNamespace(**about)
     watch = unprotected.Watch(cast(Session, session))
     try:
         weight = torch.nn.Parameter(torch.ones(1))
         optimizer = torch.optim.SGD([weight], 0.1)
         weight.grad = torch.ones(1)
-        with caplog.at_level(logging.WARNING):
-            for _ in range(steps):
+        with pytest.MonkeyPatch.context() as patch:
+            for step in range(steps):
+                patch.setattr(unprotected.time, "monotonic", partial(float, 1000.0 + clock(step)))
                 optimizer.step()
             watch.script_ends()
     finally:
         watch._hook.remove()
-    return [record.getMessage() for record in caplog.records]
+    return said
 
 
-def test_a_script_that_trains_in_start_up_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    [said] = trained(150, caplog)
-    assert said.startswith("100 optimizer steps, and this job is not protected: ")
-    assert "Session.protect" in said and "a failure makes it begin anew" in said
+def test_a_script_that_trains_in_start_up_is_told_once() -> None:
+    [said] = trained(150)
+    assert said.startswith("its script has done 100 optimizer steps, and has neither called Session.protect ")
+
+
+def test_slow_steps_are_steps_that_train() -> None:
+    """What makes an optimizer's state does one, or many at once."""
+    [said] = trained(50, lambda step: 20.0 * step)
+    assert said.startswith("its script has done 3 optimizer steps, ")
+    assert trained(50, lambda step: 0.1 * step, protecting=True) == []
+    [said] = trained(50, lambda step: 0.1 * step)
+    assert said.startswith("its script has done 50 optimizer steps, "), "as it ends"
 
 
 @pytest.mark.parametrize("protecting", [False, True])
-def test_hooks_of_others_go_on(protecting: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_hooks_of_others_go_on(protecting: bool) -> None:
     """Those that were registered later come after it in each step."""
     seen: list[object] = []
     watch = unprotected.register_optimizer_step_post_hook
@@ -82,19 +99,19 @@ def test_hooks_of_others_go_on(protecting: bool, caplog: pytest.LogCaptureFixtur
     later: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(unprotected, "register_optimizer_step_post_hook", followed)
-        trained(150, caplog, protecting=protecting)
+        trained(150, protecting=protecting)
     later[0].remove()
     assert len(seen) == 150
 
 
-def test_so_is_one_that_ends_early(caplog: pytest.LogCaptureFixture) -> None:
-    [said] = trained(3, caplog)
-    assert said.startswith("3 optimizer steps, and this job is not protected: ")
+def test_so_is_one_that_ends_early() -> None:
+    [said] = trained(3)
+    assert said.startswith("its script has done 3 optimizer steps, ")
 
 
 @pytest.mark.parametrize(
     ("steps", "about"),
     [(0, {}), (150, {"role": 1}), (150, {"protecting": True}), (9, {"is_unprotected": True})],
 )
-def test_others_are_told_nothing(steps: int, about: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    assert not trained(steps, caplog, **about)
+def test_others_are_told_nothing(steps: int, about: dict[str, Any]) -> None:
+    assert not trained(steps, **about)

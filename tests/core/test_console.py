@@ -96,6 +96,35 @@ def test_warnings_that_differ_are_told_apart(workers: list[Path]) -> None:
         assert shown(console, directory, line) == line
 
 
+def test_whole_lines_are_not_put_behind_a_bar(workers: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one terminal. Bars of several outputs are written over each other, as without this engine."""
+    monkeypatch.setattr("ft_core.worker.console._places", lambda: {1: "terminal", 2: "terminal"})
+    console, (one, other, _) = Console(workers[0].parents[1], "n"), workers
+    assert shown(console, one, "\r  0%") == "[n]: \r[n]:   0%"
+    assert shown(console, one, "\r 10%") == "\r[n]:  10%"
+    assert shown(console, other, "\r  0%") == "[n]: \r[n]:   0%"
+    assert shown(console, one, "a\n", stream=1) == "\n[n]: a\n"
+    assert shown(console, one, "b\n", stream=1) == "[n]: b\n"
+    assert shown(console, one, "\r 20%") == "\r[n]:  20%"
+    assert shown(console, one, "\r100%\nc\n") == "\r[n]: 100%\n[n]: c\n"
+    assert console.finish(one, 2) == console.finish(other, 2) == b""
+
+
+def test_what_goes_elsewhere_ends_no_line(workers: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ft_core.worker.console._places", lambda: {1: "file", 2: "terminal"})
+    console = Console(workers[0].parents[1])
+    assert shown(console, workers[0], "\r  0%") + shown(console, workers[0], "a\n", stream=1) == "\r  0%a\n"
+    assert console.finish(workers[0], 1) + console.finish(workers[0], 2) == b"\n"
+
+
+def test_what_belongs_to_a_warning_that_was_shown_comes_in_pieces(workers: list[Path]) -> None:
+    console = Console(workers[0].parents[1])
+    shown(console, workers[0], PYTHON)
+    head, rest = PYTHON.splitlines(keepends=True)
+    assert shown(console, workers[1], head + rest[:5]) + shown(console, workers[1], rest[5:]) == ""
+    assert shown(console, workers[1], "b\n") == "b\n"
+
+
 def test_a_directory_that_cannot_be_written_costs_repetitions_only(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("not a directory")
     here, there = Console(tmp_path / "logs"), Console(tmp_path / "logs")

@@ -16,7 +16,7 @@ import pytest
 from core.plans import job_plan
 from harness import ROOT
 
-from ft_core.cli import ctl, events, nodes, status
+from ft_core.cli import ctl, events, nodes, status, top
 from ft_core.cli.ask import Line
 from ft_core.cli.doctor import job as doctor
 from ft_core.cli.doctor.case import Case, Level
@@ -26,6 +26,7 @@ from ft_core.control.machine import Controller
 from ft_core.control.phases import Running
 from ft_core.protocol import messages as m
 from ft_core.protocol.codec import encode
+from ft_core.protocol.goodput import Cause
 from ft_core.settings import Command, Settings
 
 MIB = 1 << 20
@@ -103,7 +104,7 @@ def large() -> Large:
 
 @pytest.fixture
 def ftctl(large: Large, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    for module in (status, nodes, ctl):
+    for module in (status, nodes, ctl, top):
         monkeypatch.setattr(module, "line", large)
 
     def run(*words: str) -> str:
@@ -157,11 +158,29 @@ def test_the_status_of_100_000_roles_is_a_screenful(large: Large, ftctl: Any) ->
         assert part in said, part
 
 
+def test_top_is_of_now_and_says_what_is_wrong(large: Large, ftctl: Any) -> None:
+    """Events may be a minute old; here are none."""
+    account = large.controller.account
+    account.begins(3, 499, 1.0)
+    account.resumes(500, 6.0)
+    account.to(Cause.RESTORING, 7.0)
+    large.controller.handle(Arriving(0), 7.0)  # it is recorded
+    large.controller._epochs.unprotected = "it wants none"
+    lines = ftctl("top", "--once").splitlines()
+    assert "goodput   0.0 % of 10.0 s productive; start-up 6.0 s, restoring 3.0 s, redone 1.0 s" in lines
+    assert "not protected: it wants none" in lines
+    large.controller._epochs.unprotected = ""
+    found = json.loads(ftctl("status", "--json"))
+    assert found["complaint"] == "restoring: no step for 4 s" and not found["unprotected"]
+    assert found["seconds"] == {"start_up": 6.0, "restoring": 3.0, "redone": 1.0}
+
+
 def test_all_of_100_000_roles_comes_in_pieces(large: Large, ftctl: Any) -> None:
     lose_some(large)
     found = json.loads(ftctl("status", "--json"))
     assert large.asked == 1 + 100 + 1
-    assert list(found) == ["epoch", "phase", "controller_pid", "finished", "roles", "spares"]
+    about = ["epoch", "phase", "controller_pid", "complaint", "unprotected", "seconds"]
+    assert list(found) == [*about, "finished", "roles", "spares"]
     assert [row["role"] for row in found["roles"]] == list(range(102_400))
     row = found["roles"][57]
     assert (row["node"], row["held"]) == (large.names[7], [499, 500])

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from core.test_controller_machine import ControlPlane, sent
 from harness import ROOT, Job, Layout, environment
 from planned import FRAMEWORKS as PLANNERS
 from waiting import wait_for_value
@@ -25,6 +26,8 @@ from ft_core.cli.doctor import case as doctor_case
 from ft_core.cli.doctor import job as doctor_job
 from ft_core.cli.doctor import machine, network, software
 from ft_core.cli.doctor.case import Case, Finding, Level
+from ft_core.control.events import Received
+from ft_core.protocol.messages import AskStatus, JobStatus, Unprotected
 from ft_core.settings import Command, Settings
 from ft_deepspeed.doctor import FRAMEWORK as DEEPSPEED
 from ft_megatron.doctor import FRAMEWORK as MEGATRON
@@ -101,10 +104,49 @@ def test_the_scripts_arguments() -> None:
         return {f.name: f.level for f in found}
 
     assert levels("--ft", "--lr=1") == {"protection": "ok"}
-    assert levels("--deepspeed_config=ds.json") == {"protection": "ok"}
+    assert levels("--deepspeed_config=not-here.json") == {"protection": "warn"}, "nobody knows what is in it"
     assert levels("--lr", "1") == {"protection": "warn"}
     assert levels("--ft", "--inprocess-restart") == {"other fault tolerance": "fail", "protection": "ok"}
     assert not list(software.script(Case(arguments=["--lr"])))  # no framework says what to look for
+
+
+@pytest.mark.parametrize(
+    ("config", "level", "found"),
+    [
+        ({"fault_tolerance": {"replicas": 1}}, "ok", "{} has a fault_tolerance section"),
+        ({}, "warn", "the DeepSpeed configuration {} has no fault_tolerance section"),
+        (
+            {"fault_tolerance": {"enabled": False}},
+            "warn",
+            'the DeepSpeed configuration {} has "enabled": false in fault_tolerance',
+        ),
+        (
+            {"fault-tolerance": {}},
+            "warn",
+            '--deepspeed_config {}: fault-tolerance: unknown section; did you mean "fault_tolerance"?',
+        ),
+    ],
+)
+def test_what_the_deepspeed_configuration_says(
+    config: object, level: str, found: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    arguments = ["--deepspeed_config", str(path)]
+    finding = only(software.script(Case(frameworks=FRAMEWORKS, arguments=arguments)))
+    assert (finding.level, finding.found) == (level, found.format(path)) and "--ft" not in finding.advice
+
+
+def test_a_running_job_that_is_not_protected() -> None:
+    """The job itself knows best; copies of nothing are not missed."""
+    plane = ControlPlane(nodes=2)
+    plane["node0"].say(Unprotected(0, "it wants none", so_far=False))
+    [answer] = sent(plane.happens(Received(next(plane.peers), AskStatus())), JobStatus).values()
+    about = {"frameworks": FRAMEWORKS, "arguments": ["--ft"], "settings": SETTINGS, "status": answer}
+    case = Case(**about, line=lambda: pytest.fail("it is not asked"))  # type: ignore[arg-type]
+    finding = only(software.script(case))
+    assert (finding.level, finding.found) == (Level.FAIL, "it wants none")
+    assert not list(doctor_job.replicas(case))
 
 
 @pytest.mark.parametrize(

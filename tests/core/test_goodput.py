@@ -27,12 +27,12 @@ def beat(step: int, waited: float = 0.0) -> RoleBeat:
 def trains(version: int = 0, share: float = 1.0) -> Account:
     """From 10 s on."""
     account = Account(0.0)
-    account.begins(1, version, share, 10.0)
+    account.taken_over(Found(1, version, version, True, share, 0.0, stepped=True), Cause.START_UP, 10.0)
     return account
 
 
 def found(epoch: int, version: int, base: int = 0, step: float = 0.0, restored: bool = True) -> Found:
-    return Found(epoch, base, version, restored, 1.0, step)
+    return Found(epoch, base, version, restored, 1.0, step, version > base)
 
 
 def test_time_goes_to_steps_once_they_are_done() -> None:
@@ -52,9 +52,10 @@ def test_what_is_cut_off_of_a_step_is_lost_and_before_that_noticed() -> None:
     account.wrong(13.0)
     assert account.to(Cause.DECISION, 14.0) == {Cause.REDONE: 0.5, Cause.DETECTION: 1.5}
     account.to(Cause.RESTORING, 14.25, epoch=2)
-    account.begins(2, 1, 1.0, 15.0)
+    account.begins(2, 1, 1.0)
+    assert account.resumes(2, 17.0) == {Cause.PRODUCTIVE: 2}  # as the one before
     assert of(account) == {
-        **{"start_up": 10, "productive": 2, "redone": 0.5, "detection": 1.5},
+        **{"start_up": 10, "productive": 4, "redone": 0.5, "detection": 1.5},
         **{"decision": 0.25, "restoring": 0.75},
     }
 
@@ -71,11 +72,72 @@ def test_steps_below_what_was_reached_are_done_again() -> None:
     account.stepped(5, 15.0)
     account.to(Cause.DECISION, 15.0)
     account.to(Cause.RESTORING, 15.0, epoch=2)
-    account.begins(2, 3, 1.0, 15.0)
-    account.stepped(4, 16.0)
+    account.begins(2, 3, 1.0)
+    assert account.resumes(4, 16.0) == {Cause.REDONE: 1}
     account.stepped(6, 18.0)  # the first of the two is the second that is done again
     assert of(account) == {"start_up": 10, "productive": 6, "redone": 2} and account.steps_redone == 2
-    assert account.spent(18.0).redone == 2 and account.reached == 6
+    assert account.spent(18.0).redone == 1 and account.reached == 6, "what the events say otherwise"
+
+
+def test_standing_still_is_no_step() -> None:
+    """All have their state, and newcomers are not where the others are yet."""
+    account = trains()
+    for step in range(1, 6):
+        account.stepped(step, 10.0 + step)
+    account.to(Cause.DECISION, 15.0)
+    account.to(Cause.RESTORING, 15.0, epoch=2)
+    account.begins(2, 5, 1.0)
+    account.heard({0: beat(5)}, 5, 16.0)
+    assert account.until(45.0)[Cause.RESTORING] == 29 and not account.trains
+    account.to(Cause.RESTORING, 45.0)  # it is said now and then
+    assert account.spent(45.0).seconds[Cause.RESTORING] == 29 and account.open(45.0) == 1
+    account.begins(2, 5, 1.0)
+    assert account.resumes(6, 65.0) == {Cause.PRODUCTIVE: 1} and not account.resumes(7, 66.0)
+    assert of(account) == {"start_up": 10, "productive": 6, "restoring": 49}
+
+
+def test_nobody_knows_how_long_the_first_step_is() -> None:
+    account = Account(0.0)
+    account.begins(1, 0, 1.0)
+    account.resumes(1, 90.0)
+    account.stepped(2, 92.0)
+    assert of(account) == {"start_up": 90, "productive": 2}
+
+
+def test_how_long_without_a_step_is_usual() -> None:
+    account = Account(0.0)
+    assert account.since_step(1000.0) is None
+    account.begins(1, 0, 1.0)
+    account.resumes(1, 40.0)
+    for step in range(2, 20):
+        account.stepped(step, 40.0 + step)
+    assert account.since_step(69.0) == 10 and account.patience == 60
+    account.stepped(20, 159.0)  # with an evaluation
+    assert account.patience == 300 and account.pace.usual == 1
+    account.to(Cause.DECISION, 160.0)
+    account.to(Cause.RESTORING, 160.0, epoch=2)
+    account.begins(2, 20, 1.0)
+    assert account.since_step(300.0) == 141, "standing still goes on"
+    account.resumes(21, 320.0)
+    assert account.since_step(320.0) == 0
+
+
+def test_a_long_start_is_none_the_next_time() -> None:
+    account = Account(0.0)
+    account.begins(1, 0, 1.0)
+    account.resumes(1, 400.0)
+    assert account.patience == 60
+    account.to(Cause.RESTORING, 400.0, epoch=2)
+    assert account.patience == 1200
+
+
+def test_of_what_a_predecessor_saw_the_usual_is_known() -> None:
+    left = Spent(Cause.RESTORING, {Cause.PRODUCTIVE: 50.0}, epoch=2, version=3, reached=3, step=2.0)
+    account = Account(100.0, left, ago=10.0)
+    assert account.since_step(130.0) == 40
+    account.taken_over(found(2, 3, base=3), Cause.RESTORING, 100.0)
+    assert account.resumes(4, 130.0) == {Cause.PRODUCTIVE: 2}
+    assert of(account) == {"productive": 52, "restoring": 38}
 
 
 def test_groups_that_are_away_take_their_share() -> None:
@@ -138,8 +200,12 @@ def test_of_another_epoch_than_was_left_it_is_known_once_all_have_their_state() 
     left = Spent(Cause.DECISION, {Cause.PRODUCTIVE: 50.0}, epoch=1, version=3, reached=3)
     account = Account(100.0, left, ago=4.0)
     account.taken_over(found(2, 3, restored=False), Cause.RESTORING, 100.0)
-    account.begins(2, 3, 1.0, 101.0)
+    account.begins(2, 3, 1.0)
+    account.resumes(4, 101.0)
     assert of(account) == {"productive": 50, "decision": 4, "restoring": 1}
+    account = Account(100.0, left, ago=4.0)
+    account.taken_over(found(2, 5), Cause.RESTORING, 100.0)
+    assert account.trains and of(account) == {"productive": 50, "decision": 4}
 
 
 def test_in_words() -> None:

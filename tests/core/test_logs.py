@@ -26,7 +26,7 @@ def test_another_tee_goes_on_where_one_has_ended(tmp_path: Path, capfd: pytest.C
     first, second = Copier(OUT | ERR, Console(tmp_path)), Copier(OUT | ERR, Console(tmp_path, "n2"))
     first.follow(tmp_path / "w")
     log.write_text("a\nb\nhal")
-    assert first.copy() and not first.copy()
+    assert first.copy()
     assert capfd.readouterr().out == "a\nb\n"  # an unfinished line may be gone on with
     with log.open("a") as file:
         file.write("f\nlast")
@@ -36,6 +36,34 @@ def test_another_tee_goes_on_where_one_has_ended(tmp_path: Path, capfd: pytest.C
     first.unfollow(tmp_path / "w")
     second.rest([tmp_path / "w"])
     assert capfd.readouterr().out == ""
+
+
+def test_a_line_without_an_end_is_shown_as_far_as_it_is(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """Once it was found twice: half a line is there for a moment only."""
+    log = tmp_path / "stderr.log"
+    copier = Copier(ERR, Console(tmp_path))
+    copier.follow(tmp_path)
+
+    def shown(more: str) -> str:
+        with log.open("a") as file:
+            file.write(more)
+        copier.copy()
+        return capfd.readouterr().err
+
+    assert [shown("\r  0%"), shown("\r 10%"), shown("\r 20%")] == ["", "\r  0%\r 10%", "\r 20%"]
+    assert [shown("\r100%\ndone\nhal"), shown("f\n"), shown("")] == ["\r100%\ndone\n", "half\n", ""]
+    assert [shown("Password:"), shown(""), shown("")] == ["", "Password:", ""]
+    copier.close()
+    assert capfd.readouterr().err == "\n", "what others print begins a line"
+
+
+def test_objects_are_of_whole_lines(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    copier = Copier(OUT, Console(tmp_path, json=True))
+    copier.follow(tmp_path)
+    (tmp_path / "stdout.log").write_text("\r 10%")
+    assert not copier.copy() and not copier.copy() and capfd.readouterr().out == ""
+    copier.close()
+    assert json.loads(capfd.readouterr().out)["message"] == "\r 10%"
 
 
 def test_a_tee_looks_less_often_while_nothing_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -199,3 +227,35 @@ def test_a_job_ends_though_its_disk_is_full_and_nobody_reads_its_console(tmp_pat
     assert [n for n in names if n != "goodput"] == ["started", "joined", "joined", "decided", "finished"]
     for log in (tmp_path / "job").glob("logs/role-*/*.log"):
         assert log.stat().st_size == 1_000_000
+
+
+BAR = """
+import sys, time
+from pathlib import Path
+for number in range(3):
+    print(f"\\r bar {number}", end="", file=sys.stderr, flush=True)
+    while not Path(sys.argv[1], f"go-{number}").exists():
+        time.sleep(0.01)
+"""
+
+
+def test_a_progress_bar_moves(tmp_path: Path, short_path: Path):
+    (tmp_path / "train.py").write_text(BAR)
+    command = [sys.executable, "-m", "ft_core.cli.launch", "--standalone", "--nnodes=1"]
+    command += [f"--job-dir={tmp_path / 'job'}", str(tmp_path / "train.py"), str(tmp_path)]
+    with subprocess.Popen(
+        command, env=environment() | {"TMPDIR": str(short_path)}, stderr=subprocess.PIPE
+    ) as job:
+        assert job.stderr is not None
+        try:
+            seen = b""
+            for number in range(3):
+                while f"\r bar {number}".encode() not in seen:
+                    piece = os.read(job.stderr.fileno(), 4096)
+                    assert piece, seen
+                    seen += piece
+                (tmp_path / f"go-{number}").touch()
+            assert seen.endswith(b"\r bar 2") and job.wait(60) == 0
+            assert job.stderr.read().startswith(b"\n")
+        finally:
+            job.terminate()

@@ -45,7 +45,8 @@ NAMES = """ft_job_info ft_phase ft_epoch ft_step ft_spares ft_replica_groups ft_
 ft_recoveries_total ft_recovery_seconds ft_steps_redone_total ft_productive_seconds_total
 ft_lost_seconds_total ft_step_seconds ft_commit_wait_seconds_total ft_h2h_bytes_total
 ft_durable_last_success_timestamp_seconds ft_durable_write_seconds ft_segments_below_k ft_device_health
-ft_straggler_score ft_xid_total ft_hang_suspects ft_begun_anew_total"""
+ft_straggler_score ft_xid_total ft_hang_suspects ft_since_step_seconds ft_since_step_limit_seconds
+ft_protected ft_begun_anew_total"""
 
 
 def numbers(job: ControlPlane) -> Numbers:

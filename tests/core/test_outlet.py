@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from core.fleet import Fleet
 from full_disk import file_limit
+from harness import environment
 from waiting import wait_for_value
 
-from ft_core.process import refusals
+from ft_core.process import last_line, refusals
 from ft_core.process.outlet import Console, FileOutlet, Outlet
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.messages import FROM_CONTROLLER
@@ -149,3 +151,19 @@ def test_refused_connections_are_told_by_number_when_they_are_many(
             assert "does not know this job's secret" in last["reason"]
 
     asyncio.run(test())
+
+
+def test_what_a_process_says_begins_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    """Behind a progress bar, which another process has left without an end, too."""
+    descriptor = last_line.make()
+    last_line.share(descriptor)
+    script = "from ft_core.process import last_line as line; line.share({}); line.leave_open()"
+    other = [sys.executable, "-c", script.format(descriptor)]
+    subprocess.run(other, pass_fds=[descriptor], check=True, env=environment())
+    console = Console()
+    try:
+        console.write("a\n")
+        console.write("b\n")
+        assert console.flush(20) and capfd.readouterr().err == "\na\nb\n"
+    finally:
+        console.close()

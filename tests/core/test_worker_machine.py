@@ -325,7 +325,11 @@ def test_an_abort_after_the_end(done: tuple[e.Event, ...]) -> None:
 
 def test_who_is_not_protected_takes_part_in_no_recovery() -> None:
     worker = Worker().start()
-    assert worker.do(e.RunsUnprotected()) == [e.Send(m.WorkerUnprotected())]
+    so_far = e.RunsUnprotected("it trains", so_far=True)
+    assert worker.do(so_far) == [e.Send(m.WorkerUnprotected("it trains", so_far=True))]
+    assert worker.state == StartUp(), "it may yet ask for it"
+    said = m.WorkerUnprotected("it wants none", so_far=False)
+    assert worker.do(e.RunsUnprotected("it wants none")) == [e.Send(said)]
     assert worker.hear(m.Abort(2)) == [e.AbortBefore(2)]
     assert worker.hear(m.PlanBegins(plan(2))) == [] and worker.machine.epoch == 1
     assert worker.state == Unprotected()

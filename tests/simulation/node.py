@@ -366,6 +366,8 @@ class SimNode(Process):
                 self.world.trace(f"{self.name} begins anew")
                 self.kill()
                 self.job.nodes.append(SimNode(self.job, self.machine_name, -1, self._again + 1))
+            case ev.Say(text):
+                self.world.trace(f"{self.name} says {text}")
             case ev.End():
                 self.world.trace(f"{self.name} ends with {effect.code}")
                 self.leaving = True

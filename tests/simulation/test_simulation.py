@@ -71,7 +71,7 @@ FAILED_ONCE_ABOUT_LEADERS = {
 
 FOUND_BY = {
     "steps_that_nobody_told_of_stay_unknown": 406,
-    "what_is_cut_off_was_well_spent": 1141,
+    "what_is_cut_off_was_well_spent": 21077,
     "what_to_prepare_is_said_once": 837,
     "a_busy_agent_is_a_silent_machine": 147,
     "a_successor_is_not_told_of_steps": 5221,

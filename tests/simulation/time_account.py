@@ -96,12 +96,14 @@ class TimeAccount:
 
     def check_steps(self, account: Account, steps: dict[tuple[int, int], float]) -> None:
         """What went to steps, of a controller that saw them all. `steps`: when the first role was done, by
-        epoch and version."""
+        epoch and version. Of an epoch's first step it is not known when it began: it is as long as others."""
         if self._passed or len(self._lines) < self.said:
             return
         began = {each["epoch"]: each["time"] for each in self._lines if each["event"] == "state_restored"}
         hangs = [each["time"] for each in self._lines if each["event"] == "hang"]
         least, most, reached = 0.0, 0.0, 0
+        followed = [at - steps[e, v - 1] for (e, v), at in steps.items() if (e, v - 1) in steps]
+        longest = max(followed, default=0.0)
         epochs, unheard = set(), set()
         for (epoch, version), at in steps.items():
             over = min((each["time"] for each in self._lines if each["epoch"] > epoch), default=math.inf)
@@ -111,7 +113,8 @@ class TimeAccount:
                     since < hang <= at for hang in hangs
                 ):  # whoever held it up has gone on: that is no step
                     continue
-                took = max(0.0, at - since)
+                first = (epoch, version - 1) not in steps
+                took = max(0.0, min(at - since, longest) if first else at - since)
                 epochs.add(epoch)
                 most += took
                 # A worker that dies at its step's end, or an agent that is busy, may not have told of it:
@@ -119,7 +122,7 @@ class TimeAccount:
                 if at > over - _LATE:
                     unheard.add(version)
                 if version not in unheard:
-                    least += took
+                    least += 0.0 if first else took
                     reached = version
         after = self._world.now - max(steps.values(), default=self._world.now)
         good = sum(account.seconds[c] for c in (Cause.PRODUCTIVE, Cause.DEGRADED, Cause.SAVING))

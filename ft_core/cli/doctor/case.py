@@ -6,7 +6,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -51,8 +51,8 @@ class Framework:
     """By the distribution's name (docs/compatibility.md)."""
     protection: str
     """What a user gives a script so that it is protected."""
-    protects: Callable[[Set[str]], bool]
-    """Whether it is among these flags of a script."""
+    protects: Callable[[Sequence[str]], tuple[bool, str] | None]
+    """Whether a script with these arguments is protected, and by what, or why not; None: they do not say."""
     rivals: tuple[str, ...] = ()
     """Flags that have something else restart or kill workers."""
     launchers: Mapping[str, str] = field(default_factory=dict)

@@ -78,6 +78,8 @@ def replicas(case: Case) -> Iterator[Finding]:
     Of many roles some are looked at."""
     if case.status is None or case.line is None or case.settings is None or not case.status.roles:
         return
+    if case.status.unprotected:
+        return  # there are none
     k, every = case.settings.replicas, -(-case.status.roles // LOOKED_AT)
     few: list[str] = []
     try:

@@ -155,6 +155,13 @@ def interfaces(case: Case) -> Iterator[Finding]:
 
 def script(case: Case) -> Iterator[Finding]:
     """The script is protected, and by one engine only."""
+    arguments = case.arguments or ()
+    said = [(each, found) for each in case.frameworks if (found := each.protects(arguments)) is not None]
+    ways = " or ".join(each.protection for each in [each for each, _ in said] or case.frameworks)
+    cost = "without, a failure costs all that the script has not saved itself"
+    unprotected = case.status.unprotected if case.status is not None else ""
+    if unprotected:
+        yield fail("protection", unprotected, f"start it with {ways}: {cost}")
     if case.arguments is None:
         return
     flags = {word.partition("=")[0] for word in case.arguments}
@@ -166,15 +173,13 @@ def script(case: Case) -> Iterator[Finding]:
                 f"leave {rival} out: it restarts or kills workers on time-outs of its own, in the middle of "
                 "what ftrun is repairing",
             )
-    if any(framework.protects(flags) for framework in case.frameworks):
-        yield ok("protection", "the script's arguments ask for it")
+    if unprotected:
+        return
+    if asked := [words for _, (protected, words) in said if protected]:
+        yield ok("protection", "; ".join(asked))
     elif case.frameworks:  # else nobody knows what to look for
-        ways = " or ".join(framework.protection for framework in case.frameworks)
-        yield warn(
-            "protection",
-            "nothing among the script's arguments asks for it",
-            f"give {ways}, unless the script itself asks for it: without, the first failure ends the job",
-        )
+        why = "; ".join(words for _, (_, words) in said) or "nothing among the script's arguments asks for it"
+        yield warn("protection", why, f"give {ways}, unless the script itself asks for it: {cost}")
 
 
 def slurm(case: Case) -> Iterator[Finding]:

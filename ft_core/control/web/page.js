@@ -84,7 +84,15 @@ function showRoles(id, what, kind, roles) {
       `role ${role} on ${node.split("+", 1)[0]}` + (score ? `: ${score.toFixed(2)} times` : "")))));
 }
 
+function showTrouble(job) {
+  const found = [job.complaint && `It does not get on: ${job.complaint}`, job.unprotected && `Not protected: ${job.unprotected}`];
+  const said = found.filter(Boolean);
+  byId("trouble").hidden = !said.length;
+  setText(byId("trouble"), said.join(". "));
+}
+
 function showJob(job) {
+  showTrouble(job);
   showRoles("hang", "Others wait longer than usual for: ", "danger", job.suspects);
   showRoles("slow", "Takes longer than most for its own part of a step: ", "", job.stragglers);
   setText(byId("job"), `Job ${job.name}`);
