@@ -324,6 +324,8 @@ class RoleBeat(Value, frozen=True):
     """That the script has told last."""
     ready: Number = 0
     """The pid of a standby that has started the role ahead of need; 0: there is none."""
+    passed: Number = 0
+    """How much a newcomer's script has passed over that was done before it; see `state.memory.Word`."""
 
 
 # -- plans ---------------------------------------------------------------------------------------------

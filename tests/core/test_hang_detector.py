@@ -31,6 +31,9 @@ class Hanging(ControlPlane):
         self.usual: float | None = 0.2
         self.moves = self.trained = self.saves = False
         self.answered = 0
+        self.passed = 0
+        """By role 2, a newcomer, of what was done before."""
+        self.passes = False
 
     def train(self) -> None:
         self.all_step(1)
@@ -74,9 +77,9 @@ class Hanging(ControlPlane):
 
     def _beat(self, role: int) -> None:
         agent = self.agents[f"node{role}"]
-        beat = m.RoleBeat(
-            agent.workers[role], self.step, self.step, [self.step], self.step, self.step_s, 0, 0, 0
-        )
+        self.passed += self.passes and role == 2
+        about = agent.workers[role], self.step, self.step, [self.step], self.step, self.step_s
+        beat = m.RoleBeat(*about, 0, 0, 0, passed=self.passed if role == 2 else 0)
         agent.say(m.Heartbeat(agent.epoch, agent.begun, {role: beat}, 1, {}))
 
 
@@ -261,6 +264,17 @@ def test_a_newcomer_that_does_not_come_is_replaced() -> None:
     dies(job, 2)
     assert not job.pass_(590), "the next one does not come either: it may have more to do than others had"
     assert job.pass_(20)
+
+
+def test_a_newcomer_that_gets_on_may_take_as_long_as_it_likes() -> None:
+    """Its script passes over thousands of steps, and the others wait in the first that is new."""
+    job = recovering()
+    job.passes = True
+    assert not job.pass_(2000)
+    job.passes = False
+    assert not job.pass_(detector.START_FLOOR - 3)
+    (hang,) = job.pass_(6)
+    assert hang.roles == (2,), "it has come to a stop on its way"
 
 
 def test_a_newcomer_may_take_as_long_as_the_job_did() -> None:

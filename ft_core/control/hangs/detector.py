@@ -91,7 +91,7 @@ class Detector:
         self._began = self._moved = self._next = 0.0
         self._training = False
         self._newest = -1
-        self._where: dict[int, tuple[int, int, int]] = {}
+        self._where: dict[int, tuple[int, int, int, int]] = {}
         self._number = 0
         self._asked: float | None = None
         self._answers: dict[str, tuple[FlightLog, ...]] = {}
@@ -131,7 +131,7 @@ class Detector:
         """How far the roles of a node are."""
         moved = False
         for role, beat in beats.items():
-            where = beat.pid, beat.step, beat.tag
+            where = beat.pid, beat.step, beat.tag, beat.passed
             if self._where.get(role) != where:
                 self._where[role], moved = where, True
             if beat.step > self._newest:
@@ -212,7 +212,8 @@ class Detector:
         self._suspects = finding.culprits if finding.kind != "stopped" else ()
         starting = _starting(facts, progress) - {log.role for log in logs if log.fetches}
         limit = self._patience(facts, finding, starting)
-        waited = quiet if finding.kind == "stopped" else finding.waited
+        # Others may have waited long for a newcomer that got on all the time.
+        waited = quiet if finding.kind == "stopped" else min(quiet, finding.waited)
         if finding.culprits and waited >= limit:
             self._forget()
             self._next = now + TREATMENT
