@@ -980,10 +980,11 @@ class SendIssued(Message, frozen=True):
 
 class SendFlight(Message, frozen=True):
     """The flight records of all roles here: what is under way, and the newest that have ended, so many of
-    each group."""
+    each group. `closely`: of these also what they do."""
 
     number: Number
     newest: Size = NEWEST
+    closely: tuple[Role, ...] = ()
 
 
 class DescribeFlight(Message, frozen=True):

@@ -21,6 +21,7 @@ from ft_core.control.hangs.operations import (
     in_words,
     roles_in_words,
 )
+from ft_core.control.hangs.waiting import Wait
 from ft_core.protocol.flight import FlightLog
 
 SUSPECTS = 3
@@ -68,10 +69,13 @@ class Case:
         that wait for copies of their state to be safe."""
         self.flights = {log.role: Flight(log) for log in logs if log.role in places}
         self.places, self.held_up = places, frozenset(held_up)
+        self.excused: Mapping[int, Wait] = {}
         self.waits = Waits.of(self.flights, places.keys())
 
-    def explain(self) -> Finding | None:
-        """None: nobody waits for anybody, and nobody is stopped."""
+    def explain(self, excused: Mapping[int, Wait] | None = None) -> Finding | None:
+        """None: nobody waits for anybody, and nobody is stopped. `excused`: roles that are known to wait for
+        what ends by itself: they are not to blame."""
+        self.excused = excused or {}
         ends = self.waits.ends()
         leaves = [role for end in ends if len(end) == 1 for role in end]
         stopped = [role for role, flight in self.flights.items() if flight.log.state == STOPPED]
@@ -103,6 +107,7 @@ class Case:
             "left": [role for role in ranked if role in self.flights and self.flights[role].log.at_end],
             "silent": [role for role in ranked if role not in self.flights],
             "held up": [role for role in ranked if role in self.held_up],
+            "waits": [role for role in ranked if role in self.excused],
             "blocked": [role for role in ranked if self._state(role) == BLOCKED],
             "traced": [role for role in ranked if self._state(role) == TRACED],
         }
@@ -243,6 +248,8 @@ class Case:
             return "it has come to the end of its script, or of a part of it"
         if role in self.held_up and flight.log.state != STOPPED:
             return "it waits for other nodes to have copies of its state"
+        if (wait := self.excused.get(role)) is not None:
+            return f"it waits for {wait.what}: {wait.words}"
         if waits := self.waits.operations(role):
             operation = max(waits, key=flight.waited)
             missing = sorted(self.waits.missing[operation])
