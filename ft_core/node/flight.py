@@ -79,20 +79,21 @@ def answer(
         else read(each, role in asked.at_end, role in fetching, question.newest)
         for role, (each, behind) in by_role.items()
     )
-    closely = {role: _look(each) for role, (each, _) in by_role.items() if role in question.closely}
-    found_out = (replace(log, look=closely.get(log.role)) for log in logs)
-    return m.Flights(question.number, tuple(found_out))
+    seen = {
+        role: look(each.pid, each.log_dir) for role, (each, _) in by_role.items() if role in question.closely
+    }
+    return m.Flights(question.number, tuple(replace(log, look=seen.get(log.role)) for log in logs))
 
 
-def _look(worker: Recorded) -> Look | None:
-    """What it does. It is asked for its stack only where the kernel does not say what it waits for: a call
-    that a signal interrupts is one that may fail of it."""
-    if worker.pid is None:
+def look(pid: int | None, log_dir: Path | None) -> Look | None:
+    """What a worker does that writes its stack there. It is asked for that only where the kernel does not say
+    what it waits for: a call that a signal interrupts may fail of it."""
+    if pid is None:
         return None
-    main, stack = look_at(worker.pid), ""
-    if worker.log_dir is not None and main.doing not in _SAYS_ENOUGH:
-        stack = stacks.own(worker.pid, worker.log_dir)
-    return Look(main, tuple(stacks.frames(stack)), tuple(below(worker.pid)))
+    main, stack = look_at(pid), ""
+    if log_dir is not None and main.doing not in _SAYS_ENOUGH:
+        stack = stacks.own(pid, log_dir)
+    return Look(main, tuple(stacks.frames(stack)), tuple(below(pid)))
 
 
 def _empty(worker: Recorded, epoch: int, fetches: bool) -> FlightLog:
