@@ -26,7 +26,7 @@ from ft_core.control.events import Close, Effect, End, Peer, Record, Say, Send
 from ft_core.control.facts import ALL_IS_LOST, Facts, Node, epoch_of
 from ft_core.control.forming import first_places
 from ft_core.control.goodput import Account
-from ft_core.control.hangs.detector import Blame, Detector, Puzzle, Waits
+from ft_core.control.hangs.detector import Blame, Detector, Puzzle, Stalled
 from ft_core.control.hangs.finding import Finding
 from ft_core.control.links import Broken, Pair
 from ft_core.control.phases import Done, Forming, Phase, Quiescing, Rebuilding, Running, Waiting
@@ -671,7 +671,7 @@ class Epochs:
             self.do(*facts.to_all(verdict))
         elif isinstance(verdict, Blame):
             self._replace(verdict.finding)
-        elif isinstance(verdict, Waits):
+        elif isinstance(verdict, Stalled):
             found = verdict.finding
             log.warning("others wait for what is no hang, and nothing is replaced: %s", found.words)
             self.record("stalled", found.words, found.roles)

@@ -40,6 +40,10 @@ class Hanging(ControlPlane):
         self.since = 0.0
         """When the others have come to it."""
         self.usual: float | None = 0.2
+        self.number = 7
+        """Of the exchange in which they wait."""
+        self.history: list[FlightRecord] = []
+        """Of those who wait."""
         self.moves = self.trained = self.saves = False
         self.answered = 0
         self.passed = 0
@@ -57,7 +61,9 @@ class Hanging(ControlPlane):
     def log(self, role: int, closely: Collection[int] = ()) -> FlightLog:
         now = int((self.now + 100) * S)
         before = [] if self.usual is None else [self._exchange(0, 100.0, 100 + self.usual)]
-        waiting = [] if role in self.missing else [self._exchange(7, 100 + self.since, 0)]
+        waiting = [] if role in self.missing else [self._exchange(self.number, 100 + self.since, 0)]
+        if role not in self.missing:
+            before += self.history
         moves = [self._exchange(8, 100 + self.now, 0, 100)] if self.moves else []
         records = tuple([*before, *waiting, *moves])
         moved = int(self.now * 1e6) if self.saves and role in self.missing else 0
@@ -270,6 +276,20 @@ def test_such_waits_are_learned() -> None:
     job.since, job.looks[2] = job.now, READS
     assert not job.pass_(detector.WAITING - 2)
     assert job.pass_(2 * detector.SELDOM), "nor of who waits for something else"
+
+
+def test_of_what_is_usual_such_a_wait_says_nothing() -> None:
+    """Who hangs in the same operation of a later step is found as fast as before."""
+    job = Hanging()
+    job.train()
+    job.since, job.looks[2] = job.now, LOADS
+    assert not job.pass_(40) and job.records_of("stalled")
+    waited = job._exchange(job.number, 100 + job.since, 100 + job.now)
+    job.history, job.number, job.step, job.step_s = [waited], job.number + 1, 2, job.now - job.since
+    job.looks.clear()
+    job.pass_(1)
+    job.since = job.now
+    assert job.pass_(9)
 
 
 def test_a_compiler_may_take_its_time() -> None:

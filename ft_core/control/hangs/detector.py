@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from ft_core.control.facts import Facts
 from ft_core.control.hangs.finding import Case, Finding
+from ft_core.control.hangs.operations import Operation
 from ft_core.control.hangs.waiting import For, Wait, waits_for
 from ft_core.control.progress import Progress
 from ft_core.protocol.flight import NEWEST, FlightLog
@@ -50,6 +51,8 @@ _STEPS = 1000
 """The newest steps, of which is known what they took."""
 _EXCUSES = 64
 """Of so many of those who have held the others up for a while is known for how long."""
+_UNUSUAL = 1 << 16
+"""Operations that took long for a reason, of which that is known."""
 _RECORDS = 16384
 """Operations of all roles that one reading brings, about."""
 
@@ -62,7 +65,7 @@ class Blame:
 
 
 @dataclass(frozen=True)
-class Waits:
+class Stalled:
     """Others wait for roles that wait themselves, for what ends by itself as a rule: they are left to it."""
 
     finding: Finding
@@ -76,7 +79,7 @@ class Puzzle:
     hopeless: bool
 
 
-Verdict = SendFlight | Blame | Waits | Puzzle
+Verdict = SendFlight | Blame | Stalled | Puzzle
 
 
 @dataclass
@@ -125,6 +128,10 @@ class Detector:
         """For what the suspects wait, if they do."""
         self._longest: dict[For, float] = {}
         """How long such waits have taken that ended by themselves."""
+        self._unusual: dict[Operation, None] = {}
+        """Operations of this epoch in which others have waited for them, and ..."""
+        self._long_step = -1
+        """... the step that took long for it."""
         self._blamed: dict[int, int] = {}
         """Roles that were taken for hung in this epoch, and in which step."""
         self._replaced: dict[int, int] = {}
@@ -156,7 +163,8 @@ class Detector:
             if self._where.get(role) != where:
                 self._where[role], moved = where, True
             if beat.step > self._newest:
-                if self._training and self._newest >= 0 and beat.step_s > 0:
+                known = self._training and self._newest >= 0 and beat.step != self._long_step
+                if known and beat.step_s > 0:
                     self._steps.add(beat.step_s)
                 self._newest = beat.step
                 self._replaced = {r: step for r, step in self._replaced.items() if step >= beat.step}
@@ -185,7 +193,7 @@ class Detector:
         if facts.begun.id != self._plan:
             self.rests(now)
             self._plan, self._began, self._training, self._newest = facts.begun.id, now, False, -1
-            self._where = {}
+            self._where, self._unusual, self._long_step = {}, {}, -1
             self._replaced, self._blamed = self._replaced | self._blamed, {}
         if progress.all_stepped and not self._training:
             self._training, self._start = True, max(self._start, now - self._began)
@@ -215,7 +223,7 @@ class Detector:
             if log.epoch == facts.plan_epoch and facts.places.get(log.role, node) == node
         ]
         self._answers = {}
-        case = Case(logs, facts.places, _held_up(facts, progress))
+        case = Case(logs, facts.places, _held_up(facts, progress), self._unusual)
         finding = case.explain()
         shown = (_moments(logs), finding and (finding.kind, finding.roles))
         same, self._before = shown == self._before, shown
@@ -254,10 +262,10 @@ class Detector:
                 return self._blame(left, now)
             self._waiting = next(iter(excused.values())).what
             self._next = now + max(READING, min(SELDOM, quiet / 4))
-            return self._say_waits(left or finding, shown)
+            return self._stalled(case, left or finding)
         hopeless = waited >= max(limit, facts.settings.hang_limit)
         if finding.kind == "blocked" and waited >= limit and not hopeless:
-            return self._say_waits(finding, shown)
+            return self._stalled(case, finding)
         if not finding.culprits and waited >= limit and (hopeless or self._said != shown):
             self._said = shown
             return Puzzle(finding, hopeless)
@@ -284,12 +292,16 @@ class Detector:
                 found[log.role] = wait
         return found
 
-    def _say_waits(self, finding: Finding, shown: tuple[object, ...]) -> Waits | None:
-        """Once."""
-        if self._said == shown:
+    def _stalled(self, case: Case, finding: Finding) -> Stalled | None:
+        """It is said once. Of what is usual for those who wait in it, such a time says nothing."""
+        if self._said == (finding.kind, finding.roles):
             return None
-        self._said = shown
-        return Waits(finding)
+        self._said = finding.kind, finding.roles
+        self._unusual |= dict.fromkeys(case.waits.waiting)
+        while len(self._unusual) > _UNUSUAL:
+            del self._unusual[next(iter(self._unusual))]
+        self._long_step = self._newest + 1
+        return Stalled(finding)
 
     def _patience(self, facts: Facts, finding: Finding, starting: Set[int]) -> float:
         """Seconds that others have to wait before somebody is to blame for it. `starting`: roles that do what

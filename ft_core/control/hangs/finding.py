@@ -7,7 +7,7 @@ nobody is accused.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from ft_core.control.hangs.graph import Waits
@@ -64,11 +64,13 @@ class Case:
         logs: Collection[FlightLog],
         places: Mapping[int, str],
         held_up: Collection[int] = (),
+        unusual: Container[Operation] = (),
     ) -> None:
         """`logs`: of the epoch under way. `places`: the nodes of all roles that take part. `held_up`: roles
-        that wait for copies of their state to be safe."""
+        that wait for copies of their state to be safe. `unusual`: operations whose time says nothing of what
+        is usual."""
         self.flights = {log.role: Flight(log) for log in logs if log.role in places}
-        self.places, self.held_up = places, frozenset(held_up)
+        self.places, self.held_up, self._unusual = places, frozenset(held_up), unusual
         self.excused: Mapping[int, Wait] = {}
         self.waits = Waits.of(self.flights, places.keys())
 
@@ -202,7 +204,7 @@ class Case:
 
     def _usual(self, operation: Operation) -> float | None:
         waiting = sorted(self.waits.waiting[operation])[:8]
-        known = [self.flights[role].usual(operation) for role in waiting]
+        known = [self.flights[role].usual(operation, self._unusual) for role in waiting]
         return max((each for each in known if each is not None), default=None)
 
     def _about(self, kind: str, ranked: Sequence[int], sure: int, how: str = "") -> Finding:
