@@ -77,7 +77,7 @@ EVENTS: Mapping[str, Event] = {
     "stalled": Event(
         "nothing moves, since a role waits for data, storage, a compiler, or a process that it has started. "
         "`roles`: which, `reason`: for what. Nothing is replaced for it, unless it takes "
-        "[too long](failure_model.md#waiting-is-not-hanging)"
+        "[too long](operations.md#waiting-is-not-hanging)"
     ),
     "detected": Event(
         "a failure; ends the epoch unless it is ending already",
