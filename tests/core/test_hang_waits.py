@@ -29,6 +29,7 @@ TORCH = "/venv/lib/python3.11/site-packages/torch"
 PIPE = Frame("/usr/lib/python3.11/multiprocessing/connection.py", "wait")
 LOADER = (PIPE, Frame(f"{TORCH}/utils/data/dataloader.py", "_try_get_data"), Frame("/job/train.py", "main"))
 READS = (Frame("/job/data.py", "__getitem__"), Frame(f"{TORCH}/utils/data/_utils/fetch.py", "fetch"))
+SAVES = Frame(f"{TORCH}/serialization.py", "_save")
 SCRIPT = (Frame("/mnt/datasets/job/train.py", "main"),)
 BUILDS = (
     Frame("/usr/lib/python3.11/subprocess.py", "communicate"),
@@ -62,6 +63,7 @@ def child(doing: Doing, what: str = "", name: str = "pt_data_worker") -> Seen:
         (Look(main("lock"), (Frame("/x/site-packages/fsspec/asyn.py", "sync"), *READS)), "data", "lock"),
         (Look(main("file", "/mnt/shared/part-7")), "storage", "it waits for a file, /mnt/shared/part-7"),
         (Look(main("network", "10.0.0.3:443")), "storage", "10.0.0.3:443"),
+        (Look(main("sleep"), (Frame("/job/store.py", "write"), SAVES)), "storage", "it sleeps"),
         (Look(main("local"), BUILDS, (child("local", name="ninja"),)), "a compiler", "(ninja)"),
         (Look(main("runs"), TRITON), "a compiler", "make_llir"),
         (Look(main("process"), (), (child("runs", name="cc1plus"),)), "a compiler", "cc1plus"),
@@ -87,6 +89,8 @@ def test_it_waits(seen: Look, what: str, said: str) -> None:
         Look(main("runs"), READS),
         Look(main("lock"), READS),
         Look(main("stopped"), ()),
+        Look(main("runs"), (SAVES,)),
+        Look(main("lock"), (SAVES,)),
         Look(main("runs"), SCRIPT, (child("sleep"),)),
         Look(main("lock"), SCRIPT, (child("network", name="wandb-core"),)),
         Look(main("sleep"), SCRIPT, (child("sleep"),)),

@@ -228,7 +228,6 @@ class Detector:
         shown = (_moments(logs), finding and (finding.kind, finding.roles))
         same, self._before = shown == self._before, shown
         looked, self._closely = set(self._closely), ()
-        self._waiting = None
         limit = math.inf
         if finding is not None:
             starting = _starting(facts, progress) - {log.role for log in logs if log.fetches}
@@ -249,7 +248,7 @@ class Detector:
             self._bytes[role] - before.get(role, 0) >= BUSY for role in finding.roles if role in self._bytes
         ):
             return None  # it saves, or loads
-        self._suspects = finding.culprits if finding.kind != "stopped" else ()
+        self._suspects, self._waiting = finding.culprits if finding.kind != "stopped" else (), None
         waited = _waited(finding, quiet)
         if finding.culprits and waited >= limit:
             if not _may_wait(facts, finding):

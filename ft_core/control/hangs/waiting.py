@@ -31,6 +31,8 @@ _LOADING_PACKAGES = (
     "botocore",
 )
 """Where data are read: whatever runs below a frame of these does it for them."""
+_STORING = ("/torch/serialization.py", "/torch/distributed/checkpoint/", "-packages/safetensors/")
+"""Where checkpoints are written and read."""
 _ASIDE = ("/concurrent/futures/", "-packages/fsspec/", "/asyncio/")
 """Frames that wait, by a lock, for another thread which reads."""
 _COMPILING = (
@@ -91,7 +93,7 @@ def waits_for(look: Look) -> Wait | None:
         return Wait("data" if loading else "a process", _named(working)) if working else None
     if loading and (main.doing in _AT_WORK[1:] or (main.doing == "lock" and _has(stack, _aside))):
         return Wait("data", f"its loader {_does(main)}")
-    if main.doing in ("file", "network"):
+    if main.doing in ("file", "network") or (main.doing in _AT_WORK[1:] and _has(stack, _stores)):
         return Wait("storage", f"it {_does(main)}")
     return None
 
@@ -106,6 +108,10 @@ def _in(frame: Frame, parts: Iterable[str]) -> bool:
 
 def _loads(frame: Frame) -> bool:
     return _in(frame, _LOADING) or _in(frame, (f"-packages/{name}/" for name in _LOADING_PACKAGES))
+
+
+def _stores(frame: Frame) -> bool:
+    return _in(frame, _STORING)
 
 
 def _aside(frame: Frame) -> bool:
