@@ -66,7 +66,10 @@ def answer(
     if isinstance(question, m.DescribeFlight):
         role = question.role
         found = [each for each in there if each.role == role]
-        return m.RoleFlight(role, read(found[-1], role in asked.at_end, role in fetching) if found else None)
+        if not found:
+            return m.RoleFlight(role, None)
+        log = read(found[-1], role in asked.at_end, role in fetching)
+        return m.RoleFlight(role, replace(log, look=look(found[-1].pid, None)))
     by_role: dict[int, tuple[Recorded, bool]] = {}
     for each in there:
         due = each.given, asked.epoch

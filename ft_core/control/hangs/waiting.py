@@ -92,9 +92,9 @@ def waits_for(look: Look) -> Wait | None:
         working = [each for each in look.below if each.doing in _AT_WORK]
         return Wait("data" if loading else "a process", _named(working)) if working else None
     if loading and (main.doing in _AT_WORK[1:] or (main.doing == "lock" and _has(stack, _aside))):
-        return Wait("data", f"its loader {_does(main)}")
+        return Wait("data", f"its loader {does(main)}")
     if main.doing in ("file", "network") or (main.doing in _AT_WORK[1:] and _has(stack, _stores)):
-        return Wait("storage", f"it {_does(main)}")
+        return Wait("storage", f"it {does(main)}")
     return None
 
 
@@ -130,7 +130,8 @@ def _innermost(stack: Iterable[Frame], parts: Iterable[str]) -> str:
     return f"{frame.function} of {frame.path}"
 
 
-def _does(seen: Seen) -> str:
+def does(seen: Seen) -> str:
+    """In words."""
     return _DOES.get(seen.doing, seen.doing) + (f", {seen.what}" if seen.what else "")
 
 
@@ -139,4 +140,4 @@ def _named(processes: list[Seen]) -> str:
     if not processes:
         return ""
     first, more = processes[0], len(processes) - 1
-    return f"its process {first.pid} ({first.name}) {_does(first)}" + (f", and {more} more" if more else "")
+    return f"its process {first.pid} ({first.name}) {does(first)}" + (f", and {more} more" if more else "")
