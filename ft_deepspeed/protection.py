@@ -428,6 +428,7 @@ class Protection:
             self._session.recover()
         if self._catch_up is None:  # the recovery went back to where the script is
             return self._made(call)
+        self._session.passed()
         until = self._catch_up.until
         number = self._counted[call.kind]
         self._counted[call.kind] += 1

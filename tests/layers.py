@@ -43,6 +43,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "the page": ("test_page.py::test_a_browser_walks_the_page_of_a_job",),
     "the flight record": ("test_flight.py::test_a_worker_that_is_stopped_is_read_and_found",),
     "hangs": ("test_hangs.py::test_a_worker_that_is_stopped_is_replaced",),
+    "waits that are no hangs": ("test_waits.py::test_who_waits_for_data_is_not_replaced[2]",),
     "nodes that stop and go on": ("test_pauses.py::test_nodes_that_were_given_up_come_back_by_themselves",),
     "corrupt copies": (
         "test_integrity.py::test_a_local_snapshot_with_a_flipped_bit_is_refused_and_the_replica_used",

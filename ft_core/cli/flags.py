@@ -195,7 +195,7 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=0.0,
         help="seconds for which roles may wait for another before its worker is taken for hung and replaced "
-        "(0, the default: 5 s, and three times what is usual)",
+        "(0, the default: 5 s, and three times what is usual; more for data, storage or a compiler)",
     )
     f.add_argument(
         "--ft-hang-limit",

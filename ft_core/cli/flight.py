@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from ft_core.cli.ask import line, role_number
+from ft_core.control.hangs.waiting import does
 from ft_core.errors import FtError
 from ft_core.protocol.flight import POINT_TO_POINT, FlightGroup, FlightLog, FlightRecord, Kind
 from ft_core.protocol.groups import GroupId, Series, runs_of, text_of
@@ -24,6 +25,8 @@ PREFIX = "rank_"
 """Of the files of a dump; the number of the rank follows."""
 VERSION = "2.10"
 """Of PyTorch's format."""
+_BELOW = 8
+"""Processes of a worker's that are shown."""
 _STATES = {"R": "running", "S": "waiting", "D": "waiting", "T": "stopped", "t": "stopped by a debugger"}
 
 
@@ -101,6 +104,9 @@ def table(log: FlightLog) -> str:
         + ("  (waits for others at the end of its script)" if log.at_end else "")
         + ("  (its state is being fetched)" if log.fetches else "")
     ]
+    if log.look is not None:
+        seen = [log.look.main, *log.look.below[:_BELOW]]
+        lines += [f"process {each.pid} ({each.name}) {does(each)}" for each in seen]
     names = {group.id: f"{group.label} {group.name}".strip() for group in log.groups}
     width = max([5, *(len(names[record.group]) for record in log.records)])
     lines.append(

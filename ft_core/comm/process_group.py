@@ -73,6 +73,8 @@ class Communicators:
         """Called with the number of operations in flight when it becomes 1 or 0. Must be cheap."""
         self.hung: Callable[[str], None] = lambda reason: None
         """Called with the reason when an operation on a GPU takes longer than its group's time-out."""
+        self.passed: Callable[[], None] = lambda: None
+        """Called whenever an operation of start-up was taken from the record. Must be cheap."""
         self.reopened: Callable[[int], None] | None = None
         """Called once per epoch, when the groups that were in use before it are connected again."""
         self.flight = FlightRecorder(role, flight)

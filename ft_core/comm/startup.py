@@ -68,6 +68,7 @@ class Communicators(Protocol):
     """What operations of this phase need of their process's communicators, see `process_group`."""
 
     role: int
+    passed: Callable[[], None]
 
     @property
     def alive(self) -> bool:
@@ -298,6 +299,7 @@ class Startup:
                     raise EpochChanged(f"epoch {epoch} ended: role {holder} may have another worker by now")
                 theirs = f"{number} operations (role {holder}) before they went on, or dropped their record"
                 raise mismatch(self.where(series, number), signature, theirs)
+        self._comms.passed()
         return entries[number - first]
 
     def _point_to_point(self, group: FtProcessGroup, method: str, args: tuple[Any, ...]) -> PointToPoint:

@@ -26,7 +26,7 @@ from ft_core.control.events import Close, Effect, End, Peer, Record, Say, Send
 from ft_core.control.facts import ALL_IS_LOST, Facts, Node, epoch_of
 from ft_core.control.forming import first_places
 from ft_core.control.goodput import Account, Standing
-from ft_core.control.hangs.detector import Blame, Detector, Puzzle
+from ft_core.control.hangs.detector import Blame, Detector, Puzzle, Stalled
 from ft_core.control.hangs.finding import Finding
 from ft_core.control.ladder import Against, Climb, Rung
 from ft_core.control.links import Broken, Pair
@@ -783,6 +783,10 @@ class Epochs:
             self.do(*facts.to_all(verdict))
         elif isinstance(verdict, Blame):
             self._replace(verdict.finding)
+        elif isinstance(verdict, Stalled):
+            found = verdict.finding
+            log.warning("others wait for what is no hang, and nothing is replaced: %s", found.words)
+            self.record("stalled", found.words, found.roles)
         elif isinstance(verdict, Puzzle):
             found = verdict.finding
             self.account.wrong(self.wall - self.hangs.quiet(self.now))

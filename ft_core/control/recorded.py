@@ -88,6 +88,11 @@ EVENTS: Mapping[str, Event] = {
         "explained`, and `roles` are those that it may be",
         {"explained": "whether it is"},
     ),
+    "stalled": Event(
+        "nothing moves, since a role waits for data, storage, a compiler, or a process that it has started. "
+        "`roles`: which, `reason`: for what. Nothing is replaced for it, unless it takes "
+        "[too long](operations.md#waiting-is-not-hanging)"
+    ),
     "detected": Event(
         "a failure; ends the epoch unless it is ending already",
         {

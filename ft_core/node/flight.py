@@ -11,18 +11,23 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from ft_core.comm import flight_memory as flight
 from ft_core.comm.flight import DTYPES
 from ft_core.node.events import ReadFlight
+from ft_core.process import stacks
+from ft_core.process.doing import below, look_at
 from ft_core.protocol import messages as m
-from ft_core.protocol.flight import KINDS, FlightGroup, FlightLog, FlightRecord
+from ft_core.protocol.flight import KINDS, FlightGroup, FlightLog, FlightRecord, Look
 from ft_core.state.memory import ControlBlock, Word
 
 _ENDED = "X"
 """State of a process that is no more."""
 _TRIES = 5
 """For what is being written while it is read."""
+_SAYS_ENOUGH = ("file", "network", "blocked", "stopped", "ended")
+"""What a main thread does that says by itself what it waits for."""
 _GROUPS = msgspec.json.Decoder(tuple[FlightGroup, ...])
 _WORDS = flight.SLOT.size // 4
 
@@ -30,11 +35,12 @@ _WORDS = flight.SLOT.size // 4
 @dataclass(frozen=True)
 class Recorded:
     """What a worker shares with this node's agent. `pid`: None once it has ended. `given`: the role that it
-    was given, and may have yet to take; -1: none."""
+    was given, and may have yet to take; -1: none. `log_dir`: where it writes its stack, if it is asked to."""
 
     pid: int | None
     control: ControlBlock
     given: int = -1
+    log_dir: Path | None = None
 
     @property
     def role(self) -> int:
@@ -51,7 +57,7 @@ def answer(
     asked: ReadFlight, there: Sequence[Recorded], fetching: Collection[int]
 ) -> m.Flights | m.RoleFlight:
     """Of `there`, where the newest of a role stands last. For roles `fetching` their state is brought. Takes
-    some milliseconds for each role.
+    some milliseconds for each role, and a second at most for one that is looked at closely.
 
     Who has begun nothing in the epoch that it should be in has an empty record: a standby that was stopped
     before it was given a role, and does not take it, is to be found as well.
@@ -60,7 +66,10 @@ def answer(
     if isinstance(question, m.DescribeFlight):
         role = question.role
         found = [each for each in there if each.role == role]
-        return m.RoleFlight(role, read(found[-1], role in asked.at_end, role in fetching) if found else None)
+        if not found:
+            return m.RoleFlight(role, None)
+        log = read(found[-1], role in asked.at_end, role in fetching)
+        return m.RoleFlight(role, replace(log, look=look(found[-1].pid, None)))
     by_role: dict[int, tuple[Recorded, bool]] = {}
     for each in there:
         due = each.given, asked.epoch
@@ -73,7 +82,21 @@ def answer(
         else read(each, role in asked.at_end, role in fetching, question.newest)
         for role, (each, behind) in by_role.items()
     )
-    return m.Flights(question.number, tuple(logs))
+    seen = {
+        role: look(each.pid, each.log_dir) for role, (each, _) in by_role.items() if role in question.closely
+    }
+    return m.Flights(question.number, tuple(replace(log, look=seen.get(log.role)) for log in logs))
+
+
+def look(pid: int | None, log_dir: Path | None) -> Look | None:
+    """What a worker does that writes its stack there. It is asked for that only where the kernel does not say
+    what it waits for: a call that a signal interrupts may fail of it."""
+    if pid is None:
+        return None
+    main, stack = look_at(pid), ""
+    if log_dir is not None and main.doing not in _SAYS_ENOUGH:
+        stack = stacks.own(pid, log_dir)
+    return Look(main, tuple(stacks.frames(stack)), tuple(below(pid)))
 
 
 def _empty(worker: Recorded, epoch: int, fetches: bool) -> FlightLog:

@@ -105,6 +105,7 @@ def beats(crew: Crew, view: View) -> dict[m.Role, m.RoleBeat]:
             own_s=words.own_s,
             loss=words.loss,
             ready=ready.get(worker.role, 0),
+            passed=words.passed,
         )
     return found
 

@@ -28,7 +28,8 @@ class MemoryView:
             return Words(TORN, TORN, 0.0, 0.0)  # its end is about to be handled
         seconds = control[Word.STEP_NS] / 1e9, control[Word.WAITED_NS] / 1e9
         own = self._own_times.of(worker, control)
-        return Words(control[Word.VERSION], control[Word.TAG], *seconds, own, loss_of(control[Word.LOSS]))
+        progress, loss = (control[Word.VERSION], control[Word.TAG]), loss_of(control[Word.LOSS])
+        return Words(*progress, *seconds, own, loss, control[Word.PASSED])
 
     def roles(self, adopted: bool) -> Collection[int]:
         return list(self._store.adopted if adopted else self._store.roles)

@@ -18,6 +18,7 @@ class Words(NamedTuple):
     own_s: float = 0.0
     """See `node.own_time`."""
     loss: float | None = None
+    passed: int = 0
 
 
 class View(Protocol):

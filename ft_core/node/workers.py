@@ -197,7 +197,7 @@ class WorkerPool:
         """What there is of flight records, those of workers that have ended first. `playing`: the roles that
         workers were given, by their numbers."""
         live = ((number, w) for number, w in self._processes.items() if not w.apart)
-        found = (Recorded(w.pid, w.control, playing.get(number, -1)) for number, w in live)
+        found = (Recorded(w.pid, w.control, playing.get(number, -1), w.log_dir) for number, w in live)
         return [*self._ended_with_role, *found]
 
     def set_apart(self, number: int, apart: bool) -> None:

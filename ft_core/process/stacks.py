@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import shutil
 import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from ft_core.process.signals import catches
 
@@ -24,6 +26,18 @@ _TOOL = 5.0
 """Seconds that py-spy has."""
 _ANSWER = 1.0
 """Seconds that the process itself has."""
+_FRAME = re.compile(r'^  File "(.*)", line \d+ in (.*)$', re.MULTILINE)
+"""As faulthandler writes it."""
+_FRAMES = 100
+_TEXT = 512
+"""Characters of a path or a name, as faulthandler has them at most."""
+
+
+class Frame(NamedTuple):
+    """Of a stack of Python."""
+
+    path: str
+    function: str
 
 
 def register(directory: Path) -> None:
@@ -39,7 +53,7 @@ def write(pid: int, directory: Path, target: Path) -> str:
     Returns it in short, for a log. Takes some seconds at most."""
     kernel = _kernel(pid)
     stopped = "State:\tT" in kernel
-    found = "" if stopped else _tool(pid) or _own(pid, directory)
+    found = "" if stopped else _tool(pid) or own(pid, directory)
     if not found:
         found = "a stopped process does not tell its stack\n" if stopped else "its stack cannot be had\n"
     try:
@@ -64,24 +78,29 @@ def _tool(pid: int) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def _own(pid: int, directory: Path) -> str:
-    """What the process writes itself."""
+def frames(text: str) -> list[Frame]:
+    """Of what `own` has brought, the innermost first."""
+    found = _FRAME.findall(text)[:_FRAMES]
+    return [Frame(path[-_TEXT:], function[:_TEXT]) for path, function in found]
+
+
+def own(pid: int, directory: Path) -> str:
+    """What process `pid`, which has registered `directory`, writes of its main thread: it need not hold the
+    interpreter's lock for that. Empty: it is stopped, or in a call that no signal ends. Takes a second."""
     path = directory / NAME
     try:
-        before = path.stat().st_size
         if not catches(pid, SIGNAL):  # it would die of it
             return ""
+        os.truncate(path, 0)  # it is asked again and again
         os.kill(pid, SIGNAL)
         end = time.monotonic() + _ANSWER
-        size = before
+        size = 0
         while time.monotonic() < end:
             time.sleep(0.05)
             size, last = path.stat().st_size, size
-            if size > before and size == last:
+            if size and size == last:
                 break
-        with path.open() as file:
-            file.seek(before)
-            return file.read()
+        return path.read_text(errors="replace")
     except OSError:
         return ""
 

@@ -10,6 +10,8 @@ from typing import Annotated, Literal, get_args
 from msgspec import Meta, Struct
 
 from ft_core.errors import ProtocolError
+from ft_core.process.doing import Seen
+from ft_core.process.stacks import Frame
 from ft_core.protocol.groups import GroupId
 
 Kind = Literal[
@@ -82,6 +84,18 @@ class FlightRecord(Struct, frozen=True, forbid_unknown_fields=True, array_like=T
         return self.ended == UNDER_WAY
 
 
+class Look(Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker that was looked at more closely, without its help.
+
+    `main`: its main thread. `stack`: that one's in Python, the innermost frame first; empty where the kernel
+    says enough, or it cannot be had. `below`: the processes that it has started, and those that they have.
+    """
+
+    main: Seen
+    stack: tuple[Frame, ...] = ()
+    below: tuple[Seen, ...] = ()
+
+
 class FlightLog(Struct, frozen=True, forbid_unknown_fields=True):
     """What a role's worker has done in its newest epoch, as far as its record goes back.
 
@@ -89,7 +103,8 @@ class FlightLog(Struct, frozen=True, forbid_unknown_fields=True):
     its main thread's, as /proc has it: R runs, S or D waits, T is stopped, Z or X has ended. `at_end`: it
     waits for others at the end of its script, or of a part of it. `records`: the oldest first. `moved`: bytes
     that the process and its children have read and written, of files, pipes and some sockets; 0: unknown.
-    `fetches`: its agent still brings the state that it is to go on from.
+    `fetches`: its agent still brings the state that it is to go on from. `look`: what it does, if that was
+    asked for.
     """
 
     role: Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -102,3 +117,4 @@ class FlightLog(Struct, frozen=True, forbid_unknown_fields=True):
     records: tuple[FlightRecord, ...]
     moved: _Natural = 0
     fetches: bool = False
+    look: Look | None = None

@@ -330,6 +330,8 @@ class RoleBeat(Value, frozen=True):
     """That the script has told last."""
     ready: Number = 0
     """The pid of a standby that has started the role ahead of need; 0: there is none."""
+    passed: Number = 0
+    """How much a newcomer's script has passed over that was done before it; see `state.memory.Word`."""
 
 
 # -- plans ---------------------------------------------------------------------------------------------
@@ -998,10 +1000,11 @@ class SendIssued(Message, frozen=True):
 
 class SendFlight(Message, frozen=True):
     """The flight records of all roles here: what is under way, and the newest that have ended, so many of
-    each group."""
+    each group. `closely`: of these also what they do."""
 
     number: Number
     newest: Size = NEWEST
+    closely: tuple[Role, ...] = ()
 
 
 class DescribeFlight(Message, frozen=True):

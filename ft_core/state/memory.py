@@ -130,6 +130,9 @@ class Word(IntEnum):
     """Worker: total time spent in commit waits, in nanoseconds."""
     LOSS = 7
     """Worker: the loss that the script has told last, the bits of a double; NaN: none. See `loss_of`."""
+    PASSED = 8
+    """Worker: how much it has passed over that was done before, as a newcomer: operations of start-up that it
+    took from the record, and the framework's calls that were answered from it."""
 
 
 def word_of_loss(loss: float) -> int:

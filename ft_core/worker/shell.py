@@ -237,7 +237,7 @@ class WorkerShell:
         self.injector = Injector(self.job_dir, assignment.env[INJECT_ENV])
         about = assignment.role, assignment.world_size, self._suspect, self._secret
         self.comms = Communicators(*about, flight=self.control.flight)
-        self.comms.traffic, self.comms.hung = self._traffic, self._hung
+        self.comms.traffic, self.comms.hung, self.comms.passed = self._traffic, self._hung, self.passed
         self.comms.reopened = lambda epoch: self.handle(e.Reopened(epoch))
 
     def _swap(self, plan: m.WorkerPlan) -> None:
@@ -250,6 +250,10 @@ class WorkerShell:
         self.version = version
         self.control[Word.VERSION] = self.control[Word.TAG] = version
         self.comms.flight.step = version
+
+    def passed(self) -> None:
+        """A newcomer's script has passed over something that was done before: it gets on."""
+        self.control[Word.PASSED] += 1
 
     def recorded(self) -> dict[str, int]:
         """Start-up operations, by group."""

@@ -28,6 +28,7 @@ from ft_core.comm.flight import DTYPES, FlightRecorder
 from ft_core.comm.flight_memory import SLOTS
 from ft_core.node.events import ReadFlight
 from ft_core.node.flight import Recorded, answer, read
+from ft_core.process.doing import look_at
 from ft_core.protocol import messages as m
 from ft_core.protocol.flight import KINDS, FlightGroup, FlightLog, FlightRecord
 from ft_core.protocol.groups import GroupId
@@ -251,6 +252,26 @@ def test_the_agent_answers_for_roles_that_live_and_for_the_last_worker_of_others
     assert isinstance(described, m.RoleFlight) and described.log is not None
     assert (described.log.state, len(described.log.records)) == ("X", 1)
     assert answer(asked(m.DescribeFlight(8)), there, ()) == m.RoleFlight(8, None)
+
+
+def test_a_worker_is_looked_at_where_it_is_asked_for() -> None:
+    job = Flight(3)
+    there = [Recorded(os.getpid(), job.control)]
+    looks = []
+    for question in (m.SendFlight(9), m.SendFlight(9, closely=(4,)), m.SendFlight(9, closely=(3,))):
+        found = answer(asked(question), there, ())
+        assert isinstance(found, m.Flights)
+        looks += [log.look and log.look.main[::2] for log in found.logs]
+    assert looks == [None, None, (os.getpid(), "runs")]
+    described = answer(asked(m.DescribeFlight(3)), there, ())
+    assert isinstance(described, m.RoleFlight) and described.log is not None
+    assert described.log.look is not None and not described.log.look.stack, "its work is not disturbed"
+    with subprocess.Popen(["sleep", "600"]) as child:
+        wait_for_value(lambda: look_at(child.pid).doing, "sleep")
+        described = answer(asked(m.DescribeFlight(3)), there, ())
+        assert isinstance(described, m.RoleFlight) and described.log is not None
+        assert f"process {child.pid} (sleep) sleeps" in table(described.log).splitlines()
+        child.kill()
 
 
 def test_who_has_begun_nothing_in_the_epoch_under_way_has_an_empty_record() -> None:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 
+import pytest
 from core.test_controller_machine import ControlPlane, sent
 
 from ft_core.control.events import Record, Tick
 from ft_core.control.hangs import detector
+from ft_core.process.doing import Seen
+from ft_core.process.stacks import Frame
 from ft_core.protocol import messages as m
-from ft_core.protocol.flight import FlightGroup, FlightLog, FlightRecord
+from ft_core.protocol.flight import FlightGroup, FlightLog, FlightRecord, Look
 
 S = 10**9
+LOCKED, READS = Look(Seen(1, "python", "lock")), Look(Seen(1, "python", "file", "/mnt/data"))
+LOADS = Look(
+    Seen(1, "python", "local"),
+    (Frame("/x/torch/utils/data/dataloader.py", "_try_get_data"),),
+    (Seen(2, "pt_data_worker", "sleep"),),
+)
+COMPILES = Look(Seen(1, "python", "process"), (), (Seen(2, "nvcc", "process"), Seen(3, "cicc", "runs")))
 GROUP = (FlightGroup(0, "0-2:1#0"),)
 
 
@@ -29,24 +40,39 @@ class Hanging(ControlPlane):
         self.since = 0.0
         """When the others have come to it."""
         self.usual: float | None = 0.2
+        self.number = 7
+        """Of the exchange in which they wait."""
+        self.history: list[FlightRecord] = []
+        """Of those who wait."""
         self.moves = self.trained = self.saves = False
         self.answered = 0
+        self.passed = 0
+        """By role 2, a newcomer, of what was done before."""
+        self.passes = False
+        self.looks: dict[int, Look] = {}
+        """What those are at that are looked at closely, unless they are in a lock."""
+        self.looked = 0
 
     def train(self) -> None:
         self.all_step(1)
         self.trained = True
         self.pass_(0.6)
 
-    def log(self, role: int) -> FlightLog:
+    def log(self, role: int, closely: Collection[int] = ()) -> FlightLog:
         now = int((self.now + 100) * S)
         before = [] if self.usual is None else [self._exchange(0, 100.0, 100 + self.usual)]
-        waiting = [] if role in self.missing else [self._exchange(7, 100 + self.since, 0)]
+        waiting = [] if role in self.missing else [self._exchange(self.number, 100 + self.since, 0)]
+        if role not in self.missing:
+            before += self.history
         moves = [self._exchange(8, 100 + self.now, 0, 100)] if self.moves else []
         records = tuple([*before, *waiting, *moves])
         moved = int(self.now * 1e6) if self.saves and role in self.missing else 0
         epoch = self.agents[f"node{role}"].epoch
         fetches = role in self.fetching
-        return FlightLog(role, epoch, 1, now, self.states[role], False, GROUP, records, moved, fetches)
+        look = self.looks.get(role, LOCKED) if role in closely else None
+        self.looked += look is not None
+        about = role, epoch, 1, now, self.states[role], False
+        return FlightLog(*about, GROUP, records, moved, fetches, look)
 
     @staticmethod
     def _exchange(number: int, started: float, ended: float, nbytes: int = 64) -> FlightRecord:
@@ -68,15 +94,15 @@ class Hanging(ControlPlane):
                     agent.heard.remove(asked)
                     if role not in self.deaf:
                         self.answered += 1
-                        agent.say(m.Flights(asked.number, (self.log(role),)))
+                        agent.say(m.Flights(asked.number, (self.log(role, asked.closely),)))
             self.happens(Tick())
         return self.records_of("hang")[before:]
 
     def _beat(self, role: int) -> None:
         agent = self.agents[f"node{role}"]
-        beat = m.RoleBeat(
-            agent.workers[role], self.step, self.step, [self.step], self.step, self.step_s, 0, 0, 0
-        )
+        self.passed += self.passes and role == 2
+        about = agent.workers[role], self.step, self.step, [self.step], self.step, self.step_s
+        beat = m.RoleBeat(*about, 0, 0, 0, passed=self.passed if role == 2 else 0)
         agent.say(m.Heartbeat(agent.epoch, agent.begun, {role: beat}, 1, {}))
 
 
@@ -214,6 +240,111 @@ def test_what_one_role_does_alone_is_taken_for_a_hang_once() -> None:
     assert job.pass_(9), "which says nothing of others"
 
 
+@pytest.mark.parametrize(
+    ("look", "words"), [(LOADS, "data"), (READS, "storage: it waits for a file, /mnt/data")]
+)
+def test_who_waits_itself_is_not_replaced_for_it(look: Look, words: str) -> None:
+    job = Hanging()
+    job.train()
+    job.since, job.looks[2] = job.now, look
+    assert not job.pass_(detector.WAITING - 2)
+    (said,) = job.records_of("stalled")
+    assert said.roles == (2,) and f"it waits for {words}" in said.reason, "once"
+    assert 5 < job.looked < 30, "it is looked at again, and not all the time"
+    assert not orders(job)
+    (hang,) = job.pass_(2 * detector.SELDOM)
+    assert hang.roles == (2,) and orders(job)[2].end, "nobody waits for ever"
+
+
+def test_such_waits_are_learned() -> None:
+    job = Hanging(hang_limit=400)
+    job.train()
+    for step, took in enumerate((100, 250, 370), 2):
+        job.since, job.looks[2] = job.now, LOADS
+        assert not job.pass_(took)
+        job.since, answered = job.now, job.answered
+        while job.answered == answered:  # that they have gone on is read before a beat says so
+            job.pass_(0.5)
+        job.step = step
+        job.pass_(1)
+    del job.looks[2]
+    job.since = job.now
+    assert job.pass_(9), "of who hangs, that says nothing"
+    job = Hanging(hang_limit=400)
+    job.train()
+    job.since, job.looks[2] = job.now, LOADS
+    job.pass_(100)
+    job.step = 2
+    job.pass_(1)
+    job.since, job.looks[2] = job.now, READS
+    assert not job.pass_(detector.WAITING - 2)
+    assert job.pass_(2 * detector.SELDOM), "nor of who waits for something else"
+
+
+def test_of_what_is_usual_such_a_wait_says_nothing() -> None:
+    """Who hangs in the same operation of a later step is found as fast as before."""
+    job = Hanging()
+    job.train()
+    job.since, job.looks[2] = job.now, LOADS
+    assert not job.pass_(40) and job.records_of("stalled")
+    waited = job._exchange(job.number, 100 + job.since, 100 + job.now)
+    job.history, job.number, job.step, job.step_s = [waited], job.number + 1, 2, job.now - job.since
+    job.looks.clear()
+    job.pass_(1)
+    job.since = job.now
+    assert job.pass_(9)
+
+
+def test_a_compiler_may_take_its_time() -> None:
+    job = Hanging(hang_limit=300)
+    job.train()
+    job.since, job.looks[2] = job.now, COMPILES
+    assert not job.pass_(298)
+    assert "it waits for a compiler" in job.records_of("stalled")[0].reason
+    assert job.pass_(2 * detector.SELDOM)
+
+
+def test_who_hangs_beside_one_that_waits_is_replaced() -> None:
+    job = Hanging()
+    job.train()
+    job.since, job.missing, job.looks[1] = job.now, {1, 2}, LOADS
+    assert not job.pass_(detector.FLOOR - 1)
+    (hang,) = job.pass_(4)
+    assert hang.roles == (2,) and "role 1" not in hang.reason
+
+
+def test_who_has_waited_and_hangs_then_is_replaced() -> None:
+    """Its loader's process is stopped."""
+    job = Hanging()
+    job.train()
+    job.since, job.looks[2] = job.now, LOADS
+    assert not job.pass_(40)
+    job.looks[2] = Look(LOADS.main, LOADS.stack, (Seen(2, "pt_data_worker", "stopped"),))
+    (hang,) = job.pass_(detector.SELDOM + 3)
+    assert hang.roles == (2,)
+
+
+def test_a_site_that_has_said_how_long_is_taken_at_its_word() -> None:
+    job = Hanging(hang_after=30)
+    job.train()
+    job.since, job.looks[2] = job.now, LOADS
+    assert not job.pass_(29)
+    assert job.pass_(5) and not job.looked
+
+
+def test_a_newcomer_that_compiles_has_time() -> None:
+    job = recovering()
+    job.looks[2] = COMPILES
+    assert not job.pass_(500)
+
+
+def test_who_waits_for_a_device_is_said() -> None:
+    job = Hanging()
+    job.train()
+    job.since, job.states[2] = job.now, "D"
+    assert not job.pass_(60) and len(job.records_of("stalled")) == 1
+
+
 def test_a_wait_that_was_never_seen() -> None:
     job = Hanging(hang_limit=100)
     job.train()
@@ -261,6 +392,17 @@ def test_a_newcomer_that_does_not_come_is_replaced() -> None:
     dies(job, 2)
     assert not job.pass_(590), "the next one does not come either: it may have more to do than others had"
     assert job.pass_(20)
+
+
+def test_a_newcomer_that_gets_on_may_take_as_long_as_it_likes() -> None:
+    """Its script passes over thousands of steps, and the others wait in the first that is new."""
+    job = recovering()
+    job.passes = True
+    assert not job.pass_(2000)
+    job.passes = False
+    assert not job.pass_(detector.START_FLOOR - 3)
+    (hang,) = job.pass_(6)
+    assert hang.roles == (2,), "it has come to a stop on its way"
 
 
 def test_a_newcomer_may_take_as_long_as_the_job_did() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ft_core.protocol.flight import FlightGroup, FlightLog, FlightRecord
+from ft_core.process.doing import Doing, Seen
+from ft_core.protocol.flight import FlightGroup, FlightLog, FlightRecord, Look
 from ft_core.protocol.groups import GroupId
 
 from .world import World
@@ -62,12 +63,15 @@ class FlightRecorder:
         epoch, records = self._records.get(worker.pid, (0, []))
         return (epoch, records) if epoch == worker.epoch else (worker.epoch, [])
 
-    def log(self, worker: SimWorker, role: int, wanted: int) -> FlightLog:
-        """As an agent reads it, who has given it that role, for the epoch that is `wanted`."""
+    def log(self, worker: SimWorker, role: int, wanted: int, closely: bool = False) -> FlightLog:
+        """As an agent reads it, who has given it that role, for the epoch that is `wanted`. `closely`: with
+        what it does."""
         epoch, records = self._of(worker)
         if (worker.role, epoch) != (role, wanted) and wanted >= 0:
             epoch, records = wanted, []
         state = "T" if worker.stopped else "R" if worker.hung else "S"
         at_end = worker.version >= worker.node.job.steps
         about = role, epoch, worker.version, self.now, state, at_end
-        return FlightLog(*about, (self._group,), tuple(records))
+        doing: Doing = "stopped" if worker.stopped else "file" if worker.reads else "runs"
+        look = Look(Seen(worker.pid, "python", doing)) if closely else None
+        return FlightLog(*about, (self._group,), tuple(records), look=look)

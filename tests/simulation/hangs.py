@@ -1,4 +1,5 @@
-"""Workers that hang for good, which nobody but the detector of hangs finds."""
+"""Workers that hang for good, which nobody but the detector of hangs finds; and such as wait for data for a
+while, which it leaves alone."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ from .job import Outcome, SimJob
 from .schedules import SHAPES
 from .world import World
 
-_SEED = 77
-"""Of the draws about those who recover."""
+_SEED, _READS = 77, 78
+"""Of the draws about those who recover, and those who wait for data."""
+_STALL = 8.0, 60.0
+"""Seconds of a wait for data: longer than any step takes, and less than anybody may wait for them."""
 
 
 def hang(job: SimJob, rng: Random) -> None:
@@ -48,6 +51,26 @@ def hang_at_start(job: SimJob, rng: Random) -> None:
     worker.hung = True
 
 
+def wait_for_data(job: SimJob, rng: Random) -> None:
+    """A worker that trains waits for them, for long, and goes on."""
+    found = [w for node in job.live() for w in node.workers.values() if w.alive and w.trains and not w.hung]
+    if job.over:
+        return
+    if not job.controller.machine.facts.trained or not found:
+        job.world.at(0.5, lambda: wait_for_data(job, rng))
+        return
+    worker, seconds = rng.choice(found), rng.uniform(*_STALL)
+    job.world.trace(f"{worker.name} waits {seconds:.1f} s for data")
+    worker.reads, job.stalled = True, job.stalled + 1
+    job.not_before = max(job.not_before, job.world.now + seconds)
+
+    def go_on() -> None:
+        worker.reads = False
+        worker.pump()
+
+    worker.later(seconds, go_on)
+
+
 def stop_standbys(job: SimJob) -> None:
     """One of each node, for good: none of them takes the role that it is given."""
     for node in job.live() if not job.over else ():
@@ -63,6 +86,9 @@ def simulate(seed: int, world: World | None = None) -> Outcome:
     job = SimJob(world or World(seed), rng.choice(SHAPES))
     last = schedule(job, rng) if seed % 2 else 12.0
     at = 2.0
+    if seed % 3 == 0:
+        job.world.at(at, lambda: wait_for_data(job, Random(f"{_READS} {seed}")))
+        at += _STALL[1]
     for _ in range(rng.choice((1, 1, 2))):
         at += 12 * rng.random()
         job.world.at(at, lambda: hang(job, rng))

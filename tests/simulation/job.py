@@ -190,7 +190,9 @@ class SimJob:
         self.outcome = Outcome()
         self.over = False
         self.hung = 0
-        """Workers that were made to hang for good."""
+        """Workers that were made to hang for good, and ..."""
+        self.stalled = 0
+        """... such as had to wait for data."""
         self.hooks: list[tuple[str, int, Callable[[], None]]] = []
         """(kind of message, how many more of them, what happens then)."""
         self.beyond = False

@@ -353,10 +353,12 @@ class SimNode(Process):
                 self._probe(effect)
             case ev.AskRecords():
                 self._ask_records(effect)
-            case ev.ReadFlight(m.SendFlight(number), _, playing, epoch):
+            case ev.ReadFlight(m.SendFlight(number, _, closely), _, playing, epoch):
                 flight = self.job.training.flight
                 there = ((self.workers.get(at), role) for at, role in playing.items())
-                logs = tuple(flight.log(w, role, epoch) for w, role in there if w is not None)
+                logs = tuple(
+                    flight.log(w, role, epoch, role in closely) for w, role in there if w is not None
+                )
                 self.later(0.01, lambda: self.handle(ev.FlightRead(m.Flights(number, logs))))
             case ev.WriteStacks(number, _, end):
                 self.later(0.1, lambda: self.handle(ev.Examined(number, end)))

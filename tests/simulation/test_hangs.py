@@ -36,7 +36,7 @@ def test_hangs_are_found_and_nobody_else_is_blamed() -> None:
         for seed, wrong, seen in pool.imap_unordered(outcome, range(SCHEDULES), 10):
             assert not wrong, f"seed {seed}: {wrong}"
             events += seen
-    assert events["hang"] > SCHEDULES / 2, events
+    assert events["hang"] > SCHEDULES / 2 and events["stalled"] > SCHEDULES / 8, events
 
 
 @pytest.mark.parametrize("seed", FAILED_ONCE)

@@ -95,6 +95,8 @@ class SimWorker(Process):
         self.outbox = 0
         self.hung = False
         """Whether its main thread does nothing any more."""
+        self.reads = False
+        """Whether it waits for data instead, and does not get on until it has them."""
         self.begun = 0
         """Start-up operations that this worker has done."""
         self._allocated: dict[int, list[int]] = {}
@@ -199,7 +201,7 @@ class SimWorker(Process):
 
     def pump(self) -> None:
         """Go on as far as possible."""
-        while self.alive and not self.stopped and not self.hung:
+        while self.alive and not self.stopped and not self.hung and not self.reads:
             try:
                 if self._wait is None:
                     self._wait = next(self._thread)

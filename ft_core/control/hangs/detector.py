@@ -9,6 +9,11 @@ readings are progress, whatever they are of; and a role that reads or writes is 
 limit. Whose wait ended by itself may take three times as long again; and who was replaced and does not come
 in the same step again has that limit: what one role does alone, such as an evaluation, looks like a hang, and
 is taken for one once.
+
+Before a role is blamed for not coming, its worker is looked at. One that waits itself, for data, storage, a
+compiler or a process, is not replaced for it at once: another worker would wait for the same, and begin anew
+besides. It has three times what the job's longest such wait has taken, two minutes at least, and that limit
+at most; a compiler has that limit. A site that has said how long is too long is taken at its word.
 """
 
 from __future__ import annotations
@@ -20,6 +25,8 @@ from dataclasses import dataclass
 
 from ft_core.control.facts import Facts
 from ft_core.control.hangs.finding import Case, Finding
+from ft_core.control.hangs.operations import Operation
+from ft_core.control.hangs.waiting import For, Wait, waits_for
 from ft_core.control.progress import Progress
 from ft_core.protocol.flight import NEWEST, FlightLog
 from ft_core.protocol.messages import Flights, RoleBeat, SendFlight
@@ -32,6 +39,8 @@ FACTOR = 3.0
 """So many times what is usual is not."""
 ANSWER = 5.0
 """Seconds that nodes have to send their records, before it is judged without them."""
+WAITING = 120.0
+"""Seconds that a role may wait for data, storage, or a process, whatever is usual."""
 READING, SELDOM = 1.0, 10.0
 """Seconds between two readings: at first, and at most where it takes long."""
 TREATMENT = 15.0
@@ -42,6 +51,8 @@ _STEPS = 1000
 """The newest steps, of which is known what they took."""
 _EXCUSES = 64
 """Of so many of those who have held the others up for a while is known for how long."""
+_UNUSUAL = 1 << 16
+"""Operations that took long for a reason, of which that is known."""
 _RECORDS = 16384
 """Operations of all roles that one reading brings, about."""
 
@@ -54,6 +65,13 @@ class Blame:
 
 
 @dataclass(frozen=True)
+class Stalled:
+    """Others wait for roles that wait themselves, for what ends by itself as a rule: they are left to it."""
+
+    finding: Finding
+
+
+@dataclass(frozen=True)
 class Puzzle:
     """Nothing moves, and who is to blame is not clear. `hopeless`: for so long that the job ends."""
 
@@ -61,7 +79,7 @@ class Puzzle:
     hopeless: bool
 
 
-Verdict = SendFlight | Blame | Puzzle
+Verdict = SendFlight | Blame | Stalled | Puzzle
 
 
 @dataclass
@@ -91,7 +109,7 @@ class Detector:
         self._began = self._moved = self._next = 0.0
         self._training = False
         self._newest = -1
-        self._where: dict[int, tuple[int, int, int]] = {}
+        self._where: dict[int, tuple[int, int, int, int]] = {}
         self._number = 0
         self._asked: float | None = None
         self._answers: dict[str, tuple[FlightLog, ...]] = {}
@@ -104,6 +122,16 @@ class Detector:
         """Those without whom nothing moves just now."""
         self._excuses: dict[tuple[int, ...], float] = {}
         """For how long that was so of whom before it ended by itself; the newest last."""
+        self._closely: tuple[int, ...] = ()
+        """Roles at which the reading looks that is under way, or to come."""
+        self._waiting: For | None = None
+        """For what the suspects wait, if they do."""
+        self._longest: dict[For, float] = {}
+        """How long such waits have taken that ended by themselves."""
+        self._unusual: dict[Operation, None] = {}
+        """Operations of this epoch in which others have waited for them, and ..."""
+        self._long_step = -1
+        """... the step that took long for it."""
         self._blamed: dict[int, int] = {}
         """Roles that were taken for hung in this epoch, and in which step."""
         self._replaced: dict[int, int] = {}
@@ -125,17 +153,18 @@ class Detector:
 
     def _forget(self) -> None:
         self._asked, self._before, self._said, self._suspects = None, (), (), ()
-        self._next = 0.0
+        self._next, self._closely, self._waiting = 0.0, (), None
 
     def beat(self, beats: Mapping[int, RoleBeat], now: float) -> None:
         """How far the roles of a node are."""
         moved = False
         for role, beat in beats.items():
-            where = beat.pid, beat.step, beat.tag
+            where = beat.pid, beat.step, beat.tag, beat.passed
             if self._where.get(role) != where:
                 self._where[role], moved = where, True
             if beat.step > self._newest:
-                if self._training and self._newest >= 0 and beat.step_s > 0:
+                known = self._training and self._newest >= 0 and beat.step != self._long_step
+                if known and beat.step_s > 0:
                     self._steps.add(beat.step_s)
                 self._newest = beat.step
                 self._replaced = {r: step for r, step in self._replaced.items() if step >= beat.step}
@@ -146,7 +175,9 @@ class Detector:
 
     def _excuse(self, seconds: float) -> None:
         """They have come by themselves."""
-        if self._suspects:
+        if self._waiting is not None:
+            self._longest[self._waiting] = max(seconds, self._longest.get(self._waiting, 0.0))
+        elif self._suspects:
             longest = max(seconds, self._excuses.pop(self._suspects, 0.0))
             self._excuses[self._suspects] = longest
             if len(self._excuses) > _EXCUSES:
@@ -162,7 +193,7 @@ class Detector:
         if facts.begun.id != self._plan:
             self.rests(now)
             self._plan, self._began, self._training, self._newest = facts.begun.id, now, False, -1
-            self._where = {}
+            self._where, self._unusual, self._long_step = {}, {}, -1
             self._replaced, self._blamed = self._replaced | self._blamed, {}
         if progress.all_stepped and not self._training:
             self._training, self._start = True, max(self._start, now - self._began)
@@ -173,7 +204,8 @@ class Detector:
         if now - self._moved < self.limit(facts) or now < self._next:
             return None
         self._number, self._asked, self._answers = self._number + 1, now, {}
-        return SendFlight(self._number, max(4, min(NEWEST, _RECORDS // max(len(facts.places), 1))))
+        newest = max(4, min(NEWEST, _RECORDS // max(len(facts.places), 1)))
+        return SendFlight(self._number, newest, self._closely)
 
     def limit(self, facts: Facts) -> float:
         """Seconds after which a step takes too long."""
@@ -191,12 +223,19 @@ class Detector:
             if log.epoch == facts.plan_epoch and facts.places.get(log.role, node) == node
         ]
         self._answers = {}
-        case = Case(logs, facts.places, _held_up(facts, progress))
+        case = Case(logs, facts.places, _held_up(facts, progress), self._unusual)
         finding = case.explain()
         shown = (_moments(logs), finding and (finding.kind, finding.roles))
         same, self._before = shown == self._before, shown
+        looked, self._closely = set(self._closely), ()
+        limit = math.inf
+        if finding is not None:
+            starting = _starting(facts, progress) - {log.role for log in logs if log.fetches}
+            limit = self._patience(facts, finding, starting)
         if finding is not None and finding.culprits:
             self._next = now + READING
+            if _may_wait(facts, finding) and _waited(finding, quiet) >= limit - 2 * READING:
+                self._closely = finding.culprits
         before, self._bytes = self._bytes, {log.role: log.moved for log in logs}
         if not same:
             return None
@@ -209,20 +248,59 @@ class Detector:
             self._bytes[role] - before.get(role, 0) >= BUSY for role in finding.roles if role in self._bytes
         ):
             return None  # it saves, or loads
-        self._suspects = finding.culprits if finding.kind != "stopped" else ()
-        starting = _starting(facts, progress) - {log.role for log in logs if log.fetches}
-        limit = self._patience(facts, finding, starting)
-        waited = quiet if finding.kind == "stopped" else finding.waited
+        self._suspects, self._waiting = finding.culprits if finding.kind != "stopped" else (), None
+        waited = _waited(finding, quiet)
         if finding.culprits and waited >= limit:
-            self._forget()
-            self._next = now + TREATMENT
-            self._blamed |= dict.fromkeys(finding.culprits, self._newest)
-            return Blame(finding)
+            if not _may_wait(facts, finding):
+                return self._blame(finding, now)
+            if not looked.issuperset(finding.culprits):
+                self._next = now
+                return None
+            excused = self._excused(facts, logs, finding, waited)
+            if (left := case.explain(excused) if excused else finding) is not None and left.culprits:
+                return self._blame(left, now)
+            self._waiting = next(iter(excused.values())).what
+            self._next = now + max(READING, min(SELDOM, quiet / 4))
+            return self._stalled(case, left or finding)
         hopeless = waited >= max(limit, facts.settings.hang_limit)
+        if finding.kind == "blocked" and waited >= limit and not hopeless:
+            return self._stalled(case, finding)
         if not finding.culprits and waited >= limit and (hopeless or self._said != shown):
             self._said = shown
             return Puzzle(finding, hopeless)
         return None
+
+    def _blame(self, finding: Finding, now: float) -> Blame:
+        self._forget()
+        self._next = now + TREATMENT
+        self._blamed |= dict.fromkeys(finding.culprits, self._newest)
+        return Blame(finding)
+
+    def _excused(
+        self, facts: Facts, logs: Iterable[FlightLog], finding: Finding, waited: float
+    ) -> dict[int, Wait]:
+        """Those who would be to blame, and wait for what others in their place would wait for."""
+        found: dict[int, Wait] = {}
+        limit = facts.settings.hang_limit
+        for log in logs:
+            wait = waits_for(log.look) if log.role in finding.culprits and log.look is not None else None
+            if wait is None:
+                continue
+            usual = limit if wait.what == "a compiler" else FACTOR * self._longest.get(wait.what, 0.0)
+            if waited < min(limit, max(WAITING, usual)):
+                found[log.role] = wait
+        return found
+
+    def _stalled(self, case: Case, finding: Finding) -> Stalled | None:
+        """It is said once. Of what is usual for those who wait in it, such a time says nothing."""
+        if self._said == (finding.kind, finding.roles):
+            return None
+        self._said = finding.kind, finding.roles
+        self._unusual |= dict.fromkeys(case.waits.waiting)
+        while len(self._unusual) > _UNUSUAL:
+            del self._unusual[next(iter(self._unusual))]
+        self._long_step = self._newest + 1
+        return Stalled(finding)
 
     def _patience(self, facts: Facts, finding: Finding, starting: Set[int]) -> float:
         """Seconds that others have to wait before somebody is to blame for it. `starting`: roles that do what
@@ -251,6 +329,16 @@ class Detector:
     def _again(self, finding: Finding) -> bool:
         """Whether one of them was replaced for it before."""
         return bool(self._replaced.keys() & set(finding.culprits))
+
+
+def _may_wait(facts: Facts, finding: Finding) -> bool:
+    """Whether those to blame may themselves wait for what ends by itself."""
+    return finding.kind == "absent" and not facts.settings.hang_after
+
+
+def _waited(finding: Finding, quiet: float) -> float:
+    """Seconds for which others have waited; not while a newcomer got on that they wait for."""
+    return quiet if finding.kind == "stopped" else min(quiet, finding.waited)
 
 
 def _starting(facts: Facts, progress: Progress) -> set[int]:

@@ -7,7 +7,7 @@ nobody is accused.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from ft_core.control.hangs.graph import Waits
@@ -21,6 +21,7 @@ from ft_core.control.hangs.operations import (
     in_words,
     roles_in_words,
 )
+from ft_core.control.hangs.waiting import Wait
 from ft_core.protocol.flight import FlightLog
 
 SUSPECTS = 3
@@ -63,15 +64,20 @@ class Case:
         logs: Collection[FlightLog],
         places: Mapping[int, str],
         held_up: Collection[int] = (),
+        unusual: Container[Operation] = (),
     ) -> None:
         """`logs`: of the epoch under way. `places`: the nodes of all roles that take part. `held_up`: roles
-        that wait for copies of their state to be safe."""
+        that wait for copies of their state to be safe. `unusual`: operations whose time says nothing of what
+        is usual."""
         self.flights = {log.role: Flight(log) for log in logs if log.role in places}
-        self.places, self.held_up = places, frozenset(held_up)
+        self.places, self.held_up, self._unusual = places, frozenset(held_up), unusual
+        self.excused: Mapping[int, Wait] = {}
         self.waits = Waits.of(self.flights, places.keys())
 
-    def explain(self) -> Finding | None:
-        """None: nobody waits for anybody, and nobody is stopped."""
+    def explain(self, excused: Mapping[int, Wait] | None = None) -> Finding | None:
+        """None: nobody waits for anybody, and nobody is stopped. `excused`: roles that are known to wait for
+        what ends by itself: they are not to blame."""
+        self.excused = excused or {}
         ends = self.waits.ends()
         leaves = [role for end in ends if len(end) == 1 for role in end]
         stopped = [role for role, flight in self.flights.items() if flight.log.state == STOPPED]
@@ -103,6 +109,7 @@ class Case:
             "left": [role for role in ranked if role in self.flights and self.flights[role].log.at_end],
             "silent": [role for role in ranked if role not in self.flights],
             "held up": [role for role in ranked if role in self.held_up],
+            "waits": [role for role in ranked if role in self.excused],
             "blocked": [role for role in ranked if self._state(role) == BLOCKED],
             "traced": [role for role in ranked if self._state(role) == TRACED],
         }
@@ -197,7 +204,7 @@ class Case:
 
     def _usual(self, operation: Operation) -> float | None:
         waiting = sorted(self.waits.waiting[operation])[:8]
-        known = [self.flights[role].usual(operation) for role in waiting]
+        known = [self.flights[role].usual(operation, self._unusual) for role in waiting]
         return max((each for each in known if each is not None), default=None)
 
     def _about(self, kind: str, ranked: Sequence[int], sure: int, how: str = "") -> Finding:
@@ -243,6 +250,8 @@ class Case:
             return "it has come to the end of its script, or of a part of it"
         if role in self.held_up and flight.log.state != STOPPED:
             return "it waits for other nodes to have copies of its state"
+        if (wait := self.excused.get(role)) is not None:
+            return f"it waits for {wait.what}: {wait.words}"
         if waits := self.waits.operations(role):
             operation = max(waits, key=flight.waited)
             missing = sorted(self.waits.missing[operation])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -142,15 +142,16 @@ class Flight:
         """Seconds since it has entered it."""
         return (self.log.now - self.records[operation].started) / 1e9
 
-    def usual(self, operation: Operation) -> float | None:
-        """The longest time that the same took before, as far as the record goes back; None: never seen."""
+    def usual(self, operation: Operation, but: Container[Operation] = ()) -> float | None:
+        """The longest time that the same took before, as far as the record goes back; None: never seen.
+        Those in `but` count only where there are no others."""
         wanted = self._signature(self.records[operation])
-        took = [
-            (record.ended - record.started) / 1e9
-            for record in self.log.records
+        took = {
+            each: (record.ended - record.started) / 1e9
+            for each, record in self.records.items()
             if not record.under_way and self._signature(record) == wanted
-        ]
-        return max(took, default=None)
+        }
+        return max([took[each] for each in took if each not in but] or took.values(), default=None)
 
     def _signature(self, record: FlightRecord) -> Signature:
         return self._names[record.group], record.kind, record.nbytes, record.dtype, record.peer
