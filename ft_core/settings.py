@@ -17,6 +17,10 @@ from ft_core.elastic.rules import INTERVENTIONS, Start
 from ft_core.errors import ConfigError
 
 SECRET_ENV = "FT_JOB_SECRET"
+SECRET_ADVICE = (
+    "set it to the same on all nodes (`openssl rand -hex 32` makes one), or give --job-dir a directory that "
+    "all of them see"
+)
 POLICIES = ("wait", "shrink", "stop")
 SNAPSHOTS = ("lean", "full")
 AUTO = -1
@@ -122,6 +126,8 @@ class Settings:
     """Which streams go to files and to the console of `ftrun` (`--tee`), by the same numbers."""
     log_prefix: bool = False
     """Whether a line on the console begins with the name of the node that it comes from."""
+    local_ranks: list[int] = field(default_factory=list)
+    """Whose output the console shows (`--local-ranks-filter`); empty: everybody's."""
     log_format: str = "text"
     """How the job's own processes log (`--ft-log-format`): `text` for people, `json` for programs."""
     inject: str = ""

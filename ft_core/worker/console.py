@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from ft_core.process.lines import entry, is_entry
@@ -38,9 +38,18 @@ _VARIES = re.compile(
 class Console:
     """Of one agent."""
 
-    def __init__(self, logs: Path, prefix: str = "", json: bool = False) -> None:
-        """`logs`: the job directory's. `prefix`: of each line. `json`: each line is an object instead."""
+    def __init__(
+        self,
+        logs: Path,
+        prefix: str = "",
+        json: bool = False,
+        local_ranks: Collection[int] = (),
+        per_node: int = 1,
+    ) -> None:
+        """`logs`: the job directory's. `prefix`: of each line. `json`: each line is an object instead.
+        `local_ranks`: of the `per_node` roles of a node, those that are shown; empty: all."""
         self._prefix, self._json = f"[{prefix}]: ".encode() if prefix and not json else b"", json
+        self._local_ranks, self._per_node = local_ranks, per_node
         self._shown = logs / "warnings-shown"
         self._known: set[str] = set()
         self._left_out: set[tuple[Path, int]] = set()
@@ -49,6 +58,9 @@ class Console:
 
     def dress(self, directory: Path, stream: int, data: bytes) -> bytes:
         """What is shown of whole lines in the log `directory` of a worker."""
+        role = self._role(directory) if self._local_ranks else None
+        if role is not None and role % self._per_node not in self._local_ranks:
+            return b""
         lines = self._news((directory, stream), data.removesuffix(b"\n").split(b"\n"))
         if self._json:
             lines = (self._entry(directory, stream, line).encode() for line in lines)

@@ -240,7 +240,7 @@ def test_without_a_controller_a_node_warns_and_leaves_if_nobody_trains(
     assert not caplog.text
     node.handle(e.NotConnected("refused"), 2)
     node.handle(e.NotConnected("refused"), 1)
-    assert caplog.text.count("no controller answers at 127.0.0.1:1; trying again") == 1
+    assert caplog.text.count("no controller answers at 127.0.0.1:1 (refused); trying again") == 1
     node.handle(e.NotConnected("refused"), outage.ABANDONED - 12)
     assert node.agent.phase is Phase.SERVING
     node.handle(e.NotConnected("refused"), 1)
