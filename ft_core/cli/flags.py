@@ -312,8 +312,8 @@ def parse(words: Sequence[str] | None = None, environ: Mapping[str, str] = os.en
     p.note = torchrun.origin(found)
     args = p.parse_args([*more, *words])
     args.variables = found
-    # As torchrun does, beside the script as well as before it.
-    args.command = [word for at, word in enumerate(args.command) if at > 1 or word != "--"]
+    if "--" in args.command[:2]:  # before the script or, as torchrun has it too, right behind it
+        args.command.remove("--")
     one = args.standalone or args.join or _nodes(args)[1] == 1
     if args.node_rank is None and not one and (said := torchrun.node_rank(environ)) is not None:
         args.node_rank, found["node_rank"] = said

@@ -13,12 +13,12 @@ DISTRIBUTION = "ft-training"
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags are written out, but for those that `abbreviated` names."""
+    """Of one program."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.abbreviated: Sequence[argparse.Action] = ()
-        """Flags of which a beginning will do that is no other's: what torchrun's users are used to."""
+        self.abbreviated: Sequence[argparse.Action] | None = None
+        """Flags of which a beginning will do that is no other's; None: all."""
         self.note = ""
         """Said with each error."""
 
@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
             return found
         flags: dict[int, Any] = {}
         for one in found:
-            if one[0] in self.abbreviated:
+            if self.abbreviated is None or one[0] in self.abbreviated:
                 flags.setdefault(id(one[0]), one)
         return list(flags.values())
 

@@ -32,6 +32,7 @@ from ft_core.control.events import (
     Received,
     Refused,
     Resign,
+    Say,
     Send,
     Terminate,
     Tick,
@@ -236,6 +237,8 @@ class Controller:
         if known is None:
             if isinstance(self.phase, Forming):
                 self.phase.joined_at = self._epochs.now
+            if not isinstance(self.phase, Rebuilding):  # or all of them come again
+                self._look_for_its_like(node)
             self._epochs.record("joined", node=node.name, agent_pid=hello.pid, domain=hello.domain)
             self._epochs.returning.node_joined()
         self._hear(node)
@@ -251,6 +254,17 @@ class Controller:
         self._epochs.do(*self._epochs.returning.back(node, set(node.holdings.roles)))
         self._epochs.do(*self._epochs.draining.greeted(facts, node, known is not None))
         self._epochs.decide_if_ready()
+
+    def _look_for_its_like(self, node: Node) -> None:
+        """Two nodes that were started with the same number: one of them only stands by."""
+        rank = node.hello.node_rank
+        if rank not in range(self.facts.settings.nnodes):
+            return
+        others = [other.name for other in self.facts.nodes.values() if other.hello.node_rank == rank]
+        if len(others) > 1:
+            names = " and ".join(sorted(others))
+            said = f"ftrun: {names} were all started with --node-rank {rank}: one trains, the others stand by"
+            self._epochs.do(Say(said, "WARNING"))
 
     def _pulsed(self, pulses: Iterable[m.Pulse]) -> None:
         """Nodes that have greeted live, unless this was said to another controller."""

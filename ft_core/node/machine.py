@@ -255,6 +255,7 @@ class Agent:
                 self._plans.hear(message)
             case m.SharedPlan():
                 if (plan := self._plans.plan(message, self.epochs.plan)) is not None:
+                    self._look_for_its_place(plan)
                     self.epochs.begin(plan)
             case m.NodesChanged():
                 self.epochs.nodes_changed(message)
@@ -311,6 +312,16 @@ class Agent:
                 self._end(code)
             case _:
                 assert_never(message)
+
+    def _look_for_its_place(self, plan: m.NodePlan) -> None:
+        """Whoever was started as one of those that train is told that it does not."""
+        node, rank = self.about.node, self.about.node_rank
+        trains = node in plan.roles.values() or rank not in range(self.epochs.settings.nnodes)
+        if self.epochs.plan is None and not trains:
+            log.warning(
+                "node %s was started with --node-rank %d, and stands by as a spare: another has that place",
+                *(node, rank),
+            )
 
     # -- workers -------------------------------------------------------------------------------
 

@@ -94,7 +94,8 @@ class Handshake:
         """Server: its own proof, once the client's is right. Raises AuthenticationError."""
         if not hmac.compare_digest(proof, self._mac(b"client")):
             raise AuthenticationError(
-                f"{self._peer} does not know this job's secret: connection refused (is its FT_JOB_SECRET the job's?)"
+                f"{self._peer} does not know this job's secret: connection refused (is its FT_JOB_SECRET "
+                "this job's?)"
             )
         return self._mac(b"server")
 
@@ -102,8 +103,8 @@ class Handshake:
         """Client: the server's last word. Raises AuthenticationError."""
         if proof == REFUSED:
             raise AuthenticationError(
-                f"{self._peer} refused this process: its job has another secret; check the job's secret file, or "
-                "FT_JOB_SECRET: all nodes need the same"
+                f"{self._peer} refused this process: its job has another secret; check the job's secret "
+                "file, or FT_JOB_SECRET: all nodes need the same"
             )
         if not hmac.compare_digest(proof, self._mac(b"server")):
             raise AuthenticationError(f"{self._peer} does not know this job's secret: not talking to it")

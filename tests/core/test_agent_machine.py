@@ -799,3 +799,37 @@ def test_who_outlives_a_peer_that_sigterm_has_ended_has_a_while():
     assert not node.effects(e.End)
     node.handle(e.Tick(), 1)
     assert node.done[-1] == e.End(ENDED) and e.ToController(m.Left()) in node.done
+
+
+@pytest.mark.parametrize("first", [e.Terminate(), e.NotConnected("refused")])
+def test_a_node_that_waits_for_its_controller_ends_on_sigterm(node: Node, first: e.Event):
+    """Also where that is away for a moment only: nobody trains here."""
+    second = e.NotConnected("it is gone") if isinstance(first, e.Terminate) else e.Terminate()
+    node.hear(plan(roles={0: "node1", 1: "node2"}))
+    node.handle(first)
+    assert not node.effects(e.End), "a spare asks whether it may"
+    node.handle(second)
+    assert node.effects(e.End) == [e.End(ENDED)]
+
+
+def test_a_node_of_a_job_that_has_not_begun_ends_on_sigterm(node: Node):
+    node.handle(e.Terminate())
+    assert node.done == [e.ToController(m.Leaving()), e.ToController(m.Left()), e.End(ENDED)]
+
+
+def test_who_trains_while_the_controller_is_away_does_not_end_but_its_workers(training: Node):
+    training.handle(e.NotConnected("it is gone"))
+    training.handle(e.Terminate())
+    assert training.effects(e.Signal) and not training.effects(e.End)
+
+
+def test_a_node_whose_place_another_has_says_so(node: Node, caplog: pytest.LogCaptureFixture):
+    node.hear(plan(roles={0: "node1", 1: "node2"}))
+    assert "node0 was started with --node-rank 0, and stands by as a spare" in caplog.text
+    caplog.clear()
+    node.hear(plan(2, roles={0: "node1", 1: "node2"}))
+    assert not caplog.text, "once"
+
+
+def test_a_node_that_trains_has_its_place(training: Node, caplog: pytest.LogCaptureFixture):
+    assert "stands by" not in caplog.text

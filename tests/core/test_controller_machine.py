@@ -1641,3 +1641,18 @@ def test_all_come_to_the_end() -> None:
         Send(peer, Shutdown(code=0)),
         Close(peer),
     ]
+
+
+def test_two_nodes_with_one_number_are_said() -> None:
+    job = ControlPlane(nodes=3)
+    assert not [text for text in job.said if "--node-rank" in text]
+    job.join("other", 1)
+    [said] = [text for text in job.said if "--node-rank" in text]
+    assert said == (
+        "ftrun: node1 and other were all started with --node-rank 1: one trains, the others stand by"
+    )
+    job.join("a spare", 3)
+    job.join("another spare", 3)
+    job.join("who joins", -1)
+    job.join("who joins as well", -1)
+    assert [text for text in job.said if "--node-rank" in text] == [said]
