@@ -52,7 +52,10 @@ QUICK: dict[str, tuple[str, ...]] = {
     "scripts that end": ("test_endings.py::test_scripts_that_leave",),
     "an exception in the script": ("test_errors.py::test_an_exception_restarts_its_worker_from_memory",),
     "settings of the script": ("test_configuration.py::test_settings_that_cannot_be_had",),
-    "a loop of one's own": ("test_tutorial.py::test_tutorial",),
+    "a loop of one's own": (
+        "test_tutorial.py::test_tutorial",
+        "test_own_loop.py::test_a_loop_of_ones_own[True]",
+    ),
     "what is sent": ("test_accounting.py::test_bytes_between_hosts[tp1pp2dp2-distopt-bf16-2]",),
     "DeepSpeed, ZeRO 1": ("test_deepspeed_variants.py::test_checkpoints_of_the_script[1]",),
     "DeepSpeed, ZeRO 3": (
