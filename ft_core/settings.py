@@ -16,6 +16,8 @@ from ft_core import leadership
 from ft_core.elastic.rules import INTERVENTIONS, Start
 from ft_core.errors import ConfigError
 
+ANY_RANK = -2
+"""In place of the number of a node that takes whichever place is free when the job begins."""
 SECRET_ENV = "FT_JOB_SECRET"
 SECRET_ADVICE = (
     "set it to the same on all nodes (`openssl rand -hex 32` makes one), or give --job-dir a directory that "

@@ -70,7 +70,8 @@ def parser() -> Parser:
         "--node_rank",
         type=int,
         default=None,
-        help="this node's number, also from SLURM_NODEID or GROUP_RANK; spares: >= nnodes",
+        help="this node's number, also from SLURM_NODEID or GROUP_RANK; spares: >= nnodes; default: the node "
+        "that has the address of --rdzv-endpoint is the first, and the others take places as they come",
     )
     t.add_argument(
         "--rdzv-endpoint", "--rdzv_endpoint", default="", help="HOST:PORT of the controller (on node rank 0)"
@@ -314,7 +315,10 @@ def parse(words: Sequence[str] | None = None, environ: Mapping[str, str] = os.en
     args.variables = found
     if "--" in args.command[:2]:  # before the script or, as torchrun has it too, right behind it
         args.command.remove("--")
-    one = args.standalone or args.join or _nodes(args)[1] == 1
+    try:
+        one = args.standalone or args.join or _nodes(args)[1] == 1
+    except ConfigError as error:
+        raise ConfigError(f"{error}{p.note}") from None
     if args.node_rank is None and not one and (said := torchrun.node_rank(environ)) is not None:
         args.node_rank, found["node_rank"] = said
     return args
@@ -348,12 +352,13 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise ConfigError("--respawn goes with --standalone; elsewhere the scheduler starts nodes")
     if args.standalone and args.node_rank not in (None, 0):
         raise ConfigError("--standalone starts all nodes itself: leave --node-rank out")
-    if nnodes > 1 and args.node_rank is None and not args.standalone and not args.join:
+    where = args.join if is_elected(args.join) else args.ft_leadership
+    named = not where and (args.controller or args.rdzv_endpoint or args.master_addr)
+    if nnodes > 1 and args.node_rank is None and not (args.standalone or args.join or named):
         raise ConfigError(
             "--nnodes above 1 needs --node-rank, the number of each node (or PET_NODE_RANK, SLURM_NODEID or "
             "GROUP_RANK in its environment); or --standalone, for all of them on this machine"
         )
-    where = args.join if is_elected(args.join) else args.ft_leadership
     if where and args.standalone:
         raise ConfigError("--ft-leadership is for a job on several machines; --standalone has one")
     if where and (args.controller or args.rdzv_endpoint):

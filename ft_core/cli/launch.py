@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import os
@@ -19,8 +20,8 @@ from ft_core.cli.flags import parse, settings_of
 from ft_core.cli.launcher import Launcher, tell
 from ft_core.errors import ConfigError
 from ft_core.process.lines import VOICE
-from ft_core.protocol.sockets import split_address
-from ft_core.settings import SECRET_ADVICE, SECRET_ENV, Settings, unique, write_secret
+from ft_core.protocol.sockets import listen, split_address
+from ft_core.settings import ANY_RANK, SECRET_ADVICE, SECRET_ENV, Settings, unique, write_secret
 
 _NAME_KNOWN = 600.0
 """Seconds that a name may take until it is known everywhere."""
@@ -72,11 +73,14 @@ def _launch(args: argparse.Namespace) -> Launcher:
     if several:
         _say_where_the_secret_is(job_dir)
         _wait_for_name(settings.controller)
+    rank = args.node_rank
+    if rank is None:
+        rank = 0 if args.standalone or not several or _is_here(settings.controller) else ANY_RANK
     launcher = Launcher(job_dir)
     if settings.controller.endswith(":0"):
         settings = dataclasses.replace(settings, controller=launcher.reserve(settings.controller))
     try:
-        if not settings.leadership and (args.standalone or args.node_rank in (None, 0)):
+        if not settings.leadership and rank == 0:
             launcher.claim()
         settings.write(job_dir)
         write_secret(job_dir)
@@ -94,12 +98,11 @@ def _launch(args: argparse.Namespace) -> Launcher:
             domain = domains[rank] if rank < len(domains) else ""
             launcher.agent(f"node{next(launcher.numbers)}", rank, domain)
         return launcher
-    rank = args.node_rank or 0
     if settings.leadership:
         launcher.candidate(spare=rank >= settings.nnodes)
     elif rank == 0:
         launcher.controller()
-    place = f"{socket.gethostname()}-{rank}"
+    place = socket.gethostname() + f"-{rank}" * (rank != ANY_RANK)
     launcher.agent(unique(place), rank, args.ft_domain or place)
     return launcher
 
@@ -130,6 +133,13 @@ def _wait_for_name(address: str) -> None:
                 tell(f"ftrun: {host}, where the controller is to be, has no address yet; trying again")
             told = True
         time.sleep(_LOOK_UP)
+
+
+def _is_here(address: str) -> bool:
+    """Whether this machine has the address of the controller, and nobody listens there yet."""
+    with contextlib.suppress(OSError), listen(*split_address(address)):
+        return True
+    return False
 
 
 def _join(args: argparse.Namespace) -> Launcher:

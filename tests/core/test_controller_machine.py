@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,6 +31,7 @@ from ft_core.control.events import (
     Tick,
 )
 from ft_core.control.machine import Controller
+from ft_core.control.phases import Forming
 from ft_core.control.returning import PAUSE
 from ft_core.leadership.lease import first_epoch
 from ft_core.node.holdings import changed
@@ -103,7 +104,7 @@ from ft_core.protocol.messages import (
 )
 from ft_core.protocol.table import Received as PlanParts
 from ft_core.protocol.table import hosts_of, pieces
-from ft_core.settings import Command, Settings
+from ft_core.settings import ANY_RANK, Command, Settings
 
 M = TypeVar("M", bound=Message)
 
@@ -279,8 +280,17 @@ class Agent:
 class ControlPlane:
     """A controller, and the agents that it hears of."""
 
-    def __init__(self, nodes: int = 2, spares: int = 0, nproc: int = 1, groups: int = 1, **settings: Any):
-        """`groups`: replica groups, of roles in a row; where there are several, each has all the state."""
+    def __init__(
+        self,
+        nodes: int = 2,
+        spares: int = 0,
+        nproc: int = 1,
+        groups: int = 1,
+        join: Sequence[int] | None = None,
+        **settings: Any,
+    ) -> None:
+        """`groups`: replica groups, of roles in a row; where there are several, each has all the state.
+        `join`: the nodes that are there; default: all."""
         about = {"replicas": 1, "spares": spares, "controller": "host:1", **settings}
         self.settings = Settings(nodes, nproc, Command("train.py"), **about)
         self.roles = range(self.settings.world_size)
@@ -296,7 +306,7 @@ class ControlPlane:
         self.done: End | None = None
         self.said: list[str] = []
         self.start_controller()
-        for number in range(nodes + spares):
+        for number in range(nodes + spares) if join is None else join:
             self.join(f"node{number}", number if number < nodes else -1)
         self.wait(0.1)
 
@@ -1641,6 +1651,20 @@ def test_all_come_to_the_end() -> None:
         Send(peer, Shutdown(code=0)),
         Close(peer),
     ]
+
+
+def test_nodes_without_a_number_take_the_places_that_nobody_has() -> None:
+    """At once, and in the order in which they come; those that are too many stand by."""
+    job = ControlPlane(nodes=4, join=[0])
+    job.join("c", ANY_RANK)
+    job.join("b", ANY_RANK)
+    job.wait(1.0)
+    assert isinstance(job.controller.phase, Forming)
+    job.join("d", 1)
+    job.join("e", ANY_RANK)
+    job.wait(1.0)
+    assert job.controller.facts.places == {0: "node0", 1: "d", 2: "c", 3: "b"}
+    assert "e" in job.controller.facts.nodes and not [text for text in job.said if "--node-rank" in text]
 
 
 def test_two_nodes_with_one_number_are_said() -> None:

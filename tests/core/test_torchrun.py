@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -129,7 +131,14 @@ def test_a_job_of_its_own_on_each_node(read: Read) -> None:
 
 def test_without_a_number_it_is_said_where_one_may_come_from(read: Read) -> None:
     with pytest.raises(ConfigError, match="PET_NODE_RANK, SLURM_NODEID or GROUP_RANK"):
-        read(TOGETHER, {})
+        read("--nnodes 2", {})
+
+
+def test_without_a_number_nodes_meet_where_they_are_told_to(read: Read) -> None:
+    """As with `--rdzv-backend c10d`, for which Kubeflow numbers no pods."""
+    assert read(TOGETHER, {})[1] is None
+    with pytest.raises(ConfigError, match="--nnodes above 1 needs --node-rank"):
+        read("--nnodes 2 --ft-leadership etcd://e:2379/job", {})
 
 
 def test_every_flag_of_torchrun_is_known() -> None:
@@ -366,8 +375,15 @@ def test_a_name_that_is_known_a_little_later(
 FTRUN = [sys.executable, "-m", "ft_core.cli.launch"]
 
 
-def test_two_pods_train_together(tmp_path: Path) -> None:
-    """Told apart by the environment alone."""
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_two_pods_train_together(numbered: bool, tmp_path: Path) -> None:
+    """Told apart by the environment alone; or, as with torchrun's backend c10d, by where the first one is."""
+    port = free_port()
     script = tmp_path / "sum.py"
     script.write_text(
         "import os, torch, torch.distributed as dist\n"
@@ -378,10 +394,16 @@ def test_two_pods_train_together(tmp_path: Path) -> None:
         "dist.destroy_process_group()\n"
     )
     about = {**environment(), SECRET_ENV: "of these two pods", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
-    about |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port()), "PET_ROLE": "trainer"}
-    pods = []
+    about |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port), "PET_ROLE": "trainer"}
+    pods: list[subprocess.Popen[str]] = []
     for rank in ("0", "1"):
-        given = about | ({"PET_NODE_RANK": rank} if rank == "0" else {"SLURM_NODEID": rank})
+        if numbered:
+            given = about | ({"PET_NODE_RANK": rank} if rank == "0" else {"SLURM_NODEID": rank})
+        else:
+            given = about
+            while pods and not _listens(port):
+                assert pods[0].poll() is None
+                time.sleep(0.05)
         command = [*FTRUN, f"--job-dir={tmp_path / rank}", "--", str(script)]
         pods.append(subprocess.Popen(command, env=given, cwd=ROOT, stdout=subprocess.PIPE, text=True))
     try:
