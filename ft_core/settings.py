@@ -17,7 +17,13 @@ from ft_core import leadership
 from ft_core.elastic.rules import INTERVENTIONS, Start
 from ft_core.errors import ConfigError
 
+ANY_RANK = -2
+"""In place of the number of a node that takes whichever place is free when the job begins."""
 SECRET_ENV = "FT_JOB_SECRET"
+SECRET_ADVICE = (
+    "set it to the same on all nodes (`openssl rand -hex 32` makes one), or give --job-dir a directory that "
+    "all of them see"
+)
 SHORTEST = 16
 """Bytes of a secret that is not guessed by who has heard a connection being made."""
 JOB, SECRET, ID = "job.json", "secret", "id"
@@ -134,6 +140,8 @@ class Settings:
     """Which streams go to files and to the console of `ftrun` (`--tee`), by the same numbers."""
     log_prefix: bool = False
     """Whether a line on the console begins with the name of the node that it comes from."""
+    local_ranks: list[int] = field(default_factory=list)
+    """Whose output the console shows (`--local-ranks-filter`); empty: everybody's."""
     log_format: str = "text"
     """How the job's own processes log (`--ft-log-format`): `text` for people, `json` for programs."""
     inject: str = ""

@@ -6,14 +6,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ft_core.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 _FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")
 
+_FILES = (".json", ".hjson")
 _SHOWN = 255
 """Characters of a configuration that are named: it is a path, or all of it in base64."""
 
@@ -44,6 +48,8 @@ def settings(arguments: list[str]) -> dict[str, Any]:
         with _named(flag, text):
             from ft_deepspeed import config
 
+            if text.endswith(_FILES) and not os.path.exists(text):
+                log.warning("%s %s: there is no such file here; the script has to make it", flag, text)
             loaded = config.load(text)
             section = config.parse(loaded) if loaded is not None else None
             found = section.settings() if section is not None else {}
@@ -70,5 +76,5 @@ def _configurations(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
             continue
         if not equals:
             value = next(iter(arguments[position + 1 :]), "")
-        if value and (flag != "--deepspeed" or value.startswith("{") or value.endswith((".json", ".hjson"))):
+        if value and (flag != "--deepspeed" or value.startswith("{") or value.endswith(_FILES)):
             yield flag, value

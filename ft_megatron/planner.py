@@ -10,6 +10,7 @@ from ft_core.cli.planner.shape import Framework, Storage, Tensor
 from ft_core.errors import ConfigError
 
 EXPERT = "expert"
+_LAYOUT = tuple(f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert"))
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "seq_length")
 
 
@@ -139,6 +140,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _model(args: argparse.Namespace) -> Gpt | None:
     missing = [f"--{name.replace('_', '-')}" for name in _NEEDED if getattr(args, name) < 1]
     if missing and all(getattr(args, name) < 1 for name in _NEEDED[:-1]):
+        layout = [f"--{name.replace('_', '-')}" for name in _LAYOUT if getattr(args, name) > 1]
+        if layout:
+            raise ConfigError(
+                f"{', '.join(layout)}: this lays a GPT of Megatron's out; give {', '.join(missing)}, which "
+                "describe it, or leave it out"
+            )
         return None
     if missing:
         raise ConfigError(f"give {', '.join(missing)} too: they say what the model has")

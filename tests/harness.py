@@ -141,8 +141,8 @@ def plain_environment() -> dict[str, str]:
 
 
 def settings_of(*command: str) -> Settings:
-    """What `ftrun` makes of its command line."""
-    return flags.settings_of(flags.parser().parse_args(command))
+    """What `ftrun` makes of its command line alone."""
+    return flags.settings_of(flags.parse(command, {}))
 
 
 def read_logs(job_dir: Path) -> str:

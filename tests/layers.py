@@ -53,7 +53,10 @@ QUICK: dict[str, tuple[str, ...]] = {
     "scripts that end": ("test_endings.py::test_scripts_that_leave",),
     "an exception in the script": ("test_errors.py::test_an_exception_restarts_its_worker_from_memory",),
     "settings of the script": ("test_configuration.py::test_settings_that_cannot_be_had",),
-    "a loop of one's own": ("test_tutorial.py::test_tutorial",),
+    "a loop of one's own": (
+        "test_tutorial.py::test_tutorial",
+        "test_own_loop.py::test_a_loop_of_ones_own[True]",
+    ),
     "what is said while a job runs": (
         "test_voice.py::test_survivors_that_stand_still_do_no_steps",
         "test_voice.py::test_a_job_that_is_not_protected_says_so_at_once",

@@ -44,7 +44,7 @@ class Launched:
         self, directory: Path, world: int, script: list[str], inject: str, env: dict[str, str]
     ) -> None:
         self._directory = directory
-        flags = [f"--nnodes={world}", "--nproc-per-node=1", "--spares=0", "--redirects=3"]
+        flags = [f"--nnodes={world}", "--nproc-per-node=1", "--spares=0"]
         command = [*ftrun(directory, *flags, f"--ft-inject={inject}"), *script]
         self._errors = (directory.parent / f"{directory.name}.log").open("w+")
         variables = {**os.environ, **ALONE, **env}

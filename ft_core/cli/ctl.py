@@ -12,6 +12,8 @@ from ft_core import plugins
 from ft_core.cli import events, flight, ledger_check, nodes, report, status, timeline, top
 from ft_core.cli.ask import DeniedError, line, role_number
 from ft_core.cli.doctor import command as doctor
+from ft_core.cli.nodes import node_named
+from ft_core.cli.parser import Parser
 from ft_core.cli.planner import command as planner
 from ft_core.cli.planner.shape import Framework
 from ft_core.errors import FtError
@@ -31,7 +33,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser(frameworks: Iterable[Framework]) -> argparse.ArgumentParser:
     """The command line of `ftctl`. `frameworks`: that `plan` knows."""
-    parser = argparse.ArgumentParser(prog="ftctl", description=__doc__)
+    parser = Parser(prog="ftctl", description=__doc__)
+    parser.add_version()
     parser.add_argument("--job-dir", type=Path, default=None, help="the job's directory (see ftrun)")
     parser.add_argument(
         "--controller", default="", metavar="HOST:PORT", help="its controller, if the directory is elsewhere"
@@ -43,11 +46,11 @@ def parser(frameworks: Iterable[Framework]) -> argparse.ArgumentParser:
     kill = commands.add_parser("kill", help="inject a failure: SIGKILL a role's worker, or a whole node")
     victim = kill.add_mutually_exclusive_group(required=True)
     victim.add_argument("--role", type=role_number)
-    victim.add_argument("--node")
+    victim.add_argument("--node", help="its name, or its number")
     drain = commands.add_parser(
         "drain", help="take a node out, without a failure: its roles move between two steps, then it ends"
     )
-    drain.add_argument("node")
+    drain.add_argument("node", help="its name, or its number")
     flight.add_arguments(
         commands.add_parser("flight", help="what the process groups of a role, or of all, have done last")
     )
@@ -105,11 +108,12 @@ def _main(argv: list[str] | None) -> int:
                 return planner.of_running(described, hosts, args.json)
             case "drain":
                 with line(args.job_dir, args.controller) as found:
-                    print(_drains(found.expect(DrainNode(args.node), Drains)))
+                    print(_drains(found.expect(DrainNode(node_named(found, args.node)), Drains)))
                 return 0
             case _:
                 with line(args.job_dir, args.controller) as found:
-                    print(f"killed {found.expect(Inject(args.role, args.node), Injected).killed}")
+                    node = args.node and node_named(found, args.node)
+                    print(f"killed {found.expect(Inject(args.role, node), Injected).killed}")
                 return 0
     except DeniedError as error:
         print(f"ftctl: {error}", file=sys.stderr)

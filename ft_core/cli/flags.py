@@ -10,11 +10,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import os
 import re
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ft_core import plugins
+from ft_core.cli import torchrun
+from ft_core.cli.parser import Parser
 from ft_core.elastic.rules import INTERVENTIONS
 from ft_core.errors import ConfigError
 from ft_core.leadership import is_elected
@@ -23,20 +29,25 @@ from ft_core.process.lines import FORMATS
 from ft_core.protocol.sockets import split_address
 from ft_core.settings import AUTO, POLICIES, SNAPSHOTS, Command, Settings
 
-_DEFAULT_PORT = 29400
+_DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", 29400
+_TORCHRUN = "as torchrun's"
+BOTH = 3
+"""Streams of a worker, by torchrun's numbers: its output and its errors."""
 _SETTINGS = "ft_core.settings"
 """Entry points: given a script's arguments, they return the settings of the configuration found there."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command line of `ftrun`."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="ftrun",
+        usage="%(prog)s [flags] script [arguments of the script]; all flags: %(prog)s --help",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    t = p.add_argument_group("as torchrun's")
+    p.add_version()
+    about = "Each may come as a variable instead, such as PET_NNODES, as torchrun reads them."
+    t = p.add_argument_group(_TORCHRUN, about)
     t.add_argument(
         "--standalone", action="store_true", help="all nodes on this machine, one process tree each"
     )
@@ -47,18 +58,37 @@ def parser() -> argparse.ArgumentParser:
         help="nodes that train (spares come on top); with --ft-policy shrink those that the job starts with, "
         "and those that it grows to as nodes join",
     )
-    t.add_argument("--nproc-per-node", "--nproc_per_node", default="1", help="workers per node, or `gpu`")
     t.add_argument(
-        "--node-rank", "--node_rank", type=int, default=None, help="this node's number; spares: >= nnodes"
+        "--nproc-per-node",
+        "--nproc_per_node",
+        default="1",
+        metavar="N|gpu|xpu|cpu|auto",
+        help="workers per node: so many, or one for each GPU, XPU or processor; auto: for each of whatever "
+        "there is, the fastest kind",
+    )
+    t.add_argument(
+        "--node-rank",
+        "--node_rank",
+        type=int,
+        default=None,
+        help="this node's number, also from SLURM_NODEID or GROUP_RANK; spares: >= nnodes; default: the node "
+        "that has the address of --rdzv-endpoint is the first, and the others take places as they come",
     )
     t.add_argument(
         "--rdzv-endpoint", "--rdzv_endpoint", default="", help="HOST:PORT of the controller (on node rank 0)"
     )
     t.add_argument(
-        "--master-addr", "--master_addr", default="127.0.0.1", help="the controller's host, another way"
+        "--master-addr",
+        "--master_addr",
+        default=None,
+        help=f"the controller's host, another way (default {_DEFAULT_HOST})",
     )
     t.add_argument(
-        "--master-port", "--master_port", type=int, default=_DEFAULT_PORT, help="and its port there"
+        "--master-port",
+        "--master_port",
+        type=int,
+        default=None,
+        help=f"and its port there (default {_DEFAULT_PORT})",
     )
     t.add_argument(
         "--rdzv-id",
@@ -67,9 +97,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="ID",
         help="the job's id, of which there are never two at the same address: whoever is of another is not "
         "let in. Give that of a job whose controller's machine is lost to a controller that takes its place "
-        "(default: one that is drawn; file `id` in the job directory)",
+        "(default: one that is drawn; file `id` in the job directory). Workers find it in "
+        "TORCHELASTIC_RUN_ID",
     )
-    t.add_argument("--rdzv-backend", "--rdzv_backend", default="", help="accepted and ignored")
     t.add_argument(
         "--max-restarts",
         "--max_restarts",
@@ -87,17 +117,38 @@ def parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="for workers that handle SIGTERM, to end after it; default: until its sender's patience ends",
     )
+    t.add_argument(
+        "--signals-to-handle",
+        "--signals_to_handle",
+        default="",
+        metavar="SIGNAL,...",
+        help="signals that are taken for SIGTERM, such as SIGUSR1",
+    )
     t.add_argument("-m", "--module", action="store_true", help="the script is a module, as in python -m")
     t.add_argument(
         "--no-python", "--no_python", action="store_true", help="the script is a program; run it unprotected"
     )
+    t.add_argument("--role", default="", help="what workers find in ROLE_NAME; nothing else")
     t.add_argument("--log-dir", "--log_dir", type=Path, default=None, help="another name for --job-dir")
     t.add_argument(
-        "-r", "--redirects", default="3", help="streams that go to log files: 0 none, 1 out, 2 err, 3 both"
+        "-r",
+        "--redirects",
+        default=None,
+        help="streams that go to log files only: 0 none, 1 out, 2 err, 3 both; default: log files and the "
+        "console have both",
     )
     t.add_argument(
-        "-t", "--tee", default=None, help="streams that go to log files and the console (default 3)"
+        "-t", "--tee", default=None, help="streams that go to log files and the console, by the same numbers"
     )
+    t.add_argument(
+        "--local-ranks-filter",
+        "--local_ranks_filter",
+        default="",
+        metavar="N,...",
+        help="local ranks whose output the console shows (default: all)",
+    )
+    torchrun.add_idle_flags(t)
+    p.abbreviated = t._group_actions
     f = p.add_argument_group("fault tolerance")
     f.add_argument(
         "--job-dir", type=Path, default=None, help="address, secret, events and logs of the job; default: new"
@@ -264,20 +315,40 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def parse(words: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> argparse.Namespace:
+    """The command line, and what it leaves open as the variables of launchers say it. `variables` of the
+    answer: by the names of flags, the variables in which they were found. Raises ConfigError for those; ends
+    the process for flags that are none."""
+    p = parser()
+    words = sys.argv[1:] if words is None else list(words)
+    given = p.parse_args(words)
+    group = next(group for group in p._action_groups if group.title == _TORCHRUN)
+    more, found = torchrun.variables(group, given, environ)
+    p.note = torchrun.origin(found)
+    args = p.parse_args([*more, *words])
+    args.variables = found
+    if "--" in args.command[:2]:  # before the script or, as torchrun has it too, right behind it
+        args.command.remove("--")
+    try:
+        one = args.standalone or args.join or _nodes(args)[1] == 1
+    except ConfigError as error:
+        raise ConfigError(f"{error}{p.note}") from None
+    if args.node_rank is None and not one and (said := torchrun.node_rank(environ)) is not None:
+        args.node_rank, found["node_rank"] = said
+    return args
+
+
 def settings_of(args: argparse.Namespace) -> Settings:
     """Check the flags against each other. Raises ConfigError before anything is started."""
-    first, _, most = str(args.nnodes).rpartition(":")
-    nnodes, min_nodes = _count("--nnodes", most), _count("--nnodes", first) if first else 0
-    if min_nodes > nnodes:
-        raise ConfigError(f"--nnodes {args.nnodes}: give MIN:MAX")
-    nproc = (
-        _gpus() if args.nproc_per_node in ("gpu", "auto") else _count("--nproc-per-node", args.nproc_per_node)
-    )
+    min_nodes, nnodes = _nodes(args)
+    nproc = _workers(args.nproc_per_node)
     if not args.command:
         raise ConfigError("no script given")
     script, *arguments = args.command
-    if not args.no_python and not args.module and not Path(script).is_file():
-        raise ConfigError(f"there is no script {script!r} (give -m for a module)")
+    if args.no_python and args.module:
+        raise ConfigError("--no-python and --module exclude each other")
+    if not args.no_python and not args.module:
+        _check_script(script)
     if args.spares and not args.standalone:
         raise ConfigError(
             "--spares goes with --standalone; elsewhere start spare nodes with --node-rank >= nnodes"
@@ -295,21 +366,25 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise ConfigError("--respawn goes with --standalone; elsewhere the scheduler starts nodes")
     if args.standalone and args.node_rank not in (None, 0):
         raise ConfigError("--standalone starts all nodes itself: leave --node-rank out")
-    if nnodes > 1 and args.node_rank is None and not args.standalone and not args.join:
-        raise ConfigError("--nnodes above 1 needs --node-rank (or --standalone)")
     where = args.join if is_elected(args.join) else args.ft_leadership
+    named = not where and (args.controller or args.rdzv_endpoint or args.master_addr)
+    if nnodes > 1 and args.node_rank is None and not (args.standalone or args.join or named):
+        raise ConfigError(
+            "--nnodes above 1 needs --node-rank, the number of each node (or PET_NODE_RANK, SLURM_NODEID or "
+            "GROUP_RANK in its environment); or --standalone, for all of them on this machine"
+        )
     if where and args.standalone:
         raise ConfigError("--ft-leadership is for a job on several machines; --standalone has one")
     if where and (args.controller or args.rdzv_endpoint):
         raise ConfigError("--ft-leadership finds the controller: leave --rdzv-endpoint and --controller out")
-    controller = "" if where else _controller_address(args)
+    controller = "" if where else _controller_address(args, nnodes)
     if controller.endswith(":0") and (args.join or (nnodes > 1 and not args.standalone)):
         raise ConfigError(f"{controller}: the nodes of a job must know the controller's port; give one")
     inject.parse(args.ft_inject)
-    streams = "3" if args.tee is None else args.tee
-    for flag, value in (("--redirects", args.redirects), ("--tee", streams)):
-        if value not in ("0", "1", "2", "3"):
-            raise ConfigError(f"{flag} {value!r}: give 0, 1, 2 or 3, the same for all workers")
+    files, console = _streams("--redirects", args.redirects), _streams("--tee", args.tee)
+    if console is None:
+        console = BOTH & ~(files or 0)
+    run_id, role = args.rdzv_id, args.role
     given = _given(args)
     strikes, minutes = _strikes(args.ft_strikes)
     settings = Settings(
@@ -327,9 +402,14 @@ def settings_of(args: argparse.Namespace) -> Settings:
         return_limit=args.ft_return_limit,
         strikes=strikes,
         strike_minutes=minutes,
-        redirects=int(args.redirects),
-        tee=int(streams),
+        redirects=BOTH if files is None else files,
+        tee=console,
         log_prefix=args.tee is not None,
+        local_ranks=_local_ranks(args.local_ranks_filter),
+        environment={
+            **({"TORCHELASTIC_RUN_ID": run_id} if run_id else {}),
+            **({"ROLE_NAME": role} if role else {}),
+        },
         log_format=args.ft_log_format,
         inject=args.ft_inject,
         max_restarts=args.max_restarts,
@@ -363,7 +443,7 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _controller_address(args: argparse.Namespace) -> str:
+def _controller_address(args: argparse.Namespace, nnodes: int) -> str:
     given = args.join or args.controller or args.rdzv_endpoint
     if given:
         host, _, port = given.rpartition(":")
@@ -372,9 +452,72 @@ def _controller_address(args: argparse.Namespace) -> str:
         if not port.isdigit():
             raise ConfigError(f"{given!r} is no HOST:PORT")
         return str(given)
-    if args.standalone or args.nnodes == "1":
-        return "127.0.0.1:0"
-    return f"{args.master_addr}:{args.master_port}"
+    if args.standalone or nnodes == 1:
+        return f"{_DEFAULT_HOST}:0"
+    return f"{args.master_addr or _DEFAULT_HOST}:{args.master_port or _DEFAULT_PORT}"
+
+
+def _nodes(args: argparse.Namespace) -> tuple[int, int]:
+    """(MIN, MAX); (0, N) where there is no range."""
+    first, _, most = args.nnodes.rpartition(":")
+    least, nnodes = _count("--nnodes", first) if first else 0, _count("--nnodes", most)
+    if least > nnodes:
+        raise ConfigError(f"--nnodes {args.nnodes}: give MIN:MAX")
+    return least, nnodes
+
+
+def _workers(text: str) -> int:
+    """Of a node, as torchrun counts them."""
+    if text in ("gpu", "xpu", "auto"):
+        import torch  # slow, and needed for this question only
+
+        if text == "auto":
+            if torch.accelerator.is_available():
+                return torch.accelerator.device_count()
+            text = "cpu"
+        else:
+            devices: Any = torch.cuda if text == "gpu" else torch.xpu
+            if not devices.is_available():
+                raise ConfigError(f"--nproc-per-node {text}: torch sees no {text.upper()} here")
+            return int(devices.device_count())
+    return len(os.sched_getaffinity(0)) if text == "cpu" else _count("--nproc-per-node", text)
+
+
+def _check_script(script: str) -> None:
+    """What Python would refuse, on all machines, is refused before they are there."""
+    if not Path(script).is_file():
+        raise ConfigError(f"there is no script {script!r} (give -m for a module)")
+    try:
+        source = Path(script).read_bytes()
+        if b"\0" in source:  # an archive, or compiled
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the workers say it
+            compile(source, script, "exec", dont_inherit=True)
+    except OSError as error:
+        raise ConfigError(f"{script} cannot be read: {error.strerror}") from None
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        text = (isinstance(error, SyntaxError) and error.text) or ""
+        raise ConfigError(
+            f"{script}{line}: {getattr(error, 'msg', error)}{': ' * bool(text)}{text.strip()} (for a program "
+            "that is no Python script give --no-python)"
+        ) from None
+
+
+def _streams(flag: str, text: str | None) -> int | None:
+    """By torchrun's numbers; None where nothing is said of all workers alike."""
+    if text is None or re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
+        return None
+    if text not in ("0", "1", "2", "3"):
+        raise ConfigError(f"{flag} {text!r}: give 0, 1, 2 or 3")
+    return int(text)
+
+
+def _local_ranks(text: str) -> list[int]:
+    if not re.fullmatch(r"(\d+(,\d+)*)?", text):
+        raise ConfigError(f"--local-ranks-filter {text!r}: give local ranks, such as 0,1")
+    return sorted({int(rank) for rank in text.split(",") if rank})
 
 
 def _run_id(text: str) -> str:
@@ -411,9 +554,3 @@ def _address(flag: str, text: str) -> str:
 
 def _metrics(text: str) -> str:
     return text and _address("--ft-metrics-port", text if ":" in text else f"127.0.0.1:{text}")
-
-
-def _gpus() -> int:
-    import torch  # slow, and needed for this question only
-
-    return torch.cuda.device_count() or 1

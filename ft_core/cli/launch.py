@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import os
@@ -10,16 +11,31 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import NoReturn
 
-from ft_core.cli.flags import parser, settings_of
+from ft_core.cli import torchrun
+from ft_core.cli.flags import parse, settings_of
 from ft_core.cli.job_dir import check, prepared
 from ft_core.cli.launcher import Launcher, tell
 from ft_core.errors import ConfigError
 from ft_core.process.lines import VOICE
-from ft_core.settings import SHORTEST, Settings, read_secret, unique, write_secret
+from ft_core.protocol.sockets import listen, split_address
+from ft_core.settings import (
+    ANY_RANK,
+    SECRET_ADVICE,
+    SECRET_ENV,
+    SHORTEST,
+    Settings,
+    read_secret,
+    unique,
+    write_secret,
+)
 
+_NAME_KNOWN = 600.0
+"""Seconds that a name may take until it is known everywhere."""
+_LOOK_UP = 1.0
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end the job, and at last are ignored."""
 
@@ -27,15 +43,20 @@ ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 def main(argv: list[str] | None = None) -> int:
     """Entry of `ftrun`. Returns the job's exit code."""
     _open_standard_streams()
-    args = parser().parse_args(argv)
-    VOICE.json = args.ft_log_format == "json"
+    variables: dict[str, str] = {}
     try:
+        args = parse(argv)
+        VOICE.json, variables = args.ft_log_format == "json", args.variables
+        like_sigterm = [signal.SIGTERM, *torchrun.signals(args.signals_to_handle)]
+        for note in torchrun.notes(args):
+            tell(f"ftrun: {note}")
         launcher = _join(args) if args.join else _launch(args)
     except ConfigError as error:
-        tell(f"ftrun: {error}", "ERROR")
+        tell(f"ftrun: {error}{torchrun.origin(variables)}", "ERROR")
         return 2
     launcher.patience = math.inf if args.shutdown_timeout is None else args.shutdown_timeout
-    signal.signal(signal.SIGTERM, lambda *_: launcher.terminate())
+    for number in like_sigterm:
+        signal.signal(number, lambda *_: launcher.terminate())
     for number in (signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_DFL:  # else nohup has said that it is to be ignored
             signal.signal(number, _end)
@@ -55,12 +76,21 @@ def _end(number: int, _: object) -> NoReturn:
 
 def _launch(args: argparse.Namespace) -> Launcher:
     settings = settings_of(args)
+    several = settings.nnodes > 1 and not args.standalone
+    if several and not os.environ.get(SECRET_ENV) and not (args.job_dir or args.log_dir):
+        raise ConfigError(f"{SECRET_ENV} is not set: {SECRET_ADVICE}")
     job_dir = _job_dir(args)
+    if several:
+        _say_where_the_secret_is(job_dir)
+        _wait_for_name(settings.controller)
+    rank = args.node_rank
+    if rank is None:
+        rank = 0 if args.standalone or not several or _is_here(settings.controller) else ANY_RANK
     launcher = Launcher(job_dir)
     if settings.controller.endswith(":0"):
         settings = dataclasses.replace(settings, controller=launcher.reserve(settings.controller))
     try:
-        if not settings.leadership and (args.standalone or args.node_rank in (None, 0)):
+        if not settings.leadership and rank == 0:
             launcher.claim()
         _take_secret(job_dir)
         settings.write(job_dir)
@@ -78,14 +108,48 @@ def _launch(args: argparse.Namespace) -> Launcher:
             domain = domains[rank] if rank < len(domains) else ""
             launcher.agent(f"node{next(launcher.numbers)}", rank, domain)
         return launcher
-    rank = args.node_rank or 0
     if settings.leadership:
         launcher.candidate(spare=rank >= settings.nnodes)
     elif rank == 0:
         launcher.controller()
-    place = f"{socket.gethostname()}-{rank}"
+    place = socket.gethostname() + f"-{rank}" * (rank != ANY_RANK)
     launcher.agent(unique(place), rank, args.ft_domain or place)
     return launcher
+
+
+def _say_where_the_secret_is(job_dir: Path) -> None:
+    """Nodes that do not agree about it would wait for each other."""
+    if not os.environ.get(SECRET_ENV) and not (job_dir / "secret").exists():
+        tell(
+            f"ftrun: {SECRET_ENV} is not set: the job's secret is drawn, and put into {job_dir / 'secret'}. "
+            "Nodes that do not share this directory are refused without it"
+        )
+
+
+def _wait_for_name(address: str) -> None:
+    """Of the controller's host: where machines are started together, their names are known a little later.
+    Raises ConfigError if that takes too long."""
+    host, began, told = split_address(address)[0] if address else "", time.monotonic(), False
+    while host:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            if time.monotonic() - began > _NAME_KNOWN:
+                raise ConfigError(
+                    f"{host}, where the controller is to be, is the name of no machine: {error}"
+                ) from None
+            if not told:
+                tell(f"ftrun: {host}, where the controller is to be, has no address yet; trying again")
+            told = True
+        time.sleep(_LOOK_UP)
+
+
+def _is_here(address: str) -> bool:
+    """Whether this machine has the address of the controller, and nobody listens there yet."""
+    with contextlib.suppress(OSError), listen(*split_address(address)):
+        return True
+    return False
 
 
 def _join(args: argparse.Namespace) -> Launcher:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterable
 
 import msgspec
 
-from ft_core.cli.ask import Line, line
+from ft_core.cli.ask import DeniedError, Line, line
 from ft_core.cli.status import FEW, print_rows
 from ft_core.protocol.groups import runs_of, text_of
 from ft_core.protocol.messages import Forgive, Forgiven, NodesStatus, NodeStatus
@@ -21,20 +22,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     forgive = parser.add_subparsers(dest="action").add_parser(
         "forgive", help="forget what counts against one"
     )
-    forgive.add_argument("node")
+    forgive.add_argument("node", help="its name, or its number")
 
 
 def main(args: argparse.Namespace) -> int:
     """Print them, or forgive one. Raises as `ask.line`."""
     with line(args.job_dir, args.controller) as found:
         if args.action == "forgive":
-            forgiven = found.expect(Forgive(args.node), Forgiven)
+            forgiven = found.expect(Forgive(node_named(found, args.node, gone=True)), Forgiven)
             print(f"forgiven {forgiven.node}: {forgiven.strikes} strikes")
         elif args.json:
             _stream(found.nodes("nodes"))
         else:
             _table(found, args.all)
     return 0
+
+
+def node_named(found: Line, text: str, gone: bool = False) -> str:
+    """The name of the node that a person means by its name, by that without what makes it unique, or by its
+    number. `gone`: those count that are not there. Raises DeniedError, which says what nodes there are."""
+    rows = [row for piece in found.nodes("nodes") for row in piece.nodes]
+    names = [row.node for row in rows if gone or row.alive]
+    if text in names:
+        return text
+    number = int(text) if text.isdecimal() else -1
+    meant = [name for name in names if text == _plain(name) or number == _number(name)]
+    if len(meant) == 1:
+        return meant[0]
+    which = "is no node" if not meant else "may be any of several nodes"
+    shown = meant or names
+    some = ", ".join(shown[:FEW]) + f" and {len(shown) - FEW} others" * (len(shown) > FEW)
+    raise DeniedError(f"{text} {which}: there {'is' if len(shown) == 1 else 'are'} {some or 'none'}")
+
+
+def _plain(node: str) -> str:
+    """As `settings.unique` was given it."""
+    return node.partition("+")[0]
+
+
+def _number(node: str) -> int | None:
+    """That at the end of its name."""
+    found = re.search(r"\d+$", _plain(node))
+    return int(found[0]) if found else None
 
 
 def _stream(pieces: Iterable[NodesStatus]) -> None:

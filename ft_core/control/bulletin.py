@@ -5,6 +5,7 @@ from __future__ import annotations
 from ft_core.control import explain
 from ft_core.control.events import Say
 from ft_core.control.facts import Facts
+from ft_core.control.forming import ranked
 from ft_core.control.phases import Done, Forming, Phase, Quiescing, Rebuilding, Running, Waiting
 from ft_core.control.progress import Progress
 
@@ -50,14 +51,14 @@ def _doing(facts: Facts, phase: Phase, progress: Progress | None) -> str:
     match phase:
         case Forming():
             wanted, n = settings.first_nodes, settings.nproc_per_node
-            ranked = {node.hello.node_rank: node for node in facts.nodes.values()}
-            missing = [rank for rank in range(wanted) if rank not in ranked]
+            by_rank = ranked(facts)
+            missing = [rank for rank in range(wanted) if rank not in by_rank]
             if missing:
                 here, late = wanted - len(missing), explain.some(missing)
                 return (
                     f"starting: {here} of {wanted} nodes are up; not here, or still importing: ranks {late}"
                 )
-            late = explain.some([node.name for rank in range(wanted) if (node := ranked[rank]).idle < n])
+            late = explain.some([node.name for rank in range(wanted) if (node := by_rank[rank]).idle < n])
             return f"starting: all {wanted} nodes are up; still importing: {late}"
         case Rebuilding():
             return f"a new controller has heard from {len(facts.nodes)} nodes, and waits for the others"

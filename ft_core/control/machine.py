@@ -35,6 +35,7 @@ from ft_core.control.events import (
     Refuse,
     Refused,
     Resign,
+    Say,
     Send,
     Terminate,
     Tick,
@@ -252,6 +253,8 @@ class Controller:
         if known is None:
             if isinstance(self.phase, Forming):
                 self.phase.joined_at = self._epochs.now
+            if not isinstance(self.phase, Rebuilding):  # or all of them come again
+                self._look_for_its_like(node)
             self._epochs.record("joined", node=node.name, agent_pid=hello.pid, domain=hello.domain)
             self._epochs.returning.node_joined()
         self._hear(node)
@@ -277,6 +280,17 @@ class Controller:
         if not self.facts.settings.leadership:
             reason += f"; or, to go on with that job, end this one and start it with --rdzv-id {hello.job}"
         self._epochs.do(Refuse(reason), Send(peer, m.OtherJob(self._job)), Close(peer))
+
+    def _look_for_its_like(self, node: Node) -> None:
+        """Two nodes that were started with the same number: one of them only stands by."""
+        rank = node.hello.node_rank
+        if rank not in range(self.facts.settings.nnodes):
+            return
+        others = [other.name for other in self.facts.nodes.values() if other.hello.node_rank == rank]
+        if len(others) > 1:
+            names = " and ".join(sorted(others))
+            said = f"ftrun: {names} were all started with --node-rank {rank}: one trains, the others stand by"
+            self._epochs.do(Say(said, "WARNING"))
 
     def _pulsed(self, pulses: Iterable[m.Pulse]) -> None:
         """Nodes that have greeted live, unless this was said to another controller."""

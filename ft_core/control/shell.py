@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import errno
 import itertools
 import json
 import logging
@@ -92,6 +93,12 @@ log = logging.getLogger(__name__)
 
 TICK = 0.05
 PORT_RETRY = 0.2
+_ADVICE = {
+    errno.EADDRINUSE: ". Something else has that port on this machine: end it, or give another port, the "
+    "same on all nodes (--rdzv-endpoint HOST:PORT, or --master-port)",
+    errno.EADDRNOTAVAIL: ". That is no address of this machine: the node that is started with --node-rank 0 "
+    "must be the one that --rdzv-endpoint names",
+}
 _TABLES = 8
 """Pieces of tables of nodes that are kept as they were encoded: of a hundred thousand roles there are two."""
 LAST_LINES = 3.0
@@ -273,7 +280,9 @@ class Shell:
                     raise OSError(error.errno, f"for datagrams (UDP): {error.strerror}") from None
             except OSError as error:
                 if self._failed_before is None:
-                    raise ConfigError(f"the controller cannot listen at {host}:{port}: {error}") from None
+                    advice = _ADVICE.get(error.errno or 0, "")
+                    problem = f"the controller cannot listen at {host}:{port}: {error}{advice}"
+                    raise ConfigError(problem) from None
                 if not said:  # training goes on meanwhile; whoever has the port may leave
                     log.warning("a new controller cannot listen at %s:%s yet: %s", host, port, error)
                 said = True

@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--job-dir", type=Path, required=True)
     parser.add_argument("--node", required=True, help="this node's name, unique in the job")
     parser.add_argument("--domain", default="", help="failure domain label (rack, switch); default: the node")
-    parser.add_argument("--node-rank", type=int, default=-1, help="position at the start; -1: a spare")
+    parser.add_argument("--node-rank", type=int, default=-1, help="place at the start; -1: a spare; -2: any")
     parser.add_argument("--temporary", help="directory for sockets, which whoever gives it reads and removes")
     parser.add_argument("--beside-controller", action="store_true", help="it has the same console")
     parent.add_argument(parser)

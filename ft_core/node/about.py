@@ -16,7 +16,7 @@ class About:
     node: str
     domain: str
     node_rank: int
-    """Position at the start; -1: a spare."""
+    """Position at the start; -1: a spare; `settings.ANY_RANK`: whichever is free."""
     pid: int
     data: str
     """Address of its memory, for other agents."""

@@ -192,6 +192,7 @@ class Agent:
                     self._termination.begin(self.crew.playing())
                     self.epochs.post(m.Leaving())
                     self.epochs.do(*self._termination.pass_on(self.crew.playing()))
+                    self._leave_if_told()
             case LauncherGone():
                 log.error("node %s: ftrun is gone; this agent stops", self.about.node)
                 self.epochs.do(KillNode())
@@ -229,13 +230,11 @@ class Agent:
         was, self._connected = self._connected, False
         if was and not event.other_job:
             self._outage.begins(self.epochs.now)
+            self._leave_if_told()
             return
         node, address = self.about.node, self.epochs.settings.meeting
         if event.refused and not self._outage.served:
-            log.error(
-                "node %s leaves: %s; check the job's secret file, and that all nodes run the same version",
-                *(node, event.reason),
-            )
+            log.error("node %s leaves: %s", node, event.reason)
             self._end(2)
             return
         if event.other_job:
@@ -243,8 +242,10 @@ class Agent:
         if event.stranger:
             problem = f"whoever answers at {address} is not this job's controller: {event.reason}"
             self._outage.warn(problem, self.epochs.now)
-        if self._outage.goes_on(bool(self.crew.playing()), self.epochs.now):
+        if self._outage.goes_on(bool(self.crew.playing()), self.epochs.now, event.reason):
             self._end(1)
+        else:
+            self._leave_if_told()
 
     def _on_controller(self, message: m.ToAgent) -> None:
         match message:
@@ -256,6 +257,7 @@ class Agent:
                 self._plans.hear(message)
             case m.SharedPlan():
                 if (plan := self._plans.plan(message, self.epochs.plan)) is not None:
+                    self._look_for_its_place(plan)
                     self.epochs.begin(plan)
             case m.NodesChanged():
                 self.epochs.nodes_changed(message)
@@ -312,6 +314,16 @@ class Agent:
                 self._end(code)
             case _:
                 assert_never(message)
+
+    def _look_for_its_place(self, plan: m.NodePlan) -> None:
+        """Whoever was started as one of those that train is told that it does not."""
+        node, rank = self.about.node, self.about.node_rank
+        trains = node in plan.roles.values() or rank not in range(self.epochs.settings.nnodes)
+        if self.epochs.plan is None and not trains:
+            log.warning(
+                "node %s was started with --node-rank %d, and stands by as a spare: another has that place",
+                *(node, rank),
+            )
 
     # -- workers -------------------------------------------------------------------------------
 
@@ -471,6 +483,13 @@ class Agent:
         self.epochs.report_if_quiet()
 
     # -- the end -------------------------------------------------------------------------------
+
+    def _leave_if_told(self) -> None:
+        """Where nobody trains, and nobody is there who could say whether this node is needed, or the job has
+        not begun: it waits, and need not."""
+        waits = not self._connected or self.epochs.plan is None
+        if self._termination.under_way and waits and not self.crew.playing():
+            self._leave()
 
     def _leave(self) -> None:
         """End this node alone, and let the controller know that no failure did it."""

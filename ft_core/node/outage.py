@@ -32,8 +32,8 @@ class Outage:
             self._warn_at = now + _WARN_EVERY
             log.warning("node %s: %s; trying again", self._node, problem)
 
-    def goes_on(self, trains: bool, now: float) -> bool:
-        """Another attempt has failed. Returns whether this node had better leave.
+    def goes_on(self, trains: bool, now: float, reason: str) -> bool:
+        """Another attempt has failed, for this `reason`. Returns whether this node had better leave.
 
         The end of a job is told to those who are there: who comes, or goes on, after it would wait for ever.
         """
@@ -47,5 +47,5 @@ class Outage:
             )
             return True
         if now - self._met > MISSED:
-            self.warn(f"no controller answers at {self._address}", now)
+            self.warn(f"no controller answers at {self._address} ({reason})", now)
         return False

@@ -168,7 +168,9 @@ class NodeShell:
         )
         stores = self._tasks.spawn(self.stores.serve(self._fail))
         json = self.settings.log_format == "json"
-        about = Console(self._log_dir.parent, self.node if self.settings.log_prefix else "", json)
+        prefix = self.node if self.settings.log_prefix else ""
+        shown = self.settings.local_ranks, self.settings.nproc_per_node
+        about = Console(self._log_dir.parent, prefix, json, *shown)
         self._tee = Tee(self.settings.tee, about, self._fail)
         self.pool.open(self._tee)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._handle, e.Terminate())

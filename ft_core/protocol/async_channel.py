@@ -48,7 +48,27 @@ class AsyncChannel(Generic[T]):
     ) -> AsyncChannel[T]:
         """As `Channel.connect`. `patience`: seconds more that it may take once somebody is there, who may
         have thousands to talk to."""
-        loop, connection = asyncio.get_running_loop(), Connection()
+        connection = Connection()
+        try:
+            return await cls._connect(connection, address, secret, receives, timeout, patience)
+        except TimeoutError:
+            if not hasattr(connection, "transport"):  # nobody is there
+                raise
+            raise TimeoutError(
+                f"{address} takes connections, and says nothing that is understood here"
+            ) from None
+
+    @classmethod
+    async def _connect(
+        cls,
+        connection: Connection,
+        address: str,
+        secret: bytes,
+        receives: Decoder[T],
+        timeout: float,
+        patience: float,
+    ) -> AsyncChannel[T]:
+        loop = asyncio.get_running_loop()
         async with asyncio.timeout(timeout) as limit:
             if address.startswith("unix:"):
                 await loop.create_unix_connection(lambda: connection, address.removeprefix("unix:"))

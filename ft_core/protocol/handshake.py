@@ -106,14 +106,18 @@ class Handshake:
     def admit(self, proof: bytes) -> bytes:
         """Server: its own proof, once the client's is right. Raises AuthenticationError."""
         if not hmac.compare_digest(proof, self._mac(b"client")):
-            raise AuthenticationError(f"{self._peer} does not know this job's secret: connection refused")
+            raise AuthenticationError(
+                f"{self._peer} does not know this job's secret: connection refused (is its FT_JOB_SECRET "
+                "this job's?)"
+            )
         return self._mac(b"server")
 
     def confirm(self, proof: bytes) -> None:
         """Client: the server's last word. Raises AuthenticationError."""
         if proof == REFUSED:
             raise AuthenticationError(
-                f"{self._peer} refused this process: its job has another secret; check the job's secret file"
+                f"{self._peer} refused this process: its job has another secret; check the job's secret "
+                "file, or FT_JOB_SECRET: all nodes need the same"
             )
         if not hmac.compare_digest(proof, self._mac(b"server")):
             raise AuthenticationError(f"{self._peer} does not know this job's secret: not talking to it")

@@ -12,7 +12,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from ft_core.process.lines import entry, is_entry
@@ -43,9 +43,18 @@ Output = tuple[Path, int]
 class Console:
     """Of one agent."""
 
-    def __init__(self, logs: Path, prefix: str = "", json: bool = False) -> None:
-        """`logs`: the job directory's. `prefix`: of each line. `json`: each line is an object instead."""
+    def __init__(
+        self,
+        logs: Path,
+        prefix: str = "",
+        json: bool = False,
+        local_ranks: Collection[int] = (),
+        per_node: int = 1,
+    ) -> None:
+        """`logs`: the job directory's. `prefix`: of each line. `json`: each line is an object instead.
+        `local_ranks`: of the `per_node` roles of a node, those that are shown; empty: all."""
         self._prefix, self._json = f"[{prefix}]: ".encode() if prefix and not json else b"", json
+        self._local_ranks, self._per_node = local_ranks, per_node
         self._shown = logs / "warnings-shown"
         self._known: set[str] = set()
         self._left_out: set[Output] = set()
@@ -73,6 +82,9 @@ class Console:
     def dress(self, directory: Path, stream: int, data: bytes) -> bytes:
         """What is shown of output in the log `directory` of a worker. A line that has no end yet goes on with
         the next call."""
+        role = self._role(directory) if self._local_ranks else None
+        if role is not None and role % self._per_node not in self._local_ranks:
+            return b""
         output = directory, stream
         if self._json:
             news = self._news(output, data.removesuffix(b"\n").split(b"\n"))

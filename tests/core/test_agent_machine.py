@@ -255,7 +255,7 @@ def test_without_a_controller_a_node_warns_and_leaves_if_nobody_trains(
     assert not caplog.text
     node.handle(e.NotConnected("refused"), 2)
     node.handle(e.NotConnected("refused"), 1)
-    assert caplog.text.count("no controller answers at 127.0.0.1:1; trying again") == 1
+    assert caplog.text.count("no controller answers at 127.0.0.1:1 (refused); trying again") == 1
     node.handle(e.NotConnected("refused"), outage.ABANDONED - 12)
     assert node.agent.phase is Phase.SERVING
     node.handle(e.NotConnected("refused"), 1)
@@ -829,3 +829,37 @@ def test_who_outlives_a_peer_that_sigterm_has_ended_has_a_while():
     assert not node.effects(e.End)
     node.handle(e.Tick(), 1)
     assert node.done[-1] == e.End(ENDED) and e.ToController(m.Left()) in node.done
+
+
+@pytest.mark.parametrize("first", [e.Terminate(), e.NotConnected("refused")])
+def test_a_node_that_waits_for_its_controller_ends_on_sigterm(node: Node, first: e.Event):
+    """Also where that is away for a moment only: nobody trains here."""
+    second = e.NotConnected("it is gone") if isinstance(first, e.Terminate) else e.Terminate()
+    node.hear(plan(roles={0: "node1", 1: "node2"}))
+    node.handle(first)
+    assert not node.effects(e.End), "a spare asks whether it may"
+    node.handle(second)
+    assert node.effects(e.End) == [e.End(ENDED)]
+
+
+def test_a_node_of_a_job_that_has_not_begun_ends_on_sigterm(node: Node):
+    node.handle(e.Terminate())
+    assert node.done == [e.ToController(m.Leaving()), e.ToController(m.Left()), e.End(ENDED)]
+
+
+def test_who_trains_while_the_controller_is_away_does_not_end_but_its_workers(training: Node):
+    training.handle(e.NotConnected("it is gone"))
+    training.handle(e.Terminate())
+    assert training.effects(e.Signal) and not training.effects(e.End)
+
+
+def test_a_node_whose_place_another_has_says_so(node: Node, caplog: pytest.LogCaptureFixture):
+    node.hear(plan(roles={0: "node1", 1: "node2"}))
+    assert "node0 was started with --node-rank 0, and stands by as a spare" in caplog.text
+    caplog.clear()
+    node.hear(plan(2, roles={0: "node1", 1: "node2"}))
+    assert not caplog.text, "once"
+
+
+def test_a_node_that_trains_has_its_place(training: Node, caplog: pytest.LogCaptureFixture):
+    assert "stands by" not in caplog.text

@@ -260,3 +260,12 @@ def test_a_whole_jobs_console_as_objects(short_path: Path) -> None:
     assert len(steps) == 12
     assert all(line["message"].startswith(f"rank {line['role']} ") for line in steps)
     assert {line["node"] for line in by["script"]} == {"node0", "node1"}
+
+
+def test_local_ranks_that_are_shown(workers: list[Path]) -> None:
+    """With two roles a node, 1 and 3 are the second ones; who has no role yet is shown."""
+    console = Console(workers[0].parents[1], local_ranks=[1], per_node=2)
+    assert shown(console, workers[0], "imports\n") == "imports\n"
+    for role, directory in enumerate(workers, 1):
+        take_over(directory, role, 0)
+    assert [shown(console, directory, "a\n") for directory in workers] == ["a\n", "", "a\n"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -32,6 +32,7 @@ from ft_core.control.events import (
     Tick,
 )
 from ft_core.control.machine import Controller
+from ft_core.control.phases import Forming
 from ft_core.control.returning import PAUSE
 from ft_core.leadership.lease import first_epoch
 from ft_core.node.holdings import changed
@@ -105,7 +106,7 @@ from ft_core.protocol.messages import (
 )
 from ft_core.protocol.table import Received as PlanParts
 from ft_core.protocol.table import hosts_of, pieces
-from ft_core.settings import Command, Settings
+from ft_core.settings import ANY_RANK, Command, Settings
 
 M = TypeVar("M", bound=Message)
 
@@ -289,11 +290,11 @@ class ControlPlane:
         nproc: int = 1,
         groups: int = 1,
         job: str = "",
-        joins: bool = True,
+        join: Sequence[int] | None = None,
         **settings: Any,
     ) -> None:
         """`groups`: replica groups, of roles in a row; where there are several, each has all the state.
-        `job`: its id. `joins`: whether its nodes are there."""
+        `job`: its id. `join`: the nodes that are there; default: all."""
         self.id = job
         about = {"replicas": 1, "spares": spares, "controller": "host:1", "max_restarts": 0, **settings}
         self.settings = Settings(nodes, nproc, Command("train.py"), **about)
@@ -310,7 +311,7 @@ class ControlPlane:
         self.done: End | None = None
         self.said: list[str] = []
         self.start_controller()
-        for number in range(nodes + spares) if joins else ():
+        for number in range(nodes + spares) if join is None else join:
             self.join(f"node{number}", number if number < nodes else -1)
         self.wait(0.1)
 
@@ -1078,7 +1079,7 @@ def test_an_agent_of_a_former_job_is_told_so_and_changes_nothing() -> None:
     """It has a plan, which a controller that begins would go on from."""
     former = ControlPlane(nodes=2)
     former.all_step(3)
-    job = ControlPlane(nodes=2, job="new", joins=False)
+    job = ControlPlane(nodes=2, job="new", join=())
     left = former["node0"].hello()
     for term in (1, 2):
         greeting = replace(left, job="old", term=term)
@@ -1094,7 +1095,7 @@ def test_an_agent_of_a_former_job_is_told_so_and_changes_nothing() -> None:
 
 
 def test_an_agent_of_this_job_or_of_none_yet_is_let_in_and_hears_its_id() -> None:
-    job = ControlPlane(nodes=2, job="this", joins=False)
+    job = ControlPlane(nodes=2, job="this", join=())
     for peer, known in enumerate(("", "this")):
         agent = Agent(job, f"node{peer}", peer)
         greeting = replace(agent.hello(), job=known)
@@ -1694,3 +1695,32 @@ def test_all_come_to_the_end() -> None:
         Send(peer, Shutdown(code=0)),
         Close(peer),
     ]
+
+
+def test_nodes_without_a_number_take_the_places_that_nobody_has() -> None:
+    """At once, and in the order in which they come; those that are too many stand by."""
+    job = ControlPlane(nodes=4, join=[0])
+    job.join("c", ANY_RANK)
+    job.join("b", ANY_RANK)
+    job.wait(1.0)
+    assert isinstance(job.controller.phase, Forming)
+    job.join("d", 1)
+    job.join("e", ANY_RANK)
+    job.wait(1.0)
+    assert job.controller.facts.places == {0: "node0", 1: "d", 2: "c", 3: "b"}
+    assert "e" in job.controller.facts.nodes and not [text for text in job.said if "--node-rank" in text]
+
+
+def test_two_nodes_with_one_number_are_said() -> None:
+    job = ControlPlane(nodes=3)
+    assert not [text for text in job.said if "--node-rank" in text]
+    job.join("other", 1)
+    [said] = [text for text in job.said if "--node-rank" in text]
+    assert said == (
+        "ftrun: node1 and other were all started with --node-rank 1: one trains, the others stand by"
+    )
+    job.join("a spare", 3)
+    job.join("another spare", 3)
+    job.join("who joins", -1)
+    job.join("who joins as well", -1)
+    assert [text for text in job.said if "--node-rank" in text] == [said]

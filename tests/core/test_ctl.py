@@ -17,7 +17,7 @@ from core.plans import job_plan
 from harness import ROOT
 
 from ft_core.cli import ctl, events, nodes, status, top
-from ft_core.cli.ask import Line
+from ft_core.cli.ask import DeniedError, Line
 from ft_core.cli.doctor import job as doctor
 from ft_core.cli.doctor.case import Case, Level
 from ft_core.control.events import Arriving, Disconnected, Received, Send
@@ -317,3 +317,25 @@ def test_who_has_seen_enough_may_close_the_pipe(happened: list[str]) -> None:
         ftctl.stdout.readline()
         ftctl.stdout.close()
         assert ftctl.stderr.read() == b"" and ftctl.wait() == 0
+
+
+def test_a_node_by_its_number(large: Large) -> None:
+    """As people know them: by the number, by the name without what makes it unique; and which there are."""
+    line, names = large(), large.names
+    with line as found:
+        assert nodes.node_named(found, names[7]) == names[7]
+        assert nodes.node_named(found, "7") == nodes.node_named(found, "node-00007") == names[7]
+        with pytest.raises(DeniedError, match=r"^99999 is no node: there are node-00000\+0+, node-00001"):
+            nodes.node_named(found, "99999")
+        large.facts.drop(large.facts.nodes[names[7]])
+        with pytest.raises(DeniedError, match=r"^7 is no node: .* and 12935 others$"):
+            nodes.node_named(found, "7")
+
+
+def test_a_number_that_two_nodes_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [m.NodeStatus(name, "r", True, [], 1, [], False) for name in ("a-1+ff", "b1+ee", "c")]
+    with Large(1, 0)() as found:
+        monkeypatch.setattr(found, "nodes", lambda _: [m.NodesStatus(3, 60.0, rows, False)])
+        with pytest.raises(DeniedError, match=r"^1 may be any of several nodes: there are a-1\+ff, b1\+ee$"):
+            nodes.node_named(found, "1")
+        assert nodes.node_named(found, "b1") == "b1+ee" and nodes.node_named(found, "c") == "c"

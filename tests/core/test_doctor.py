@@ -367,3 +367,17 @@ def test_a_running_job(tmp_path: Path) -> None:
         os.kill(job.status()["controller_pid"], signal.SIGKILL)
         wait_for_value(lambda: "no answer" in findings()["controller"].found, True)
         assert ctl.main(["--job-dir", str(job.job_dir), "doctor"]) == 1
+
+
+def test_a_secret_that_nodes_share(tmp_path: Path) -> None:
+    def level(**facts: object) -> str:
+        return only(network.secret(Case(settings=SETTINGS, **facts))).level  # type: ignore[arg-type]
+
+    assert SETTINGS.nnodes > 1
+    assert level(environment={"FT_JOB_SECRET": "x"}) == "ok"
+    assert level() == "fail" and level(job_dir=tmp_path) == "warn"
+    assert "FT_JOB_SECRET is not set" in only(network.secret(Case(settings=SETTINGS))).found
+    (tmp_path / "secret").touch()
+    assert level(job_dir=tmp_path) == "ok"
+    assert not list(network.secret(Case(settings=SETTINGS, standalone=True)))
+    assert not list(network.secret(Case()))

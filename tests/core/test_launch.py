@@ -21,7 +21,7 @@ from harness import ROOT, environment, settings_of
 from ft_core.cli import ctl, launch
 from ft_core.cli.ask import WholeStatus, ask
 from ft_core.cli.ask import status as status_of
-from ft_core.cli.flags import parser
+from ft_core.cli.flags import parse
 from ft_core.cli.launcher import Launcher
 from ft_core.errors import ConfigError
 from ft_core.process import inject
@@ -77,7 +77,7 @@ def script(tmp_path: Path) -> str:
         ("--nnodes=2", "--node-rank"),
         ("--standalone --ft-inject=1@nowhere:3", "--ft-inject"),
         ("--standalone --tee=4", "--tee"),
-        ("--standalone --redirects=0:3", "--redirects"),
+        ("--standalone --redirects=0:4", "--redirects"),
         ("--nnodes=2 --node-rank=0 --rdzv-endpoint=host:port", "host:port"),
         ("--nnodes=2 --node-rank=0 --rdzv-endpoint=host:0", "host:0"),
     ],
@@ -123,7 +123,7 @@ def test_a_free_port_is_nobody_elses(
     for start in ("controller", "agent"):
         monkeypatch.setattr(Launcher, start, lambda *_: None)
     command = ["--standalone", *flags, f"--job-dir={tmp_path / 'job'}", script]
-    launcher = launch._launch(parser().parse_args(command))
+    launcher = launch._launch(parse(command, {}))
     host, _, port = Settings.read(tmp_path / "job").controller.rpartition(":")
     assert int(port) and (tmp_path / "job" / "controller").read_text() == f"{host}:{port}\n"
     for _ in range(2):
@@ -133,7 +133,7 @@ def test_a_free_port_is_nobody_elses(
     assert launcher.standalone
 
 
-@pytest.mark.parametrize("flags", [["--ft-policy=panic"], ["--nonsense"], ["--nnode=2"]])
+@pytest.mark.parametrize("flags", [["--ft-policy=panic"], ["--nonsense"], ["--spare=2"]])
 def test_unknown_flags(flags: list[str], script: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stop:
         launch.main(["--standalone", *flags, script])

@@ -86,3 +86,21 @@ def test_summary_of_a_live_role() -> None:
     assert (rows["exp_avg"].unique, rows["exp_avg"].sent_to, rows["exp_avg"].domains) == (True, ("b",), 2)
     # Held by two roles of one node: replicated, but by role 0.
     assert (rows["w"].unique, rows["w"].holders, rows["w"].sent_to, rows["w"].domains) == (False, 2, (), 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--parameters 7000 --world-size 500", "--world-size 500 would be 62.5 nodes of --nproc-per-node 8"),
+        ("--parameters 7000 --world-size 8 --nproc-per-node 0", "--nproc-per-node 0: give a number of 1"),
+        ("--parameters 7000 --world-size 8 --nodes-per-domain 0", "--nodes-per-domain 0"),
+        ("--parameters 7000 --world-size 16 --spares -1", "--spares -1: give a number of 0 or more"),
+    ],
+)
+def test_shapes_that_there_cannot_be(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ftctl(flags) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_less_than_a_node(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ftctl("--parameters 7000 --world-size 4 --spares 1") == 0

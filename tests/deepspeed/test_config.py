@@ -249,6 +249,15 @@ def test_arguments(tmp_path: Path):
         arguments.settings(["--deepspeed", str(path)])
 
 
+def test_a_file_that_is_not_there_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "ds.json"
+    assert arguments.settings(["--deepspeed", str(path)]) == {}
+    assert f"--deepspeed {path}: there is no such file here; the script has to make it" in caplog.text
+    caplog.clear()
+    path.write_text("{}")
+    assert arguments.settings(["--deepspeed", str(path)]) == {} and not caplog.text
+
+
 def test_deepspeed_is_not_imported_to_read_it(tmp_path: Path):
     path = tmp_path / "ds.json"
     path.write_text('{"fault_tolerance": {"replicas": 1}}')

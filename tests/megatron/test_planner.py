@@ -171,3 +171,13 @@ def test_plan_says_what_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert "any 8 lost nodes at once" in capsys.readouterr().out
     assert ftctl("--tensor-model-parallel-size", "3") == 2
     assert "--world-size" in capsys.readouterr().err
+
+
+def test_a_layout_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Megatron's flags that lay a model out, without those that describe one, beside DeepSpeed's."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser, FRAMEWORKS)
+    flags = "--parameters 7000 --world-size 48 --zero-stage 1 --tensor-model-parallel-size 3".split()
+    assert command.main(parser.parse_args(flags), FRAMEWORKS) == 2
+    said = "--tensor-model-parallel-size: this lays a GPT of Megatron's out; give --num-layers,"
+    assert said in capsys.readouterr().err

@@ -206,7 +206,10 @@ def _command(words: Sequence[str], frameworks: Iterable[Framework]) -> dict[str,
     launcher = launchers.get(Path(words[0]).name, "")
     if launcher != "ftrun":
         return {"launcher": launcher, "arguments": list(words[1:])}
-    args = flags.parser().parse_args(words[1:])
+    try:
+        args = flags.parse(words[1:])
+    except ConfigError as error:
+        return {"launcher": launcher, "problem": str(error)}
     about: dict[str, Any] = {
         "launcher": launcher,
         "arguments": args.command[1:],

@@ -13,6 +13,7 @@ from pathlib import Path
 from ft_core.cli.doctor.case import Case, Check, Finding, fail, judge, ok, warn
 from ft_core.protocol.pulses import receiver
 from ft_core.protocol.sockets import listen, split_address
+from ft_core.settings import SECRET_ADVICE, SECRET_ENV
 
 _SLOW = 1.0
 """Seconds from which on a look-up is a nuisance: recoveries take about one."""
@@ -156,6 +157,23 @@ def directories(case: Case) -> Iterator[Finding]:
         yield ok("durable checkpoints", f"{durable} ({kind})")
 
 
+def secret(case: Case) -> Iterator[Finding]:
+    """All nodes have the same, or they refuse each other."""
+    if not case.several_nodes:
+        return
+    if case.environment.get(SECRET_ENV):
+        yield ok("secret", f"{SECRET_ENV} is set; it must be the same on all nodes")
+    elif case.job_dir is not None and (case.job_dir / "secret").exists():
+        yield ok("secret", f"in {case.job_dir / 'secret'}, which all nodes must see")
+    elif case.job_dir is not None:
+        found = (
+            f"{SECRET_ENV} is not set: each node draws one, where {case.job_dir} is not one directory for all"
+        )
+        yield warn("secret", found, SECRET_ADVICE)
+    else:
+        yield fail("secret", f"{SECRET_ENV} is not set", SECRET_ADVICE)
+
+
 def _timed(look_up: object) -> tuple[str, float]:
     assert callable(look_up)
     began = time.monotonic()
@@ -185,4 +203,4 @@ def _file_system(root: Path, path: Path) -> str:
     return found
 
 
-CHECKS: tuple[Check, ...] = (names, ports, clock, directories)
+CHECKS: tuple[Check, ...] = (names, ports, clock, directories, secret)

@@ -134,6 +134,7 @@ def described(args: argparse.Namespace, frameworks: Sequence[Framework]) -> Plan
         )
     if len(models) > 1:
         raise ConfigError("the flags describe more than one model: give --parameters, or one framework's")
+    _check_hosts(args)
     usual = Storage.usual("bf16" if args.bf16 else "fp16" if args.fp16 else "fp32", args.optimizer)
     storages = {f.name: kept for f in frameworks if (kept := f.storage(args, usual)) is not None}
     if len(storages) > 1:
@@ -150,6 +151,19 @@ def described(args: argparse.Namespace, frameworks: Sequence[Framework]) -> Plan
         next(iter(storages.values()), usual),
         tokens=args.global_batch_size * args.seq_length,
     )
+
+
+def _check_hosts(args: argparse.Namespace) -> None:
+    """Raise ConfigError for numbers of nodes that there cannot be."""
+    for flag, least in (("nproc_per_node", 1), ("nodes_per_domain", 1), ("ft_replicas", 0), ("spares", 0)):
+        if (value := getattr(args, flag)) < least:
+            raise ConfigError(f"--{flag.replace('_', '-')} {value}: give a number of {least} or more")
+    nodes = args.world_size / args.nproc_per_node
+    if nodes > 1 and not nodes.is_integer():
+        raise ConfigError(
+            f"--world-size {args.world_size} would be {nodes:g} nodes of --nproc-per-node "
+            f"{args.nproc_per_node}: each has as many roles as another"
+        )
 
 
 def _figures(args: argparse.Namespace, job: PlannedJob, found: Plan) -> dict[str, Any]:
