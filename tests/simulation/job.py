@@ -466,9 +466,10 @@ class SimJob:
     def _drains(self, controller: SimController, event: ev.Record) -> None:
         """Nodes are taken out: no role moves to one of them, and nothing is done again for it."""
         facts = controller.machine.facts
+        leads = self.arbiter is None or controller.term == self.arbiter.term  # else the next goes on with it
         if event.event == "draining":
             self.drained.add(event.more["node"])
-        elif event.event in ("drained", "not_drained"):
+        elif event.event in ("drained", "not_drained") and leads:
             self.drained.discard(event.more["node"])
         if event.event == "drained" and (roles := facts.hosts.get(event.more["node"])):
             raise Violation(f"12: {event.more['node']} is let go, and plays roles {roles}")

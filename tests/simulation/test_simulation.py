@@ -58,6 +58,8 @@ FAILED_ONCE = {
     -309995218: "a node of the simulator's took longer than a real one to go over to a new leader, and came "
     "too late, and the oracle took it for well",
     -13983973: "the same",
+    -570086033: "a leader that led no more without knowing it gave up draining a node, the next one went on "
+    "with that, and the oracle believed the former",
     -309968012: "what had died long before a new leader heard of it was new to that, and its node avoided "
     "(a_death_is_as_new_as_the_word_of_it)",
 }
