@@ -370,12 +370,12 @@ def main() -> int:
     p.add_argument("--script", choices=["core", "zero1", "zero3"], default="core", help="what is trained")
     p.add_argument("--policy", choices=["wait", "shrink"], default="wait")
     p.add_argument("--ready", default="0", help="--ft-ready-standbys")
-    p.add_argument("--keep", type=Path, help="put the job's directory there, and leave it")
+    p.add_argument("--keep", default="", help="put the job's directory there, and leave it")
     args = p.parse_args()
     args.faults = min(args.faults, 8) if args.quick else args.faults
     steps = STEPS * args.faults + 20
     with tempfile.TemporaryDirectory(prefix="ft-soak-") as scratch:
-        place = args.keep or Path(scratch)
+        place = Path(args.keep or scratch)
         place.mkdir(parents=True, exist_ok=True)
         script, plain = _scripts(args.script, place, steps, args.policy)
         job = Job(place, args, [*script, f"--train-iters={steps}"])

@@ -276,8 +276,9 @@ class ApartWork(FtWork):
             with torch.inference_mode(modes[1]), torch.set_grad_enabled(modes[0]):
                 return self._finish(timeout)
 
-        copies = not self._method.startswith(("send", "recv"))
-        call = finish if copies else lambda: self._finish(timeout)
+        # A thread begins with these modes, and nothing but what copies heeds them.
+        as_it_is = modes == (True, False) or self._method.startswith(("send", "recv"))
+        call = (lambda: self._finish(timeout)) if as_it_is else finish
         return apart(call, self._over, self._method)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from harness import ROOT, environment
 
-FAULTS = 16
+FAULTS = 12
 
 
 @pytest.mark.timeout(600)  # 90 s, where the machine has nothing else to do
