@@ -16,7 +16,7 @@ _shared, _descriptor = mmap.mmap(-1, 1), -1
 
 def make() -> int:
     """The descriptor of such a byte, for processes that are started."""
-    descriptor = os.memfd_create("ft-last-line")
+    descriptor = os.memfd_create("last-line")
     os.ftruncate(descriptor, 1)
     return descriptor
 
