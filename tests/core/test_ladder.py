@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -88,7 +88,7 @@ def test_an_error_that_comes_again() -> None:
         job.all_step(1)
     raises(job, 1)
     assert job.done == End(3)
-    first, *others = job.said[0].splitlines()
+    first, *others = job.said[-1].splitlines()
     expected = r"ftrun: the job stops: after 2 restarts in a row without a new step: worker \d+ of role 1 on "
     assert re.match(expected, first), first
     assert others == ["ValueError: no", "Its traceback is in /job/logs/role-1/stderr.log"]
@@ -307,8 +307,8 @@ def test_without_restarts_they_are_waited_for_as_long_as_any_hang() -> None:
 class Different(Hanging):
     """Of three roles two do what nobody has ever done, each something else; the third waits in neither."""
 
-    def log(self, role: int) -> Any:
-        found = super().log(role)
+    def log(self, role: int, closely: Collection[int] = ()) -> Any:
+        found = super().log(role, closely)
         if role == 2:
             return found
         now = int((self.now + 100) * 10**9)
@@ -331,10 +331,10 @@ def test_a_job_that_is_told_to_end_climbs_no_ladder() -> None:
 
 def test_a_script_without_fault_tolerance_is_started_again() -> None:
     job = ControlPlane(nodes=2, max_restarts=1)
-    job["node0"].say(m.Unprotected(role=0))
+    job["node0"].say(m.Unprotected(role=0, reason="it is plain", so_far=False))
     job["node0"].say(job["node0"].crash(0))
     ends(job)
     assert rungs(job) == ["restart"] and began(job) == (None, "initial", [0, 1])
-    job["node0"].say(m.Unprotected(role=0))
+    job["node0"].say(m.Unprotected(role=0, reason="it is plain", so_far=False))
     lose(job, "node1")
-    assert job.done == End(1) and "without fault tolerance" in job.said[0]
+    assert job.done == End(1) and "the job is not protected: it is plain" in job.said[-1]
