@@ -22,12 +22,13 @@ def prepared(given: Path) -> Path:
     if given.is_symlink() and given.lstat().st_uid not in (0, os.geteuid()):
         raise ConfigError(f"{given} is a link that {_name(given.lstat().st_uid)} has made: give a directory")
     path = given.resolve()
+    is_new = not path.is_dir()
     try:
-        path.mkdir(parents=True)
-    except FileExistsError:
-        check(path)
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{path} cannot be the job directory: {error.strerror}") from error
+    if not is_new:
+        check(path)
     return path
 
 

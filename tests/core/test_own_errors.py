@@ -64,7 +64,7 @@ from ft_core.protocol.sockets import listen, reserve
 from ft_core.settings import Command, Settings, read_secret, write_secret
 
 HELLO = AgentHello(
-    "x", 1, 0, 0, "x", "x", Holdings(0, "", 0, [], {}, {}, {}, 2, "x", "x", None), [], False, ""
+    "x", 1, 0, 0, "x", "x:1", Holdings(0, "", 0, [], {}, {}, {}, 2, "x:1", "x:1", None), [], False, ""
 )
 POISON = RoleLayout(1, 0, adopted=False, segments={}, initial=0, resumes=False, group=None)
 """A message that its handler does not expect."""
