@@ -2,9 +2,9 @@
 
 Members speak first, and are known by their first bytes. A connection that has not said such waits on the
 porch, where it takes a descriptor and next to nobody's time; when there are too many the oldest goes, of the
-address that has most. Who has said something else is let in now and then. All who are in the handshake are guests in
-the lobby, members apart, who stay as long as a busy machine takes; of the others one that says nothing more
-makes room for the next, but not whoever has said something that nobody has read yet.
+address that has most. Who has said something else is let in now and then. All who are in the handshake are
+guests in the lobby, members apart, who stay as long as a busy machine takes; of the others one that says
+nothing more makes room for the next, but not whoever has said something that nobody has read yet.
 
 The kernel could keep the silent ones (TCP_DEFER_ACCEPT), but among those whose connections are just being
 made, of whom it has few: a thousand a second would leave no place to members there.
