@@ -449,7 +449,7 @@ def _controller_address(args: argparse.Namespace, nnodes: int) -> str:
         host, _, port = given.rpartition(":")
         if not host:
             return f"{given}:{_DEFAULT_PORT}"
-        if not port.isdigit():
+        if not port.isdigit() or int(port) >= 1 << 16:
             raise ConfigError(f"{given!r} is no HOST:PORT")
         return str(given)
     if args.standalone or nnodes == 1:
@@ -545,11 +545,10 @@ def _strikes(text: str) -> tuple[int, float]:
 
 def _address(flag: str, text: str) -> str:
     try:
-        if split_address(text)[1] < 1 << 16:
-            return text
+        split_address(text)
     except ValueError:
-        pass
-    raise ConfigError(f"{flag} {text!r}: give HOST:PORT")
+        raise ConfigError(f"{flag} {text!r}: give HOST:PORT") from None
+    return text
 
 
 def _metrics(text: str) -> str:

@@ -24,10 +24,10 @@ def prepared(given: Path) -> Path:
     path = given.resolve()
     try:
         path.mkdir(parents=True)
-    except FileExistsError:
-        check(path)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be the job directory: {error.strerror}") from error
+        if not path.is_dir():
+            raise ConfigError(f"{path} cannot be the job directory: {error.strerror}") from error
+        check(path)
     return path
 
 
@@ -52,8 +52,8 @@ def check(path: Path) -> None:
     for file, forbidden in ((path / JOB, 0o002), (path / SECRET, 0o077)):
         with contextlib.suppress(FileNotFoundError):
             found = file.lstat()
-            if not stat.S_ISREG(found.st_mode):
-                raise ConfigError(f"{file} is no file, but a link or something else: remove it")
+            if stat.S_ISLNK(found.st_mode):
+                raise ConfigError(f"{file} is a link, and may be one to what others can read: remove it")
             if found.st_uid not in users:
                 raise ConfigError(f"{file} is of {_name(found.st_uid)}: its owner {danger}; remove it")
             if has_modes and found.st_mode & forbidden:

@@ -104,7 +104,7 @@ class Stores:
     async def serve(self, failed: Callable[[Exception], None]) -> None:
         """For ever. `failed` is told of errors that no connection explains."""
         self._failed, self.loop = failed, asyncio.get_running_loop()
-        await door.serve(self._socket, f"the epochs' stores at {self.address}", self._serve)
+        await door.serve(self._socket, self._secret, f"the epochs' stores at {self.address}", self._serve)
 
     @classmethod
     def in_thread(cls, host: str, secret: bytes) -> Stores:

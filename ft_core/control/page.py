@@ -140,6 +140,8 @@ class Page:
         web = resources.files("ft_core.control") / "web"
         self._files = {f"/{name}": ((web / name).read_bytes(), kind) for name, kind in FILES.items()}
         self._files["/"] = self._files["/index.html"]
+        self._reading: dict[str, concurrent.futures.Future[object]] = {}
+        """What threads read from a disk, which may hang: each once, whoever asks."""
 
     def routes(self) -> list[Route]:
         """All paths, each with what answers."""
@@ -278,10 +280,23 @@ class Page:
         return _no(503, "the controller does not answer")
 
     async def _stacks(self, _: Request) -> Response:
-        return await _apart(lambda: _stacks(self._job_dir / "hangs"))
+        return await self._apart("stacks", lambda: _stacks(self._job_dir / "hangs"))
 
     async def _ledger(self, _: Request) -> Response:
-        return await _apart(lambda: _ledger(self._job_dir / ledger.NAME))
+        return await self._apart("ledger", lambda: _ledger(self._job_dir / ledger.NAME))
+
+    async def _apart(self, what: str, read: Callable[[], object]) -> Response:
+        """What a thread of its own reads. Who asks meanwhile waits for the same."""
+        waiting = self._reading.get(what)
+        if waiting is None or waiting.done():
+            waiting = self._reading[what] = _in_thread(read)
+        try:
+            async with asyncio.timeout(http.SECONDS):
+                return _json(await asyncio.shield(asyncio.wrap_future(waiting)))
+        except TimeoutError:
+            return _no(503, "the disk does not answer")
+        except OSError:
+            return _no(503, "it cannot be read")
 
     async def _act(self, request: Request) -> Response:
         if not self._operator.of_this_page(request.headers):
@@ -364,8 +379,7 @@ def _no(code: int, why: str) -> Response:
     return _json({"error": why}, code)
 
 
-async def _apart(read: Callable[[], object]) -> Response:
-    """What a thread of its own reads from a disk, which may hang."""
+def _in_thread(read: Callable[[], object]) -> concurrent.futures.Future[object]:
     waiting: concurrent.futures.Future[object] = concurrent.futures.Future()
 
     def run() -> None:
@@ -377,13 +391,7 @@ async def _apart(read: Callable[[], object]) -> Response:
             waiting.set_result(found)
 
     threading.Thread(target=run, name="ft-page-file", daemon=True).start()
-    try:
-        async with asyncio.timeout(http.SECONDS):
-            return _json(await asyncio.shield(asyncio.wrap_future(waiting)))
-    except TimeoutError:
-        return _no(503, "the disk does not answer")
-    except OSError:
-        return _no(503, "it cannot be read")
+    return waiting
 
 
 def _flight(log: FlightLog) -> dict[str, Any]:

@@ -192,7 +192,7 @@ class Shell:
         self._done = asyncio.get_running_loop().create_future()
         tasks = Tasks(self._fail)
         listener, datagrams = await self._listen()
-        tasks.spawn(door.serve(listener, "the controller", self._accept))
+        tasks.spawn(door.serve(listener, self._secret, "the controller", self._accept))
         self._handle(Arriving(0))  # it begins
         VOICE.about = lambda: {"epoch": self.machine.facts.epoch, "step": self.machine.account.version}
         http = self._serve_http()

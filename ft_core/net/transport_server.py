@@ -271,7 +271,8 @@ class PeerServer:
             self._last.close()
 
     def _accept(self) -> None:
-        for sock in connections(self._listener, f"transport at {self.address}", lambda: self._closed):
+        who = f"transport at {self.address}"
+        for sock in connections(self._listener, self._secret, who, lambda: self._closed):
             thread = threading.Thread(
                 target=self._connection, args=(sock,), name="ft-transport-peer", daemon=True
             )

@@ -16,6 +16,7 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
+_PF_EXITING = 4
 
 
 def adopt() -> None:
@@ -43,20 +44,42 @@ def end() -> bool:
         with contextlib.suppress(OSError):
             if os.waitpid(pid, os.WNOHANG) == (0, 0):
                 left = True
-                _end(pid)
+                if not _cleans_up(pid):
+                    _end(pid, os.getpid())
     return not left
 
 
 def end_of(worker: int) -> None:
-    """SIGKILL to what a worker has started which is ending: it may take seconds until that comes here."""
+    """SIGKILL to what a worker has started which is ending: it may take seconds until that comes here. If
+    another process has its number by now, nothing happens."""
     for pid in _children(worker):
         with contextlib.suppress(OSError):
-            _end(pid)
+            if _is_ending(worker) and not _cleans_up(pid):
+                _end(pid, worker)
 
 
-def _end(pid: int) -> None:
-    if b"multiprocessing.resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
-        os.kill(pid, signal.SIGKILL)
+def _cleans_up(pid: int) -> bool:
+    return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def _end(pid: int, parent: int) -> None:
+    """SIGKILL to this process, and to no other that has its number by now. Raises OSError."""
+    process = os.pidfd_open(pid)
+    try:
+        if int(_stat(pid)[1]) == parent:
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+    finally:
+        os.close(process)
+
+
+def _is_ending(pid: int) -> bool:
+    state, *_, flags = _stat(pid)[:7]
+    return state in "ZX" or bool(int(flags) & _PF_EXITING)
+
+
+def _stat(pid: int) -> list[str]:
+    """Of /proc/PID/stat, what follows the program's name: state, parent, ... Raises OSError."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def end_all(seconds: float) -> bool:
@@ -67,7 +90,7 @@ def end_all(seconds: float) -> bool:
             return False
         for pid in children:
             with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+                _end(pid, os.getpid())
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(0.01)
     return True
@@ -76,8 +99,8 @@ def end_all(seconds: float) -> bool:
 def _children(of: int) -> set[int]:
     found = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
+        pid = int(path.parent.name)
         with contextlib.suppress(OSError):  # it has ended
-            _, parent, *_ = path.read_bytes().rpartition(b")")[2].split()  # its name is any bytes
-            if int(parent) == of:
-                found.add(int(path.parent.name))
+            if int(_stat(pid)[1]) == of:
+                found.add(pid)
     return found

@@ -61,7 +61,7 @@ class Relay:
 
     async def serve(self) -> None:
         """Until cancelled."""
-        await door.serve(self._listener, self._who, self._accept)
+        await door.serve(self._listener, self._secret, self._who, self._accept)
 
     def connected(self, send: Callable[[bytes], None]) -> None:
         """The controller serves this agent itself: `send` sends it bytes."""

@@ -164,7 +164,7 @@ class NodeShell:
         """Serve until the machine ends. Returns its exit code. Raises what this process cannot cope with."""
         self._open()
         workers = self._tasks.spawn(
-            door.serve(listen(self._workers_socket), f"node {self.node}", self._accept_worker)
+            door.serve(listen(self._workers_socket), self.secret, f"node {self.node}", self._accept_worker)
         )
         stores = self._tasks.spawn(self.stores.serve(self._fail))
         json = self.settings.log_format == "json"

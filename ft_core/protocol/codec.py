@@ -24,7 +24,8 @@ BESIDE = 1 << 20
 _ZLIB = b"x"
 """What is compressed begins with it, and JSON does not."""
 _UNPACKED = 32
-"""A compressed message may become so many times as large: more than a table of nodes ever does."""
+"""A compressed message may become so many times as large: more than a table of nodes ever does; and never
+larger than one that is not."""
 _MAX_TEXT = 300
 """Characters of what is said of a message that is refused: its sender has chosen some of them."""
 
@@ -52,7 +53,7 @@ class Decoder(Generic[T]):
         try:
             if body[:1] == _ZLIB:
                 unpacker = zlib.decompressobj()
-                body = unpacker.decompress(body, _UNPACKED * len(body))
+                body = unpacker.decompress(body, min(_UNPACKED * len(body), MAX_BYTES))
                 if not unpacker.eof:
                     raise ValueError("it is torn, or too large")
             message: T = self._decoder.decode(body)

@@ -1,10 +1,10 @@
 """Taking connections: strangers keep nobody out, and nobody who is expected is turned away.
 
-Members speak first. Until a connection has said as much as they say it waits on the porch, where it takes a
-descriptor and no more of anybody's time; when there are too many of them the oldest goes, of the address that
-has most. Then it is a guest in the lobby, of whom there are few. A member of the job is known by the first
-bytes that it has sent, and waits elsewhere from then on, as long as a busy machine takes; of the others one
-that says nothing more makes room for the next, but not whoever has said something that nobody has read yet.
+Members speak first, and are known by their first bytes. A connection that has not said such waits on the
+porch, where it takes a descriptor and next to nobody's time; when there are too many the oldest goes, of the
+address that has most. Who has said something else is let in now and then. All who are in the handshake are
+guests in the lobby, members apart, who stay as long as a busy machine takes; of the others one that says
+nothing more makes room for the next, but not whoever has said something that nobody has read yet.
 
 The kernel could keep the silent ones (TCP_DEFER_ACCEPT), but among those whose connections are just being
 made, of whom it has few: a thousand a second would leave no place to members there.
@@ -30,7 +30,7 @@ from typing import Any
 from ft_core.process.descriptors import MAX_GUESTS, REMEDY
 from ft_core.protocol import handshake
 from ft_core.protocol.connection import Connection
-from ft_core.protocol.sockets import is_of_another_user, source_of
+from ft_core.protocol.sockets import is_of_another_user, listener_of, source_of
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,9 @@ ANSWER = 3.0
 MAX_KNOWN = 1024
 """Members that may be in the handshake at once: others wait."""
 MAX_SILENT = MAX_GUESTS // 4
-"""Connections to one listener that have not said enough to begin with."""
+"""Connections to one listener that have not said what members say first."""
+STRANGERS = 100
+"""Of them that come into the handshake in a second, if they have said something else."""
 
 _REMEMBERED = 1 << 16
 """Members' first bytes: who says the same again is a stranger."""
@@ -126,6 +128,11 @@ class _Lobby:
         found = (n for n, guest in self._known.items() if guest.since <= until and not guest.unread())
         return next(found, None)
 
+    def has_heard(self, claim: bytes) -> bool:
+        """Whether a member has begun with this."""
+        with self._lock:
+            return claim in self._heard
+
     def _is_repeated(self, claim: bytes) -> bool:
         """Whether it was said here before, in the time in which it is worth something."""
         now = time.monotonic()
@@ -143,15 +150,24 @@ class _Lobby:
 lobby = _Lobby()
 
 
-class _Porch:
-    """Connections that have not said enough to begin with. All that one takes is a descriptor."""
+@dataclass(frozen=True)
+class _Outside:
+    sock: socket.socket
+    since: float
+    said: bool
+    """Enough to begin with, and it is no member's."""
 
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener = listener
-        self._silent: dict[str, dict[int, tuple[socket.socket, float]]] = {}
-        """By where they come from, the oldest first: since when."""
-        self._ready: dict[int, int] = {}
-        """What the kernel tells of those that have said enough, or are gone."""
+
+class _Porch:
+    """Connections that have not said what members say first. All that one takes is a descriptor."""
+
+    def __init__(self, listener: socket.socket, secret: bytes) -> None:
+        self._listener, self._secret = listener, secret
+        self._name = listener_of(listener.getsockname())
+        self._outside: dict[str, dict[int, _Outside]] = {}
+        """By where they come from, the oldest first."""
+        self._may, self._since = float(MAX_GUESTS), time.monotonic()
+        """Strangers that may come in, as of that time."""
         self._epoll = select.epoll()
         listener.setblocking(False)
         self._epoll.register(listener, select.EPOLLIN)
@@ -160,21 +176,24 @@ class _Porch:
         """Readable when there is something to take."""
         return self._epoll.fileno()
 
+    @property
+    def patience(self) -> float:
+        """Seconds after which `take` may have something, whatever happens."""
+        waiting = any(each.said for outside in self._outside.values() for each in outside.values())
+        return 1 / STRANGERS if waiting else _LOOK
+
     def take(self, most: int, seconds: float) -> list[socket.socket]:
-        """So many that have said enough, once there are any, or it took so many seconds. Raises OSError if
-        one that waits for it cannot be accepted."""
-        self._ready = dict(self._epoll.poll(seconds))
+        """So many that may come in, once there are any, or it took so many seconds: members first. Raises
+        OSError if one that waits for it cannot be accepted."""
+        ready = dict(self._epoll.poll(seconds))
         found: list[socket.socket] = []
-        for source, silent in list(self._silent.items()):
-            for number in [number for number in silent if number in self._ready]:
+        for source, outside in list(self._outside.items()):
+            for number in [number for number in outside if number in ready]:
                 if len(found) < most:
                     sock = self._remove(source, number)
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-                    if self._ready[number] & ~select.EPOLLIN and not _has_said(sock):
-                        sock.close()
-                    else:
-                        found.append(sock)
-        if self._listener.fileno() in self._ready:
+                    self._look_at(sock, found, is_over=bool(ready[number] & ~select.EPOLLIN))
+        if self._listener.fileno() in ready:
             try:
                 self._accept(most, found)
             except BlockingIOError:
@@ -182,67 +201,95 @@ class _Porch:
             except OSError:
                 if not found:
                     raise
+        self._let_strangers_in(most, found)
         self._expire()
         return found
 
     def _accept(self, most: int, found: list[socket.socket]) -> None:
         for _ in range(_AT_ONCE):
-            full = sum(map(len, self._silent.values())) >= MAX_SILENT
+            full = sum(map(len, self._outside.values())) >= MAX_SILENT
             if len(found) == most or (full and not self._make_room()):
                 return
             sock, _ = self._listener.accept()
             if is_of_another_user(sock):  # a Unix socket is this user's alone
                 sock.close()
-            elif _has_said(sock):
-                found.append(sock)
             else:
-                self._keep(sock)
+                self._look_at(sock, found, is_over=False)
 
-    def _keep(self, sock: socket.socket) -> None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _ENOUGH)
-        self._epoll.register(sock, select.EPOLLIN | select.EPOLLRDHUP)
-        self._silent.setdefault(source_of(sock), {})[sock.fileno()] = sock, time.monotonic()
+    def _look_at(self, sock: socket.socket, found: list[socket.socket], is_over: bool) -> None:
+        hello = _said(sock)
+        if len(hello) < _ENOUGH and is_over:
+            sock.close()
+        elif len(hello) < _ENOUGH:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _ENOUGH)
+            self._epoll.register(sock, select.EPOLLIN | select.EPOLLRDHUP)
+            self._keep(sock, said=False)
+        elif (claim := handshake.claim_of(self._secret, self._name, hello)) and not lobby.has_heard(claim):
+            found.append(sock)
+        else:
+            self._keep(sock, said=True)
+
+    def _keep(self, sock: socket.socket, said: bool) -> None:
+        outside = self._outside.setdefault(source_of(sock), {})
+        outside[sock.fileno()] = _Outside(sock, time.monotonic(), said)
+
+    def _let_strangers_in(self, most: int, found: list[socket.socket]) -> None:
+        """A few, of where the fewest come from: a member whose clock is wrong may be among them, or a node
+        that is to be told that its secret is."""
+        now = time.monotonic()
+        self._may = min(MAX_GUESTS, self._may + (now - self._since) * STRANGERS)
+        self._since = now
+        for source in sorted(self._outside, key=lambda source: len(self._outside[source])):
+            for number in [number for number, each in self._outside[source].items() if each.said]:
+                if self._may < 1 or len(found) >= most:
+                    return
+                self._may -= 1
+                found.append(self._remove(source, number))
 
     def _remove(self, source: str, number: int) -> socket.socket:
-        sock, _ = self._silent[source].pop(number)
-        if not self._silent[source]:
-            del self._silent[source]
-        self._epoll.unregister(sock)
-        return sock
+        each = self._outside[source].pop(number)
+        if not self._outside[source]:
+            del self._outside[source]
+        if not each.said:
+            self._epoll.unregister(each.sock)
+        return each.sock
 
     def _make_room(self) -> bool:
         """The oldest goes of where most come from: so many of one machine are in the way of each other, and
         of nobody else."""
-        for source in sorted(self._silent, key=lambda source: -len(self._silent[source])):
-            for number, (sock, _) in self._silent[source].items():
-                if not _has_said(sock):
+        for source in sorted(self._outside, key=lambda source: -len(self._outside[source])):
+            for number, each in self._outside[source].items():
+                if each.said or len(_said(each.sock)) < _ENOUGH:
                     self._remove(source, number).close()
                     return True
         return False
 
     def _expire(self) -> None:
         until = time.monotonic() - handshake.SECONDS
-        for source, silent in list(self._silent.items()):
-            late = [n for n, (sock, since) in silent.items() if since <= until and not _has_said(sock)]
+        for source, outside in list(self._outside.items()):
+            late = [n for n, each in outside.items() if each.since <= until]
             for number in late:
-                self._remove(source, number).close()
+                if outside[number].said or len(_said(outside[number].sock)) < _ENOUGH:
+                    self._remove(source, number).close()
 
     def close(self) -> None:
         """All of them."""
         self._epoll.close()
-        for silent in self._silent.values():
-            for sock, _ in silent.values():
-                sock.close()
+        for outside in self._outside.values():
+            for each in outside.values():
+                each.sock.close()
 
 
-def _has_said(sock: socket.socket) -> bool:
-    """Enough to begin with."""
+def _said(sock: socket.socket) -> bytes:
+    """What it has said, as much as is enough to begin with."""
     with contextlib.suppress(OSError):
-        return len(sock.recv(_ENOUGH, socket.MSG_PEEK | socket.MSG_DONTWAIT)) == _ENOUGH
-    return False
+        return sock.recv(_ENOUGH, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    return b""
 
 
-def connections(sock: socket.socket, who: str, over: Callable[[], bool]) -> Iterator[socket.socket]:
+def connections(
+    sock: socket.socket, secret: bytes, who: str, over: Callable[[], bool]
+) -> Iterator[socket.socket]:
     """Connections made to a listening socket, for a thread, until it fails when `over`."""
     porch: _Porch | None = None
     try:
@@ -250,8 +297,8 @@ def connections(sock: socket.socket, who: str, over: Callable[[], bool]) -> Iter
             while not (room := lobby.room()):
                 time.sleep(_SOON)
             try:
-                porch = porch or _Porch(sock)
-                found = porch.take(room, _LOOK)
+                porch = porch or _Porch(sock, secret)
+                found = porch.take(room, porch.patience)
             except OSError as error:
                 if over():
                     return
@@ -266,12 +313,13 @@ def connections(sock: socket.socket, who: str, over: Callable[[], bool]) -> Iter
 
 async def serve(
     sock: socket.socket,
+    secret: bytes,
     who: str,
     connected: Callable[[Connection], Coroutine[Any, Any, None]],
 ) -> None:
     """The same for an event loop, until cancelled: a task runs `connected` for each. Closes `sock`."""
     loop = asyncio.get_running_loop()
-    with sock, contextlib.closing(_Porch(sock)) as porch:
+    with sock, contextlib.closing(_Porch(sock, secret)) as porch:
         while True:  # those who came in last are in the lobby by now
             while not (room := lobby.room()):
                 await asyncio.sleep(_SOON)
@@ -295,7 +343,7 @@ async def _something(loop: asyncio.AbstractEventLoop, porch: _Porch) -> None:
     loop.add_reader(porch.fileno(), happens.set)
     try:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(happens.wait(), _LOOK)
+            await asyncio.wait_for(happens.wait(), porch.patience)
     finally:
         loop.remove_reader(porch.fileno())
 

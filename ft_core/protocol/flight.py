@@ -111,7 +111,7 @@ class FlightLog(Struct, frozen=True, forbid_unknown_fields=True):
     epoch: _Natural
     version: _OrNone
     now: _Natural
-    state: Annotated[str, Meta(pattern="^[A-Za-z]$")]
+    state: Annotated[str, Meta(pattern=r"^[A-Za-z]\Z")]
     at_end: bool
     groups: tuple[FlightGroup, ...]
     records: tuple[FlightRecord, ...]

@@ -44,6 +44,19 @@ _MADE = struct.Struct("!12sI")
 """The first half of a client's nonce: what was drawn, and seconds since 1970."""
 
 
+def _nonce(secret: bytes, listener: bytes, own: bytes) -> bytes:
+    """The client's that begins so."""
+    return own + hmac.digest(secret, b"nonce" + own + listener, "sha256")[: _NONCE - len(own)]
+
+
+def claim_of(secret: bytes, listener: bytes, hello: bytes) -> bytes:
+    """The nonce in a client's hello, if who knows the secret has just made it for this server; or nothing."""
+    theirs: bytes = _HELLO.unpack(hello)[2]
+    own = theirs[: _MADE.size]
+    is_fresh = abs(_MADE.unpack(own)[1] - time.time()) <= FRESH
+    return theirs if is_fresh and hmac.compare_digest(theirs, _nonce(secret, listener, own)) else b""
+
+
 class Handshake:
     """The bytes of one side's handshake, without the input and output."""
 
@@ -60,16 +73,10 @@ class Handshake:
         self._client = client
         self._nonce = os.urandom(_NONCE)
         if client:
-            self._nonce = self._expected(_MADE.pack(self._nonce[:12], int(time.time()) & 0xFFFFFFFF))
+            own = _MADE.pack(self._nonce[:12], int(time.time()) & 0xFFFFFFFF)
+            self._nonce = _nonce(secret, listener, own)
         self.hello = _HELLO.pack(_MAGIC, VERSION, self._nonce)
         self._nonces = b""
-
-    def _expected(self, own: bytes) -> bytes:
-        """The client's nonce that begins so."""
-        return own + hmac.digest(self._secret, b"nonce" + own + self._listener, "sha256")[: _NONCE - len(own)]
-
-    def _is_fresh(self, own: bytes) -> bool:
-        return abs(_MADE.unpack(own)[1] - time.time()) <= FRESH
 
     def _mac(self, label: bytes) -> bytes:
         return hmac.digest(self._secret, label + self._nonces, "sha256")
@@ -100,8 +107,7 @@ class Handshake:
         except ProtocolError as error:
             raise AuthenticationError(str(error)) from None
         self._nonces = self._nonce + theirs
-        own = theirs[: _MADE.size]
-        return theirs if hmac.compare_digest(theirs, self._expected(own)) and self._is_fresh(own) else b""
+        return claim_of(self._secret, self._listener, hello)
 
     def admit(self, proof: bytes) -> bytes:
         """Server: its own proof, once the client's is right. Raises AuthenticationError."""

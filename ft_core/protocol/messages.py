@@ -30,7 +30,7 @@ Term = Annotated[int, Meta(ge=1, lt=1 << 40)]
 """Of a leadership: the number of a controller among all that the job has had (`leadership.lease`)."""
 Version = Annotated[int, Meta(ge=-1, le=_WORD)]
 """Steps that a state has seen; -1 where none."""
-Roles = Annotated[str, Meta(pattern=rf"^{RUNS}$")]
+Roles = Annotated[str, Meta(pattern=rf"^{RUNS}\Z")]
 """Roles as text: see `protocol.groups`."""
 Holders = Roles
 """The roles that have the same segment."""
@@ -38,14 +38,21 @@ Number = Annotated[int, Meta(ge=-_WORD, le=_WORD)]
 Size = Annotated[int, Meta(ge=0, le=_WORD)]
 SegmentId = str
 NodeName = str
-Session = Annotated[str, Meta(pattern=r"^[0-9a-z]{1,64}$")]
+Session = Annotated[str, Meta(pattern=r"^[0-9a-z]{1,64}\Z")]
 """The name of one controller's process, which no other has: pulses for another do not count."""
 JobId = Annotated[str, Meta(pattern=r"^[0-9A-Za-z._-]{0,64}\Z")]
 """What tells a job from others that have its address and its secret; empty where it is not known."""
-PlanId = Annotated[str, Meta(pattern=r"^([0-9]{1,18}-[0-9a-z]{1,64})?$")]
+PlanId = Annotated[str, Meta(pattern=r"^([0-9]{1,18}-[0-9a-z]{1,64})?\Z")]
 """Epoch and name of a plan, of which two controllers may make one each; empty where there is none."""
-Address = Annotated[str, Meta(pattern=r"^[^\s]+:[1-9][0-9]{0,4}$")]
-CheckpointName = Annotated[str, Meta(pattern=r"^step-[0-9]{1,18}-")]
+_HOST = (
+    r"(?:\[[0-9A-Fa-f:.]{2,45}(?:%[0-9A-Za-z_.-]{1,15})?\]|[0-9A-Za-z_-]{1,63}(?:\.[0-9A-Za-z_-]{1,63}){0,9})"
+)
+_PORT = r"(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+Address = Annotated[str, Meta(pattern=rf"^{_HOST}:{_PORT}\Z")]
+"""HOST:PORT of a process, such as can be connected to: nobody who is told it stumbles over it."""
+CheckpointName = Annotated[
+    str, Meta(pattern=r"^step-[0-9]{1,18}-[0-9]{1,19}-[0-9A-Za-z_]{1,64}-[0-9]{1,10}\Z")
+]
 """Of a durable checkpoint, see `state.durable`."""
 Stage = Literal["startup", "training"]
 """Whether a worker has reached its first train step in this job."""
@@ -87,7 +94,7 @@ def check_texts(parsed: Callable[[str], object], texts: Iterable[str]) -> None:
 class NodeAddress(Value, frozen=True):
     """Where a node's memory is asked for, and what it may be lost with."""
 
-    data: str
+    data: Address
     domain: str
 
 
@@ -95,10 +102,10 @@ class Host(Value, frozen=True, array_like=True):
     """A node of a plan, and the roles that it plays; empty for none."""
 
     name: NodeName
-    data: str
+    data: Address
     domain: str
     """Empty where it is the node's name."""
-    roles: Annotated[str, Meta(pattern=rf"^({RUNS})?$")]
+    roles: Annotated[str, Meta(pattern=rf"^({RUNS})?\Z")]
 
     def __post_init__(self) -> None:
         if self.roles:
@@ -514,8 +521,8 @@ class Holdings(Value, frozen=True):
     replicas: dict[SegmentId, list[Version]]
     segments: dict[SegmentId, Holders]
     idle: Number
-    store: str
-    master: str
+    store: Address
+    master: Address
     configured: dict[str, Setting] | None
 
     def __post_init__(self) -> None:
@@ -814,7 +821,7 @@ class AgentHello(Message, frozen=True):
     pid: Number
     node_rank: Number
     domain: str
-    data: str
+    data: Address
     holdings: Holdings
     said: list[FromRoles]
     draining: bool
@@ -963,7 +970,7 @@ class ProbeNodes(Message, frozen=True):
     """Which of these nodes, at these addresses, do you reach?"""
 
     round: Number
-    nodes: dict[NodeName, str]
+    nodes: dict[NodeName, Address]
 
 
 class SendHeartbeat(Message, frozen=True):
@@ -1180,7 +1187,7 @@ class JobStatus(Message, frozen=True):
     epoch: Epoch
     phase: str
     controller_pid: Number
-    finished: Annotated[str, Meta(pattern=rf"^({RUNS})?$")]
+    finished: Annotated[str, Meta(pattern=rf"^({RUNS})?\Z")]
     """Roles whose script has come to its end."""
     roles: Number
     """Those of the plan; others, of the `world_size`, are away."""

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import ipaddress
 import os
+import re
 import select
 import socket
 import struct
@@ -91,7 +92,7 @@ def join_address(host: str, port: int) -> str:
 def split_address(address: str) -> tuple[str, int]:
     """("host", port) of "host:port" or "[v6]:port". Raises ValueError."""
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit():
+    if not colon or not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) >= 1 << 16:
         raise ValueError(f"not an address: {address!r}; expected host:port or unix:/path")
     return host.strip("[]"), int(port)
 

@@ -13,7 +13,7 @@ from typing import NoReturn
 from ft_core import plugins
 from ft_core.comm import backend
 from ft_core.errors import ConfigError
-from ft_core.process import stacks
+from ft_core.process import oom_score, stacks
 from ft_core.process.lines import VOICE
 from ft_core.process.outlet import log_beside_script
 from ft_core.process.timeline import timeline
@@ -63,6 +63,7 @@ def main(
     """
     timeline.begin(Path(logs[1]))
     timeline.mark("forked")
+    oom_score.go_first()
     ordinary.begin()
     VOICE.json, VOICE.component = json, "worker"
     node = Path(logs[1]).parent.name.rpartition("-")[0]

@@ -270,9 +270,12 @@ class Copier:
         """From `position` on, or where another agent has come to. Returns how far it is copied now."""
         path = directory / _NAMES[stream]
         try:
-            if path.stat().st_size <= position:
+            size, note = path.stat().st_size, _Note(path)
+            if size < position and not ended:  # it is cut, so that it does not grow for ever
+                position = 0
+                note.write(position)
+            if size <= position:
                 return position
-            note = _Note(path)
             with path.open("rb") as file:
                 position = max(position, note.read())
                 file.seek(position)

@@ -18,6 +18,7 @@ from harness import Job, Layout, check_clean, check_identical, check_survivors
 
 from ft_core.errors import AuthenticationError
 from ft_core.protocol.channel import Channel
+from ft_core.protocol.handshake import Handshake
 from ft_core.protocol.transfers import ANSWER
 
 PACED = Path(__file__).parent / "paced.py"
@@ -159,8 +160,9 @@ def test_strangers_are_refused_and_the_job_goes_on(tmp_path):
 
 
 def greeting(port: int) -> bytes:
-    """The first bytes that a server says, if there is one."""
+    """The first bytes that a server says to who begins as one of its protocol, if there is one."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=60) as stranger:
+        stranger.sendall(Handshake(b"another job's secret", "", b"", client=True).hello)
         return stranger.recv(4)
     return b""
 

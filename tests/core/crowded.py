@@ -24,7 +24,7 @@ sock = socket.create_server(("127.0.0.1", 0))
 
 
 def take() -> None:
-    for _ in door.connections(sock, "node a", lambda: False):
+    for _ in door.connections(sock, b"a secret", "node a", lambda: False):
         found.put(True)
 
 
@@ -33,7 +33,7 @@ async def serve() -> None:
         found.put(True)
 
     ready.set()
-    await door.serve(sock, "node a", connected)
+    await door.serve(sock, b"a secret", "node a", connected)
 
 
 def main(kind: str) -> None:

@@ -16,6 +16,7 @@ from ft_core.control.groups import Groups
 from ft_core.control.records import completed
 from ft_core.elastic.rules import Start
 from ft_core.errors import ProtocolError
+from ft_core.protocol import codec
 from ft_core.protocol.codec import encode
 from ft_core.protocol.groups import GroupId, roles_in, runs_of, segment_id, text_of
 from ft_core.protocol.messages import (
@@ -92,14 +93,22 @@ def test_what_are_no_roles_is_refused(text: str) -> None:
 
 
 def test_what_is_compressed_is_read_up_to_its_limit() -> None:
-    table = Hosts("1-x", [Host(f"node-{i:05}", f"10.0.0.1:{i}", "", f"{i}") for i in range(1000)])
+    table = Hosts("1-x", [Host(f"node-{i:05}", f"10.0.0.1:{i + 1}", "", f"{i}") for i in range(1000)])
     body = encode(table)
     assert len(body) < len(msgspec.json.encode(table)) / 2
     assert FROM_CONTROLLER.decode(body, "x") == table == FROM_CONTROLLER.decode(bytearray(body), "x")
-    bomb = zlib.compress(msgspec.json.encode(Hosts("1-x", [Host("n" * 100, "a", "", "0")] * 10_000)))
+    bomb = zlib.compress(msgspec.json.encode(Hosts("1-x", [Host("n" * 100, "a:1", "", "0")] * 10_000)))
     for bad in (b"x", body[:-1], body[:40], b"x" + body, zlib.compress(b"{}"), bomb):
         with pytest.raises(ProtocolError, match="x sent what is no message here"):
             FROM_CONTROLLER.decode(bad, "x")
+
+
+def test_what_is_compressed_is_no_larger_than_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large it may become by what it takes."""
+    body = encode(Hosts("1-x", [Host(f"node-{i:05}", f"10.0.0.1:{i + 1}", "", f"{i}") for i in range(1000)]))
+    monkeypatch.setattr(codec, "MAX_BYTES", 2 * len(body))
+    with pytest.raises(ProtocolError, match="torn, or too large"):
+        FROM_CONTROLLER.decode(body, "x")
 
 
 def test_who_is_where_as_a_table_and_by_its_changes() -> None:

@@ -177,7 +177,7 @@ class Agent:
             replicas=replicas,
             segments=segments,
             idle=self.idle,
-            store="store",
+            store="store:1",
             master="master:1",
             configured=self.configured,
         )
@@ -194,7 +194,7 @@ class Agent:
             pid=1,
             node_rank=self.rank,
             domain=self.name,
-            data="data",
+            data="data:1",
             holdings=self.holdings(),
             said=[*(self.layouts[role] for role in self.workers if role in self.layouts), *said],
             draining=self.draining,
@@ -549,7 +549,7 @@ def test_a_node_whose_process_has_ended_is_lost_at_once() -> None:
     job = ControlPlane(nodes=2, spares=1)
     job.all_step(1)
     at, asked = job.now, asked_of(job, job.agents.pop("node1").hangs_up())
-    assert asked.nodes == {"node1": "data"}
+    assert asked.nodes == {"node1": "data:1"}
     effects = job["node0"].say(NodesProbed(asked.round, {"node1": "refused"}))
     assert sent(effects, Abort).keys() == {job["node0"].peer, job["node2"].peer} and job.now == at
     [detected] = job.records_of("detected")
@@ -680,7 +680,7 @@ def silenced(job: ControlPlane, name: str, reach: Reach) -> None:
     for _ in range(60):
         for peer, asked in sent(job.wait(0.1), ProbeNodes).items():
             agent = next(a for a in job.agents.values() if a.peer == peer)
-            assert asked.nodes == {name: "data"} and agent.name != name
+            assert asked.nodes == {name: "data:1"} and agent.name != name
             agent.say(NodesProbed(asked.round, {name: reach}))
             job[name].asked += 1
 
@@ -752,7 +752,7 @@ def test_those_that_do_not_come_back_are_not_waited_for_longer_than_a_silent_nod
 def test_those_whose_processes_have_ended_are_not_waited_for() -> None:
     job = both_out_of_sight()
     asked = sent(job.wait(1.5), ProbeNodes)[job["node2"].peer]
-    assert asked.nodes == {"node0": "data", "node1": "data"}
+    assert asked.nodes == {"node0": "data:1", "node1": "data:1"}
     job["node2"].say(NodesProbed(asked.round, {"node0": "refused", "node1": "silent"}))
     job.wait(0.1)
     assert job.done is None

@@ -184,7 +184,7 @@ class Busy:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        serving = asyncio.create_task(door.serve(self._sock, "a test", self._connected))
+        serving = asyncio.create_task(door.serve(self._sock, SECRET, "a test", self._connected))
         self._work()
         await self._over.wait()
         serving.cancel()
@@ -369,6 +369,7 @@ held, made, began = collections.deque(), 0, 0.0
 while True:
     try:
         held.append(socket.create_connection((host, int(port)), timeout=0.5))
+        held[-1].sendall(bytes.fromhex(sys.argv[2]))
     except OSError:
         pass
     made += 1
@@ -383,9 +384,15 @@ while True:
 """More than there is room for in a listener's queue, and then a thousand a second."""
 
 
+STRANGER = Handshake(b"another secret", "", b"", client=True).hello
+
+
+@pytest.mark.parametrize(
+    "word", [b"", STRANGER[:20], STRANGER, bytes(1000)], ids=["", "part", "hello", "zeros"]
+)
 @pytest.mark.parametrize("kind", ["loop", "thread"])
-def test_a_flood_of_silent_connections_keeps_no_member_out(kind: str) -> None:
-    """From the members' own address."""
+def test_a_flood_of_strangers_keeps_no_member_out(kind: str, word: bytes) -> None:
+    """From the members' own address, whatever they say first."""
     if kind == "loop":
         server = Busy(0.0)
         server.begin()
@@ -393,7 +400,7 @@ def test_a_flood_of_silent_connections_keeps_no_member_out(kind: str) -> None:
     else:
         transport = TcpTransport(ReplicaStore(), SECRET)
         address, end = transport.address, transport.close
-    flood = subprocess.Popen([sys.executable, "-c", FLOOD, address], stdout=subprocess.PIPE)
+    flood = subprocess.Popen([sys.executable, "-c", FLOOD, address, word.hex()], stdout=subprocess.PIPE)
     try:
         assert flood.stdout is not None and flood.stdout.readline()
         for _ in range(10):

@@ -77,7 +77,7 @@ async def end(tmp_path: Path, kind: str, kill: bool) -> list[Any]:
                 pool.heard(hello.worker)
                 ready.set()
 
-    serving = asyncio.create_task(door.serve(listen(address), "test", accept))
+    serving = asyncio.create_task(door.serve(listen(address), SECRET, "test", accept))
     pool.open(Tee())  # type: ignore[arg-type]
     pid = pool.start(0, -1)
     await ready.wait()

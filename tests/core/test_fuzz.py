@@ -352,7 +352,9 @@ def test_an_agent_refuses_nonsense_at_its_workers_socket(
             agent = RealAgent(fleet.settings, fleet.job_dir, "node0", 0)
             agent.serve()
             await fleet.event("resumed")
-            serving = asyncio.create_task(door.serve(listen(address), "node0", agent._accept_worker))
+            serving = asyncio.create_task(
+                door.serve(listen(address), agent.secret, "node0", agent._accept_worker)
+            )
             with no_memory():
                 await asyncio.to_thread(strangers, address)
                 await asyncio.to_thread(members, address, fleet.secret, "agent")

@@ -80,7 +80,7 @@ def test_a_secret_that_is_a_link(
 ) -> None:
     (tmp_path / "elsewhere").write_text("a secret that somebody knows")
     (directory / "secret").symlink_to(tmp_path / "elsewhere")
-    assert f"{directory}/secret is no file, but a link" in refused(capsys, *begins(script, directory))
+    assert f"{directory}/secret is a link, and may be one" in refused(capsys, *begins(script, directory))
 
 
 def test_a_secret_that_others_may_read(

@@ -714,8 +714,8 @@ class Elected:
             except OSError:
                 await asyncio.sleep(0.02)
                 continue
-            held = m.Holdings(0, "", 0, [], {}, {}, {}, 0, "x", "x", None)
-            channel.post(m.AgentHello("node0", term, 1, 0, "domain", "data", held, [], False, ""))
+            held = m.Holdings(0, "", 0, [], {}, {}, {}, 0, "x:1", "x:1", None)
+            channel.post(m.AgentHello("node0", term, 1, 0, "domain", "data:1", held, [], False, ""))
             return channel
 
 

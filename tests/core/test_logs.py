@@ -66,6 +66,23 @@ def test_objects_are_of_whole_lines(tmp_path: Path, capfd: pytest.CaptureFixture
     assert json.loads(capfd.readouterr().out)["message"] == "\r 10%"
 
 
+def test_a_log_that_somebody_cuts_is_copied_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """As `logrotate` does with copytruncate: workers go on writing at its end."""
+    log = tmp_path / "stdout.log"
+    copier = Copier(OUT, Console(tmp_path))
+    copier.follow(tmp_path)
+    with log.open("a") as worker:
+        for lines in ("a\nb\n", "c\n", "d\ne\nf\n"):
+            worker.write(lines)
+            worker.flush()
+            assert copier.copy()
+            assert capfd.readouterr().out == lines
+            os.truncate(log, 0)
+            assert not copier.copy()
+    Copier(OUT, Console(tmp_path)).rest([tmp_path])
+    assert not capfd.readouterr().out
+
+
 def test_a_tee_looks_less_often_while_nothing_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     news, waits = iter([False, False, False, True, False]), list[float | None]()
 

@@ -45,6 +45,30 @@ assert not os.path.exists(f"/proc/{sleeper}")
 """
 
 
+REUSED = """
+import os, subprocess, sys
+from ft_core.node import orphans
+alive = subprocess.Popen([sys.executable, "-c", "import subprocess as s; s.run(['sleep', '1000'])"])
+while not (found := orphans._children(alive.pid)):
+    pass
+orphans.end_of(alive.pid)
+[pid] = found
+assert orphans._children(alive.pid) == found and orphans._stat(pid)[0] != "Z", "it is another's by now"
+orphans._end(pid, os.getpid())
+assert orphans._stat(pid)[0] != "Z", "it is no child of this process"
+orphans._end(pid, alive.pid)
+alive.wait()
+"""
+
+
+def test_what_has_an_orphans_number_by_now_lives_on():
+    """A number is given again: whoever has it is looked at once more in the moment of the signal."""
+    done = subprocess.run(
+        [sys.executable, "-c", REUSED], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_orphans():
     done = subprocess.run(
         [sys.executable, "-c", AGENT, WORKER],

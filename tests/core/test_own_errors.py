@@ -64,7 +64,7 @@ from ft_core.protocol.sockets import listen, reserve
 from ft_core.settings import Command, Settings, read_secret, write_secret
 
 HELLO = AgentHello(
-    "x", 1, 0, 0, "x", "x", Holdings(0, "", 0, [], {}, {}, {}, 2, "x", "x", None), [], False, ""
+    "x", 1, 0, 0, "x", "x:1", Holdings(0, "", 0, [], {}, {}, {}, 2, "x:1", "x:1", None), [], False, ""
 )
 POISON = RoleLayout(1, 0, adopted=False, segments={}, initial=0, resumes=False, group=None)
 """A message that its handler does not expect."""
@@ -98,7 +98,7 @@ class Agent:
     async def connections(self) -> AsyncIterator[Connection]:
         """One after the other, as the agent makes them."""
         found: asyncio.Queue[Connection] = asyncio.Queue()
-        server = asyncio.create_task(door.serve(self.sock, "a test", found.put))
+        server = asyncio.create_task(door.serve(self.sock, self.secret, "a test", found.put))
         try:
             while True:
                 async with asyncio.timeout(60):
@@ -506,7 +506,7 @@ def test_a_controller_that_cannot_be_understood_ends_the_agent(tmp_path: Path) -
                 await channel.recv()
             connection.close()
 
-        server = asyncio.create_task(door.serve(sock := listen("127.0.0.1"), "a test", serve))
+        server = asyncio.create_task(door.serve(sock := listen("127.0.0.1"), fleet.secret, "a test", serve))
         port = sock.getsockname()[1]
         settings = dataclasses.replace(fleet.settings, controller=f"127.0.0.1:{port}")
         agent = RealAgent(settings, fleet.job_dir, "agent", 0)

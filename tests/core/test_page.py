@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import http.client
 import json
+import os
 import re
 import socket
 import stat
@@ -282,6 +283,20 @@ def test_a_flight_record_is_asked_of_the_agent(site: Site) -> None:
     assert site.ask("/api/flight?role=7") == (404, b'{"error":"role 7 has no live node"}')
     assert site.ask("/api/flight?role=<b>")[0] == 400 == site.ask("/api/flight?role=%D9%A1")[0]
     assert site.asked == [DescribeFlight(0), DescribeFlight(7)]
+
+
+def test_a_disk_that_hangs_holds_up_one_thread(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ft_core.protocol.http.SECONDS", 0.2)
+    hangs = site.job_dir / "hangs"
+    hangs.mkdir()
+    os.mkfifo(hangs / "role-1-77.txt")  # to open it takes until somebody writes
+    for _ in range(5):
+        assert site.ask("/api/stacks")[0] == 503
+    assert len([each for each in threading.enumerate() if each.name == "ft-page-file"]) == 1
+    assert site.get("/api/ledger") == []
+    (hangs / "role-1-77.txt").write_bytes(b"where it is")
+    (hangs / "role-1-77.txt").unlink()
+    wait_for_value(lambda: site.ask("/api/stacks"), (200, b"[]"))
 
 
 def test_stacks_and_ledger_are_read_where_they_are(site: Site) -> None:
