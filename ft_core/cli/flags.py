@@ -115,7 +115,13 @@ def parser() -> Parser:
         "--no-python", "--no_python", action="store_true", help="the script is a program; run it unprotected"
     )
     t.add_argument("--role", default="", help="what workers find in ROLE_NAME; nothing else")
-    t.add_argument("--log-dir", "--log_dir", type=Path, default=None, help="another name for --job-dir")
+    t.add_argument(
+        "--log-dir",
+        "--log_dir",
+        type=Path,
+        default=None,
+        help="where a job directory is made for each run, as torchrun makes one; --job-dir names it itself",
+    )
     t.add_argument(
         "-r",
         "--redirects",

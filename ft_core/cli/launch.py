@@ -44,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         tell(f"ftrun: {error}{torchrun.origin(variables)}", "ERROR")
         return 2
+    except KeyboardInterrupt:  # while it waits for a name
+        return 130
     launcher.patience = math.inf if args.shutdown_timeout is None else args.shutdown_timeout
     for number in like_sigterm:
         signal.signal(number, lambda *_: launcher.terminate())
@@ -67,7 +69,7 @@ def _end(number: int, _: object) -> NoReturn:
 def _launch(args: argparse.Namespace) -> Launcher:
     settings = settings_of(args)
     several = settings.nnodes > 1 and not args.standalone
-    if several and not os.environ.get(SECRET_ENV) and not (args.job_dir or args.log_dir):
+    if several and not os.environ.get(SECRET_ENV) and args.job_dir is None:
         raise ConfigError(f"{SECRET_ENV} is not set: {SECRET_ADVICE}")
     job_dir = _job_dir(args)
     if several:
@@ -173,16 +175,17 @@ def _open_standard_streams() -> None:
 
 
 def _job_dir(args: argparse.Namespace) -> Path:
-    given = args.job_dir or args.log_dir
-    if given is None:
-        path = Path(tempfile.mkdtemp(prefix="ftjob-"))
-        tell(f"ftrun: job directory {path}")
-        return path
-    path = Path(given).resolve()
+    path = args.job_dir or args.log_dir
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        if path is not None:
+            path = path.resolve()
+            path.mkdir(parents=True, exist_ok=True)
+        if args.job_dir is None:
+            path = Path(tempfile.mkdtemp(prefix="ftjob-", dir=path))
+            tell(f"ftrun: job directory {path}")
     except OSError as error:
         raise ConfigError(f"{path} cannot be the job directory: {error.strerror}") from error
+    assert path is not None
     return path
 
 

@@ -350,6 +350,16 @@ def test_a_secret_that_is_drawn_is_said(
     assert f"{SECRET_ENV} is not set: the job's secret is drawn" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_log_directory_is_used_again(script: str, tmp_path: Path) -> None:
+    """As torchrun does, by a directory of its own for each run."""
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="a process was started"):
+            launch.main(["--standalone", f"--log-dir={tmp_path / 'deep' / 'logs'}", script])
+    found = list((tmp_path / "deep" / "logs").iterdir())
+    assert len(found) == 2 and all((path / "job.json").exists() for path in found)
+
+
 def test_a_name_that_is_known_a_little_later(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
