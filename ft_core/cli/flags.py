@@ -129,7 +129,13 @@ def parser() -> Parser:
         "--no-python", "--no_python", action="store_true", help="the script is a program; run it unprotected"
     )
     t.add_argument("--role", default="", help="what workers find in ROLE_NAME; nothing else")
-    t.add_argument("--log-dir", "--log_dir", type=Path, default=None, help="another name for --job-dir")
+    t.add_argument(
+        "--log-dir",
+        "--log_dir",
+        type=Path,
+        default=None,
+        help="where a job directory is made for each run, as torchrun makes one; --job-dir names it itself",
+    )
     t.add_argument(
         "-r",
         "--redirects",
@@ -333,7 +339,10 @@ def parse(words: Sequence[str] | None = None, environ: Mapping[str, str] = os.en
         one = args.standalone or args.join or _nodes(args)[1] == 1
     except ConfigError as error:
         raise ConfigError(f"{error}{p.note}") from None
-    if args.node_rank is None and not one and (said := torchrun.node_rank(environ)) is not None:
+    if one and "node_rank" in found:  # of a job of several, of which this one is none
+        args.node_rank = None
+        del found["node_rank"]
+    elif args.node_rank is None and not one and (said := torchrun.node_rank(environ)) is not None:
         args.node_rank, found["node_rank"] = said
     return args
 
@@ -378,7 +387,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
     if where and (args.controller or args.rdzv_endpoint):
         raise ConfigError("--ft-leadership finds the controller: leave --rdzv-endpoint and --controller out")
     controller = "" if where else _controller_address(args, nnodes)
-    if controller.endswith(":0") and (args.join or (nnodes > 1 and not args.standalone)):
+    others = args.join or (not args.standalone and (nnodes > 1 or args.node_rank))
+    if controller.endswith(":0") and others:
         raise ConfigError(f"{controller}: the nodes of a job must know the controller's port; give one")
     inject.parse(args.ft_inject)
     files, console = _streams("--redirects", args.redirects), _streams("--tee", args.tee)

@@ -54,6 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         tell(f"ftrun: {error}{torchrun.origin(variables)}", "ERROR")
         return 2
+    except KeyboardInterrupt:  # while it waits for a name
+        return 130
     launcher.patience = math.inf if args.shutdown_timeout is None else args.shutdown_timeout
     for number in like_sigterm:
         signal.signal(number, lambda *_: launcher.terminate())
@@ -77,7 +79,7 @@ def _end(number: int, _: object) -> NoReturn:
 def _launch(args: argparse.Namespace) -> Launcher:
     settings = settings_of(args)
     several = settings.nnodes > 1 and not args.standalone
-    if several and not os.environ.get(SECRET_ENV) and not (args.job_dir or args.log_dir):
+    if several and not os.environ.get(SECRET_ENV) and args.job_dir is None:
         raise ConfigError(f"{SECRET_ENV} is not set: {SECRET_ADVICE}")
     job_dir = _job_dir(args)
     if several:
@@ -196,12 +198,15 @@ def _open_standard_streams() -> None:
 
 
 def _job_dir(args: argparse.Namespace) -> Path:
-    given = args.job_dir or args.log_dir
-    if given is None:
-        path = Path(tempfile.mkdtemp(prefix="ftjob-"))
-        tell(f"ftrun: job directory {path}")
-        return path
-    return prepared(Path(given))
+    if args.job_dir is not None:
+        return prepared(args.job_dir)
+    logs = prepared(args.log_dir) if args.log_dir is not None else None
+    try:
+        path = Path(tempfile.mkdtemp(prefix="ftjob-", dir=logs))
+    except OSError as error:
+        raise ConfigError(f"there can be no job directory in {logs}: {error.strerror}") from error
+    tell(f"ftrun: job directory {path}")
+    return path
 
 
 if __name__ == "__main__":

@@ -107,7 +107,8 @@ def variables(
     left_out = _PLACE if given.standalone or "standalone" in words else set()
     if given.join or given.controller or given.ft_leadership or given.master_addr or given.master_port:
         left_out = left_out | {"rdzv_endpoint"}  # where the controller is was said in another way
-    kept = words.keys() - left_out
+    on_the_line = {a.dest for a in group._group_actions if getattr(given, a.dest) != a.default}
+    kept = words.keys() - left_out - on_the_line
     return [words[name] for name in sorted(kept)], {name: said[name] for name in kept}
 
 

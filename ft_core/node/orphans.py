@@ -79,7 +79,8 @@ def _is_ending(pid: int) -> bool:
 
 def _stat(pid: int) -> list[str]:
     """Of /proc/PID/stat, what follows the program's name: state, parent, ... Raises OSError."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    text = Path(f"/proc/{pid}/stat").read_bytes()  # its name is any bytes
+    return text.rpartition(b")")[2].decode().split()
 
 
 def end_all(seconds: float) -> bool:

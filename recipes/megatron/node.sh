@@ -8,7 +8,7 @@
 #                  get through to it
 #   NNODES         nodes that train; those with a number of NNODES and more stand by
 #   NODE_RANK      this node's number (default: Slurm's, or the index that Kubernetes gives to a pod)
-#   NPROC          workers per node (default: one per GPU)
+#   NPROC          workers per node (default: one per GPU; where there is none, 1)
 #   JOB_DIR        this node makes a directory in it; may be local, or shared with the others
 #   FT_JOB_SECRET  the same on all nodes
 #   RDZV_ID        the job's id, if node 0 may come back on another machine, and there is to go on with it; of no two jobs
@@ -21,7 +21,10 @@ source recipes/megatron/common.sh
 
 : "${HEAD:?HOST:PORT of the controller}" "${NNODES:?nodes that train}" "${JOB_DIR:?}" "${FT_JOB_SECRET:?}"
 rank=${NODE_RANK:-${SLURM_PROCID:-${JOB_COMPLETION_INDEX:?NODE_RANK, the number of this node}}}
-flags=(--nnodes "$NNODES" --nproc-per-node "${NPROC:-gpu}" ${FT_FLAGS:-})
+if [ -z "${NPROC:-}" ]; then
+    if [ -e /dev/nvidiactl ]; then NPROC=gpu; else NPROC=1; fi
+fi
+flags=(--nnodes "$NNODES" --nproc-per-node "$NPROC" ${FT_FLAGS:-})
 
 # A pod's name may be known some seconds after the pod: until then nobody can start.
 until getent ahostsv4 "${HEAD%:*}" > /dev/null; do sleep 1; done

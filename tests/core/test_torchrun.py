@@ -127,6 +127,10 @@ def test_a_nodes_number(environ: dict[str, str], rank: int, read: Read) -> None:
 def test_a_job_of_its_own_on_each_node(read: Read) -> None:
     """As `srun --nodes 4 ftrun sweep.py` starts them."""
     assert read("--nproc-per-node 2", SRUN)[1] is None
+    assert read("--nnodes 1", TRAINJOB)[1] is None
+    assert read("--nnodes 1", TRAINJOB)[0].controller == "127.0.0.1:0"
+    with pytest.raises(ConfigError, match="must know the controller's port"):
+        read("--nnodes 1 --node-rank 1", {})
 
 
 def test_without_a_number_it_is_said_where_one_may_come_from(read: Read) -> None:
@@ -163,8 +167,10 @@ def test_every_variable_of_torchrun_is_read() -> None:
         flag = action.option_strings[-1]
         said = flags.parse([flag if action.nargs == 0 else f"{flag}={value}", "s.py"], {})
         found = flags.parse(["s.py"], {f"PET_{action.dest.upper()}": value})
-        assert getattr(found, action.dest) == getattr(said, action.dest) not in (None, "", False)
-        assert found.variables == {action.dest: f"PET_{action.dest.upper()}={value}"}
+        if action.dest != "node_rank":
+            assert getattr(found, action.dest) == getattr(said, action.dest) not in (None, "", False)
+        alone = action.dest == "node_rank"  # of one node: then it is that of another job
+        assert found.variables == ({} if alone else {action.dest: f"PET_{action.dest.upper()}={value}"})
         off = flags.parse(["s.py"], {f"PET_{action.dest.upper()}": "0" if action.nargs == 0 else ""})
         assert getattr(off, action.dest) == getattr(flags.parse(["s.py"], {}), action.dest)
 
@@ -182,6 +188,7 @@ def test_every_variable_of_torchrun_is_read() -> None:
         ("--numa-binding=node", {}, "--numa-binding node does nothing: workers are not bound"),
         ("--redirects 0:3,1:0", {}, "--redirects 0:3,1:0 does nothing: it is for all workers alike"),
         ("", {"PET_TEE": "0:3"}, "PET_TEE=0:3 does nothing"),
+        ("--start-method fork", {"PET_START_METHOD": "nonsense"}, "--start-method fork does nothing"),
         ("--nnodes 2 --rdzv-id 3 --role trainer --tee 3 --local-ranks-filter 0 --max-restarts 0", {}, ""),
     ],
 )
@@ -348,6 +355,16 @@ def test_a_secret_that_is_drawn_is_said(
     with pytest.raises(AssertionError, match="a process was started"):
         launch.main([*words, f"--job-dir={tmp_path / 'job'}", script])
     assert f"{SECRET_ENV} is not set: the job's secret is drawn" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_log_directory_is_used_again(script: str, tmp_path: Path) -> None:
+    """As torchrun does, by a directory of its own for each run."""
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="a process was started"):
+            launch.main(["--standalone", f"--log-dir={tmp_path / 'deep' / 'logs'}", script])
+    found = list((tmp_path / "deep" / "logs").iterdir())
+    assert len(found) == 2 and all((path / "job.json").exists() for path in found)
 
 
 def test_a_name_that_is_known_a_little_later(

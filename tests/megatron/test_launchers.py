@@ -273,9 +273,14 @@ def recorded(records: Path) -> tuple[Settings, list[str]]:
 
 
 def test_command_lines(
-    fake: Callable[..., Path], start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+    fake: Callable[..., Path],
+    start: Callable[..., subprocess.Popen[bytes]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Kubernetes' and the one machine's are such as ftrun takes; nodes beyond NNODES are spares."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     records = fake(ftrun=RECORD, getent="#!/bin/sh\n")
     job, container, values = pod()
     values["JOB_DIR"] = str(tmp_path / "job")
@@ -287,6 +292,7 @@ def test_command_lines(
         settings, words = recorded(records)
         assert (settings.nnodes, settings.controller) == (nodes, values["HEAD"])
         assert settings.run_id == values["RDZV_ID"]
+        assert values["NPROC"] == "gpu" and settings.nproc_per_node == 8
         assert (settings.replicas, settings.policy) == (2, "stop")
         assert words[words.index("--node-rank") + 1] == str(index)
         assert settings.command.target == values["SCRIPT"] and "--ft" in settings.command.arguments

@@ -214,7 +214,7 @@ def _command(words: Sequence[str], frameworks: Iterable[Framework]) -> dict[str,
         "launcher": launcher,
         "arguments": args.command[1:],
         "standalone": args.standalone,
-        "job_dir": args.job_dir or args.log_dir,
+        "job_dir": args.job_dir,
     }
     try:
         return {**about, "settings": flags.settings_of(args)}
