@@ -10,7 +10,9 @@ import platform
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Annotated, Literal, get_args
+
+from msgspec import Meta, Struct
 
 Doing = Literal[
     "runs", "blocked", "stopped", "ended", "sleep", "file", "network", "local", "lock", "process", "unknown"
@@ -61,10 +63,10 @@ _TEXT = 200
 """Characters of a path or a name."""
 
 
-class Seen(NamedTuple):
+class Seen(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """Of a process. `what`: the file, or who is at the other end, where that is known."""
 
-    pid: int
+    pid: Annotated[int, Meta(ge=0, lt=1 << 31)]
     name: str
     doing: Doing
     what: str = ""

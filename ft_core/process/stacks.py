@@ -16,7 +16,8 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from ft_core.process.signals import catches
 
@@ -33,7 +34,7 @@ _TEXT = 512
 """Characters of a path or a name, as faulthandler has them at most."""
 
 
-class Frame(NamedTuple):
+class Frame(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """Of a stack of Python."""
 
     path: str

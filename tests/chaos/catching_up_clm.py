@@ -11,7 +11,7 @@ import pretrain_clm as recipe
 import resting_clm
 from resting import AWAITED
 
-SLOW = 0.8
+SLOW = 1.3
 """Seconds."""
 
 

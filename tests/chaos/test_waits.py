@@ -59,11 +59,13 @@ def test_a_loader_that_is_stopped_meanwhile_is_found(tmp_path: Path, monkeypatch
     assert hang["roles"] == [1] and hang["explained"]
 
 
+@pytest.mark.timeout(300)  # a minute and a half, where the machine has nothing else to do
 def test_a_newcomer_that_passes_over_many_steps_is_not_replaced(tmp_path: Path) -> None:
     """The others wait for it for longer than for one that does not get on."""
-    training, steps = Zero(1, dp=2), 100
+    training, steps = Zero(1, dp=2), 80
     with Job(tmp_path / "job", training, steps, nproc=1, script=HERE / "catching_up_clm.py") as job:
-        done = job.wait_for_step(50)
+        job.wait_for("resumed")
+        done = job.wait_for_step(30)
         (tmp_path / "job.slow").touch()
         os.kill(job.pids(1)[1], signal.SIGKILL)
         job.wait_for_epoch("resumed", 2, timeout=110)
@@ -73,5 +75,5 @@ def test_a_newcomer_that_passes_over_many_steps_is_not_replaced(tmp_path: Path) 
     check_clean(result)
     (restored,) = [e for e in result.of("state_restored") if e["epoch"] == 2]
     (resumed,) = [e for e in result.of("resumed") if e["epoch"] == 2]
-    assert resumed["time"] - restored["time"] > START_FLOOR and restored["version"] >= 50, done
+    assert resumed["time"] - restored["time"] > START_FLOOR and restored["version"] >= 30, done
     assert not result.of("hang")

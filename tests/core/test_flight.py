@@ -261,7 +261,7 @@ def test_a_worker_is_looked_at_where_it_is_asked_for() -> None:
     for question in (m.SendFlight(9), m.SendFlight(9, closely=(4,)), m.SendFlight(9, closely=(3,))):
         found = answer(asked(question), there, ())
         assert isinstance(found, m.Flights)
-        looks += [log.look and log.look.main[::2] for log in found.logs]
+        looks += [log.look and (log.look.main.pid, log.look.main.doing) for log in found.logs]
     assert looks == [None, None, (os.getpid(), "runs")]
     described = answer(asked(m.DescribeFlight(3)), there, ())
     assert isinstance(described, m.RoleFlight) and described.log is not None

@@ -207,7 +207,8 @@ def test_storage_that_does_not_answer(tmp_path: Path) -> None:
     with worker(tmp_path, "storage", str(path)) as pid:
         assert str(path) in seen_waiting(pid, tmp_path, "storage"), "as it is opened"
         writer = os.open(path, os.O_WRONLY)
-        wait_for_value(lambda: look_at(pid)[2:], ("file", str(path)))
+        wait_for_value(lambda: look_at(pid).what, str(path))
+        assert look_at(pid).doing == "file"
         assert str(path) in seen_waiting(pid, tmp_path, "storage"), "as it is read"
         os.close(writer)
 

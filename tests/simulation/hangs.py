@@ -12,7 +12,7 @@ from .world import World
 
 _SEED, _READS = 77, 78
 """Of the draws about those who recover, and those who wait for data."""
-_STALL = 8.0, 60.0
+_STALL = 8.0, 30.0
 """Seconds of a wait for data: longer than any step takes, and less than anybody may wait for them."""
 
 
