@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ft_core.control.hangs.graph import Waits
 from ft_core.control.hangs.habit import astray
@@ -132,7 +132,9 @@ class Case:
                 ranked = list(dict.fromkeys([*found, *strange.roles, *pivots]))
                 return self._about("circle", ranked, 1, self._round(roles))
         ranked = list(dict.fromkeys([*strange.roles, *pivots, *sorted(roles)]))
-        return self._about("circle", ranked, 0, self._round(roles))
+        circle = self._about("circle", ranked, 0, self._round(roles))
+        # Where none has only begun what it is in, they never meet, however long such waits took before.
+        return circle if free else replace(circle, usual=0.0)
 
     def _mismatch(self) -> Finding | None:
         """Roles that do different things in what should be one operation."""
