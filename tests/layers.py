@@ -52,6 +52,11 @@ QUICK: dict[str, tuple[str, ...]] = {
     "loaders with processes": ("test_loaders.py::test_loaders_with_processes[kept]",),
     "scripts that end": ("test_endings.py::test_scripts_that_leave",),
     "an exception in the script": ("test_errors.py::test_an_exception_restarts_its_worker_from_memory",),
+    "going on in place does not help": (
+        "test_ladder.py::test_the_same_error_again_and_again[tp1pp1dp2-distopt-fp32-durable]",
+        "test_ladder.py::test_a_script_that_never_does_the_same_again[0]",
+        "test_ladder.py::test_roles_that_wait_for_each_other[tp1pp1dp2-distopt-fp32]",
+    ),
     "settings of the script": ("test_configuration.py::test_settings_that_cannot_be_had",),
     "a loop of one's own": (
         "test_tutorial.py::test_tutorial",

@@ -66,7 +66,7 @@ def test_a_worker_that_is_stopped_is_read_and_found(tmp_path: Path, monkeypatch:
         assert flight(1).state == "T" and flight(1).records == before[1].records
         assert json.loads(job.ctl("flight", "--role=1", "--json"))["state"] == "T"
         shown = job.ctl("flight", "--role=0")
-        assert "UNDER WAY" in shown and len(shown.splitlines()) == 2 + len(flight(0).records)
+        assert "UNDER WAY" in shown and len(shown.splitlines()) == 3 + len(flight(0).records)
         job.ctl("flight", f"--dump={stopped}")
         said = analysed(stopped)
         assert "Not all ranks joining collective" in said and "missing ranks: {1}" in said

@@ -9,7 +9,9 @@ from failing_jobs import (
     ENDING,
     EVALUATING,
     LEAVING,
+    TROUBLED,
     WHERE,
+    Failing,
     check_it_ends_the_job,
     check_nobody_waits_for_who_leaves,
     every_row_that_restarts,
@@ -67,3 +69,19 @@ def test_every_row_that_ends_the_job(row: Row, tmp_path: Path) -> None:
 def test_nobody_waits_for_who_leaves(how: str, where: tuple[str, int], tmp_path: Path) -> None:
     training = Pretrain(world=2, more=(*DISTOPT, *EVALUATING))
     check_nobody_waits_for_who_leaves(how, where, training, tmp_path)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("failures", "rungs"), [(2, ["all"]), (3, ["all", "restart"])], ids=str)
+def test_the_same_error_again_and_again(failures: int, rungs: list[str], tmp_path: Path) -> None:
+    """From memory once more, then from Megatron's own newest checkpoint."""
+    expected, saved = tmp_path / "expected", tmp_path / "saved"
+    flags = ("--save-interval=2",)
+    reference(TRAINING, 6, tmp_path / "plain", *flags, "--save", str(expected))
+    failing = Failing(TRAINING, failures * ((TROUBLED, "forward", 5, "raise ValueError('no')"),))
+    with Job(tmp_path / "job", failing, 6, spares=0, flags=(*flags, "--save", str(saved))) as job:
+        result = job.finish(240)
+    assert result.code == 0, result.output[-4000:]
+    assert [event["rung"] for event in result.of("begins_anew")] == rungs
+    compare_checkpoints(expected / "iter_0000006", saved / "iter_0000006")
+    check_clean(result)

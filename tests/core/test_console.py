@@ -243,7 +243,7 @@ def test_a_whole_jobs_console(tmp_path: Path) -> None:
 
 def test_a_whole_jobs_console_as_objects(short_path: Path) -> None:
     """Of the launcher, the controller, the workers and the script."""
-    console = job(short_path, "--ft-log-format=json", code=3)
+    console = job(short_path, "--ft-log-format=json", "--max-restarts=0", code=3)
     lines = [json.loads(line) for line in console]
     assert all(line.keys() >= {"time", "level", "component", "message"} for line in lines)
     by = {name: [line for line in lines if line["component"] == name] for name in COMPONENTS}

@@ -59,7 +59,7 @@ time.sleep(1000)
 def test_a_script_that_fails(tmp_path: Path):
     """The console has its traceback once, as it would be without `ftrun`; nothing complains of the end."""
     (tmp_path / "fails.py").write_text(FAILS)
-    flags = ["--standalone", "--nproc-per-node=2", f"--job-dir={tmp_path / 'job'}"]
+    flags = ["--standalone", "--nproc-per-node=2", "--max-restarts=0", f"--job-dir={tmp_path / 'job'}"]
     job = run("-m", "ft_core.cli.launch", *flags, "fails.py", cwd=tmp_path)
     assert job.returncode == 1
     said = job.stderr

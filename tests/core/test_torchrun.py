@@ -438,7 +438,7 @@ def test_a_node_that_waits_for_its_controller_ends_at_once(tmp_path: Path, flags
     script.write_text("print('trained')\n")
     words = ["--nnodes=2", "--node-rank=1", f"--rdzv-endpoint=127.0.0.1:{free_port()}", *flags.split()]
     command = [*FTRUN, *words, f"--job-dir={tmp_path / 'job'}", str(script)]
-    about = {**environment(), SECRET_ENV: "of nobody else"}
+    about = {**environment(), SECRET_ENV: "of nobody else here"}
     with subprocess.Popen(command, env=about, cwd=ROOT, stderr=subprocess.PIPE, text=True) as job:
         try:
             assert job.stderr is not None
@@ -458,7 +458,7 @@ def test_a_port_that_something_else_has(tmp_path: Path) -> None:
     with subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         owner.stdout.readline()
-        about = {**environment(), SECRET_ENV: "of nobody else"}
+        about = {**environment(), SECRET_ENV: "of nobody else here"}
         done = subprocess.run(
             [*command, f"--job-dir={tmp_path / 'job'}", str(script)],
             **{"env": about, "cwd": ROOT, "timeout": 110},

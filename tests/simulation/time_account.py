@@ -100,6 +100,8 @@ class TimeAccount:
         if self._passed or len(self._lines) < self.said:
             return
         began = {each["epoch"]: each["time"] for each in self._lines if each["event"] == "state_restored"}
+        # An agent that is held up tells late that its roles train: until then that is no step to anybody.
+        heard = {each["epoch"]: each["time"] for each in self._lines if each["event"] == "resumed"}
         hangs = [each["time"] for each in self._lines if each["event"] == "hang"]
         least, most, reached = 0.0, 0.0, 0
         followed = [at - steps[e, v - 1] for (e, v), at in steps.items() if (e, v - 1) in steps]
@@ -122,7 +124,7 @@ class TimeAccount:
                 if at > over - _LATE:
                     unheard.add(version)
                 if version not in unheard:
-                    least += 0.0 if first else took
+                    least += 0.0 if first else max(0.0, min(took, at - heard.get(epoch, math.inf)))
                     reached = version
         after = self._world.now - max(steps.values(), default=self._world.now)
         good = sum(account.seconds[c] for c in (Cause.PRODUCTIVE, Cause.DEGRADED, Cause.SAVING))
