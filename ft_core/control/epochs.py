@@ -684,7 +684,8 @@ class Epochs:
         if event == "detected":
             self.tally.noticed(self.account.seconds, about.get("unfinished", {}), self.wall)
         self.record(event, reason, roles, **more, **about)
-        self._kill({role: node for role, node in self.facts.places.items() if self._is_to_begin_anew(role)})
+        if (climb := self.climb) is not None:
+            self._kill({role: node for role, node in self.facts.places.items() if climb.takes(role)})
         self.do(*self.facts.to_all(m.Abort(epoch=self.facts.epoch)))
         self.decide_if_ready()
 

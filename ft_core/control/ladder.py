@@ -79,7 +79,7 @@ class Climb:
     @property
     def restarts(self) -> int:
         """How many times in a row all scripts have been started again by then."""
-        return max(0, self.height - ALL_FROM_MEMORY)
+        return _restarts(self.height)
 
     def takes(self, role: Role) -> bool:
         """Whether the worker of that role is replaced."""
@@ -108,7 +108,11 @@ def next_rung(
     return Climb(Rung.RESTART, above, own=diverged and height > ALL_FROM_MEMORY)
 
 
+def _restarts(height: int) -> int:
+    return max(0, height - ALL_FROM_MEMORY)
+
+
 def in_words(height: int) -> str:
     """What was tried before the job ends, to begin the reason with."""
-    restarts = max(0, height - ALL_FROM_MEMORY)
+    restarts = _restarts(height)
     return f"after {restarts} restart{'s' * (restarts > 1)} in a row without a new step: " if restarts else ""

@@ -162,22 +162,18 @@ class Strikes:
 
     def again(self, lost: WorkerLost) -> bool:
         """Whether this role has failed of the same in the same step before."""
-        return any(
-            (known.role, known.step, known.signature) == (lost.role, lost.step, lost.signature)
-            and known.pid != lost.pid
-            and known.signature
-            for _, known in self._all
-        )
+        return bool(self._before(lost))
 
     def alike(self, lost: WorkerLost) -> bool:
         """Whether this role has failed of the same twice before on its way to its first step, wherever it
         was: it would again."""
-        before = {
-            s.pid
-            for _, s in self._all
-            if (s.role, s.step, s.signature) == (lost.role, lost.step, lost.signature) and s.pid != lost.pid
-        }
-        return bool(lost.signature) and lost.step < 0 and len(before) >= ALIKE
+        return lost.step < 0 and len(self._before(lost)) >= ALIKE
+
+    def _before(self, lost: WorkerLost) -> set[int]:
+        """Other workers of this role that have failed of the same in the same step."""
+        same = lost.role, lost.step, lost.signature
+        known = {s.pid for _, s in self._all if s.signature and (s.role, s.step, s.signature) == same}
+        return known - {lost.pid}
 
     def everywhere(self, role: int, step: int) -> list[str]:
         """The places where a role has failed in this step."""
