@@ -797,7 +797,8 @@ class Epochs:
                 limit = facts.settings.hang_limit
                 self.begin_anew(Against(f"nothing has moved for --ft-hang-limit, {limit:g} s: {found.words}"))
             elif found.kind in APART and facts.settings.max_restarts:
-                self.begin_anew(Against(f"roles will never meet again: {found.words}"), found.roles)
+                apart = () if found.culprits else found.roles  # culprits have begun anew, in vain
+                self.begin_anew(Against(f"roles will never meet again: {found.words}"), apart)
 
     def _replace(self, found: Finding) -> None:
         """Workers that hang are as good as dead: from here on it is a crash like any other."""

@@ -40,6 +40,8 @@ class Hanging(ControlPlane):
         self.since = 0.0
         """When the others have come to it."""
         self.usual: float | None = 0.2
+        self.sizes: dict[int, int] = {}
+        """What some roles bring to it, which is not what the others bring."""
         self.number = 7
         """Of the exchange in which they wait."""
         self.history: list[FlightRecord] = []
@@ -61,7 +63,11 @@ class Hanging(ControlPlane):
     def log(self, role: int, closely: Collection[int] = ()) -> FlightLog:
         now = int((self.now + 100) * S)
         before = [] if self.usual is None else [self._exchange(0, 100.0, 100 + self.usual)]
-        waiting = [] if role in self.missing else [self._exchange(self.number, 100 + self.since, 0)]
+        waiting = (
+            []
+            if role in self.missing
+            else [self._exchange(self.number, 100 + self.since, 0, self.sizes.get(role, 64))]
+        )
         if role not in self.missing:
             before += self.history
         moves = [self._exchange(8, 100 + self.now, 0, 100)] if self.moves else []
@@ -428,6 +434,27 @@ def test_a_newcomer_that_reads_and_one_that_is_none_have_time() -> None:
     job.missing = {1}
     assert not job.pass_(detector.START_FLOOR - 3)
     assert job.pass_(6), "its state was safe before, and is not safe in this epoch only since it hangs"
+
+
+def test_who_does_something_else_again_and_again_is_replaced_once() -> None:
+    job = Hanging(max_restarts=3)
+    job.train()
+    job.since, job.missing, job.sizes = job.now, set(), {2: 100}
+    (hang,) = job.pass_(9)
+    assert hang.roles == (2,) and hang.more == {"explained": True}
+    dies(job, 2)
+    assert not job.pass_(detector.START_FLOOR - 3)
+    (hang,) = job.pass_(6)
+    assert hang.more == {"explained": False} and "roles do different things" in hang.reason
+    (anew,) = job.records_of("begins_anew")
+    assert anew.more["rung"] == "all"
+
+
+def test_who_does_something_else_in_the_very_first_step() -> None:
+    job = Hanging(max_restarts=3)
+    job.missing, job.sizes = set(), {2: 100}
+    (hang,) = job.pass_(detector.START_FLOOR + 5)
+    assert hang.roles == (2,) and hang.more == {"explained": True}
 
 
 def test_what_cannot_be_explained_ends_the_job_in_the_end() -> None:

@@ -33,6 +33,15 @@ class Bug:
 
 
 @dataclass
+class Stray:
+    """A role does something else than the others in the step after a version, `times` times."""
+
+    role: int
+    version: int
+    times: int
+
+
+@dataclass
 class _Failure:
     """Of a worker, or of a node (role -1)."""
 
@@ -52,6 +61,9 @@ class Errors:
 
     job: SimJob
     bugs: list[Bug] = field(default_factory=list)
+    stray: Stray | None = None
+    astray: set[SimWorker] = field(default_factory=set)
+    """Who did something else than the others once, and is in no exchange of theirs."""
     _known: set[tuple[int, int]] = field(default_factory=set)
     _tries: dict[tuple[int, int], list[float]] = field(default_factory=dict)
     """By role and version, when it was tried of late: what was longer ago is forgotten, as all failures."""
@@ -67,6 +79,16 @@ class Errors:
     def fatal(self) -> bool:
         """Whether the job may end of it."""
         return any(bug.always for bug in self.bugs)
+
+    def strays(self, worker: SimWorker) -> bool:
+        """Whether this worker does something else than the others now."""
+        found = self.stray
+        if found is None or (found.role, found.version) != (worker.role, worker.version) or not found.times:
+            return False
+        found.times -= 1
+        self.astray.add(worker)
+        worker.node.job.world.trace(f"{worker.name} does something else than the others")
+        return True
 
     def due(self, worker: SimWorker) -> bool:
         """Whether this worker raises now."""

@@ -9,6 +9,7 @@ from ft_core.control.events import Received
 from ft_core.protocol.messages import DrainNode
 
 from .arbiter import MACHINE
+from .errors import Stray
 from .job import SHORT, SimJob
 from .node import SimNode
 
@@ -336,6 +337,13 @@ def diverge(job: SimJob, rng: Random) -> None:
     kill_worker(job, rng)
 
 
+def stray(job: SimJob, rng: Random) -> None:
+    """A role does something else than the others in one of the next steps, perhaps again and again."""
+    role, version = rng.randrange(job.training.roles), job.training.newest + rng.choice((1, 2))
+    job.world.trace(f"role {role} goes astray after version {version}")
+    job.errors.stray = Stray(role, version, rng.choice((1, 1, 2, 3, 12)))
+
+
 def _some_roles(job: SimJob, rng: Random) -> list[int]:
     roles = list(range(job.training.roles))
     return rng.choice((roles, [rng.choice(roles)], [rng.choice(roles)]))
@@ -517,7 +525,7 @@ def schedule(job: SimJob, rng: Random) -> float:
     elif job.shape.elects:
         faults = {fault: faults.get(fault, 0) + ELECTION.get(fault, 0) for fault in (*faults, *ELECTION)}
     if job.shape.restarts:
-        faults = faults | {diverge: 4}
+        faults = faults | {diverge: 4, stray: 4}
     if job.shape.relays:
         faults = faults | {lose_relay: 8}
     moments: tuple[str, ...] = tuple(MOMENTS)

@@ -591,7 +591,8 @@ class SimJob:
             workers = [w for w in there if w.alive and w.plays and w.role == role]
             # It was stopped until then.
             just_now = node is not None and self.world.now - node.trouble_at < 1.0
-            if any(not w.hung and not w.stopped for w in workers) and not just_now:
+            well = [w for w in workers if not w.hung and not w.stopped and w not in self.errors.astray]
+            if well and not just_now:
                 raise Violation(f"7: role {role} is well, and is taken for hung: {event.reason}")
 
     def _decided(self, controller: SimController, event: ev.Record) -> None:
@@ -660,7 +661,7 @@ class SimJob:
     @property
     def _hopeless(self) -> bool:
         """Whether its script may fail for ever."""
-        return bool(self.poison or self.errors.fatal or self.diverges)
+        return bool(self.poison or self.errors.fatal or self.errors.stray or self.diverges)
 
     def _excused(self) -> bool:
         """Whether the job may end with a reason, though no more was lost than there are copies for."""
@@ -725,10 +726,18 @@ class SimJob:
         steps = 1 if self.shape.brief else _STEPS
         if not self.shape.brief:
             world.run(healed + _CALM, lambda: self.over)
-        world.run(limit, lambda: self.over or self.training.newest > reached + steps)
-        if not self.over and self.training.newest <= reached + steps:
+        at_odds = self.shape.brings in (
+            "different",
+            "impossible",
+        )  # newest: perhaps a former job's checkpoint
+
+        def goes_on() -> bool:
+            return self.training.newest > reached + steps and not at_odds
+
+        world.run(limit, lambda: self.over or goes_on())
+        if not self.over and not at_odds and not goes_on():
             raise Violation(f"5: {_LIMIT:g} s after the last fault no step was done; {self._where()}")
-        if self.shape.brings in ("different", "impossible"):
+        if at_odds:
             if self.training.step_at:
                 raise Violation(f"8: the scripts bring {self.shape.brings} settings, and a step was done")
             if not self.over:

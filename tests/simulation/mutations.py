@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ft_core.control import decision, plans
+from ft_core.control import decision, ladder, plans
 from ft_core.control.draining import Draining
 from ft_core.control.epochs import Epochs
 from ft_core.control.events import Record
@@ -456,6 +456,49 @@ def what_a_standby_has_from_records_is_done() -> None:
     """It takes its role, though the others do again what it has from the records of those who are lost."""
     ready.covers = lambda counts, position, completed: True  # type: ignore[assignment]
 
+
+def the_ladder_is_climbed_anew_by_a_new_controller() -> None:
+    """It tries again what its predecessor has tried in vain."""
+    original = Facts.take
+
+    def mutated(self: Facts, state: m.Plan) -> None:
+        original(self, state)
+        self.height = 0
+
+    Facts.take = mutated  # type: ignore[method-assign]
+
+
+def a_step_that_is_done_again_is_progress() -> None:
+    """The ladder is climbed from below after it, and the job goes round for ever."""
+
+    original = Facts.note_progress
+
+    def mutated(self: Facts) -> None:
+        self.furthest = min(self.furthest, self.reached - 1)
+        original(self)
+
+    Facts.note_progress = mutated  # type: ignore[method-assign]
+
+
+def there_is_no_rung_above_memory() -> None:
+    """All begin anew from it again and again."""
+    original = ladder.next_rung
+
+    def mutated(height: int, limit: int, **about: Any) -> ladder.Climb | None:
+        return original(min(height, 1), limit, **about)
+
+    ladder.next_rung = mutated
+
+
+LADDERS: dict[str, Callable[[], None]] = {
+    mutation.__name__: mutation
+    for mutation in (
+        the_ladder_is_climbed_anew_by_a_new_controller,
+        a_step_that_is_done_again_is_progress,
+        there_is_no_rung_above_memory,
+    )
+}
+"""Of jobs whose roles begin anew where to go on in place does not help."""
 
 DRAINED: dict[str, Callable[[], None]] = {
     mutation.__name__: mutation

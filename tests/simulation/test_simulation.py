@@ -8,7 +8,7 @@ import os
 import pytest
 
 from .__main__ import failure, failures
-from .mutations import DERIVED, DRAINED, ELECTED, MUTATIONS, READY_MADE
+from .mutations import DERIVED, DRAINED, ELECTED, LADDERS, MUTATIONS, READY_MADE
 from .schedules import DERIVES, DRAINS, LADDER, READY, RELAYS, simulate
 
 SCHEDULES = int(os.environ.get("SCHEDULES", "10000"))
@@ -62,6 +62,9 @@ FAILED_ONCE = {
     "with that, and the oracle believed the former",
     -309968012: "what had died long before a new leader heard of it was new to that, and its node avoided "
     "(a_death_is_as_new_as_the_word_of_it)",
+    110000026: "a role that did something else than its peers again and again was replaced for it in place, "
+    "each time after as long as nobody would know, and all rungs were as slow",
+    110000651: "scripts began anew from a former job's checkpoint, and the oracle took that for steps",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
 
@@ -94,6 +97,9 @@ FOUND_BY = {
     "who_is_drained_is_forgotten_by_a_new_controller": 500000219,
     "a_standby_is_ready_for_ever": 250007809,
     "what_a_standby_has_from_records_is_done": 250000106,
+    "the_ladder_is_climbed_anew_by_a_new_controller": 110001500,
+    "a_step_that_is_done_again_is_progress": 110000002,
+    "there_is_no_rung_above_memory": 110000002,
 }
 """Seeds that find mutations which few do: tried first, for time."""
 
@@ -190,6 +196,13 @@ def test_a_mutation_of_when_a_ready_standby_is_of_use_is_found(name: str) -> Non
     seeds = itertools.chain([FOUND_BY[name]], range(READY, READY + SCHEDULES))
     found = next(iter(failures(seeds, processes(), READY_MADE[name])), None)
     assert found is not None, f"nothing of it was noticed: {READY_MADE[name].__doc__}"
+
+
+@pytest.mark.parametrize("name", LADDERS)
+def test_a_mutation_of_the_ladder_is_found(name: str) -> None:
+    seeds = itertools.chain([FOUND_BY[name]], range(LADDER, LADDER + SCHEDULES))
+    found = next(iter(failures(seeds, processes(), LADDERS[name])), None)
+    assert found is not None, f"nothing of it was noticed: {LADDERS[name].__doc__}"
 
 
 @pytest.mark.parametrize("name", DERIVED)

@@ -464,6 +464,8 @@ class SimWorker(Process):
             yield from self._raise()
         if not self.barrier_first:
             yield Until(lambda: self.words.committed >= self.version)
+        if job.errors.strays(self):
+            yield from self._together("stray", 3 * 10**6 + self.version)
         exchange = self.training.join(self, "step", self.version, self.members)
         yield Until(lambda: exchange.complete)
         if self.pending > self.epoch:

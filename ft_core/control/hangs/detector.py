@@ -8,7 +8,8 @@ seen, and of others before that step, little is known: `--ft-hang-limit`. Record
 readings are progress, whatever they are of; and a role that reads or writes is at work, for as long as that
 limit. Whose wait ended by itself may take three times as long again; and who was replaced and does not come
 in the same step again has that limit: what one role does alone, such as an evaluation, looks like a hang, and
-is taken for one once.
+is taken for one once. Of roles that will never meet, whatever they do, it is known as soon as a step takes
+too long; and if one that was replaced for it does the same again, to go on in place does not help.
 
 Before a role is blamed for not coming, its worker is looked at. One that waits itself, for data, storage, a
 compiler or a process, is not replaced for it at once: another worker would wait for the same, and begin anew
@@ -73,7 +74,8 @@ class Stalled:
 
 @dataclass(frozen=True)
 class Puzzle:
-    """Nothing moves, and who is to blame is not clear. `hopeless`: for so long that the job ends."""
+    """Nothing moves, and to replace somebody does not help: who is to blame is not clear, or it was tried.
+    `hopeless`: for so long that it has to end."""
 
     finding: Finding
     hopeless: bool
@@ -252,7 +254,8 @@ class Detector:
         waited = _waited(finding, quiet)
         if finding.culprits and waited >= limit:
             if not _may_wait(facts, finding):
-                return self._blame(finding, now)
+                in_vain = finding.proven and facts.settings.max_restarts and self._again(finding)
+                return Puzzle(finding, hopeless=False) if in_vain else self._blame(finding, now)
             if not looked.issuperset(finding.culprits):
                 self._next = now
                 return None
@@ -312,6 +315,8 @@ class Detector:
             return self._patience_at_start(facts, finding, starting)
         if facts.settings.hang_after:
             return usual
+        if finding.proven:
+            return usual
         if finding.usual is None or self._again(finding):
             return max(usual, limit)
         excuse = min(limit, FACTOR * self._excuses.get(finding.culprits, 0.0))
@@ -319,6 +324,8 @@ class Detector:
 
     def _patience_at_start(self, facts: Facts, finding: Finding, starting: Set[int]) -> float:
         """The same, while the first step of the epoch is under way."""
+        if finding.proven:
+            return START_FLOOR
         if not facts.trained:  # of the very first start nothing is known: its operations' time-outs hold
             return math.inf
         known = FACTOR * self._start

@@ -40,7 +40,8 @@ _STATES = {
 class Finding:
     """What holds the roles up. `roles`: who may be to blame, the likeliest first. `sure`: of how many of
     them that is certain. `witness`: a role that waits, or -1. `waited`: seconds for which it has. `usual`:
-    how many the same wait took before, at most; None: it was never seen."""
+    how many the same wait took before, at most; None: it was never seen. `proven`: it will never end, however
+    long others wait."""
 
     kind: str
     roles: tuple[int, ...]
@@ -49,6 +50,7 @@ class Finding:
     witness: int = -1
     waited: float = 0.0
     usual: float | None = None
+    proven: bool = False
 
     @property
     def culprits(self) -> tuple[int, ...]:
@@ -133,8 +135,7 @@ class Case:
                 return self._about("circle", ranked, 1, self._round(roles))
         ranked = list(dict.fromkeys([*strange.roles, *pivots, *sorted(roles)]))
         circle = self._about("circle", ranked, 0, self._round(roles))
-        # Where none has only begun what it is in, they never meet, however long such waits took before.
-        return circle if free else replace(circle, usual=0.0)
+        return replace(circle, proven=not free)  # where none has only begun what it is in
 
     def _mismatch(self) -> Finding | None:
         """Roles that do different things in what should be one operation."""
@@ -303,5 +304,5 @@ class Case:
         witness = min(waiting)
         longest = self._longest(operation)
         return Finding(
-            "mismatch", tuple(ranked[:SUSPECTS]), min(sure, SUSPECTS), words, witness, longest, 0.0
+            "mismatch", tuple(ranked[:SUSPECTS]), min(sure, SUSPECTS), words, witness, longest, proven=True
         )
