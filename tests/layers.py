@@ -1,7 +1,8 @@
 """Which tests `make test` runs: all but `long` and `exhaustive` ones.
 
 Of the whole jobs in tests/chaos those listed here are in it, at least one for each feature; all others are
-`long`: `make test-all` runs them as well. Some more, of other layouts and seeds, are marked `exhaustive`.
+`long`, as some that are marked so elsewhere: `make test-all` runs them as well. Some more, of other layouts
+and seeds, are marked `exhaustive`.
 """
 
 from __future__ import annotations
@@ -34,10 +35,8 @@ QUICK: dict[str, tuple[str, ...]] = {
     "groups leave and return": (
         "test_elastic.py::test_groups_leave_and_return[tp1pp1dp3-distopt-bf16--global-batch-size=12-4]",
     ),
-    "a job that grows": ("test_elastic.py::test_a_job_grows_beyond_the_groups_that_it_started_with",),
     "standbys start roles ahead of need": (
         "test_ready.py::test_standbys_take_over[tp1pp1dp2-distopt-fp32-1-script0]",
-        "test_ready.py::test_a_spare_takes_over[tp1pp1dp2-distopt-bf16-1-script0]",
     ),
     "a node is taken out": ("test_drain.py::test_a_node_is_drained",),
     "the page": ("test_page.py::test_a_browser_walks_the_page_of_a_job",),
@@ -67,14 +66,13 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_voice.py::test_a_job_that_is_not_protected_says_so_at_once",
     ),
     "what is sent": ("test_accounting.py::test_bytes_between_hosts[tp1pp2dp2-distopt-bf16-2]",),
-    "DeepSpeed, ZeRO 1": ("test_deepspeed_variants.py::test_checkpoints_of_the_script[1]",),
     "DeepSpeed, ZeRO 3": (
         "test_deepspeed.py::test_every_moment[zero3-dp3-gas2-bf16-gpt2-clip1--num-workers=2-1-1]",
     ),
-    "DeepSpeed, pipelines": (
-        "test_deepspeed.py::test_every_moment[pp2-dp2-zero0-gas4-fp32--num-workers=2-2-1]",
+    "DeepSpeed, Hugging Face's Trainer": (
+        "test_deepspeed_variants.py::test_variant[hf-zero2-dp3-gas1--dataloader_num_workers=2-]",
     ),
-    "DeepSpeed, fp16, offload, Hugging Face's Trainer": ("test_deepspeed_variants.py::test_variant",),
+    "DeepSpeed, ZeRO 1, habits of scripts": ("test_deepspeed_variants.py::test_variant[habits-zero1-]",),
     "groups leave and return, with DeepSpeed": (
         "test_deepspeed_elastic.py::test_groups_leave_and_return"
         "[zero2-dp3-gas2-bf16-gpt2-clip1shrink--train-samples=100--dropout=0--num-workers=2-1-4]",

@@ -162,6 +162,7 @@ def check_same(job_dir: Path) -> None:
     assert read_digest(output(job_dir)) == expected.digest
 
 
+@pytest.mark.long
 def test_slurm(
     fake: Callable[..., Path], start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
@@ -236,6 +237,7 @@ def pod() -> tuple[dict, dict, dict[str, str]]:
     return job, container, values
 
 
+@pytest.mark.long
 def test_kubernetes(start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path) -> None:
     """The first pod is deleted, and the controller with it; the one that replaces it takes the job over."""
     _, container, values = pod()

@@ -1,4 +1,4 @@
-"""Ten thousand schedules of failures, and mutations of the rules, each of which must be found."""
+"""Thousands of schedules of failures, and mutations of the rules, each of which must be found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .__main__ import failure, failures
 from .mutations import DERIVED, DRAINED, ELECTED, LADDERS, MUTATIONS, READY_MADE
 from .schedules import DERIVES, DRAINS, LADDER, READY, RELAYS, simulate
 
-SCHEDULES = int(os.environ.get("SCHEDULES", "10000"))
+SCHEDULES = int(os.environ.get("SCHEDULES", "2000"))
 FAILED_ONCE = {
     1021: "a node without the plan was told once to bring a group back (what_to_prepare_is_said_once)",
     1718: "a newcomer waited in start-up for roles that had just come back (newcomers_have_no_records)",
@@ -108,61 +108,31 @@ def processes() -> int:
     return len(os.sched_getaffinity(0))
 
 
-@pytest.mark.timeout(300)  # a minute or two, where the machine has nothing else to do
-@pytest.mark.parametrize("half", range(2))
-def test_schedules(half: int) -> None:
-    seeds = range(half * SCHEDULES // 2, (half + 1) * SCHEDULES // 2)
+FEW = SCHEDULES // 10
+STARTS = {
+    "most": (0,),
+    "leaders that are elected": (-FEW,),
+    "nodes that speak for others": (RELAYS, RELAYS + FEW, -RELAYS - FEW),
+    "nodes that are drained": (DRAINS, RELAYS + DRAINS, -DRAINS - FEW),
+    "standbys that start roles ahead of need": (READY, DRAINS + READY, RELAYS + READY, -READY - FEW),
+    "the rest is derived": (DERIVES, DRAINS + READY + DERIVES, RELAYS + DERIVES, -DERIVES - FEW),
+    "roles begin anew": (LADDER, -LADDER - FEW),
+}
+"""The first seeds of kinds of schedules: `FEW` from each are tried."""
+
+
+@pytest.mark.parametrize("kind", STARTS)
+def test_schedules(kind: str) -> None:
+    many = SCHEDULES if kind == "most" else FEW
+    seeds = itertools.chain(*(range(start, start + many) for start in STARTS[kind]))
     found = list(itertools.islice(failures(seeds, processes()), 5))
     assert not found, "\n".join(
-        f"seed {seed} (python -m tests.simulation --repeat {seed}): {why}" for seed, why in found
+        f"seed {seed} (python -m tests.simulation --repeat={seed}): {why}" for seed, why in found
     )
 
 
-def test_schedules_with_leaders_that_are_elected() -> None:
-    found = list(itertools.islice(failures(range(-SCHEDULES // 20, 0), processes()), 5))
-    assert not found, "\n".join(f"seed {seed} (--repeat={seed}): {why}" for seed, why in found)
-
-
-def test_schedules_with_nodes_that_speak_for_others() -> None:
-    seeds = range(RELAYS, RELAYS + SCHEDULES // 5), range(-RELAYS - SCHEDULES // 100, -RELAYS)
-    found = list(itertools.islice(failures(itertools.chain(*seeds), processes()), 5))
-    assert not found, "\n".join(f"seed {seed} (--repeat={seed}): {why}" for seed, why in found)
-
-
-def test_schedules_with_nodes_that_are_drained() -> None:
-    few = SCHEDULES // 20
-    seeds = (range(sign * first, sign * first + few) for sign, first in ((1, DRAINS), (-1, DRAINS + few)))
-    relays = range(RELAYS + DRAINS, RELAYS + DRAINS + few)
-    found = list(itertools.islice(failures(itertools.chain(*seeds, relays), processes()), 5))
-    assert not found, "\n".join(f"seed {seed} (--repeat={seed}): {why}" for seed, why in found)
-
-
-def test_schedules_with_standbys_that_start_roles_ahead_of_need() -> None:
-    many, few = SCHEDULES // 10, SCHEDULES // 40
-    first = (READY, DRAINS + READY, RELAYS + READY, -READY - few)
-    seeds = (range(seed, seed + (few if seed != READY else many)) for seed in first)
-    found = list(itertools.islice(failures(itertools.chain(*seeds), processes()), 5))
-    assert not found, "\n".join(f"seed {seed} (--repeat={seed}): {why}" for seed, why in found)
-
-
-def test_schedules_in_which_the_rest_is_derived() -> None:
-    few = SCHEDULES // 20
-    starts = DERIVES, DRAINS + READY + DERIVES, RELAYS + DERIVES, -DERIVES - SCHEDULES // 50
-    seeds = itertools.chain(*(range(start, start + few) for start in starts))
-    found = list(itertools.islice(failures(seeds, processes()), 5))
-    assert not found, "\n".join(f"seed {seed} (--repeat={seed}): {why}" for seed, why in found)
-
-
-def test_schedules_in_which_roles_begin_anew() -> None:
-    """Where to go on in place does not help; also with leaders that are elected."""
-    few = SCHEDULES // 20
-    seeds = itertools.chain(range(LADDER, LADDER + few), range(-LADDER - few // 4, -LADDER))
-    found = list(itertools.islice(failures(seeds, processes()), 5))
-    assert not found, "\n".join(f"seed {seed} (--repeat={seed}): {why}" for seed, why in found)
-
-
 def test_short_schedules_about_leaders() -> None:
-    found = list(itertools.islice(failures(range(SCHEDULES // 5), processes(), leaders=True), 5))
+    found = list(itertools.islice(failures(range(SCHEDULES // 2), processes(), leaders=True), 5))
     assert not found, "\n".join(f"seed {seed} (--leaders --repeat {seed}): {why}" for seed, why in found)
 
 
@@ -179,41 +149,41 @@ def test_what_failed_once_about_leaders(seed: int) -> None:
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mutation_is_found(name: str) -> None:
     mutation = MUTATIONS[name]
-    seeds = itertools.chain(FAILED_ONCE, (FOUND_BY[name],) if name in FOUND_BY else (), range(SCHEDULES))
+    seeds = itertools.chain((FOUND_BY[name],) if name in FOUND_BY else (), FAILED_ONCE, range(5 * SCHEDULES))
     found = next(iter(failures(seeds, processes(), mutation)), None)
-    assert found is not None, f"{SCHEDULES} schedules, and nothing of it was noticed: {mutation.__doc__}"
+    assert found is not None, f"nothing of it was noticed: {mutation.__doc__}"
 
 
 @pytest.mark.parametrize("name", DRAINED)
 def test_a_mutation_of_what_keeps_a_drain_from_costing_anything_is_found(name: str) -> None:
-    seeds = itertools.chain([FOUND_BY[name]], range(DRAINS, DRAINS + SCHEDULES))
+    seeds = itertools.chain([FOUND_BY[name]], range(DRAINS, DRAINS + 5 * SCHEDULES))
     found = next(iter(failures(seeds, processes(), DRAINED[name])), None)
     assert found is not None, f"nothing of it was noticed: {DRAINED[name].__doc__}"
 
 
 @pytest.mark.parametrize("name", READY_MADE)
 def test_a_mutation_of_when_a_ready_standby_is_of_use_is_found(name: str) -> None:
-    seeds = itertools.chain([FOUND_BY[name]], range(READY, READY + SCHEDULES))
+    seeds = itertools.chain([FOUND_BY[name]], range(READY, READY + 5 * SCHEDULES))
     found = next(iter(failures(seeds, processes(), READY_MADE[name])), None)
     assert found is not None, f"nothing of it was noticed: {READY_MADE[name].__doc__}"
 
 
 @pytest.mark.parametrize("name", LADDERS)
 def test_a_mutation_of_the_ladder_is_found(name: str) -> None:
-    seeds = itertools.chain([FOUND_BY[name]], range(LADDER, LADDER + SCHEDULES))
+    seeds = itertools.chain([FOUND_BY[name]], range(LADDER, LADDER + 5 * SCHEDULES))
     found = next(iter(failures(seeds, processes(), LADDERS[name])), None)
     assert found is not None, f"nothing of it was noticed: {LADDERS[name].__doc__}"
 
 
 @pytest.mark.parametrize("name", DERIVED)
 def test_a_mutation_of_what_is_derived_is_found(name: str) -> None:
-    found = next(iter(failures(range(DERIVES, DERIVES + SCHEDULES // 5), processes(), DERIVED[name])), None)
+    found = next(iter(failures(range(DERIVES, DERIVES + SCHEDULES), processes(), DERIVED[name])), None)
     assert found is not None, f"nothing of it was noticed: {DERIVED[name].__doc__}"
 
 
 @pytest.mark.parametrize("name", ELECTED)
 def test_a_mutation_of_what_keeps_leaders_apart_is_found(name: str) -> None:
-    found = next(iter(failures(range(SCHEDULES // 5), processes(), ELECTED[name], leaders=True)), None)
+    found = next(iter(failures(range(SCHEDULES), processes(), ELECTED[name], leaders=True)), None)
     assert found is not None, f"nothing of it was noticed: {ELECTED[name].__doc__}"
 
 
