@@ -76,8 +76,11 @@ FAILED_ONCE_ABOUT_LEADERS = {
 
 FOUND_BY = {
     "steps_that_nobody_told_of_stay_unknown": 406,
-    "what_is_cut_off_was_well_spent": 21077,
+    "what_is_cut_off_was_well_spent": 4214,
     "what_to_prepare_is_said_once": 837,
+    "a_report_differs_from_the_greeting": 1022,
+    "a_report_before_all_are_quiet": 1141,
+    "a_report_is_final": 797,
     "a_busy_agent_is_a_silent_machine": 147,
     "a_successor_is_not_told_of_steps": 5221,
     "newcomers_have_no_records": 1520,
@@ -88,7 +91,7 @@ FOUND_BY = {
     "a_role_comes_back_to_an_older_epoch": 11217,
     "strikes_are_forgotten_by_a_new_controller": 298,
     "strikes_never_decay": 1822,
-    "what_was_lost_on_the_way_is_unknown": 1614,
+    "what_was_lost_on_the_way_is_unknown": 10680,
     "a_pause_of_the_controller_counts": 1690,
     "silence_alone_is_a_verdict": 505,
     "who_cannot_be_reached_has_ended": 104,
