@@ -159,17 +159,18 @@ def _preload(without: dict[str, str]) -> dict[str, str]:
     if source is None or source.suffix != ".py":
         return {}
     sys.path.insert(0, str(source.parent.resolve()))
-    environment, unsafe = dict(os.environ), dict[str, str]()
+    unsafe, before = dict[str, str](), dict[str, str | None]()
     try:
         with imports.noted():
             for step in Script(source, plugins.frameworks()).steps:
                 if isinstance(step, Setting):
+                    before.setdefault(step.name, os.environ.get(step.name))
                     if not step.default or step.name not in os.environ:
-                        os.environ[step.name] = step.value
+                        imports.set_for_script(step.name, step.value)
                 elif step.module not in without:
-                    before = _Traces()
+                    traces = _Traces()
                     _import(step)
-                    if why := before.left_by(step.module):
+                    if why := traces.left_by(step.module):
                         unsafe[step.module] = why
             for preload in plugins.load(plugins.PRELOAD):
                 with contextlib.suppress(Exception):
@@ -177,8 +178,10 @@ def _preload(without: dict[str, str]) -> dict[str, str]:
                 cuda_fork.look(f"what {preload.__module__} preloads")
     finally:
         sys.path.pop(0)
-        os.environ.clear()
-        os.environ.update(environment)
+        for name, value in before.items():  # each worker's script sets it anew
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
     return unsafe
 
 

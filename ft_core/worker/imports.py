@@ -45,16 +45,25 @@ class Package:
 
     def differs(self) -> list[str]:
         """Names of what would read otherwise now."""
-        return [name for name, value in self.reads.items() if os.environ.get(name) != value]
+        changed = (name for name, value in self.reads.items() if os.environ.get(name) != value)
+        return [name for name in changed if name not in _written]
 
 
 _packages: dict[str, Package] = {}
 """Of this process, or of that which it was forked from."""
+_written: set[str] = set()
+"""What packages have set in the environment as they were imported: it is there in workers as well."""
 _before: frozenset[str] = frozenset()
 """Packages that the engine has imported for itself: they stay."""
 
 
 # -- in the fork server ----------------------------------------------------------------------------
+
+
+def set_for_script(name: str, value: str) -> None:
+    """Set what the script sets itself, when it is about to import what comes next."""
+    os.environ[name] = value
+    _written.discard(name)
 
 
 @contextmanager
@@ -64,7 +73,8 @@ def noted() -> Iterator[None]:
     _before = frozenset(map(package_of, sys.modules))
     kind: Any = type(os.environ)
     machinery: Any = importlib._bootstrap
-    read, load, load_by_name = kind.__getitem__, builtins.__import__, machinery._gcd_import
+    read, write = kind.__getitem__, kind.__setitem__
+    load, load_by_name = builtins.__import__, machinery._gcd_import
 
     def reads(environment: Any, name: str) -> str:
         package = _of(sys._getframe(1))
@@ -75,6 +85,10 @@ def noted() -> Iterator[None]:
             raise
         package.reads.setdefault(name, value)
         return value
+
+    def writes(environment: Any, name: str, value: str) -> None:
+        _written.add(name)
+        write(environment, name, value)
 
     def loads(
         name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
@@ -88,11 +102,13 @@ def noted() -> Iterator[None]:
         found: ModuleType = load_by_name(name, *about)
         return found
 
-    kind.__getitem__, builtins.__import__, machinery._gcd_import = reads, loads, loads_by_name
+    kind.__getitem__, kind.__setitem__ = reads, writes
+    builtins.__import__, machinery._gcd_import = loads, loads_by_name
     try:
         yield
     finally:
-        kind.__getitem__, builtins.__import__, machinery._gcd_import = read, load, load_by_name
+        kind.__getitem__, kind.__setitem__ = read, write
+        builtins.__import__, machinery._gcd_import = load, load_by_name
 
 
 def _of(frame: FrameType | None) -> Package:
