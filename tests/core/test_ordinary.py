@@ -98,7 +98,7 @@ helper.STOP.set()
 
 
 def test_a_scripts_modules_are_those_that_it_would_import(tmp_path: Path):
-    """A helper that reads its rank, seeds, has a thread, computes; a package that reads what the script sets."""
+    """A helper reads its rank, seeds, has a thread, computes; a package reads what the script sets."""
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "helper.py").write_text(HELPER)
     (tmp_path / "job" / "uses.py").write_text(USES)
