@@ -35,6 +35,7 @@ ENV = "FT_PRELOAD"
 WITHOUT = "FT_PRELOAD_WITHOUT"
 """What is left to the script, and why, as JSON."""
 _INSTALLED = {"site-packages", "dist-packages"}
+_PYTHON = Path(os.__file__).resolve().parent
 _TRIAL = 10
 """Seconds in which a child must be able to use all threads of the native pools."""
 
@@ -70,9 +71,10 @@ def source_of(target: str) -> Path | None:
 class Script:
     """What a script does at its top level before it begins, and its own helpers, as they are imported."""
 
-    def __init__(self, source: Path, known: frozenset[str] = frozenset()) -> None:
-        """`known`: packages that are safe to import wherever they lie."""
-        self._root, self._known = source.parent.resolve(), known
+    def __init__(self, source: Path, root: Path, known: frozenset[str] = frozenset()) -> None:
+        """`root`: the directory that it imports its own from. `known`: packages that are safe to import
+        wherever they lie."""
+        self._root, self._known = root, known
         self._read: set[Path] = set()
         self.steps = list(self._of(source.resolve()))
         """Imports of what is not the script's own, and settings of constants, in order."""
@@ -100,14 +102,15 @@ class Script:
         yield from self._own(base.joinpath(*(node.module or "").split(".")), names)
 
     def _import(self, module: str, names: tuple[str, ...]) -> Iterator[Import | Setting]:
-        if self._is_own(imports.package_of(module)):
-            at = self._root
-            for part in module.split("."):  # a package's own file runs before its modules'
-                at /= part
-                yield from self._own(at, ())
-            yield from self._own(at, names)
-        else:
+        package, *parts = module.split(".")
+        if (at := self._place_of(package)) is None:
             yield Import(module, names)
+            return
+        yield from self._own(at, ())
+        for part in parts:  # a package's own file runs before its modules'
+            at /= part
+            yield from self._own(at, ())
+        yield from self._own(at, names)
 
     def _own(self, path: Path, names: tuple[str, ...]) -> Iterator[Import | Setting]:
         yield from self._of(path / "__init__.py")
@@ -116,17 +119,19 @@ class Script:
             yield from self._of(path / f"{name}.py")
             yield from self._of(path / name / "__init__.py")
 
-    def _is_own(self, package: str) -> bool:
-        """Whether it lies in the script's directory, and is not installed there."""
+    def _place_of(self, package: str) -> Path | None:
+        """Where that lies, less `.py`, if that is in the script's directory, and it is not installed there."""
         if package in self._known or package in sys.modules:
-            return False
+            return None
         spec = importlib.machinery.PathFinder.find_spec(package, [str(self._root), *sys.path])
         places = [spec.origin, *(spec.submodule_search_locations or ())] if spec is not None else []
         for place in filter(None, places):
             path = Path(place).resolve()
+            if path.is_relative_to(_PYTHON):
+                continue
             if path.is_relative_to(self._root) and _INSTALLED.isdisjoint(path.relative_to(self._root).parts):
-                return True
-        return False
+                return path.parent if path.name == "__init__.py" else path.with_suffix("")
+        return None
 
 
 def _settings(node: ast.stmt) -> Iterator[Setting]:
@@ -158,11 +163,13 @@ def _preload(without: dict[str, str]) -> dict[str, str]:
     source = source_of(target) if target else None
     if source is None or source.suffix != ".py":
         return {}
-    sys.path.insert(0, str(source.parent.resolve()))
+    source = source.resolve()
+    root = source.parent if os.path.exists(target) else source.parents[target.count(".")]
+    sys.path.insert(0, str(root))
     unsafe, before = dict[str, str](), dict[str, str | None]()
     try:
         with imports.noted():
-            for step in Script(source, plugins.frameworks()).steps:
+            for step in Script(source, root, plugins.frameworks()).steps:
                 if isinstance(step, Setting):
                     before.setdefault(step.name, os.environ.get(step.name))
                     if not step.default or step.name not in os.environ:

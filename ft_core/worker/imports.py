@@ -49,6 +49,8 @@ class Package:
         return [name for name in changed if name not in _written]
 
 
+_NATIVE = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "KMP_AFFINITY")
+"""What torch's libraries read as they are loaded."""
 _packages: dict[str, Package] = {}
 """Of this process, or of that which it was forked from."""
 _written: set[str] = set()
@@ -71,6 +73,7 @@ def noted() -> Iterator[None]:
     """Note what modules that are imported meanwhile read of the environment, and import."""
     global _before
     _before = frozenset(map(package_of, sys.modules))
+    _packages.setdefault("torch", Package()).reads.update({name: os.environ.get(name) for name in _NATIVE})
     kind: Any = type(os.environ)
     machinery: Any = importlib._bootstrap
     read, write = kind.__getitem__, kind.__setitem__

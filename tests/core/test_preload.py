@@ -23,7 +23,7 @@ def files(root: Path, **texts: str) -> Path:
 
 
 def steps(path: Path, *known: str) -> list[Import | Setting]:
-    return Script(path / "train.py", frozenset(known)).steps
+    return Script(path / "train.py", path, frozenset(known)).steps
 
 
 # -- what a script imports -------------------------------------------------------------------------
