@@ -120,7 +120,7 @@ class Script:
             yield from self._of(path / name / "__init__.py")
 
     def _place_of(self, package: str) -> Path | None:
-        """Where that lies, less `.py`, if that is in the script's directory, and it is not installed there."""
+        """Where that lies, less `.py`, if it is in the script's directory and not installed there."""
         if package in self._known or package in sys.modules:
             return None
         spec = importlib.machinery.PathFinder.find_spec(package, [str(self._root), *sys.path])
