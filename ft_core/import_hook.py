@@ -23,11 +23,13 @@ def after_import(name: str, patch: Patch) -> None:
     asked.append(patch)
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
-    if (module := sys.modules.get(name)) is not None:
+    if (module := sys.modules.get(name, aside.get(name))) is not None:
         patch(module)
 
 
 _patches: dict[str, list[Patch]] = {}
+aside: dict[str, ModuleType] = {}
+"""Modules that are imported, and are out of sight until somebody asks for them."""
 
 
 class _AfterImport(MetaPathFinder):

@@ -26,6 +26,12 @@ def packages() -> tuple[str, ...]:
 
 
 @cache
+def frameworks() -> frozenset[str]:
+    """The packages that hooks are for, by which their entry points are called."""
+    return frozenset(found.name for found in entry_points(group=HOOKS))
+
+
+@cache
 def load(group: str) -> tuple[Any, ...]:
     """The objects that entry points of `group` name. Looked up once per process and its forks."""
     return tuple(found.load() for found in sorted(entry_points(group=group), key=lambda e: e.name))

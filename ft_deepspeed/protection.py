@@ -356,7 +356,8 @@ class Protection:
     def interrupted(self) -> None:
         """The adapter is told to drop an abandoned call: the script must find everything as it left it."""
         if self._phase is Phase.CATCHING_UP:
-            self._script = self._adapter.envelope()
+            # A recovery that is cut short has loaded another state by now, and the script has not gone on.
+            self._script = self._script or self._adapter.envelope()
         elif self._outside is None and self._pending is None:
             self._outside = Context.capture(self._engine)
 
@@ -421,6 +422,7 @@ class Protection:
         self.draws.follow(self._adapter.loaded["draws"])
 
     def _answer(self, call: Call) -> Any:
+        self._script = None  # it has gone on
         try:
             if self._session.protecting:
                 self._session.check_epoch()

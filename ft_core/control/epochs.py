@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, assert_never
 
@@ -84,6 +85,8 @@ class Epochs:
         """Whether the agents have yet to be told."""
         self.climb: Climb | None = None
         """Who begins anew in the next epoch, where it is known that the others cannot go on with those."""
+        self._ending: deque[tuple[int, str]] = deque()
+        """Roles whose workers were told to end for that, and their nodes."""
         self.leaving = False
         """Whether SIGTERM has come: what ends because of it is not replaced."""
         self.tally = Tally()
@@ -359,7 +362,9 @@ class Epochs:
             self.do(Send(node.peer, m.Withdraw(roles=others)))
         if not running:
             for role in sorted(shown):
-                if role in facts.groups.withdrawn or self._is_to_begin_anew(role):
+                if anew := self._is_to_begin_anew(role):
+                    self._ending.append((role, node.name))
+                if anew or role in facts.groups.withdrawn:
                     self.do(Send(node.peer, m.KillWorker(role=role)))
         elif node.begun != plan.id:
             if self.now - node.planned > REPEAT:
@@ -589,8 +594,13 @@ class Epochs:
 
     def _waits_for_ends(self) -> bool:
         """Whether workers live yet that are to be replaced in the next epoch."""
-        places = self.facts.places.items()
-        return any(self._is_to_begin_anew(role) and self.facts.alive(role, node) for role, node in places)
+        places = self.facts.places
+        while self._ending:  # all that have ended are looked at once, however many there are
+            role, node = self._ending[0]
+            if places.get(role) == node and self.facts.alive(role, node):
+                return True
+            self._ending.popleft()
+        return False
 
     def _strike(self, strike: m.Strike, domain: str) -> None:
         """Count a failure, here and for a successor."""
@@ -685,7 +695,9 @@ class Epochs:
             self.tally.noticed(self.account.seconds, about.get("unfinished", {}), self.wall)
         self.record(event, reason, roles, **more, **about)
         if (climb := self.climb) is not None:
-            self._kill({role: node for role, node in self.facts.places.items() if climb.takes(role)})
+            ends = {role: node for role, node in self.facts.places.items() if climb.takes(role)}
+            self._ending = deque(ends.items())
+            self._kill(ends)
         self.do(*self.facts.to_all(m.Abort(epoch=self.facts.epoch)))
         self.decide_if_ready()
 

@@ -100,7 +100,7 @@ class WorkerPool:
         os.environ[preload.ENV] = "" if self._command.no_python else self._command.target
         use_huge_pages(os.environ)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["ft_core.node.preload"])
+        self._context.set_forkserver_preload(["ft_core.node.warm"])
         # Now, while this process ignores SIGTERM: what is started from one that handles it dies of it.
         forkserver.ensure_running()
         self._server = _server()

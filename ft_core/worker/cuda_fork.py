@@ -16,18 +16,19 @@ _culprit = ""
 """What has initialized CUDA in the process that workers come from."""
 
 
-def look(name: str) -> None:
+def look(name: str) -> bool:
     """In the fork server: whether `name`, just imported, has done it."""
     global _culprit
     torch = sys.modules.get("torch")
     if _culprit or torch is None or torch.version.cuda is None:
-        return
+        return False
     if torch.cuda._device_count_nvml() <= 0:
-        return  # no GPU: torch asks the driver after all, which spoils nothing
+        return False  # no GPU: torch asks the driver after all, which spoils nothing
     if (child := os.fork()) == 0:
         os._exit(int(torch.cuda._is_in_bad_fork()))
     if os.waitpid(child, 0)[1]:
         _culprit = name
+    return bool(_culprit)
 
 
 def broken() -> bool:

@@ -28,6 +28,7 @@ from ft_core.worker import (
     faults,
     former,
     import_output,
+    imports,
     marks,
     ordinary,
     unprotected,
@@ -134,6 +135,7 @@ def _play(
     cuda_fork.check()
     for install in plugins.load(plugins.HOOKS):
         install()
+    imports.hide()
     timeline.mark("script")
     process = os.getpid()
     code, failure, error = _outcome(command)

@@ -26,7 +26,7 @@ from ft_core.state.envelope import decode
 from ft_core.state.memory import IN_OPTIMIZER, Word, word_of_loss
 from ft_core.state.snapshot import settle
 from ft_core.worker import events as e
-from ft_core.worker import marks
+from ft_core.worker import imports, marks
 from ft_core.worker.groups import Groups
 from ft_core.worker.logs import played, printed
 from ft_core.worker.ordinary import exit_code
@@ -320,6 +320,7 @@ class Session:
 
     def configure(self, settings: Mapping[str, m.Setting]) -> None:
         """Settings that the script brings (names as in `Settings`). Raises FtError if they cannot be had."""
+        imports.check()
         self._shell.ask(lambda number: m.BringSettings(number, dict(settings)), m.SettingsTaken)
         self._shell.handle(e.SettingsBrought(settings))
 

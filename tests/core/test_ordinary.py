@@ -69,3 +69,51 @@ def test_a_script_that_fails(tmp_path: Path):
     assert "of role 1 on node0: exit code 1: ValueError: the script's own,; no step was done yet" in reason
     assert "\nValueError: the script's own,\nof two lines\n" in reason
     assert (tmp_path / "job" / "logs" / "role-1" / "stderr.log").read_text().count("Traceback") == 1
+
+
+HELPER = """
+import os, random, threading
+import numpy, torch
+RANK, LOCAL_RANK = int(os.environ.get("RANK", -1)), int(os.environ.get("LOCAL_RANK", -1))
+IS_MAIN, FAST, ASKED = RANK == 0, os.environ.get("MY_FAST"), os.environ.get("MY_ARGUMENT")
+torch.manual_seed(1234 + RANK); random.seed(7); numpy.random.seed(7)
+STOP = threading.Event()
+THREAD = threading.Thread(target=STOP.wait, daemon=True); THREAD.start()
+TABLE = torch.arange(1 << 20).float().sin()
+"""
+USES = """
+import os, sys
+os.environ["MY_FAST"] = "1"
+os.environ["MY_ARGUMENT"] = sys.argv[1]
+import random, numpy, torch
+import helper, installed
+offline = installed.OFFLINE
+drawn = random.random(), numpy.random.rand(), torch.rand(1).item(), (helper.TABLE + 1).sum().item()
+seen = helper.RANK, helper.LOCAL_RANK, helper.IS_MAIN, helper.FAST, helper.ASKED
+seen = *seen, helper.THREAD.is_alive(), offline, drawn
+with open(f"{sys.argv[2]}-{os.environ['RANK']}", "w") as file:
+    print(seen, file=file)
+helper.STOP.set()
+"""
+
+
+def test_a_scripts_modules_are_those_that_it_would_import(tmp_path: Path):
+    """A helper reads its rank, seeds, has a thread, computes; a package reads what the script sets."""
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "helper.py").write_text(HELPER)
+    (tmp_path / "job" / "uses.py").write_text(USES)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "installed.py").write_text("import os\nOFFLINE = os.environ.get('MY_ARGUMENT')\n")
+    environment = {**ENVIRONMENT, "PYTHONPATH": f"{ROOT}:{tmp_path / 'site'}", "OMP_NUM_THREADS": "2"}
+    flags = ["--standalone", "--nproc-per-node=2"]
+    script = [str(tmp_path / "job" / "uses.py"), "yes"]
+    for name, module in (("torchrun", "torch.distributed.run"), ("ftrun", "ft_core.cli.launch")):
+        command = [sys.executable, "-m", module, *flags, *script, str(tmp_path / name)]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150
+        )
+        assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        plain = (tmp_path / f"torchrun-{rank}").read_text()
+        assert (tmp_path / f"ftrun-{rank}").read_text() == plain
+        assert plain.startswith(f"({rank}, {rank}, {rank == 0}, '1', 'yes', True, 'yes', (")

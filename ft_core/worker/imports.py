@@ -1,0 +1,221 @@
+"""What a fork server has imported for its workers, and whether a worker may have it as it is.
+
+A module that reads the environment when it is imported is another one where that differs: in the worker,
+which has a rank, or because the script has set something before its own import. Packages that did so, and
+those that imported them, are out of sight when the script begins. Its import of one brings it back if nothing
+that was read reads otherwise now; else it is imported anew, as it would be elsewhere. A package with native
+code cannot be imported twice: that is said.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
+from types import FrameType, ModuleType
+from typing import Any
+
+from ft_core.import_hook import aside
+
+log = logging.getLogger(__name__)
+
+
+def package_of(module: str) -> str:
+    """The top-level package of a module."""
+    return module.partition(".")[0]
+
+
+@dataclass
+class Package:
+    """As it was imported in a fork server."""
+
+    reads: dict[str, str | None] = field(default_factory=dict)
+    """What it read of the environment."""
+    needs: set[str] = field(default_factory=set)
+    """Packages that it has imported."""
+    modules: dict[str, ModuleType] = field(default_factory=dict)
+    """By name, while they are out of sight."""
+
+    def differs(self) -> list[str]:
+        """Names of what would read otherwise now."""
+        changed = (name for name, value in self.reads.items() if os.environ.get(name) != value)
+        return [name for name in changed if name not in _written]
+
+
+_NATIVE = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "KMP_AFFINITY")
+"""What torch's libraries read as they are loaded."""
+_packages: dict[str, Package] = {}
+"""Of this process, or of that which it was forked from."""
+_written: set[str] = set()
+"""What packages have set in the environment as they were imported: it is there in workers as well."""
+_before: frozenset[str] = frozenset()
+"""Packages that the engine has imported for itself: they stay."""
+
+
+# -- in the fork server ----------------------------------------------------------------------------
+
+
+def set_for_script(name: str, value: str) -> None:
+    """Set what the script sets itself, when it is about to import what comes next."""
+    os.environ[name] = value
+    _written.discard(name)
+
+
+@contextmanager
+def noted() -> Iterator[None]:
+    """Note what modules that are imported meanwhile read of the environment, and import."""
+    global _before
+    _before = frozenset(map(package_of, sys.modules))
+    _packages.setdefault("torch", Package()).reads.update({name: os.environ.get(name) for name in _NATIVE})
+    kind: Any = type(os.environ)
+    machinery: Any = importlib._bootstrap
+    read, write = kind.__getitem__, kind.__setitem__
+    load, load_by_name = builtins.__import__, machinery._gcd_import
+
+    def reads(environment: Any, name: str) -> str:
+        package = _of(sys._getframe(1))
+        try:
+            value: str = read(environment, name)
+        except KeyError:
+            package.reads.setdefault(name, None)
+            raise
+        package.reads.setdefault(name, value)
+        return value
+
+    def writes(environment: Any, name: str, value: str) -> None:
+        _written.add(name)
+        write(environment, name, value)
+
+    def loads(
+        name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
+    ) -> ModuleType:
+        if not level:
+            _of(sys._getframe(1)).needs.add(package_of(name))
+        return load(name, globals, locals, fromlist, level)
+
+    def loads_by_name(name: str, *about: Any) -> ModuleType:
+        _of(sys._getframe(1)).needs.add(package_of(name))
+        found: ModuleType = load_by_name(name, *about)
+        return found
+
+    kind.__getitem__, kind.__setitem__ = reads, writes
+    builtins.__import__, machinery._gcd_import = loads, loads_by_name
+    try:
+        yield
+    finally:
+        kind.__getitem__, kind.__setitem__ = read, write
+        builtins.__import__, machinery._gcd_import = load, load_by_name
+
+
+def _of(frame: FrameType | None) -> Package:
+    """The package that something is done for, perhaps through the standard library."""
+    while frame is not None:
+        package = package_of(frame.f_globals.get("__name__") or "")
+        if package not in sys.stdlib_module_names:
+            return _packages.setdefault(package, Package())
+        frame = frame.f_back
+    return Package()
+
+
+def check() -> None:
+    """In a worker, once its script has imported what it does: say what of the environment came too late."""
+    for name in _before & _packages.keys():
+        if names := _packages[name].differs():
+            _say(name, names)
+
+
+# -- in a worker -----------------------------------------------------------------------------------
+
+
+def hide() -> None:
+    """Put out of sight what may have to be imported anew."""
+    for_script = {name: package for name, package in _packages.items() if name not in _before}
+    hidden = {name for name, package in for_script.items() if package.reads}
+    while more := {n for n, package in for_script.items() if not hidden.isdisjoint(package.needs)} - hidden:
+        hidden |= more
+    for name in hidden:
+        package = _packages[name]
+        package.modules = {n: module for n, module in sys.modules.items() if package_of(n) == name}
+        for each in package.modules:
+            aside[each] = sys.modules.pop(each)
+    if hidden:
+        sys.meta_path.insert(0, _Finder(hidden))
+
+
+class _Finder(MetaPathFinder):
+    """Brings packages back that were imported before."""
+
+    def __init__(self, hidden: set[str]) -> None:
+        self._hidden = hidden
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package = package_of(name)
+        if package not in self._hidden:
+            return None
+        self._decide(package)
+        if (module := sys.modules.pop(name, None)) is None:  # who finds it there loads it once more
+            return None
+        return ModuleSpec(name, _Back(module), origin=getattr(module, "__file__", None))
+
+    def _decide(self, wanted: str) -> None:
+        """Bring that package back, with those that it needs, or have it imported anew."""
+        needed = self._needed(wanted)
+        differ = {name for name in needed if _packages[name].differs()}
+        anew = set(differ)
+        while more := {name for name in needed if not anew.isdisjoint(_packages[name].needs)} - anew:
+            anew |= more
+        for name in needed:
+            package = _packages[name]
+            self._hidden.discard(name)
+            if name in anew and not _is_native(package):
+                continue
+            if names := package.differs():
+                _say(name, names)
+            sys.modules.update(package.modules)
+        for name in needed:
+            for each in _packages[name].modules:
+                aside.pop(each, None)
+            _packages[name].modules = {}
+
+    def _needed(self, wanted: str) -> set[str]:
+        found, ahead = {wanted}, [wanted]
+        while ahead:
+            more = (_packages[ahead.pop()].needs & self._hidden) - found
+            found |= more
+            ahead += more
+        return found
+
+
+class _Back(Loader):
+    """Of a module that has run."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
+def _is_native(package: Package) -> bool:
+    files = (getattr(module, "__file__", None) or "" for module in package.modules.values())
+    return any(file.endswith(tuple(EXTENSION_SUFFIXES)) for file in files)
+
+
+def _say(package: str, names: list[str]) -> None:
+    log.warning(
+        "%s was imported before the script had set %s, and cannot be imported again: set it for ftrun",
+        package,
+        ", ".join(sorted(names)),
+    )

@@ -1,0 +1,201 @@
+"""What a fork server imports for a script, and that a worker finds what it would have imported itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ft_core.node.preload import Import, Script, Setting
+
+
+def files(root: Path, **texts: str) -> Path:
+    """Write them (`__` in a name: a directory) and return the root."""
+    for name, text in texts.items():
+        path = root.joinpath(*name.split("__")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    return root
+
+
+def steps(path: Path, *known: str) -> list[Import | Setting]:
+    return Script(path / "train.py", path, frozenset(known)).steps
+
+
+# -- what a script imports -------------------------------------------------------------------------
+
+
+def test_a_helper_is_left_to_the_script_and_what_it_imports_is_not(tmp_path: Path) -> None:
+    files(
+        tmp_path,
+        train="import json\nimport helper\nfrom lib.parts import part\nfrom lib import more\nimport csv",
+        helper="import decimal\nimport helper\nRANK = 0",
+        lib__init="never read",
+        lib__parts="import fractions\nfrom . import other",
+        lib__other="import statistics",
+        lib__more="import zipfile",
+    )
+    (tmp_path / "lib" / "__init__.py").write_text("import wave\n")
+    found = [step.module for step in steps(tmp_path) if isinstance(step, Import)]
+    assert found == ["json", "decimal", "wave", "fractions", "statistics", "zipfile", "csv"]
+
+
+def test_settings_of_constants_come_in_their_place(tmp_path: Path) -> None:
+    text = """
+        import os
+        os.environ["A"] = "1"
+        os.environ.setdefault("B", "2")
+        os.environ["C"] = os.path.join("no", "constant")
+        import json
+        environ = {}
+    """
+    files(tmp_path, train=text)
+    assert steps(tmp_path) == [
+        Import("os"),
+        Setting("A", "1"),
+        Setting("B", "2", default=True),
+        Import("json"),
+    ]
+
+
+def test_what_is_installed_beside_the_script_is_not_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "venv" / "lib" / "site-packages"
+    files(tmp_path, train="import installed_beside\nimport framework_beside.core")
+    files(site, installed_beside="")
+    files(tmp_path, framework_beside__core="import never_read")
+    monkeypatch.syspath_prepend(site)
+    assert steps(tmp_path, "framework_beside") == [
+        Import("installed_beside"),
+        Import("framework_beside.core"),
+    ]
+
+
+def test_a_script_that_does_not_parse(tmp_path: Path) -> None:
+    assert steps(files(tmp_path, train="import json\ndef")) == []
+
+
+# -- modules that read the environment -------------------------------------------------------------
+
+BROUGHT_BACK = """
+    import os, sys
+    sys.path.insert(0, {path!r})
+    from ft_core.worker import imports
+    from ft_core.import_hook import after_import
+    os.environ["SET"] = "before"
+    with imports.noted():
+        import above, plain, reads.deep
+    first = sys.modules["reads"], sys.modules["above"], sys.modules["plain"]
+    after_import("reads", lambda module: setattr(module, "patched", True))
+    imports.hide()
+    assert "plain" in sys.modules and "reads" not in sys.modules and "above" not in sys.modules
+    {change}
+    import above, plain, reads.deep
+    print(reads is first[0], above is first[1], plain is first[2], reads.SET, above.reads is reads)
+    print(reads.patched, reads.deep.__spec__.name, reads.__spec__.loader is not None, "deep" in vars(reads))
+"""
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> Path:
+    files(
+        tmp_path,
+        reads__deep="",
+        above="import importlib\nreads = importlib.import_module('reads')",
+        plain="X = 1",
+    )
+    (tmp_path / "reads" / "__init__.py").write_text(
+        "import os\nSET = os.getenv('SET')\nOTHER = 'RANK' in os.environ\n"
+    )
+    return tmp_path
+
+
+def printed(code: str, **environment: str) -> list[str]:
+    run = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(
+        run, env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return (done.stdout + done.stderr).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("pass", "True True True before True"),
+        ("os.environ['UNREAD'] = '1'", "True True True before True"),
+        ("os.environ['SET'] = 'after'", "False False True after True"),
+        ("os.environ['RANK'] = '3'", "False False True before True"),
+        ("os.environ['RANK'] = '3'; del os.environ['RANK']", "True True True before True"),
+    ],
+)
+def test_modules_are_those_that_the_script_would_import(packages: Path, change: str, expected: str) -> None:
+    found = printed(BROUGHT_BACK.format(path=str(packages), change=change))
+    assert found == [expected, "True reads.deep True True"]
+
+
+def test_native_code_is_not_imported_twice(packages: Path) -> None:
+    change = "imports._is_native = lambda package: True; os.environ['SET'] = 'after'"
+    found = printed(BROUGHT_BACK.format(path=str(packages), change=change))
+    assert found[0] == "True True True before True"
+    assert "reads was imported before the script had set SET, and cannot be imported again" in found[-1]
+
+
+# -- what must not be in a process that others are forked from -------------------------------------
+
+FORKED = """
+    import multiprocessing, os, sys
+    from ft_core.node import preload
+
+    def look():
+        import importlib, sys, torch
+        here = {name: name in sys.modules for name in ("harmless", "culprit")}
+        print(here, "CONSTANT" in os.environ, preload.WITHOUT in os.environ, flush=True)
+        from ft_core.worker import import_output
+        import_output.show()
+        torch.arange(1 << 20).float().sin()
+
+    if __name__ == "__main__":
+        os.environ[preload.ENV] = sys.argv[1]
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["ft_core.node.warm"])
+        child = context.Process(target=look)
+        child.start()
+        child.join(60)
+        sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize(
+    ("culprit", "why"),
+    [
+        (
+            "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+            "a thread",
+        ),
+        ("import torch\ntorch.manual_seed(3)", "seeds random numbers"),
+        ("import random\nrandom.seed(3)", "seeds random numbers"),
+        ("import torch\ntorch.arange(1 << 20).float().sin()", "native threads"),
+        ("", ""),
+    ],
+)
+def test_a_package_that_does_not_survive_a_fork_is_left_to_the_script(
+    culprit: str, why: str, tmp_path: Path
+) -> None:
+    site = files(
+        tmp_path / "site-packages", culprit=culprit, harmless="import os\nassert os.environ['CONSTANT']"
+    )
+    files(tmp_path / "job", train="import os\nos.environ['CONSTANT'] = '1'\nimport harmless\nimport culprit")
+    files(tmp_path, look=FORKED)
+    environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "2"}
+    run = [sys.executable, str(tmp_path / "look.py"), str(tmp_path / "job" / "train.py")]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    assert str({"harmless": True, "culprit": not why}) + " False False" in done.stdout
+    assert ("workers import culprit themselves, and start later for it: it" in done.stderr) is bool(why)
+    assert why in done.stderr

@@ -1,0 +1,58 @@
+"""A newcomer's script that is interrupted on its way: the engine, the session and the state are stand-ins."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+from ft_deepspeed.protection import Phase, Protection
+from ft_deepspeed.results import Results
+
+
+class Adapter:
+    """With counters that a restore replaces."""
+
+    def __init__(self) -> None:
+        self.at = "where the script is"
+        self.loaded = {"results": Results().state(), "draws": None}
+
+    def envelope(self) -> Any:
+        return {"at": self.at}
+
+    def settle(self, envelope: Any) -> None:
+        self.at = envelope["at"]
+
+
+def newcomer() -> tuple[Protection, Adapter]:
+    found: Any = object.__new__(Protection)
+    adapter = Adapter()
+    found._adapter, found._phase, found._position, found._counted = adapter, Phase.CATCHING_UP, 5, Counter()
+    found._outside = found._script = None
+    found._catch_up = SimpleNamespace(until=9, envelope=None)
+    found.draws = SimpleNamespace(follow=lambda draws: None)
+    found._session = SimpleNamespace(protecting=False, passed=lambda: None)
+    return found, adapter
+
+
+def test_a_recovery_that_is_cut_short_after_its_restore_leaves_the_script_where_it_is() -> None:
+    protection, adapter = newcomer()
+    protection.interrupted()
+    adapter.at = "where the engine is"  # it is restored, and another epoch begins
+    protection.interrupted()
+    adapter.at = "where the engine is"
+    protection._follow(9)
+    assert adapter.at == "where the script is"
+
+
+def test_where_the_script_is_then_is_where_it_is_later() -> None:
+    protection, adapter = newcomer()
+    protection.interrupted()
+    protection._follow(9)
+    adapter.at = "further on"
+    call: Any = SimpleNamespace(kind="evaluation", ends_step=False, answer=lambda results, number: None)
+    protection._answer(call)
+    protection.interrupted()
+    adapter.at = "where the engine is"
+    protection._follow(9)
+    assert adapter.at == "further on"
