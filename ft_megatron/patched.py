@@ -28,6 +28,11 @@ LOOP = declare_each(
     "save_checkpoint checkpoint_and_decide_exit write_args_to_tensorboard",
     "the loop is entered again after a recovery, and what was done before is not done twice",
 )
+LENGTHS = declare(
+    f"{_TRAINING}consume_seqlen_stats_in_iteration",
+    "what a step has found of packed sequences is known where it was not done",
+    optional=True,
+)
 LOADERS = declare(f"{_TRAINING}build_pretraining_data_loader", "loaders can go back to where a step began")
 FINALIZE = declare(f"{_TRAINING}finalize_model_grads", "the commit wait may stand before it")
 PRINT = declare(f"{_TRAINING}print_rank_last", "each iteration is printed once, whoever does it")

@@ -23,7 +23,7 @@ from ft_core.elastic.rules import Membership
 from ft_core.protocol.groups import GroupId
 from ft_core.worker import session
 from ft_core.worker.session import Session
-from ft_megatron import moe_metrics, patched, replica_groups, saves
+from ft_megatron import patched, replica_groups, saves, trackers
 from ft_megatron.arguments import NOT_ASKED
 from ft_megatron.data import Loaders
 from ft_megatron.optimizer_hooks import hook_optimizer
@@ -44,7 +44,7 @@ _SYNC_FUNCTIONS = ("no_sync_func", "grad_sync_func", "param_sync_func")
 def install(training: ModuleType) -> None:
     """Patch `megatron.training.training`. Its functions do as they did until arguments say `--ft`."""
     hooks = Hooks(training)
-    for patch in patched.LOOP:
+    for patch in (*patched.LOOP, patched.LENGTHS):
         patch.wrap(functools.partial(functools.partial, getattr(hooks, patch.name)), of=training)
     patched.LOADERS.wrap(
         lambda build: hooks.loaders.wrap(build, hooks.enabled, replica_groups.dealt), of=training
@@ -64,11 +64,13 @@ class Loop:
         self.first: tuple[int, int] = (args.iteration, args.num_floating_point_operations_so_far)
         """Iteration and floating-point operations at the job's beginning."""
         self.iteration, self.operations = self.first
-        self.experts = bool(args.num_experts)
+        self.differs = trackers.of_each_role(args)
         self.result: Any = None
         """What the train step of `iteration` (counted from 0) returned; None at the job's beginning."""
         self.totals: dict[str, Any] = {}
         """Losses since the last line of the log, without that step's."""
+        self.lengths: Any = None
+        """What the step has found of packed sequences' lengths, on all ranks together."""
         self.parts = 0
         """How many parts this state has behind it: the loop, and what comes after training."""
         self.returned: Any = None
@@ -88,7 +90,8 @@ class Loop:
             "returned": self.returned,
             "counters": {name: getattr(args, name) for name in _COUNTERS if hasattr(args, name)},
             "data": self._loaders.mark(),
-            "experts": moe_metrics.capture(),
+            "lengths": self.lengths,
+            "trackers": trackers.capture(),
             "started": self._training._TRAIN_START_TIME,
             "rerun": {
                 name: getattr(rerun, name)
@@ -117,7 +120,8 @@ class Loop:
             for name, value in values.items():
                 setattr(owner, name, value)
         self._loaders.seek(saved["data"])
-        moe_metrics.restore(saved["experts"], self._find_group)
+        self.lengths = saved["lengths"]
+        trackers.restore(saved["trackers"], self._find_group)
         self._training._TRAIN_START_TIME = saved["started"]  # type: ignore[attr-defined]
 
     def reset(self) -> None:
@@ -128,6 +132,8 @@ class Loop:
         for timer in self._training.get_timers()._timers.values():
             if getattr(timer, "_started", False):
                 timer.stop()
+        trackers.forget_hooks()
+        trackers.forget_lengths(self._training)
         if saves.forget(self._training):
             log.warning(
                 "the asynchronous checkpoint under way at iteration %d is given up; the one before it is "
@@ -145,8 +151,8 @@ class PretrainAdapter(MegatronAdapter):
         self._loop = loop
 
     def envelope_holders(self) -> tuple[int, ...]:
-        """Experts have random states of their own, and each role its part of what they have for the log."""
-        return (dist.get_rank(),) if self._loop.experts else super().envelope_holders()
+        """Experts have random states of their own, and each role its part of what there is for the log."""
+        return (dist.get_rank(),) if self._loop.differs else super().envelope_holders()
 
     def envelope(self) -> Any:
         """The framework's small state, and the loop's."""
@@ -341,14 +347,21 @@ class Hooks:
         schedule = self._groups.exchange.schedule(found.arguments["forward_backward_func"])
         found.arguments["forward_backward_func"] = schedule
         result = original(*found.args, **found.kwargs)
-        should_exit = result[3]
+        should_exit, loop.lengths = result[3], None
         if should_exit:
             return result  # the rerun state machine wants to leave before the optimizer steps
         self._groups.count_missing()
         loop.result, loop.iteration = result, arguments.curr_iteration
         loop.operations = self._operations
+        if patched.LENGTHS.exists():
+            loop.lengths = self._training.consume_seqlen_stats_in_iteration()
         current.step_done(self._groups.step_done())
         return result
+
+    def consume_seqlen_stats_in_iteration(self, original: Any) -> Any:
+        """Found at the end of the step, on all ranks: who has not done the step has none to bring later."""
+        lengths = self._loop.lengths if self._loop is not None else None
+        return original() if lengths is None else lengths
 
     def checkpoint_and_decide_exit(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """The end of an iteration: it is told how many operations there were, its own included."""

@@ -24,7 +24,7 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,6 +166,10 @@ def _preload(without: dict[str, str]) -> dict[str, str]:
     source = source.resolve()
     root = source.parent if os.path.exists(target) else source.parents[target.count(".")]
     sys.path.insert(0, str(root))
+    with contextlib.suppress(
+        ImportError
+    ):  # numpy brings it in when somebody asks for it, and that draws nothing
+        importlib.import_module("numpy.random")
     unsafe, before = dict[str, str](), dict[str, str | None]()
     try:
         with imports.noted():
@@ -174,7 +178,7 @@ def _preload(without: dict[str, str]) -> dict[str, str]:
                     before.setdefault(step.name, os.environ.get(step.name))
                     if not step.default or step.name not in os.environ:
                         imports.set_for_script(step.name, step.value)
-                elif step.module not in without:
+                elif not _is_left(step.module, without):
                     traces = _Traces()
                     _import(step)
                     if why := traces.left_by(step.module):
@@ -190,6 +194,11 @@ def _preload(without: dict[str, str]) -> dict[str, str]:
             if value is not None:
                 os.environ[name] = value
     return unsafe
+
+
+def _is_left(module: str, without: Iterable[str]) -> bool:
+    """Whether it, or what it is a part of, is left to the script."""
+    return any(f"{module}.".startswith(f"{name}.") for name in without)
 
 
 def _import(step: Import) -> None:
@@ -258,6 +267,8 @@ def main() -> None:
     finally:
         gc.enable()
     if unsafe:
-        os.environ[WITHOUT] = json.dumps(without | unsafe)
+        # The second time all of the package is left: not one module after the other, a start for each.
+        whole = {imports.package_of(name): why for name, why in unsafe.items()} if without else {}
+        os.environ[WITHOUT] = json.dumps(without | unsafe | whole)
         os.execv(sys.executable, sys.orig_argv)
     os.environ.pop(WITHOUT, None)

@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from harness import ROOT
 
 from ft_core.node.preload import Import, Script, Setting
 
@@ -154,7 +155,7 @@ FORKED = """
 
     def look():
         import importlib, sys, torch
-        here = {name: name in sys.modules for name in ("harmless", "culprit")}
+        here = {name: name in sys.modules for name in sys.argv[2:]}
         print(here, "CONSTANT" in os.environ, preload.WITHOUT in os.environ, flush=True)
         from ft_core.worker import import_output
         import_output.show()
@@ -193,9 +194,26 @@ def test_a_package_that_does_not_survive_a_fork_is_left_to_the_script(
     files(tmp_path / "job", train="import os\nos.environ['CONSTANT'] = '1'\nimport harmless\nimport culprit")
     files(tmp_path, look=FORKED)
     environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "2"}
-    run = [sys.executable, str(tmp_path / "look.py"), str(tmp_path / "job" / "train.py")]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    look = str(tmp_path / "look.py"), str(tmp_path / "job" / "train.py"), "harmless", "culprit"
+    done = subprocess.run(
+        [sys.executable, *look], env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert str({"harmless": True, "culprit": not why}) + " False False" in done.stdout
     assert ("workers import culprit themselves, and start later for it: it" in done.stderr) is bool(why)
     assert why in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "package"),
+    [("megatron/pretrain_gpt_core.py", "megatron.core"), ("deepspeed/pretrain_clm.py", "deepspeed")],
+)
+def test_nothing_of_a_recipe_is_left_to_it(script: str, package: str, tmp_path: Path) -> None:
+    pytest.importorskip(package)
+    files(tmp_path, look=FORKED)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+    look = str(tmp_path / "look.py"), str(ROOT / "recipes" / script), package
+    done = subprocess.run(
+        [sys.executable, *look], env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert str({package: True}) in done.stdout and "workers import" not in done.stderr
