@@ -21,6 +21,11 @@ FSDP = declare(
 FULLY_SHARD = declare(
     "torch.distributed.fsdp:fully_shard", "its steps cannot be done again, which is said once"
 )
+_IMPORT = "in a fork server, while it imports what the script does: what a package reads and needs is noted"
+IMPORT = declare("builtins:__import__", _IMPORT)
+IMPORT_BY_NAME = declare("importlib._bootstrap:_gcd_import", _IMPORT)
+READ_VARIABLE = declare("os:_Environ.__getitem__", _IMPORT)
+WRITE_VARIABLE = declare("os:_Environ.__setitem__", _IMPORT)
 _READ = "while a newcomer starts up: whoever reads weights by it finds them initialised"
 READERS = (
     *declare_each("torch:Tensor", "numpy tolist __array__ __dlpack__ __reduce_ex__ __deepcopy__", _READ),

@@ -9,8 +9,6 @@ code cannot be imported twice: that is said.
 
 from __future__ import annotations
 
-import builtins
-import importlib
 import logging
 import os
 import sys
@@ -22,6 +20,7 @@ from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
 from types import FrameType, ModuleType
 from typing import Any
 
+from ft_core import patched
 from ft_core.import_hook import aside
 
 log = logging.getLogger(__name__)
@@ -74,10 +73,8 @@ def noted() -> Iterator[None]:
     global _before
     _before = frozenset(map(package_of, sys.modules))
     _packages.setdefault("torch", Package()).reads.update({name: os.environ.get(name) for name in _NATIVE})
-    kind: Any = type(os.environ)
-    machinery: Any = importlib._bootstrap
-    read, write = kind.__getitem__, kind.__setitem__
-    load, load_by_name = builtins.__import__, machinery._gcd_import
+    read, write = patched.READ_VARIABLE.original(), patched.WRITE_VARIABLE.original()
+    load, load_by_name = patched.IMPORT.original(), patched.IMPORT_BY_NAME.original()
 
     def reads(environment: Any, name: str) -> str:
         package = _of(sys._getframe(1))
@@ -98,20 +95,21 @@ def noted() -> Iterator[None]:
     ) -> ModuleType:
         if not level:
             _of(sys._getframe(1)).needs.add(package_of(name))
-        return load(name, globals, locals, fromlist, level)
+        found: ModuleType = load(name, globals, locals, fromlist, level)
+        return found
 
     def loads_by_name(name: str, *about: Any) -> ModuleType:
         _of(sys._getframe(1)).needs.add(package_of(name))
         found: ModuleType = load_by_name(name, *about)
         return found
 
-    kind.__getitem__, kind.__setitem__ = reads, writes
-    builtins.__import__, machinery._gcd_import = loads, loads_by_name
-    try:
+    with (
+        patched.READ_VARIABLE.replaced(reads),
+        patched.WRITE_VARIABLE.replaced(writes),
+        patched.IMPORT.replaced(loads),
+        patched.IMPORT_BY_NAME.replaced(loads_by_name),
+    ):
         yield
-    finally:
-        kind.__getitem__, kind.__setitem__ = read, write
-        builtins.__import__, machinery._gcd_import = load, load_by_name
 
 
 def _of(frame: FrameType | None) -> Package:
@@ -142,7 +140,8 @@ def hide() -> None:
         hidden |= more
     for name in hidden:
         package = _packages[name]
-        package.modules = {n: module for n, module in sys.modules.items() if package_of(n) == name}
+        everything = list(sys.modules.items())  # other threads import, too
+        package.modules = {n: module for n, module in everything if package_of(n) == name}
         for each in package.modules:
             aside[each] = sys.modules.pop(each)
     if hidden:
