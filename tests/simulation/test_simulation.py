@@ -83,7 +83,7 @@ FOUND_BY = {
     "a_report_is_final": 797,
     "a_busy_agent_is_a_silent_machine": 147,
     "a_successor_is_not_told_of_steps": 5221,
-    "newcomers_have_no_records": 1520,
+    "newcomers_have_no_records": 9968,
     "one_copy_is_enough": 8830,
     "commit_after_the_barrier": 8830,
     "out_of_sight_is_dead": 12102,
@@ -100,7 +100,7 @@ FOUND_BY = {
     "who_is_drained_is_forgotten_by_a_new_controller": 500000219,
     "a_standby_is_ready_for_ever": 250007809,
     "what_a_standby_has_from_records_is_done": 250000106,
-    "the_ladder_is_climbed_anew_by_a_new_controller": 110001500,
+    "the_ladder_is_climbed_anew_by_a_new_controller": 110004655,
     "a_step_that_is_done_again_is_progress": 110000002,
     "there_is_no_rung_above_memory": 110000002,
 }
