@@ -465,7 +465,10 @@ class Epochs:
         facts, same_again = self.facts, self.facts.strikes.again(lost)
         facts.seen_at([lost.step])
         if lost.fault is m.Fault.TERMINATED and self._is_to_begin_anew(role):
-            facts.worker_died(node, role)
+            if self.returning.concerns(role, node.name):
+                self.do(*self.returning.fail(facts, where))
+            else:
+                facts.worker_died(node, role)
             self.decide_if_ready()
             return
         self._strike(strikes.of_worker(lost, node.name, facts.trained), node.hello.domain)

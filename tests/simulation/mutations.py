@@ -457,17 +457,6 @@ def what_a_standby_has_from_records_is_done() -> None:
     ready.covers = lambda counts, position, completed: True  # type: ignore[assignment]
 
 
-def the_ladder_is_climbed_anew_by_a_new_controller() -> None:
-    """It tries again what its predecessor has tried in vain."""
-    original = Facts.take
-
-    def mutated(self: Facts, state: m.Plan) -> None:
-        original(self, state)
-        self.height = 0
-
-    Facts.take = mutated  # type: ignore[method-assign]
-
-
 def a_step_that_is_done_again_is_progress() -> None:
     """The ladder is climbed from below after it, and the job goes round for ever."""
 
@@ -493,7 +482,6 @@ def there_is_no_rung_above_memory() -> None:
 LADDERS: dict[str, Callable[[], None]] = {
     mutation.__name__: mutation
     for mutation in (
-        the_ladder_is_climbed_anew_by_a_new_controller,
         a_step_that_is_done_again_is_progress,
         there_is_no_rung_above_memory,
     )
