@@ -64,7 +64,7 @@ FAILED_ONCE = {
     "(a_death_is_as_new_as_the_word_of_it)",
     110000026: "a role that did something else than its peers again and again was replaced for it in place, "
     "each time after as long as nobody would know, and all rungs were as slow",
-    110004655: "a group had started ahead when all began anew from storage: its worker was ended, which nobody "
+    110004655: "a group had started ahead when all began anew from storage: its worker was ended, as nobody "
     "noted, and ended again for ever",
     110000651: "scripts began anew from a former job's checkpoint, and the oracle took that for steps",
 }
