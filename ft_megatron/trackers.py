@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -79,13 +80,20 @@ def _experts() -> tuple[MutableMapping[str, Any], Callable[[torch.Tensor], Any]]
 
 def _trackers() -> Iterator[tuple[str, dict[str, Any]]]:
     """By the names of their classes."""
-    for name, module in sorted(sys.modules.items()):
-        if not name.startswith("megatron.") or module is None:
-            continue
-        for kind in vars(module).values():
-            own = isinstance(kind, type) and kind.__module__ == name
-            if own and isinstance(tracker := vars(kind).get("tracker"), dict):
-                yield f"{name}:{kind.__qualname__}", tracker
+    for kind in _kinds(len(sys.modules)):
+        yield f"{kind.__module__}:{kind.__qualname__}", vars(kind)["tracker"]
+
+
+@lru_cache(maxsize=1)
+def _kinds(modules: int) -> list[type]:
+    """Classes that have a tracker, in order. Each step asks: looked for once for so many `modules`."""
+    return [
+        kind
+        for name, module in sorted(sys.modules.items())
+        if name.startswith("megatron.") and module is not None
+        for kind in list(vars(module).values())
+        if isinstance(kind, type) and kind.__module__ == name and isinstance(vars(kind).get("tracker"), dict)
+    ]
 
 
 def _fields(entry: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.abc import Loader, MetaPathFinder
@@ -136,8 +136,7 @@ def hide() -> None:
     """Put out of sight what may have to be imported anew."""
     for_script = {name: package for name, package in _packages.items() if name not in _before}
     hidden = {name for name, package in for_script.items() if package.reads}
-    while more := {n for n, package in for_script.items() if not hidden.isdisjoint(package.needs)} - hidden:
-        hidden |= more
+    hidden = _and_who_needs(hidden, for_script)
     for name in hidden:
         package = _packages[name]
         everything = list(sys.modules.items())  # other threads import, too
@@ -146,6 +145,13 @@ def hide() -> None:
             aside[each] = sys.modules.pop(each)
     if hidden:
         sys.meta_path.insert(0, _Finder(hidden))
+
+
+def _and_who_needs(names: set[str], among: Collection[str]) -> set[str]:
+    """With the packages that need one of them, directly or not."""
+    while more := {n for n in among if not names.isdisjoint(_packages[n].needs)} - names:
+        names = names | more
+    return names
 
 
 class _Finder(MetaPathFinder):
@@ -169,9 +175,7 @@ class _Finder(MetaPathFinder):
         """Bring that package back, with those that it needs, or have it imported anew."""
         needed = self._needed(wanted)
         differ = {name for name in needed if _packages[name].differs()}
-        anew = set(differ)
-        while more := {name for name in needed if not anew.isdisjoint(_packages[name].needs)} - anew:
-            anew |= more
+        anew = _and_who_needs(differ, needed)
         for name in needed:
             package = _packages[name]
             self._hidden.discard(name)

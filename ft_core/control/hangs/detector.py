@@ -313,9 +313,7 @@ class Detector:
             return usual
         if not self._training:
             return self._patience_at_start(facts, finding, starting)
-        if facts.settings.hang_after:
-            return usual
-        if finding.proven:
+        if facts.settings.hang_after or finding.proven:
             return usual
         if finding.usual is None or self._again(finding):
             return max(usual, limit)
