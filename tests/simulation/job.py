@@ -663,9 +663,14 @@ class SimJob:
         """Whether its script may fail for ever."""
         return bool(self.poison or self.errors.fatal or self.errors.stray or self.diverges)
 
+    @property
+    def _at_odds(self) -> bool:
+        """Whether its scripts bring settings with which no step can be done."""
+        return self.shape.brings in ("different", "impossible")
+
     def _excused(self) -> bool:
         """Whether the job may end with a reason, though no more was lost than there are copies for."""
-        if self._hopeless or self.shape.brings in ("different", "impossible"):
+        if self._hopeless or self._at_odds:
             return True
         if self.beyond and self.outcome.reason.startswith("after "):  # restarts
             return True
@@ -726,10 +731,7 @@ class SimJob:
         steps = 1 if self.shape.brief else _STEPS
         if not self.shape.brief:
             world.run(healed + _CALM, lambda: self.over)
-        at_odds = self.shape.brings in (
-            "different",
-            "impossible",
-        )  # newest: perhaps a former job's checkpoint
+        at_odds = self._at_odds  # the newest version is a former job's checkpoint, perhaps
 
         def goes_on() -> bool:
             return self.training.newest > reached + steps and not at_odds
