@@ -49,15 +49,6 @@ RESUMPTION = declare(
 )
 BACKWARD = declare("torch.autograd:backward", "`loss.backward()` is made again from the engine's outputs on")
 REPORT = declare(f"{_ENGINE}._report_progress", "a step that is done again was logged the first time")
-SAVE = declare("torch:save", "what a newcomer's script saves on its way to its peers was saved before")
-SAVE_ARRAY = declare("numpy:save", "what a newcomer's script saves on its way to its peers was saved before")
-SAVE_SAFELY = declare(
-    "safetensors.torch:serialize_file",
-    "what a newcomer's script saves on its way to its peers was saved before",
-)
-MOVES = declare_each(
-    "os:", "replace rename", "a file that a newcomer's script has not written takes no good one's place"
-)
 BEGIN_DATA = declare(
     "torch.utils.data.dataloader:_BaseDataLoaderIter.__init__",
     "the random state that a loader draws its seed from is noted for a newcomer",

@@ -22,6 +22,8 @@ class Script(Protocol):
     """What it has named, as it was when its newest step ended."""
     results: Results
     draws: Draws
+    first: int
+    """With which version the files were begun that it goes on with."""
 
     @property
     def live(self) -> bool:
@@ -68,6 +70,7 @@ class ProtectedState:
             "draws": self._script.draws.state(),
             "deal": self._script.deal(),
             "began": self._script.began,
+            "first": self._script.first,
         }
 
     def envelope_holders(self) -> tuple[int, ...]:

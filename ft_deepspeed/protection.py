@@ -99,6 +99,8 @@ class Protection:
         """Whether a call is being made: then the engine calls itself."""
         self._began_at = 0
         """The step after which the script made its first call."""
+        self.first = 0
+        """The same of the first worker of this role whose files this one goes on with."""
         self.kept = Kept()
         """What the script has named (`ft_core.kept`), as it was when its newest step ended."""
         self._position = 0
@@ -236,7 +238,7 @@ class Protection:
             return
         self._phase = Phase.BEGINNING
         self._script = self._adapter.envelope()
-        self._began_at = self._engine.global_steps
+        self._began_at = self.first = self._engine.global_steps
         self._tape = Tape(self._began_at)
         self.kept = Kept.capture()
         self._reached(self._began_at)
@@ -397,6 +399,9 @@ class Protection:
             if loaded["began"] or self._position > self._began_at:
                 self._adapter.kept.apply()
             self._adapter.kept = Kept()
+            whole = self._began_at == loaded["first"]
+            self.first = loaded["first"]
+            self._session.overlay.end(whole)
         self._adapter.arrived()
         self._phase = Phase.LIVE
 
@@ -500,6 +505,7 @@ class Protection:
     def _catching_up(self, until: int, envelope: Any) -> None:
         """Version `until`, of which this is the envelope, is where the script is to get."""
         self._phase = Phase.CATCHING_UP
+        self._session.overlay.passes()
         self._catch_up = self._catch_up or CatchUp()
         self._catch_up.until, self._catch_up.envelope = until, envelope
 

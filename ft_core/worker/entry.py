@@ -136,6 +136,8 @@ def _play(
     for install in plugins.load(plugins.HOOKS):
         install()
     imports.hide()
+    if session.joining:
+        session.overlay.begin(job_dir, session.cannot_pass)
     timeline.mark("script")
     process = os.getpid()
     code, failure, error = _outcome(command)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from ft_core.adapter import Adapter
 from ft_core.comm.process_group import Communicators
 from ft_core.errors import ConfigError, FtError
+from ft_core.overlay import Overlay
 from ft_core.process.timeline import timeline
 from ft_core.protocol import messages as m
 from ft_core.protocol.groups import parse
@@ -85,6 +86,8 @@ class Session:
         """The replica groups that take part."""
         self.deferred = Deferred()
         """Initialisation that waits for its restore, in a newcomer."""
+        self.overlay = Overlay()
+        """Of files, while a newcomer's script is on its way."""
 
     @property
     def role(self) -> int:
@@ -116,6 +119,7 @@ class Session:
 
         Called once the script has ended by itself; no adapter need.
         """
+        self.overlay.end()
         if self._recovery is not None and not isinstance(self._machine.state, Trained):
             self._part += 1
             recovery, part = self._recovery, self._part
@@ -146,6 +150,7 @@ class Session:
         A newcomer whose peers have left it does not make it: `passed` says what it returned. `last`: only
         local work comes after it, and a failure then costs nothing.
         """
+        self.overlay.end()
         self._part += 1
         result: Callable[[], T] | None = passed
         recovery = self._protected
@@ -215,7 +220,7 @@ class Session:
             return
         self.deferred.end("a step is rehearsed", logging.DEBUG)
         try:
-            with self.comms.startup.rehearsal():
+            with self.comms.startup.rehearsal(), self.overlay.real():
                 step()
         except Exception as error:
             log.warning("role %d could not rehearse a step, and its first is slower: %r", self.role, error)
@@ -318,6 +323,11 @@ class Session:
         """This process cannot get to where its peers are: end it, so that another takes its role over."""
         self._shell.replace(reason)
 
+    def cannot_pass(self, what: str) -> NoReturn:
+        """A newcomer's script does, on its way through steps that are done, `what` cannot be passed over. Nor
+        can another's, so the job begins anew. Any thread."""
+        self._shell.replace(f"in steps that are done {what}, which cannot be passed over", m.Fault.DIVERGED)
+
     def configure(self, settings: Mapping[str, m.Setting]) -> None:
         """Settings that the script brings (names as in `Settings`). Raises FtError if they cannot be had."""
         imports.check()
@@ -331,6 +341,7 @@ class Session:
             return
         self._unprotected = reason or "its script has asked for no fault tolerance"
         self.comms.end_startup()
+        self.overlay.end()
         self.deferred.end("nothing is restored", logging.DEBUG)
         self._shell.handle(e.RunsUnprotected(self._unprotected))
 

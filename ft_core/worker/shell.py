@@ -115,10 +115,10 @@ class WorkerShell:
         self.send(failure)
         self._noted.wait(_NOTED)
 
-    def replace(self, reason: str) -> NoReturn:
-        """End this process, so that another takes its role over."""
+    def replace(self, reason: str, fault: m.Fault = m.Fault.TERMINATED) -> NoReturn:
+        """End this process, so that another takes its role over, or does what `fault` leads to."""
         log.warning("role %d: %s; its worker is replaced", self.machine.role, reason)
-        self.failed(m.ScriptFailed(m.Fault.TERMINATED, reason, "", ""))
+        self.failed(m.ScriptFailed(fault, reason, "", ""))
         logging.shutdown()
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("unreachable")

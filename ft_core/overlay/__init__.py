@@ -1,0 +1,75 @@
+"""Files as a newcomer's script sees them on its way to where its peers are: see `tree`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import NoReturn
+
+from ft_core.overlay.calls import Calls
+from ft_core.overlay.handover import hand_over
+from ft_core.overlay.tree import CannotPass, Tree
+
+_KERNELS = ("/dev/", "/proc/", "/sys/")
+_PREFIX = "ft-overlay-"
+
+
+class Overlay:
+    """None at first; from `begin` to `end` what the script does to files goes to a layer. Main thread."""
+
+    def __init__(self) -> None:
+        """Files are as they are."""
+        self._calls: Calls | None = None
+        self._cannot: Callable[[str], NoReturn] | None = None
+
+    def begin(self, job_dir: Path, cannot: Callable[[str], NoReturn]) -> None:
+        """The script of a newcomer starts. `job_dir`: where the engine writes, by other ways.
+
+        `cannot`: called with what the script does that it cannot be kept from harming by, from any thread.
+        """
+        top = os.path.realpath(job_dir)
+        upper = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
+        _sweep(Path(upper).parent)
+        tree = Tree(upper, (*_KERNELS, f"{top}/logs/", f"{top}/injected-"))
+        self._calls, self._cannot = Calls(tree, cannot), cannot
+
+    def passes(self) -> None:
+        """From here on the script passes steps that are done."""
+        if self._calls is not None:
+            self._calls.tree.passing = True
+
+    def real(self) -> AbstractContextManager[None]:
+        """What is done by this thread meanwhile is not the script's."""
+        return nullcontext() if self._calls is None else self._calls.real()
+
+    def end(self, whole: bool = False) -> None:
+        """The script is where its peers are: files that it has open go on in the real ones.
+
+        `whole`: it has passed all steps since the files were begun.
+        """
+        if (calls := self._calls) is None:
+            return
+        self._calls = None
+        calls.close()
+        try:
+            hand_over(calls.tree, whole)
+        except CannotPass as error:
+            assert self._cannot is not None
+            self._cannot(str(error))
+        finally:
+            shutil.rmtree(calls.tree.upper, ignore_errors=True)
+
+
+def _sweep(directory: Path) -> None:
+    """Layers of processes that are no more."""
+    for left in directory.glob(f"{_PREFIX}*"):
+        found = re.match(rf"{_PREFIX}(\d+)-", left.name)
+        if found and not os.path.exists(f"/proc/{found[1]}"):
+            with contextlib.suppress(OSError):
+                shutil.rmtree(left)

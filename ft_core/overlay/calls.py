@@ -1,0 +1,516 @@
+"""What of Python a newcomer's script reaches files through, turned to the layer; see `tree`.
+
+All of Python's own modules come down to `open` and to functions of `os`. References that modules have taken
+of those before are replaced too. What writes from a library's own code (torch, safetensors, h5py, pyarrow)
+is given another name to write to. Whoever gets past all of that, by a lower door, is heard by the
+interpreter's audit hook and not let through.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import io
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn
+
+from ft_core import import_hook
+from ft_core.overlay.tree import CannotPass, PathLike, Tree
+
+Function = Callable[..., Any]
+
+_BYPASSES = {
+    "os.remove": (0,),
+    "os.rename": (0, 1),
+    "os.mkdir": (0,),
+    "os.rmdir": (0,),
+    "os.truncate": (0,),
+    "os.link": (1,),
+    "os.symlink": (1,),
+}
+"""Audit events -> which of their arguments are changed paths."""
+_STREAMS = ("stdin", "stdout", "stderr")
+_PROGRAMS = ("os.system", "os.posix_spawn", "os.spawn", "os.exec", "subprocess.Popen")
+
+_WRITERS = {
+    "torch": (("save", 1, "f"),),
+    "torch.jit": (("save", 1, "f"),),
+    "safetensors.torch": (("save_file", 1, "filename"), ("serialize_file", 1, "filename")),
+    "safetensors.numpy": (("save_file", 1, "filename"), ("serialize_file", 1, "filename")),
+    "pyarrow.parquet": (("write_table", 1, "where"),),
+    "pyarrow.feather": (("write_feather", 1, "dest"),),
+}
+"""Module -> functions that write a whole file by its name: which argument that is, and what it is called."""
+_READERS = {
+    "safetensors.torch": (("load_file", 0, "filename"), ("safe_open", 0, "filename")),
+    "safetensors": (("safe_open", 0, "filename"),),
+    "pyarrow.parquet": (("read_table", 0, "source"),),
+    "pyarrow.feather": (("read_table", 0, "source"), ("read_feather", 0, "source")),
+}
+"""The same of those that read one."""
+
+
+class Calls:
+    """From construction to `close` this process sees files through `tree`."""
+
+    def __init__(self, tree: Tree, cannot: Callable[[str], NoReturn]) -> None:
+        """`cannot` is called with the reason where the script cannot be kept from what is there, in any
+        thread."""
+        self.tree, self._cannot = tree, cannot
+        self._process = os.getpid()
+        self._open = True
+        self._inside = threading.local()
+        self._put: list[tuple[Any, str, Any]] = []
+        """Owner, attribute, and what was there."""
+        self._turned: dict[int, tuple[Function, Function]] = {}
+        """By the original's identity: it, and what stands for it."""
+        for module, made in ((os, self._of_os()), (builtins, {"open": self._opening(io.open)})):
+            for name, function in made.items():
+                self._turn(module, name, function)
+        self._turn(io, "open", builtins.open)
+        self._turn(tempfile, "mkdtemp", self._temporary(tempfile.mkdtemp, lambda made: made))
+        self._turn(tempfile, "mkstemp", self._temporary(tempfile.mkstemp, lambda made: made[1]))
+        self._turn(subprocess, "Popen", self._program(subprocess.Popen))
+        self._turn(os, "system", self._passed_program(os.system))
+        self._put.append((shutil, "_use_fd_functions", shutil._use_fd_functions))  # type: ignore[attr-defined]
+        shutil._use_fd_functions = False  # type: ignore[attr-defined] # by names, not relative to directories
+        self._turn(shutil, "rmtree", self._removing(shutil.rmtree))
+        for table, changed in ((_WRITERS, True), (_READERS, False)):
+            for library, functions in table.items():
+                import_hook.after_import(library, functools.partial(self._library, functions, changed))
+        import_hook.after_import("h5py._hl.files", self._h5py)
+        self._references()
+        sys.addaudithook(self._heard)
+
+    def close(self) -> None:
+        """Files are what they are again. References that were taken meanwhile lead there, too."""
+        self._open = False
+        for owner, name, before in reversed(self._put):
+            setattr(owner, name, before)
+        self._put.clear()
+
+    @contextmanager
+    def real(self) -> Iterator[None]:
+        """What this thread does meanwhile is done for real."""
+        before, self._inside.real = self._is_real, True
+        try:
+            yield
+        finally:
+            self._inside.real = before
+
+    @property
+    def _is_real(self) -> bool:
+        return getattr(self._inside, "real", False)
+
+    @property
+    def _off(self) -> bool:
+        return not self._open or self._is_real
+
+    # -- replacing -----------------------------------------------------------------------------
+
+    def _turn(self, owner: Any, name: str, function: Function) -> None:
+        before = getattr(owner, name, None)
+        if before is None or before is function:
+            return
+        self._put.append((owner, name, before))
+        self._turned[id(before)] = before, function
+        setattr(owner, name, function)
+
+    def _references(self) -> None:
+        """Of modules that have imported such a function by its name."""
+        ours = __package__ or ""
+        for module in list(sys.modules.values()):
+            names = getattr(module, "__dict__", None)
+            if not isinstance(names, dict) or getattr(module, "__name__", "").startswith(ours):
+                continue
+            if names.get("__name__") in ("posix", "_io", "os", "io", "builtins", "nt"):
+                continue
+            for name, value in list(names.items()):
+                found = self._turned.get(id(value))
+                if found is not None and found[0] is value:
+                    self._put.append((module, name, value))
+                    names[name] = found[1]
+
+    def _within(self, function: Function) -> Function:
+        """What the layer does by itself goes where it says, and what is too much for it ends this process."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before, self._inside.real = self._is_real, True
+            try:
+                return function(*args, **kwargs)
+            except CannotPass as error:
+                self._cannot(str(error))
+            finally:
+                self._inside.real = before
+
+        return call
+
+    def _either(self, original: Function, layered: Function) -> Function:
+        """`layered` returns NotImplemented where the original is to be called."""
+        inside = self._within(layered)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._off and (found := inside(*args, **kwargs)) is not NotImplemented:
+                return found
+            before, self._inside.real = self._is_real, True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._inside.real = before
+
+        return call
+
+    # -- os ------------------------------------------------------------------------------------
+
+    def _of_os(self) -> dict[str, Function]:
+        made: dict[str, Function] = {}
+        for name, follows in (
+            ("stat", True),
+            ("lstat", False),
+            ("access", True),
+            ("readlink", False),
+            ("statvfs", True),
+            ("listxattr", True),
+            ("getxattr", True),
+            ("chdir", True),
+        ):
+            made[name] = self._looking(getattr(os, name), follows)
+        for name in ("chmod", "chown", "lchown", "utime", "setxattr", "removexattr"):
+            made[name] = self._changing(getattr(os, name), name != "lchown")
+        made |= {
+            "open": self._either(os.open, self._open_descriptor),
+            "mkdir": self._either(
+                os.mkdir, lambda p, mode=0o777, *, dir_fd=None: _done(self.tree.mkdir(p, dir_fd))
+            ),
+            "rmdir": self._either(
+                os.rmdir, lambda p, *, dir_fd=None: _done(self.tree.remove(p, True, dir_fd))
+            ),
+            "symlink": self._either(
+                os.symlink,
+                lambda s, d, target_is_directory=False, *, dir_fd=None: _done(
+                    self.tree.symlink(s, d, dir_fd)
+                ),
+            ),
+            "link": self._either(os.link, self._linking),
+            "truncate": self._either(os.truncate, self._truncating),
+            "listdir": self._either(os.listdir, self._listing),
+            "scandir": self._either(os.scandir, self._scanning),
+        }
+        for name in ("remove", "unlink"):
+            made[name] = self._either(
+                getattr(os, name), lambda p, *, dir_fd=None: _done(self.tree.remove(p, False, dir_fd))
+            )
+        for name in ("rename", "replace"):
+            made[name] = self._either(
+                getattr(os, name),
+                lambda s, d, *, src_dir_fd=None, dst_dir_fd=None: _done(
+                    self.tree.rename(s, d, src_dir_fd, dst_dir_fd)
+                ),
+            )
+        return made
+
+    def _looking(self, original: Function, follows: bool) -> Function:
+        def look(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(path, int):
+                return NotImplemented
+            follow = follows and kwargs.get("follow_symlinks", True)
+            try:
+                at = self.tree.location(path, follow, kwargs.get("dir_fd"))
+            except FileNotFoundError:
+                if original is _access:
+                    return False
+                raise
+            if at is None:
+                return NotImplemented
+            if original is _chdir:
+                raise CannotPass(f"it makes {os.fsdecode(path)} its working directory")
+            kwargs.pop("dir_fd", None)
+            if isinstance(path, bytes) and original is _readlink:
+                return os.fsencode(original(at))
+            return original(at, *args, **kwargs)
+
+        return self._either(original, look)
+
+    def _changing(self, original: Function, follows: bool) -> Function:
+        def change(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(path, int):
+                return NotImplemented
+            follow = follows and kwargs.get("follow_symlinks", True)
+            at = self.tree.changes(path, follow, kwargs.pop("dir_fd", None))
+            return NotImplemented if at is None else original(at, *args, **kwargs) if at else None
+
+        return self._either(original, change)
+
+    def _open_descriptor(
+        self, path: PathLike, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
+    ) -> Any:
+        found = self.tree.open(path, flags, mode, dir_fd)
+        return NotImplemented if found is None else found
+
+    def _linking(
+        self,
+        src: Any,
+        dst: Any,
+        *,
+        src_dir_fd: Any = None,
+        dst_dir_fd: Any = None,
+        follow_symlinks: bool = True,
+    ) -> Any:
+        if src_dir_fd is not None or dst_dir_fd is not None:
+            return NotImplemented
+        return _done(self.tree.link(src, dst, follow_symlinks))
+
+    def _truncating(self, path: Any, length: int) -> Any:
+        if isinstance(path, int) or (found := self.tree.open(path, os.O_RDWR)) is None:
+            return NotImplemented
+        os.ftruncate(found, length)
+        return os.close(found)
+
+    def _listing(self, path: Any = ".") -> Any:
+        if isinstance(path, int) or not self.tree.covers(name := self.tree.directory(path)):
+            return NotImplemented
+        with self.tree.lock:
+            found = self.tree.names(name)
+        return list(map(os.fsencode, found)) if isinstance(path, bytes) else found
+
+    def _scanning(self, path: Any = ".") -> Any:
+        path = "." if path is None else path
+        if isinstance(path, int) or not self.tree.covers(name := self.tree.directory(path)):
+            return NotImplemented
+        with self.tree.lock:
+            return _Scan(self, path, self.tree.names(name))
+
+    # -- open ----------------------------------------------------------------------------------
+
+    def _opening(self, original: Function) -> Function:
+        def opener(path: Any, flags: int) -> int:
+            found = self.tree.open(path, flags, 0o666)
+            return os.open(path, flags, 0o666) if found is None else found
+
+        def layered(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            return original(file, mode, *args, **kwargs, opener=opener)
+
+        turned = self._within(layered)
+
+        @functools.wraps(original)
+        def opening(file: Any, *args: Any, **kwargs: Any) -> Any:
+            own = len(args) > 6 or kwargs.get("opener") is not None  # which goes by `os`
+            if self._off or own or not isinstance(file, (str, bytes, os.PathLike)):
+                return original(file, *args, **kwargs)
+            kwargs.pop("opener", None)
+            return turned(file, *args, **kwargs)
+
+        return opening
+
+    # -- what is made for real, and what is not done ----------------------------------------------
+
+    def _temporary(self, original: Function, made: Callable[[Any], str]) -> Function:
+        """A name that nobody else has, where nobody has asked for a place."""
+
+        def temporary(suffix: Any = None, prefix: Any = None, dir: Any = None, *rest: Any) -> Any:
+            if dir is not None:
+                return NotImplemented
+            result = original(suffix, prefix, dir, *rest)
+            self.tree.own(made(result))
+            return result
+
+        turned = self._either(original, temporary)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._off or kwargs.get("dir") is not None or (len(args) > 2 and args[2] is not None):
+                return original(*args, **kwargs)  # not inside: it goes by `os`
+            return turned(*args, **kwargs)
+
+        return call
+
+    def _removing(self, original: Function) -> Function:
+        """Of a whole directory, which may have been removed when the step was done."""
+
+        @functools.wraps(original)
+        def rmtree(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._off and self.tree.passing and not os.path.lexists(path):
+                return None
+            return original(path, *args, **kwargs)
+
+        return rmtree
+
+    def _program(self, original: type[subprocess.Popen[Any]]) -> Any:
+        """A class, as some derive from it."""
+        calls = self
+
+        class Popen(original):  # type: ignore[misc, valid-type]
+            def __init__(self, args: Any, *rest: Any, **kwargs: Any) -> None:
+                passed = calls._passes_programs
+                if passed and any(kwargs.get(name) == subprocess.PIPE for name in _STREAMS):
+                    calls._cannot(f"it talks to a program ({_short(args)})")
+                if passed:
+                    args, kwargs = ["/bin/true"], {}  # it was run before, by the worker that was lost
+                    rest = ()
+                before, calls._inside.real = calls._is_real, True
+                try:
+                    super().__init__(args, *rest, **kwargs)
+                finally:
+                    calls._inside.real = before
+
+        Popen.__name__, Popen.__qualname__, Popen.__module__ = "Popen", "Popen", "subprocess"
+        return Popen
+
+    def _passed_program(self, original: Function) -> Function:
+        @functools.wraps(original)
+        def system(command: Any) -> int:
+            return 0 if self._passes_programs else original(command)
+
+        return system
+
+    @property
+    def _passes_programs(self) -> bool:
+        """A process that the script has forked, to load data say, runs what it likes."""
+        return not self._off and self.tree.passing and os.getpid() == self._process
+
+    # -- libraries' own code -------------------------------------------------------------------
+
+    def _library(self, functions: Any, changed: bool, module: Any) -> None:
+        for name, at, called in functions:
+            if self._open and (original := getattr(module, name, None)) is not None:
+                self._turn(module, name, self._by_name(original, at, called, changed))
+
+    def _by_name(self, original: Function, at: int, called: str, changed: bool) -> Function:
+        turn = self._within(self.tree.write if changed else self.tree.location)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            path = args[at] if len(args) > at else kwargs.get(called)
+            if self._off or not isinstance(path, (str, bytes, os.PathLike)):
+                return original(*args, **kwargs)
+            if (where := turn(path)) is not None:
+                if len(args) > at:
+                    args = (*args[:at], where, *args[at + 1 :])
+                else:
+                    kwargs[called] = where
+            with self.real():
+                return original(*args, **kwargs)
+
+        return call
+
+    def _h5py(self, module: Any) -> None:
+        original = module.File.__init__
+
+        @functools.wraps(original)
+        def init(file: Any, name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
+            if not self._off and isinstance(name, (str, bytes, os.PathLike)):
+                if mode in ("r", "r+"):
+                    turned = self.tree.location(name)
+                elif mode == "w" or (self.tree.location(name) is None and not os.path.exists(name)):
+                    turned, mode = self.tree.write(name), "w"
+                else:
+                    self._cannot(f"it changes a part of {os.fsdecode(name)} by h5py")
+                name = name if turned is None else turned
+            with self.real():
+                original(file, name, mode, *args, **kwargs)
+
+        self._turn(module.File, "__init__", init)
+
+    # -- what gets past ------------------------------------------------------------------------
+
+    def _heard(self, event: str, args: tuple[Any, ...]) -> None:
+        if event not in _BYPASSES and event != "open" and event not in _PROGRAMS:
+            return
+        if self._off or not self.tree.passing or os.getpid() != self._process:
+            return
+        if event in _PROGRAMS:
+            self._cannot(f"it starts a program ({_short(args)})")
+        if event == "open":
+            path, _, flags = args
+            changes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            paths = (path,) if changes else ()
+        else:
+            paths = tuple(args[at] for at in _BYPASSES[event])
+        for path in paths:
+            if isinstance(path, (str, bytes)) and self._matters(os.fsdecode(path)):
+                self._cannot(f"it changes {os.fsdecode(path)} ({event}) in a way that is not watched")
+
+    def _matters(self, path: str) -> bool:
+        if "/__pycache__/" in path:  # what the interpreter writes when it imports
+            return False
+        with self.real():
+            name = self.tree.canonical(path)
+            kind = self.tree.kind(name)
+        return not self.tree.is_real(name) and kind in (0, stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)
+
+
+_readlink, _access, _chdir = os.readlink, os.access, os.chdir
+
+
+class _Scan(AbstractContextManager["_Scan"], Iterator["_Seen"]):
+    """What `os.scandir` returns."""
+
+    def __init__(self, calls: Calls, path: Any, names: list[str]) -> None:
+        self._path, self._names, self._calls = path, iter(names), calls
+
+    def __next__(self) -> _Seen:
+        name: Any = next(self._names)
+        name = os.fsencode(name) if isinstance(self._path, bytes) else name
+        return _Seen(self._path, name)
+
+    def close(self) -> None:
+        self._names = iter(())
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+class _Seen(os.PathLike[Any]):
+    """As `os.DirEntry`."""
+
+    def __init__(self, directory: Any, name: Any) -> None:
+        self.name, self.path = name, os.path.join(os.fspath(directory), name)
+
+    def __fspath__(self) -> Any:
+        return self.path
+
+    def __repr__(self) -> str:
+        return f"<DirEntry {self.name!r}>"
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        return os.stat(self.path, follow_symlinks=follow_symlinks)
+
+    def inode(self) -> int:
+        return self.stat(follow_symlinks=False).st_ino
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        return self._is(stat.S_ISDIR, follow_symlinks)
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        return self._is(stat.S_ISREG, follow_symlinks)
+
+    def is_symlink(self) -> bool:
+        return self._is(stat.S_ISLNK, False)
+
+    def is_junction(self) -> bool:
+        return False
+
+    def _is(self, what: Callable[[int], bool], follow: bool) -> bool:
+        try:
+            return what(self.stat(follow_symlinks=follow).st_mode)
+        except FileNotFoundError:
+            return False
+
+
+def _done(layered: bool) -> Any:
+    return None if layered else NotImplemented
+
+
+def _short(args: Any) -> str:
+    text = " ".join(map(str, args)) if isinstance(args, (list, tuple)) else str(args)
+    return text if len(text) <= 80 else f"{text[:77]}..."

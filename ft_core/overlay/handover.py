@@ -1,0 +1,155 @@
+"""What becomes of files that a newcomer's script has open when it has caught up.
+
+They are in the layer, and from now on they are to be the real ones, where the worker that was lost has left
+off. It had written the same, as far as its buffers had been flushed, and perhaps something of the step that
+is done again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import io
+import os
+import shutil
+from typing import Any, NamedTuple
+
+from ft_core.overlay.tree import CannotPass, File, Tree
+
+_LOOKED_AT = 16 << 20
+"""Bytes at the end of a file that was appended to, in which what the newcomer wrote is looked for."""
+_KEPT_FLAGS = os.O_APPEND | os.O_NONBLOCK | os.O_DSYNC | os.O_SYNC
+
+
+class Place(NamedTuple):
+    """Where a file goes on."""
+
+    end: int
+    """Bytes of the real file that stay."""
+    missing: bytes
+    """What comes after them before anything new."""
+
+
+def begun_anew(written: bytes, real: bytes, whole: bool) -> Place:
+    """Of a file that both have begun anew. `written`: by the newcomer until now. `whole`: it has passed every
+    step that the other had done.
+
+    What the other has written beyond will be written again. Nothing is cut off where the two differ, as lines
+    that tell the time do.
+    """
+    if written.startswith(real):
+        return Place(len(real), written[len(real) :])
+    if whole and real.startswith(written):
+        return Place(len(written), b"")
+    return Place(len(real), b"")
+
+
+def appended_to(written: bytes, real: bytes) -> Place:
+    """Of a file that both have appended to, and others may have.
+
+    `real`: what is there at its end. What of `written` is missing there, since it stayed in a buffer, is
+    added.
+    """
+    if written in real:
+        return Place(len(real), b"")
+    known = _overlap(written, real)
+    return Place(len(real), written[known:] if known else b"")
+
+
+def _overlap(written: bytes, real: bytes) -> int:
+    """Length of the longest beginning of `written` with which `real` ends (Knuth, Morris and Pratt)."""
+    failure = [0] * (len(written) + 1)
+    at = 0
+    for i in range(1, len(written)):
+        while at and written[i] != written[at]:
+            at = failure[at]
+        at += written[i] == written[at]
+        failure[i + 1] = at
+    at = 0
+    for byte in real[-len(written) :]:
+        while at and (at == len(written) or byte != written[at]):
+            at = failure[at]
+        at += byte == written[at]
+    return at
+
+
+def hand_over(tree: Tree, whole: bool) -> None:
+    """Every file that is open for writing in the layer becomes the real one.
+
+    What was opened under a name that nobody else has used becomes a real file with all that was written to
+    it. Raises CannotPass where a library's own code has one open. Nothing is watched any more meanwhile.
+    """
+    files = {file.at: (name, file) for name, file in tree.files().items()}
+    descriptors = _open_for_writing(tree.upper)
+    given = {at for descriptor, at in tree.opened.items() if descriptors.get(descriptor) == at}
+    objects = _objects(set(descriptors))
+    for file in objects:
+        with contextlib.suppress(ValueError):  # closed meanwhile
+            file.flush()
+    done: dict[str, bool] = {}
+    for descriptor, at in descriptors.items():
+        if at not in files:  # it was removed, and goes nowhere
+            continue
+        name, file = files[at]
+        if at not in given:
+            raise CannotPass(f"a library's own code has {name} open")
+        if at not in done:
+            done[at] = _placed(name, file, whole)
+        if not done[at]:
+            continue
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        real = os.open(name, flags & (os.O_ACCMODE | _KEPT_FLAGS))
+        os.lseek(real, 0, os.SEEK_END)
+        os.dup2(real, descriptor, os.get_inheritable(descriptor))
+        os.close(real)
+    for each in objects:
+        with contextlib.suppress(OSError, ValueError):  # what cannot be sought goes on at its end
+            if each.writable() and each.seekable():
+                each.seek(0, os.SEEK_END)
+
+
+def _placed(name: str, file: File, whole: bool) -> bool:
+    """Have the real file end where it goes on. Returns False where there is none, nor a place for it."""
+    if not os.path.exists(name):
+        if not os.path.isdir(os.path.dirname(name)):
+            return False
+        shutil.copyfile(file.at, name)
+        return True
+    with open(file.at, "rb") as upper, open(name, "r+b") as real:
+        if file.base < 0:
+            place = begun_anew(upper.read(), real.read(), whole)
+        else:
+            upper.seek(file.base)
+            size = real.seek(0, os.SEEK_END)
+            start = real.seek(max(0, size - _LOOKED_AT))
+            place = appended_to(upper.read(), real.read())
+            place = Place(start + place.end, place.missing)
+        real.truncate(place.end)
+        real.seek(place.end)
+        real.write(place.missing)
+    return True
+
+
+def _open_for_writing(upper: str) -> dict[int, str]:
+    """Descriptors of this process -> file in the layer."""
+    found: dict[int, str] = {}
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # of the listing itself
+            at = os.readlink(f"/proc/self/fd/{entry}")
+            flags = fcntl.fcntl(int(entry), fcntl.F_GETFL)
+            if at.startswith(f"{upper}/") and flags & os.O_ACCMODE != os.O_RDONLY:
+                found[int(entry)] = at
+    return found
+
+
+def _objects(descriptors: set[int]) -> list[Any]:
+    """Python's, whose buffers are above these descriptors. Text first, as it has one of its own."""
+    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.FileIO)
+    found: list[Any] = []
+    for each in gc.get_objects():
+        if issubclass(type(each), kinds):  # by type, since `isinstance` asks proxies, too
+            with contextlib.suppress(ValueError, OSError, AttributeError):  # closed, or detached
+                if each.fileno() in descriptors:
+                    found.append(each)
+    return sorted(found, key=lambda each: [issubclass(type(each), kind) for kind in kinds].index(True))

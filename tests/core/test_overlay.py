@@ -1,0 +1,431 @@
+"""The layer in which a newcomer's script does to files what was done before."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_core.overlay.handover import Place, appended_to, begun_anew
+
+_BEGIN = """
+import os, sys
+from pathlib import Path
+from ft_core.overlay import Overlay
+
+def refuse(what):
+    print("refused:", what, flush=True)
+    os._exit(9)
+
+overlay = Overlay()
+def begin():
+    overlay.begin(Path("job"), refuse)
+"""
+
+
+def run(at: Path, script: str, code: int = 0) -> str:
+    """As a newcomer's, which has `begin()` and `overlay`."""
+    text = _BEGIN + textwrap.dedent(script)
+    found = subprocess.run([sys.executable, "-c", text], cwd=at, capture_output=True, text=True)
+    assert found.returncode == code, found.stdout + found.stderr
+    return found.stdout
+
+
+def picture(at: Path) -> dict[str, Any]:
+    """All that is there, with content and times."""
+    found: dict[str, Any] = {}
+    for directory, below, files in os.walk(at):
+        for name in below + files:
+            path = Path(directory, name)
+            seen = path.lstat()
+            content = os.readlink(path) if path.is_symlink() else path.read_bytes() if name in files else b""
+            found[str(path.relative_to(at))] = seen.st_mode, seen.st_mtime_ns, seen.st_ino, content
+    return found
+
+
+def test_what_is_passed_over_changes_nothing(tmp_path: Path) -> None:
+    for name in ("a", "best", "log", "kept/1", "kept/2"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{name}\n")
+    os.symlink("a", tmp_path / "link")
+    before = picture(tmp_path)
+    said = run(
+        tmp_path,
+        """
+        import io, logging, pickle, shutil, tempfile
+        import numpy as np, torch
+        from os import remove, replace
+        begin()
+        log = open("log", "w")
+        overlay.passes()
+        log.write("anew")
+        open("a", "w").write("other"), open("new", "x").write("new")
+        with open("weights", "wb") as file: pickle.dump([1], file)
+        torch.save(torch.ones(3), "a.tmp"), replace("a.tmp", "best")
+        assert torch.load("best").sum() == 3
+        np.savez("z.npz", a=np.ones(2)), np.ones(2).tofile("raw"), np.save("n", np.ones(1))
+        assert sorted(np.load("z.npz")) == ["a"] and np.fromfile("raw").sum() == 2 and np.load("n.npy") == 1
+        shutil.copyfile("best", "last"), shutil.copytree("kept", "kept2"), shutil.move("kept2", "kept3")
+        assert sorted(os.listdir("kept3")) == ["1", "2"] and Path("kept3/1").read_text() == "kept/1\\n"
+        shutil.rmtree("kept"), os.makedirs("kept/deep", exist_ok=True)
+        assert os.listdir("kept") == ["deep"], os.listdir("kept")
+        Path("link").unlink(), os.symlink("best", "link"), os.link("best", "hard")
+        assert Path("link").resolve().name == "best" and torch.load("link").sum() == 3
+        remove("a")
+        assert not os.path.exists("a") and "a" not in os.listdir()
+        os.chmod("best", 0o600), os.utime("log", (1, 1)), os.truncate("log", 0)
+        fd = os.open("raw", os.O_WRONLY | os.O_APPEND); os.write(fd, b"more"); os.close(fd)
+        assert os.path.getsize("raw") == 20
+        handler = logging.FileHandler("log2"); logging.getLogger().addHandler(handler); logging.error("line")
+        assert [e.name for e in os.scandir() if e.is_dir()] == ["kept", "kept3"]
+        print(sorted(p.name for p in Path().glob("*")))
+        """,
+    )
+    assert picture(tmp_path) == before
+    names = "best hard kept kept3 last link log log2 n.npy new raw weights z.npz"
+    assert said.strip() == str(names.split())
+
+
+def test_what_was_made_before_is_made_again_and_what_is_gone_is_removed_again(tmp_path: Path) -> None:
+    (tmp_path / "out/extra").mkdir(parents=True)
+    (tmp_path / "out/extra/file").write_text("real")
+    (tmp_path / "mark").write_text("real")
+    before = picture(tmp_path)
+    run(
+        tmp_path,
+        """
+        import shutil
+        begin()
+        overlay.passes()
+        os.mkdir("out/extra"), open("mark", "x").close(), os.symlink("x", "out/file")
+        for again in (lambda: os.mkdir("out/extra"), lambda: open("mark", "x")):
+            try:
+                again()
+                raise SystemExit("made twice")
+            except FileExistsError:
+                pass
+        os.remove("step-1.pt"), shutil.rmtree("step-2"), os.replace("x.tmp", "x"), Path("step-3").unlink()
+        os.makedirs("out", exist_ok=True)
+        assert open("out/extra/file").read() == "real"
+        """,
+    )
+    assert picture(tmp_path) == before
+
+
+def test_in_start_up_what_is_new_is_real(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("real")
+    run(
+        tmp_path,
+        """
+        begin()
+        os.makedirs("cache/deep")
+        open("cache/deep/file", "w").write("cached")
+        os.replace("cache/deep/file", "cache/file")
+        open("old", "w").write("anew"), open("lock", "x").close(), os.remove("lock")
+        assert open("old").read() == "anew"
+        import subprocess
+        assert subprocess.check_output(["cat", "old", "cache/file"], text=True) == "realcached"
+        overlay.passes()
+        open("cache/more", "w").write("the script's own place")
+        """,
+    )
+    found = {name: content for name, (*_, content) in picture(tmp_path).items()}
+    more = b"the script's own place"
+    assert found == {
+        "old": b"real",
+        "cache": b"",
+        "cache/deep": b"",
+        "cache/file": b"cached",
+        "cache/more": more,
+    }
+
+
+def test_files_that_are_open_go_on(tmp_path: Path) -> None:
+    (tmp_path / "w").write_text("one\ntwo\nthr")
+    (tmp_path / "a").write_text("of another run\none\ntwo\n")
+    (tmp_path / "clock").write_text("12:01 one\n12:02 two\n")
+    run(
+        tmp_path,
+        """
+        import logging
+        begin()
+        w, a, clock = open("w", "w"), open("a", "a", buffering=1 << 20), open("clock", "w")
+        fd = os.open("w", os.O_WRONLY)
+        overlay.passes()
+        for line in ("one", "two", "three"):
+            print(line, file=w), print(line, file=a), print("13:00", line, file=clock)
+        own = open("named.13:00", "w")
+        own.write("own\\n")
+        overlay.end(whole=True)
+        for file in (w, a, clock, own):
+            print("four", file=file)
+        w.flush()
+        assert os.lseek(fd, 0, os.SEEK_END) == len("one\\ntwo\\nthree\\nfour\\n")
+        """,
+    )
+    found = {name: content.decode() for name, (*_, content) in picture(tmp_path).items()}
+    assert found == {
+        "w": "one\ntwo\nthree\nfour\n",
+        "a": "of another run\none\ntwo\nthree\nfour\n",
+        "clock": "12:01 one\n12:02 two\nfour\n",
+        "named.13:00": "own\nfour\n",
+    }
+
+
+def test_programs_are_not_run_again(tmp_path: Path) -> None:
+    run(
+        tmp_path,
+        """
+        import subprocess
+        begin()
+        overlay.passes()
+        subprocess.run(["touch", "harm"], check=True), os.system("touch harm")
+        subprocess.Popen("touch harm", shell=True).wait()
+        assert not os.path.exists("harm")
+        overlay.end()
+        subprocess.run(["touch", "done"], check=True)
+        """,
+    )
+    assert list(picture(tmp_path)) == ["done"]
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        "import subprocess; subprocess.check_output(['cat', 'old'])",
+        "import posix; posix.remove('old')",
+        "import posix; posix.rename('old', 'new')",
+        "import _io; _io.FileIO('old', 'w')",
+        "os.chdir('made')",
+        "os.posix_spawn('/bin/true', ['true'], {})",
+    ],
+)
+def test_what_cannot_be_watched_is_not_let_through(tmp_path: Path, does: str) -> None:
+    (tmp_path / "old").write_text("real")
+    before = picture(tmp_path)
+    said = run(tmp_path, f"begin(); overlay.passes(); os.mkdir('made')\n{does}", code=9)
+    assert said.startswith("refused: it ")
+    assert picture(tmp_path) == before
+
+
+def test_threads_and_forked_processes_of_the_script_are_watched(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("real")
+    run(
+        tmp_path,
+        """
+        import threading
+        begin()
+        overlay.passes()
+        def save():
+            open("old", "w").write("harm")
+        thread = threading.Thread(target=save)
+        thread.start(), thread.join()
+        if (child := os.fork()) == 0:
+            save(), os.remove("old")
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        """,
+    )
+    assert (tmp_path / "old").read_text() == "real"
+
+
+def test_libraries_that_write_by_a_name(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    (tmp_path / "old").write_text("real")
+    before = picture(tmp_path)
+    run(
+        tmp_path,
+        """
+        import torch
+        from torch import save
+        begin()
+        from safetensors.torch import load_file, save_file
+        import safetensors
+        overlay.passes()
+        save_file({"a": torch.ones(2)}, "old")
+        assert load_file("old")["a"].sum() == 2
+        with safetensors.safe_open("old", "pt") as found:
+            assert list(found.keys()) == ["a"]
+        save(torch.ones(1), "old"), torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), f="new")
+        """,
+    )
+    assert picture(tmp_path) == before
+
+
+def test_what_is_left_of_processes_that_are_gone(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        import tempfile
+        tempfile.tempdir = os.getcwd()
+        os.mkdir("ft-overlay-4194399-x"), os.mkdir(f"ft-overlay-{os.getpid()}-x")
+        begin()
+        print(sorted(name.rpartition("-")[0] for name in os.listdir()))
+        """,
+    )
+    assert "4194399" not in found and found.count("ft-overlay") == 2
+
+
+# -- where a file goes on --------------------------------------------------------------------------
+
+_LINES = st.lists(st.sampled_from(["a", "b", "loss 1", "12:00"]), max_size=8)
+
+
+@given(_LINES, st.integers(0, 60), _LINES)
+def test_a_file_that_is_begun_anew_goes_on_as_if_nothing_had_happened(
+    passed: list[str], flushed: int, beyond: list[str]
+) -> None:
+    written = "".join(f"{line}\n" for line in passed).encode()
+    cut = written[:flushed]
+    assert begun_anew(written, cut, True) == Place(len(cut), written[len(cut) :])
+    further = written + "".join(f"{line}\n" for line in beyond).encode()
+    end, missing = begun_anew(written, further, True)
+    assert further[:end] + missing == written
+    end, missing = begun_anew(written, further, False)
+    assert further[:end] + missing == further
+
+
+@given(_LINES, _LINES, st.integers(0, 60))
+def test_nothing_is_cut_off_a_file_that_is_appended_to(
+    before: list[str], passed: list[str], flushed: int
+) -> None:
+    base, written = ("".join(f"{line}\n" for line in lines).encode() for lines in (before, passed))
+    real = base + written[:flushed]
+    end, missing = appended_to(written, real)
+    assert end == len(real)
+    if missing:
+        assert (real + missing).endswith(written)
+
+
+# -- any order of things ---------------------------------------------------------------------------
+
+_PLACES = ["a", "b", "d/a", "d/b", "d/e/a", "f", "f/a", "l"]
+
+
+def _acts() -> dict[str, Callable[[str, str], Any]]:
+    def write(path: str, other: str) -> None:
+        with open(path, "w") as file:
+            file.write(other)
+
+    def append(path: str, other: str) -> None:
+        with open(path, "a") as file:
+            file.write(other)
+
+    return {
+        "write": write,
+        "append": append,
+        "read": lambda path, _: open(path).read(),
+        "mkdir": lambda path, _: os.mkdir(path),
+        "makedirs": lambda path, _: os.makedirs(path, exist_ok=True),
+        "remove": lambda path, _: os.remove(path),
+        "rmdir": lambda path, _: os.rmdir(path),
+        "rmtree": lambda path, _: shutil.rmtree(path),
+        "rename": lambda path, other: os.rename(path, other),
+        "copy": lambda path, other: shutil.copyfile(path, other) and None,
+        "copytree": lambda path, other: shutil.copytree(path, other) and None,
+        "symlink": lambda path, other: os.symlink(os.path.basename(other), path),
+        "link": lambda path, other: os.link(path, other, follow_symlinks=False),
+        "list": lambda path, _: sorted(os.listdir(path)),
+        "stat": lambda path, _: stat.S_IFMT(os.stat(path).st_mode),
+        "truncate": lambda path, _: os.truncate(path, 1),
+    }
+
+
+def _made(at: str) -> None:
+    os.makedirs(f"{at}/d/e")
+    for name in ("a", "d/a", "d/e/a"):
+        Path(at, name).write_text(f"content of {name}")
+    os.symlink("a", f"{at}/l")
+
+
+def _seen() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for directory, below, files in os.walk("."):
+        for name in below + files:
+            path = os.path.join(directory, name)
+            found[path] = (
+                os.readlink(path) if os.path.islink(path) else name in files and Path(path).read_text()
+            )
+    return found
+
+
+def _outcome(act: Callable[[], Any]) -> Any:
+    try:
+        return act()
+    except shutil.Error:
+        return "shutil.Error"
+    except OSError as error:
+        return error.errno
+
+
+def fuzz(seed: int) -> None:
+    """In a process of its own, in an empty directory: the layer against the kernel."""
+    from ft_core.overlay import Overlay
+
+    def refuse(what: str) -> Any:
+        raise AssertionError(what)
+
+    rng = random.Random(seed)
+    _made("plain")
+    _made("layered")
+    top, overlay, acts = os.getcwd(), Overlay(), _acts()
+    before = picture(Path("layered"))
+    script = []
+    for _ in range(rng.randrange(1, 25)):
+        script.append((rng.choice(list(acts)), rng.choice(_PLACES), rng.choice(_PLACES)))
+    shutil._use_fd_functions = False  # type: ignore[attr-defined] # as the layer has it; its errors differ
+    os.chdir("plain")
+    expected = [(_outcome(lambda a=acts[n], p=p, q=q: a(p, q)), _seen()) for n, p, q in script]  # type: ignore[misc]
+    os.chdir(f"{top}/layered")
+    overlay.begin(Path(top, "job"), refuse)
+    overlay._calls.tree.passing = STRICT  # type: ignore[union-attr, assignment]
+    for (name, path, other), (result, seen) in zip(script, expected, strict=True):
+        told = _outcome(lambda: acts[name](path, other))  # noqa: B023
+        assert told == result, (name, path, other, told, result)
+        assert _seen() == seen, (name, path, other, _seen(), seen)
+    overlay.end()
+    os.chdir(top)
+    assert picture(Path("layered")) == before
+
+
+class _Strict:
+    """Passing, but what is there is there: as in the kernel."""
+
+    def __bool__(self) -> bool:
+        caller = sys._getframe(1).f_code.co_name
+        return caller not in ("_has_made", "remove", "rename", "rmtree")
+
+
+STRICT = _Strict()
+
+
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_any_order_of_things_looks_as_if_it_were_real(tmp_path: Path, first: int) -> None:
+    for seed in range(first, first + 50):
+        at = tmp_path / str(seed)
+        at.mkdir()
+        child = os.fork()
+        if child == 0:
+            os.chdir(at)
+            try:
+                fuzz(seed)
+                os._exit(0)
+            except BaseException as error:
+                print(f"seed {seed}: {error!r}", file=sys.stderr, flush=True)
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0, f"seed {seed}"
+
+
+if __name__ == "__main__":
+    fuzz(int(sys.argv[1]))
