@@ -33,6 +33,8 @@ class Context:
     autocast: tuple[bool, torch.dtype]
     whole: bool
     """Whether stage 3's small parameters are."""
+    module: dict[str, Any]
+    """What the model has in its attributes."""
 
     @classmethod
     def capture(cls, engine: Any) -> Context:
@@ -49,11 +51,13 @@ class Context:
             grad=torch.is_grad_enabled(),
             autocast=(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
             whole=persistent.are_whole(engine),
+            module=engine.ft_protection.module.capture(),
         )
 
     def apply(self, engine: Any) -> None:
         """Set what is the process's and the engine's."""
         rng.restore(self.rng)
+        engine.ft_protection.module.restore(self.module)
         for group, hyper in zip(inner_optimizer(engine).param_groups, self.hyper, strict=True):
             group.update(hyper)
         if engine.module.training != self.training:

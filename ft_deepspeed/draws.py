@@ -1,8 +1,9 @@
 """Random states from which a script and its data loaders draw between the engine's calls.
 
 A `DataLoader` that shuffles draws a seed from the process's generator when an iteration begins, and a script
-may draw an order of its own there (`torch.randperm`). A newcomer computes nothing for the steps that are
-done, so its generator is not where its predecessor's was then.
+may draw an order of its own there (`torch.randperm`, `numpy.random.permutation`, `random.sample`, or one of a
+generator of its own). A newcomer computes nothing for the steps that are done, so its generators are not
+where its predecessor's were then.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ft_core.state import rng
 from ft_deepspeed import patched
 
 KEPT = 4
@@ -20,8 +22,8 @@ KEPT = 4
 DRAWS = 16
 """Of the script's own draws, the newest that are kept: of older ones little is left in what it does."""
 
-States = dict[str, torch.Tensor]
-"""By place in the script: after how many steps, and which one there."""
+States = dict[str, dict[str, Any]]
+"""By place in the script (after how many steps, and which one there) and generator."""
 
 
 class Draws:
@@ -41,10 +43,10 @@ class Draws:
         """Those in use, by where they began."""
         self._begins: States = {}
         self._drawn: States = {}
-        self._returned: tuple[str, torch.Tensor] | None = None
-        """Where the newest call has returned to the script, and with which state."""
-        self._left: torch.Tensor | None = None
-        """That state, or the one that a loader has left since; None: a call is under way."""
+        self._returned: tuple[str, dict[str, Any]] | None = None
+        """Where the newest call has returned to the script, and with which states."""
+        self._left: dict[str, Any] | None = None
+        """Those states, as a loader has left them since; None: a call is under way."""
         self._noted: tuple[States, States] = {}, {}
         patched.BEGIN_DATA.wrap(self._beginning)
         patched.BEGIN_DATA_AGAIN.wrap(self._beginning_again)
@@ -71,23 +73,25 @@ class Draws:
         self._follow_script(called=1)  # that of the step that led there
         place = f"{self._at}.{self._begun}"
         self._begun += 1
-        if (noted := self._noted[0].get(place)) is not None:
-            torch.set_rng_state(noted)
-        self._begins[place] = torch.get_rng_state()
+        rng.restore(self._noted[0].get(place, {}))
+        self._begins[place] = {"torch": torch.get_rng_state()}
         self._iterators[iterator] = place
         used, newest = set(self._iterators.values()), list(self._begins)[-KEPT:]
         self._begins = {at: state for at, state in self._begins.items() if at in used or at in newest}
 
     def _has_begun(self) -> None:
         if self._left is not None:
-            self._left = torch.get_rng_state()
+            self._left = {**self._left, "torch": torch.get_rng_state()}
 
     def _look(self) -> None:
         """Has the script drawn since the newest call has returned?"""
-        if self._left is None or self._returned is None or torch.equal(self._left, torch.get_rng_state()):
+        if self._left is None or self._returned is None:
             return
-        place, state = self._returned
-        self._drawn[place] = state
+        place, states = self._returned
+        if not (moved := rng.moved(self._left, rng.capture())):
+            return
+        drawn = {name: states[name] for name in moved if name in states}
+        self._drawn[place] = {**self._drawn.get(place, {}), **drawn}
         while len(self._drawn) > DRAWS:
             del self._drawn[next(iter(self._drawn))]
 
@@ -107,9 +111,8 @@ class Draws:
         self._follow_script(called=0)
         place = f"{self._at}.{self._called}"
         self._called += 1
-        if (noted := self._noted[1].get(place)) is not None:
-            torch.set_rng_state(noted)
-        self._left = torch.get_rng_state()
+        rng.restore(self._noted[1].get(place, {}))
+        self._left = rng.capture()
         self._returned = place, self._left
 
     def state(self) -> list[States]:

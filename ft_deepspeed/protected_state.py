@@ -11,6 +11,7 @@ from msgspec import structs
 from ft_core.adapter import Redundancy, State, StateTensor
 from ft_core.kept import Kept
 from ft_deepspeed.draws import Draws
+from ft_deepspeed.module_state import ModuleState
 from ft_deepspeed.results import Results
 from ft_deepspeed.state import DeepSpeedAdapter
 
@@ -22,6 +23,7 @@ class Script(Protocol):
     """What it has named, as it was when its newest step ended."""
     results: Results
     draws: Draws
+    module: ModuleState
     first: int
     """With which version the files were begun that it goes on with."""
 
@@ -71,6 +73,7 @@ class ProtectedState:
             "deal": self._script.deal(),
             "began": self._script.began,
             "first": self._script.first,
+            "module": self._script.module.capture(),
         }
 
     def envelope_holders(self) -> tuple[int, ...]:
@@ -79,6 +82,7 @@ class ProtectedState:
     def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
         with torch.inference_mode(False):  # the script may have been evaluating
             self._engine.restore(tensors, envelope["engine"])
+            self._script.module.restore(envelope.get("module", {}))
             if not self._script.live:  # a survivor's script has its own, as it left it
                 self.kept = Kept(tensors)
         self.loaded = envelope
@@ -93,8 +97,9 @@ class ProtectedState:
         return self._adopted
 
     def settle(self, envelope: Any) -> None:
-        """Put back what is no tensor: counters, random states, schedules."""
+        """Put back what is no tensor: counters, random states, schedules, attributes of the model."""
         self._engine.settle(envelope["engine"])
+        self._script.module.restore(envelope.get("module", {}))
 
     def derive(self) -> None:
         """Weights that no snapshot has; see `DeepSpeedAdapter.derive`."""

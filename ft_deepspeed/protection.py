@@ -24,6 +24,7 @@ from ft_core.adapter import ReplicaGroup
 from ft_core.errors import ConfigError, EpochChanged
 from ft_core.kept import Kept
 from ft_core.patching import replaced
+from ft_core.state import rng
 from ft_core.worker.session import Session
 from ft_deepspeed import boundary, checkpoints, patched
 from ft_deepspeed.calls import Backward, Batch, Call, Direct, Forward, Save, Step
@@ -32,6 +33,7 @@ from ft_deepspeed.context import Context
 from ft_deepspeed.dealing import POLICY, Dealing
 from ft_deepspeed.draws import Draws
 from ft_deepspeed.exchange import Exchange
+from ft_deepspeed.module_state import ModuleState, scripts
 from ft_deepspeed.protected_state import ProtectedState
 from ft_deepspeed.results import Results
 from ft_deepspeed.resumption import Resumption
@@ -99,6 +101,8 @@ class Protection:
         """Whether a call is being made: then the engine calls itself."""
         self._began_at = 0
         """The step after which the script made its first call."""
+        self.module: ModuleState
+        """Set in `_begin`."""
         self.first = 0
         """The same of the first worker of this role whose files this one goes on with."""
         self.kept = Kept()
@@ -237,6 +241,8 @@ class Protection:
         if self._phase is not Phase.STARTUP:
             return
         self._phase = Phase.BEGINNING
+        rng.find(scripts(self._engine.module))
+        self.module = ModuleState(self._engine.module)
         self._script = self._adapter.envelope()
         self._began_at = self.first = self._engine.global_steps
         self._tape = Tape(self._began_at)
@@ -399,8 +405,8 @@ class Protection:
             if loaded["began"] or self._position > self._began_at:
                 self._adapter.kept.apply()
             self._adapter.kept = Kept()
-            whole = self._began_at == loaded["first"]
-            self.first = loaded["first"]
+            self.first = loaded.get("first", self._began_at)
+            whole = self._began_at == self.first
             self._session.overlay.end(whole)
         self._adapter.arrived()
         self._phase = Phase.LIVE

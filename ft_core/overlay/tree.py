@@ -127,6 +127,8 @@ class Tree:
                 done = os.path.dirname(done)
                 continue
             here = f"{done}/{part}" if done != "/" else f"/{part}"
+            if f"{here}/".startswith(self._untouched):  # links of the kernel's lead where no name does
+                return "/".join([here, *reversed(rest)])
             target = self._target(here) if follow or any(rest) else None
             if target is None:
                 done = here

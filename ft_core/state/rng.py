@@ -3,26 +3,97 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
+OWN = "own."
+"""Before the names of generators that the script has made."""
+
+_own: dict[str, tuple[dict[str, Any], str]] = {}
+
+
+def find(namespaces: Iterable[tuple[str, dict[str, Any]]]) -> None:
+    """Have the generators of the script's own that are in these belong to all, under their names there.
+
+    They are looked up by name each time: a script may put another one in its place.
+    """
+    for name, space in namespaces:
+        for key, value in list(space.items()):
+            if isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom):
+                _own[f"{OWN}{name}.{key}"] = space, key
+
 
 def capture() -> dict[str, Any]:
-    """States of Python's, numpy's and torch's generators, and of the current GPU's where there is one."""
-    return {
+    """States of Python's, numpy's and torch's generators, of the current GPU's where there is one, and of
+    those that were found."""
+    states = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
+    for name, (space, key) in _own.items():
+        states[name] = _state(space.get(key))
+    return states
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Put back what `capture` returned, in the same process or in another one."""
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None:
-        torch.cuda.set_rng_state(states["cuda"])
+    """Put back what `capture` returned, or some of it, in the same process or in another one."""
+    for name, state in states.items():
+        if state is None:
+            continue
+        if name == "python":
+            random.setstate(state)
+        elif name == "numpy":
+            np.random.set_state(state)
+        elif name == "torch":
+            torch.set_rng_state(state)
+        elif name == "cuda":
+            torch.cuda.set_rng_state(state)
+        elif name in _own:
+            space, key = _own[name]
+            _set(space.get(key), state)
+
+
+def moved(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Names of those that have drawn in between."""
+    return [name for name, state in now.items() if name not in before or not _same(before[name], state)]
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state()
+    return generator.getstate() if isinstance(generator, random.Random) else None
+
+
+def _set(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return isinstance(other, np.ndarray) and bool(np.array_equal(one, other))
+    if isinstance(one, dict):
+        return isinstance(other, dict) and all(_same(one[key], other.get(key)) for key in one)
+    if isinstance(one, tuple) and any(isinstance(part, np.ndarray) for part in one):
+        return isinstance(other, tuple) and len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)

@@ -31,7 +31,8 @@ def newcomer() -> tuple[Protection, Adapter]:
     found._outside = found._script = None
     found._catch_up = SimpleNamespace(until=9, envelope=None)
     found.draws = SimpleNamespace(follow=lambda draws: None)
-    found._session = SimpleNamespace(protecting=False, passed=lambda: None)
+    overlay = SimpleNamespace(passes=lambda: None)
+    found._session = SimpleNamespace(protecting=False, passed=lambda: None, overlay=overlay)
     return found, adapter
 
 

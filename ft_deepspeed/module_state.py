@@ -1,0 +1,165 @@
+"""What a model keeps in attributes and in buffers that no `state_dict` has.
+
+A count of calls, a running mean, the longest sequence so far, a temperature that the script sets.
+
+A pass changes it, so a pass that is made again must find it as the first one did, and a newcomer, which makes
+none, is given it where its peers are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+_LARGEST = 1 << 20
+"""Bytes of a tensor that is looked after. A larger one is a table: it is made, and not added to."""
+_MANY = 64
+"""Entries of a list or dictionary."""
+_TORCH = ("torch.nn", "torch.ao", "deepspeed")
+"""Modules of these are known to keep nothing of the kind."""
+_OURS = frozenset(vars(torch.nn.Module())) - {"training"}
+"""Attributes that each module has for torch's own use."""
+_DEEPSPEED = ("ds_", "_ds", "_external_params", "applied_", "training")
+"""How attributes begin that DeepSpeed gives modules, and what is a call's own anyway."""
+
+_MISSING = object()
+Place = tuple[str, dict[str, Any], str]
+"""Its name, and the dictionary and key that it is found by."""
+
+
+class ModuleState:
+    """Of one model. Values that stay what they were when training began are not kept."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        """`module`: as the script begins training with it."""
+        self._modules = [
+            (name, part)
+            for name, part in module.named_modules()
+            if not type(part).__module__.startswith(_TORCH) or part._non_persistent_buffers_set
+        ]
+        self._places: list[Place] = []
+        self._sizes: list[int] = []
+        self._copies: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
+        """By position: version of a tensor, the tensor and its copy."""
+        self._find()
+        self._first = self._now()
+
+    def capture(self) -> dict[str, Any]:
+        """What is other than it was in the beginning, by name."""
+        if not self._modules:
+            return {}
+        if self._sizes != [len(vars(part)) for _, part in self._modules]:
+            self._find()
+        now = self._now()
+        first = self._first
+        return {name: value for name, value in now.items() if not _same(first.get(name, _MISSING), value)}
+
+    def restore(self, changed: dict[str, Any]) -> None:
+        """Put back what `capture` returned, and the rest as it was in the beginning."""
+        for name, space, key in self._places:
+            value = changed.get(name, self._first.get(name, _MISSING))
+            if value is _MISSING or _same(value, space.get(key, _MISSING)):
+                continue
+            here = space.get(key)
+            if not isinstance(value, torch.Tensor):
+                space[key] = _copied(value)
+            elif isinstance(here, torch.Tensor) and here.shape == value.shape and here.dtype == value.dtype:
+                with torch.no_grad():
+                    here.copy_(value)
+            else:
+                device = here.device if isinstance(here, torch.Tensor) else value.device
+                space[key] = value.to(device, copy=True)
+
+    def _find(self) -> None:
+        self._places = [place for name, part in self._modules for place in _places(name, part)]
+        self._sizes = [len(vars(part)) for _, part in self._modules]
+        self._copies.clear()
+
+    def _now(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for at, (name, space, key) in enumerate(self._places):
+            value = space.get(key, _MISSING)
+            if isinstance(value, torch.Tensor):
+                if _is_kept(value):
+                    found[name] = self._copy(at, value)
+            elif _is_plain(value):
+                found[name] = _copied(value)
+        return found
+
+    def _copy(self, at: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Of a tensor that has not changed since, the one that there is."""
+        version = -1 if tensor.is_inference() else tensor._version
+        known = self._copies.get(at)
+        if known is not None and known[1] is tensor and known[0] == version >= 0:
+            return known[2]
+        copy = tensor.detach().clone()
+        self._copies[at] = version, tensor, copy
+        return copy
+
+
+def _places(name: str, part: torch.nn.Module) -> Iterator[Place]:
+    prefix = f"{name}." if name else ""
+    if not type(part).__module__.startswith(_TORCH):
+        space = vars(part)
+        for key, value in space.items():
+            if key not in _OURS and not key.startswith(_DEEPSPEED) and (_is_plain(value) or _is_kept(value)):
+                yield f"{prefix}{key}", space, key
+    for key in part._non_persistent_buffers_set:
+        yield f"{prefix}{key}", part._buffers, key
+
+
+def _is_kept(value: Any) -> bool:
+    """A tensor that belongs to no pass."""
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, torch.nn.Parameter)
+        and value.grad_fn is None
+        and value.device.type != "meta"
+        and value.nbytes <= _LARGEST
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    if value is None or isinstance(value, (bool, int, float, str, np.number)):
+        return True
+    if isinstance(value, dict):
+        return len(value) <= _MANY and all(map(_is_plain, [*value, *value.values()]))
+    return isinstance(value, (list, tuple)) and len(value) <= _MANY and all(map(_is_plain, value))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(part) for key, part in value.items()}
+    if type(value) is list:
+        return [_copied(part) for part in value]
+    return value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+            return False
+        return (
+            one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other.to(one.device))
+        )
+    return type(one) is type(other) and bool(one == other)
+
+
+def scripts(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where generators of the script's own are looked for: its modules, and the model's attributes."""
+    places = tuple({sys.prefix, sys.base_prefix})
+    for name, found in list(sys.modules.items()):
+        file = getattr(found, "__file__", None)
+        if isinstance(file, str) and not file.startswith(places) and not name.startswith("ft_"):
+            yield name, vars(found)
+    main = sys.modules.get("__main__")
+    if main is not None and getattr(main, "__file__", None) is not None:
+        yield "__main__", vars(main)
+    for name, part in module.named_modules():
+        yield f"model.{name}", vars(part)
