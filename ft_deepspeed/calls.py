@@ -21,6 +21,8 @@ from ft_core.state import rng
 from ft_deepspeed.context import Context
 from ft_deepspeed.results import Results
 
+RETURNED = "backward"
+"""Under this name is on record what a backward pass has returned that is not the script's loss."""
 _COPIED = 1 << 20
 """Outputs up to so many bytes are handed out as copies, which may be changed in place; others as views."""
 
@@ -159,7 +161,10 @@ class Backward(Call):
         value = super().answer(results, number)
         if value is not None and self._loss is not None:
             self._loss.detach().copy_(value)
-        return self._loss
+        returned = results.answer_after(self.version, RETURNED, number)
+        if not returned or self._loss is None:
+            return self._loss
+        return torch.full_like(self._loss.detach(), returned["loss"])
 
     def gradients(self, scale: torch.Tensor) -> list[torch.Tensor | None]:
         """At all outputs, for the gradient `scale` that DeepSpeed feeds into the loss."""
@@ -241,8 +246,7 @@ class Step(Call):
         return not managed or engine.is_gradient_accumulation_boundary()
 
     def answer(self, results: Results, number: int) -> Any:
-        """A micro batch that is done already: count it, do nothing else."""
-        self.engine.micro_steps += 1
+        """Nothing is done: what the call left in the engine's attributes is put there by `Protection`."""
         return None
 
 

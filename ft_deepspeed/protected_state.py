@@ -11,6 +11,7 @@ from msgspec import structs
 from ft_core.adapter import Redundancy, State, StateTensor
 from ft_core.kept import Kept
 from ft_deepspeed.draws import Draws
+from ft_deepspeed.history import NAME as HISTORY
 from ft_deepspeed.module_state import ModuleState
 from ft_deepspeed.results import Results
 from ft_deepspeed.state import DeepSpeedAdapter
@@ -52,6 +53,7 @@ class ProtectedState:
         if not shrink:
             self.replica_group = structs.replace(engine.replica_group, redundancy=Redundancy.SHARDED)
         self.loaded: Any = None
+        self._history: torch.Tensor | None = None
         self.kept = Kept()
         """What a newcomer's script is given when it is where the engine is."""
         self._adopted: dict[int, AdoptedState] = {}
@@ -61,9 +63,10 @@ class ProtectedState:
         yield from self.kept_tensors(self.envelope_holders())
 
     def kept_tensors(self, holders: tuple[int, ...]) -> Iterable[StateTensor]:
-        """Until a newcomer's script is where the engine is, what it is to be given there."""
+        """Until a newcomer's script is where the engine is, what it is to be given there; and the record."""
         loaded = not self._script.live and self.loaded is not None
-        return (self.kept if loaded else self._script.kept).tensors(holders)
+        yield from (self.kept if loaded else self._script.kept).tensors(holders)
+        yield from self._script.results.history.tensors(holders)
 
     def envelope(self) -> Any:
         return {
@@ -86,6 +89,12 @@ class ProtectedState:
             if not self._script.live:  # a survivor's script has its own, as it left it
                 self.kept = Kept(tensors)
         self.loaded = envelope
+        found = tensors.get(HISTORY)
+        self._history = None if found is None else found.detach().cpu().clone()
+
+    def results(self) -> Results:
+        """Of the role, as they were when what was loaded was saved. Raises CorruptSnapshot."""
+        return Results(self.loaded["results"], self._history)
 
     def adopt(self, roles: Sequence[int]) -> Mapping[int, State]:
         before = self._adopted

@@ -26,8 +26,8 @@ from ft_core.kept import Kept
 from ft_core.patching import replaced
 from ft_core.state import rng
 from ft_core.worker.session import Session
-from ft_deepspeed import boundary, checkpoints, patched
-from ft_deepspeed.calls import Backward, Batch, Call, Direct, Forward, Save, Step
+from ft_deepspeed import boundary, checkpoints, counters, patched
+from ft_deepspeed.calls import RETURNED, Backward, Batch, Call, Direct, Forward, Save, Step
 from ft_deepspeed.catch_up import CatchUp
 from ft_deepspeed.context import Context
 from ft_deepspeed.dealing import POLICY, Dealing
@@ -35,7 +35,7 @@ from ft_deepspeed.draws import Draws
 from ft_deepspeed.exchange import Exchange
 from ft_deepspeed.module_state import ModuleState, scripts
 from ft_deepspeed.protected_state import ProtectedState
-from ft_deepspeed.results import Results
+from ft_deepspeed.results import NotOnRecord, Results
 from ft_deepspeed.resumption import Resumption
 from ft_deepspeed.state import DeepSpeedAdapter
 from ft_deepspeed.tape import Tape
@@ -262,9 +262,12 @@ class Protection:
         gap = seen[0] - self._position if seen is not None else 0
         if seen is None or gap < _NEAR or gap > self._gap / 2:
             return False
+        results = Results(seen[1]["results"])
+        if not results.covers(self._position):
+            return False  # the rest comes with the state
         self._gap = gap
         self._catching_up(*seen)
-        self.results = Results(seen[1]["results"])
+        self.results = results
         self.draws.follow(seen[1]["draws"])
         return True
 
@@ -295,12 +298,12 @@ class Protection:
             try:
                 self._session.check_epoch()
                 before = sum(self._session.comms.counts.values())
+                numbers = counters.read(self._engine)
                 result = self._perform(call, action)
-                if call.kind not in ("step", "save"):
-                    given = call.loss if isinstance(call, (Backward, Direct)) else result
-                    self.results.record(call.kind, call.version, given)
+                self._record(call, result, numbers, ends)
                 if ends:
                     self.results.record_norm(call.version, self._engine)
+                    self.results.step_done()
                     self._check_drawn(call)
                     self.kept = Kept.capture()
                     self._step_done()
@@ -314,13 +317,28 @@ class Protection:
             if self._session.version > call.version:
                 # Peers had finished this step, and their copy of its outcome was loaded.
                 self._tape.record(call)
-                peers = Results(self._adapter.loaded["results"])
+                peers = self._adapter.results()
                 if self.dealing is not None:
                     self.dealing.restore(self._session.version, self._adapter.loaded["deal"])
                 return peers.answer(call.kind, call.version, 0, self._engine.device)
             assert call.context is not None
             call.context.apply(self._engine)
             action = call.repeat
+
+    def _record(self, call: Call, result: Any, numbers: counters.Numbers, ends: bool) -> None:
+        """For newcomers. `numbers`: of the engine's, as the call began."""
+        number = self._counted[call.kind]
+        self._counted[call.kind] += 1
+        if call.kind not in ("step", "save"):
+            given = call.loss if isinstance(call, (Backward, Direct)) else result
+            self.results.record(call.kind, call.version, given)
+        if isinstance(call, Backward) and isinstance(result, torch.Tensor) and result.numel() == 1:
+            if self._engine.gradient_accumulation_steps() > 1 and not torch.equal(result, call.loss):
+                self.results.record_after(call.version, RETURNED, number, {"loss": result.detach()})
+        elif isinstance(call, (Step, Batch)):
+            expected = counters.expected(numbers, self._engine, ends)
+            left = counters.other(expected, counters.read(self._engine))
+            self.results.record_after(call.version, call.kind, number, left)
 
     def _perform(self, call: Call, action: Callable[[], Any]) -> Any:
         self._performing = True
@@ -425,7 +443,7 @@ class Protection:
         """State `version` is loaded, and the script has yet to get there."""
         self._outside = None  # of a failure while this worker began; where the script is, `_script` says
         self._catching_up(version, self._adapter.loaded)
-        self.results = Results(self._adapter.loaded["results"])
+        self.results = self._adapter.results()
         if version == self._position:
             self._go_live()
             return
@@ -446,7 +464,11 @@ class Protection:
         number = self._counted[call.kind]
         self._counted[call.kind] += 1
         ends = call.ends_step
-        result = call.answer(self.results, number)
+        try:
+            result = call.answer(self.results, number)
+            self._left(call, number, ends)
+        except NotOnRecord as unknown:
+            self._session.cannot_pass(str(unknown))
         if ends or isinstance(call, Forward):
             self._adapter.passed()
         if ends:
@@ -454,8 +476,7 @@ class Protection:
             if self.dealing is not None:
                 self.dealing.finish(self._position + 1)
             self._reached(self._position + 1)
-            self._engine.global_steps = self._position
-            if self._engine.lr_scheduler is not None:
+            if self._engine.lr_scheduler is not None and getattr(self._engine, "_step_applied", True):
                 self._engine.lr_scheduler.step()
             if self._position == until:
                 if self._session.protecting:
@@ -468,6 +489,12 @@ class Protection:
             if not self._session.protecting:
                 self._sample = call
         return result
+
+    def _left(self, call: Call, number: int, ends: bool) -> None:
+        """Put what the call has left in the engine's attributes there."""
+        if isinstance(call, (Step, Batch)):
+            found = counters.expected(counters.read(self._engine), self._engine, ends)
+            counters.write(self._engine, found | self.results.answer_after(call.version, call.kind, number))
 
     def _watch(self, result: Any) -> None:
         """Notice where the script calls `backward` for what was answered from the record."""
