@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from ft_core.state import rng
@@ -23,8 +24,13 @@ from ft_deepspeed.results import Results
 
 RETURNED = "backward"
 """Under this name is on record what a backward pass has returned that is not the script's loss."""
-_COPIED = 1 << 20
-"""Outputs up to so many bytes are handed out as copies, which may be changed in place; others as views."""
+BESIDE = "its loss has terms that do not come from the engine's outputs, so what computed them must run again"
+_LOOKED_AT = 10_000
+"""Nodes of a graph that leads into the engine's part, at most, once that is known."""
+
+
+class CannotRepeat(Exception):  # noqa: N818 - said of a call
+    """A call cannot be made again. Says why."""
 
 
 class Call:
@@ -62,15 +68,18 @@ class Call:
 
 
 class Forward(Call):
-    """`engine(...)`. The script gets leaves that stand for the outputs; see `Backward`."""
+    """`engine(...)`. The script gets the outputs, on the graph that they come with; see `_Boundary`."""
 
     def __init__(self, engine: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__(engine, method, args, kwargs)
         self.kind = "forward" if engine.module.training else "evaluation"
         self._saved: Any = None
         self._outputs: list[torch.Tensor] = []
-        self.leaves: list[torch.Tensor] = []
-        self.gradients: list[torch.Tensor | None] | None = None
+        self.boundary: Any = None
+        """The node of the graph between the engine's part and the script's; None: no gradient is needed."""
+        self.edges: list[Any] = []
+        """Where the script's part ends, for each output that needs a gradient."""
+        self.gradients: tuple[torch.Tensor | None, ...] | None = None
         """At the outputs that need one, once the script's part of the backward pass has run."""
 
     def execute(self) -> Any:
@@ -88,42 +97,36 @@ class Forward(Call):
             return self.execute()
         args, kwargs = _copied(self._saved)
         result = self.method(*args, **kwargs)
-        if not self.leaves:
+        if self.boundary is None:
             return self._handed_out(result)
-        self._outputs = [t for t in _tensors(result) if t.requires_grad]
-        return result  # the script has its leaves already
+        self._outputs = _differentiable(result)
+        return result  # the script has its outputs already
 
     def _handed_out(self, result: Any) -> Any:
-        self._outputs = [t for t in _tensors(result) if t.requires_grad]
-        leaves: list[torch.Tensor] = []
-
-        def stand_in(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or not value.requires_grad:
-                return value
-            leaf = value.detach().requires_grad_()
-            leaves.append(leaf)
-            return leaf.clone() if leaf.nbytes <= _COPIED else leaf.view_as(leaf)
-
-        result = pytree.tree_map(stand_in, result)
-        self.leaves = leaves
-        return result
+        self._outputs = outputs = _differentiable(result)
+        if not outputs:
+            return result
+        made = iter(_Boundary.apply(self, *outputs))
+        given = pytree.tree_map(lambda v: next(made) if _needs_gradient(v) else v, result)
+        handed = _differentiable(given)
+        self.boundary, self.edges = handed[0].grad_fn, [get_gradient_edge(t) for t in handed]
+        return given
 
     @property
     def outputs(self) -> list[torch.Tensor]:
-        """Of the newest execution, those that need gradients; the leaves stand for them in order."""
+        """Of the newest execution, those that need gradients."""
         return self._outputs
 
     def release(self) -> None:
         """After its backward pass."""
-        self._outputs, self.leaves = [], []
+        self._outputs = []
 
 
 class Backward(Call):
     """`engine.backward(loss)`, for the forward passes that came before it.
 
-    DeepSpeed is given a loss of the same value whose graph begins at the engine's newest outputs. Its
-    backward runs the script's part of the graph, from the loss to the leaves, the first time; the
-    gradients found there serve all repetitions.
+    Made again, DeepSpeed is given a loss of the same value whose graph begins at the engine's newest outputs,
+    and the gradients there that were found the first time.
     """
 
     kind = "backward"
@@ -132,22 +135,31 @@ class Backward(Call):
         self, engine: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any], forwards: list[Forward]
     ) -> None:
         super().__init__(engine, method, args, kwargs)
-        self._forwards = forwards
         self._retained = bool(kwargs.get("retain_graph"))
         self._loss: torch.Tensor | None = kwargs.pop("loss") if "loss" in kwargs else args[0]
         self.args = args[1:]
         if not isinstance(self._loss, torch.Tensor):
             raise TypeError(f"engine.backward: the loss must be a tensor, not {type(self._loss).__name__}")
         self._value = self._loss.detach().clone()
+        self._script = _Script([self._loss], forwards, engine)
+        self._forwards, self.again = self._script.forwards, self._script.objection
 
     def execute(self) -> Any:
-        """Backward through the script's part of the graph, unless that was done, and the engine's."""
+        """Backward through the script's part of the graph and the engine's."""
+        self.engine.ft_protection.point("backward")
+        result = self.method(self._loss, *self.args, **self.kwargs)
+        return self._returned(result)
+
+    def repeat(self) -> Any:
+        """Backward through the engine's part."""
         outputs = [t for f in self._forwards for t in f.outputs]
-        loss = _Bridge.apply(self, *outputs) if outputs else self._loss
-        result = self.method(loss, *self.args, **self.kwargs)
+        if not outputs:
+            return self.execute()
+        return self._returned(self.method(_Bridge.apply(self, *outputs), *self.args, **self.kwargs))
+
+    def _returned(self, result: Any) -> Any:
         if not self._retained:
-            for forward in self._forwards:
-                forward.release()
+            self._script.release()
             self._loss = None
         return result.detach() if isinstance(result, torch.Tensor) else result
 
@@ -167,55 +179,70 @@ class Backward(Call):
         return torch.full_like(self._loss.detach(), returned["loss"])
 
     def gradients(self, scale: torch.Tensor) -> list[torch.Tensor | None]:
-        """At all outputs, for the gradient `scale` that DeepSpeed feeds into the loss."""
-        if any(f.gradients is None for f in self._forwards) or self._retained:
-            assert self._loss is not None
-            with torch.enable_grad():
-                torch.autograd.backward(self._loss, scale, retain_graph=self._retained)
-            for forward in self._forwards:
-                forward.gradients = [leaf.grad for leaf in forward.leaves]
-                for leaf in forward.leaves:
-                    leaf.grad = None
-        return [g for f in self._forwards for g in f.gradients or ()]
+        """At all outputs, for the gradient that DeepSpeed feeds into the loss. Raises CannotRepeat."""
+        return self._script.gradients([scale])
 
 
 class Direct(Call):
-    """`loss.backward()`, where DeepSpeed allows it, once it has come to the engine's outputs.
-
-    The script's part of the graph is behind it, and is not run again: what it left at the leaves is passed to
-    the engine's newest outputs.
-    """
+    """`loss.backward()`, where DeepSpeed allows it, of losses that the engine's outputs are in."""
 
     kind = "backward"
 
     def __init__(
-        self, engine: Any, backward: Any, losses: Any, forwards: list[Forward], retained: bool
+        self, engine: Any, backward: Any, losses: Any, forwards: list[Forward], args: Any, kwargs: Any
     ) -> None:
-        """`backward`: torch's own. `losses`: what it was given."""
-        super().__init__(engine, backward, (), {"retain_graph": retained})
-        self._forwards, self._losses = forwards, _tensors(losses)
+        """`backward`: torch's own, which was given `losses`, `args` and `kwargs`."""
+        super().__init__(engine, backward, (losses, *args), kwargs)
+        self._losses, self._scales = _tensors(losses), _tensors(args[0]) or None
+        self._script = _Script(self._losses, forwards, engine)
+        self.again = self._script.objection
+        self.retained = bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
         self.loss = [loss.detach().clone() for loss in self._losses]
         """The values that the script's losses had."""
-        for forward in forwards:
-            forward.gradients = [leaf.grad for leaf in forward.leaves]
-            for leaf in forward.leaves:
-                leaf.grad = None
 
     def execute(self) -> None:
-        """Backward through the engine's part of the graph."""
+        """Backward through the script's part of the graph and the engine's."""
         self.engine.ft_protection.point("backward")
-        gradients = [g for f in self._forwards for g in f.gradients or ()]
-        outputs = [t for f in self._forwards for t in f.outputs]
+        self.method(*self.args, **self.kwargs)
+        self._release()
+
+    def repeat(self) -> None:
+        """Backward through the engine's part."""
+        gradients = self._script.gradients(self._scales)
+        outputs = [t for f in self._script.forwards for t in f.outputs]
         reached = [(t, g) for t, g in zip(outputs, gradients, strict=True) if g is not None]
-        self.method([t for t, _ in reached], [g for _, g in reached], **self.kwargs)
-        if not self.kwargs["retain_graph"]:
-            for forward in self._forwards:
-                forward.release()
+        self.method([t for t, _ in reached], [g for _, g in reached], retain_graph=self.retained)
+        self._release()
+
+    def _release(self) -> None:
+        if not self.retained:
+            self.args, self._losses = (), []
+            self._script.release()
 
     def answer(self, results: Results, number: int) -> None:
         """The script's losses, made of outputs without content, get their true values."""
         for loss, value in zip(self._losses, super().answer(results, number) or (), strict=False):
             loss.detach().copy_(value)
+
+
+class _Boundary(torch.autograd.Function):
+    """Between the engine's part of the graph and the script's: notes the gradients that come through.
+
+    All of one forward pass come at once, when the script's part is done.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Forward, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        call: Forward = ctx.call
+        before = call.gradients
+        call.gradients = gradients if before is None else tuple(map(_added, before, gradients))
+        return None, *gradients
 
 
 class _Bridge(torch.autograd.Function):
@@ -311,6 +338,79 @@ class Save(Call):
             tag = given.get("tag") or f"global_step{self.engine.global_steps}"
             os.makedirs(os.path.join(given["save_dir"], str(tag)), exist_ok=True)
         return True
+
+
+class _Script:
+    """The script's part of a backward pass: the graph from its losses to the engine's outputs."""
+
+    def __init__(self, losses: list[torch.Tensor], forwards: list[Forward], engine: Any) -> None:
+        self._losses = losses
+        self.forwards, self._leaves, beside = reached(losses, forwards, engine)
+        self.objection = BESIDE if beside else ""
+
+    def gradients(self, scales: list[torch.Tensor] | None) -> list[torch.Tensor | None]:
+        """At all outputs, as they were the first time; where that was interrupted before it began, now.
+
+        Raises CannotRepeat where it was interrupted in the middle.
+        """
+        known = [f.gradients is not None for f in self.forwards]
+        if not any(known):
+            edges = [edge for f in self.forwards for edge in f.edges]
+            with torch.enable_grad():
+                found = iter(torch.autograd.grad(self._losses, edges, scales, True, allow_unused=True))
+                if self._leaves:  # the script trains something of its own
+                    torch.autograd.backward(self._losses, scales, True, inputs=self._leaves)
+            for forward in self.forwards:
+                forward.gradients = tuple(itertools.islice(found, len(forward.edges)))
+        elif not all(known):
+            raise CannotRepeat("a backward pass of several forward passes was interrupted in the middle")
+        return [gradient for f in self.forwards for gradient in f.gradients or ()]
+
+    def release(self) -> None:
+        """It will not be run again."""
+        self._losses, self._leaves = [], []
+        for forward in self.forwards:
+            forward.release()
+
+
+def reached(
+    losses: list[torch.Tensor], forwards: list[Forward], engine: Any
+) -> tuple[list[Forward], list[torch.Tensor], bool]:
+    """Which of the forward passes these come from, which leaves besides, and whether they come from the
+    engine's parameters by another way, too."""
+    boundaries = {f.boundary: f for f in forwards}
+    parameters = {id(p) for p in engine.module.parameters()}
+    found: list[Forward] = []
+    leaves: list[torch.Tensor] = []
+    beside = False
+    seen: set[Any] = set()
+    rest = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+    while rest and not (beside and len(seen) > _LOOKED_AT):
+        node: Any = rest.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if (forward := boundaries.get(node)) is not None:
+            found.append(forward)
+        elif (variable := getattr(node, "variable", None)) is None:
+            rest.extend(below for below, _ in node.next_functions if below is not None)
+        elif id(variable) in parameters:
+            beside = True
+        else:
+            leaves.append(variable)
+    return [f for f in forwards if f in found], leaves, beside
+
+
+def _added(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    return one if other is None else other if one is None else one + other
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _differentiable(value: Any) -> list[torch.Tensor]:
+    return [t for t in _tensors(value) if t.requires_grad]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -27,7 +27,18 @@ from ft_core.patching import replaced
 from ft_core.state import rng
 from ft_core.worker.session import Session
 from ft_deepspeed import boundary, checkpoints, counters, patched
-from ft_deepspeed.calls import RETURNED, Backward, Batch, Call, Direct, Forward, Save, Step
+from ft_deepspeed.calls import (
+    RETURNED,
+    Backward,
+    Batch,
+    Call,
+    CannotRepeat,
+    Direct,
+    Forward,
+    Save,
+    Step,
+    reached,
+)
 from ft_deepspeed.catch_up import CatchUp
 from ft_deepspeed.context import Context
 from ft_deepspeed.dealing import POLICY, Dealing
@@ -206,7 +217,7 @@ class Protection:
         return guarded
 
     def _guard_direct_backward(self, backward: Method) -> Method:
-        """`loss.backward()` ends at the leaves that the script was given, and goes on from here."""
+        """`loss.backward()` of what comes from the engine's outputs."""
 
         def guarded(
             tensors: Any,
@@ -217,16 +228,17 @@ class Protection:
             **kwargs: Any,
         ) -> None:
             self._touched = False
-            backward(tensors, grad_tensors, retain_graph, create_graph, *args, **kwargs)
-            if self._performing:
-                return
-            reached = [f for f in self._forwards if any(leaf.grad is not None for leaf in f.leaves)]
-            if reached or self._touched:
-                retained = create_graph if retain_graph is None else retain_graph
-                call = Direct(self._engine, backward, tensors, reached, retained)
-                if not retained:
-                    self._forwards = [f for f in self._forwards if f not in reached]
-                self._call(call)
+            kwargs = {"retain_graph": retain_graph, "create_graph": create_graph, **kwargs}
+            losses = [t for t in pytree.tree_leaves(tensors) if isinstance(t, torch.Tensor)]
+            found = [] if self._performing else reached(losses, self._forwards, self._engine)[0]
+            if not found:
+                backward(tensors, grad_tensors, *args, **kwargs)
+                if self._performing or not self._touched:
+                    return
+            call = Direct(self._engine, backward, tensors, found, (grad_tensors, *args), kwargs)
+            if not call.retained:
+                self._forwards = [f for f in self._forwards if f not in found]
+            self._call(call)
 
         return guarded
 
@@ -285,7 +297,7 @@ class Protection:
         self._pending = call
         result = self._persist(call)
         self._pending = None
-        if isinstance(call, Forward) and call.leaves:
+        if isinstance(call, Forward) and call.boundary is not None:
             self._forwards.append(call)
         if self._position != self._session.version:
             self._advance()
@@ -310,6 +322,8 @@ class Protection:
                 if call.kind != "evaluation" or sum(self._session.comms.counts.values()) > before:
                     self._tape.record(call)
                 return result
+            except CannotRepeat as reason:
+                self._session.replace_worker(str(reason))
             except Exception as error:
                 if not self._session.interrupted(error):
                     raise
@@ -398,8 +412,11 @@ class Protection:
             self._follow(version)
             return
         if version <= self._position:
-            for call in self._tape.since(version):
-                self._repeat(call)
+            try:
+                for call in self._tape.since(version):
+                    self._repeat(call)
+            except CannotRepeat as reason:
+                self._session.replace_worker(str(reason))
         if self._outside is not None:
             self._outside.apply(self._engine)
             self._outside = None

@@ -166,10 +166,10 @@ class Story:
         took, moved = f"{wall - found.since:.1f} s", found.moved
         where = f"{_roles(sorted(moved))} on {some(sorted(set(moved.values())))}" if moved else ""
         if found.event == "moving":
-            return f"{where}: moved within {took}, in which the others stood still; step {version:,} is done"
+            return f"{where}: moved within {took}, the others stood still meanwhile; at step {version:,}"
         source = _SOURCES.get(found.origin, found.origin)
         head = f"recovered after {took}: {where}{', ' * bool(where)}{source}"
-        return f"{head}; step {version:,} is done, {_lost(found.version, found.reached, found.origin)}"
+        return f"{head}; at step {version:,}: {_lost(found.version, found.reached, found.origin)}"
 
 
 _SOURCES = {
@@ -185,8 +185,8 @@ def _lost(version: int | None, reached: int, origin: str) -> str:
     if version is None or version >= reached:
         return "nothing was lost but the step under way"
     if version + 1 == reached:
-        return f"step {reached:,} was lost and is done again"
-    return f"steps {version + 1:,} to {reached:,} were lost and are done again"
+        return f"step {reached:,}, which was lost, is done again"
+    return f"steps {version + 1:,} to {reached:,}, which were lost, are done again"
 
 
 def _of(roles: tuple[int, ...]) -> str:

@@ -63,7 +63,7 @@ def test_survivors_that_stand_still_do_no_steps(tmp_path: Path) -> None:
     failure, recovered = said(result.output)
     assert re.fullmatch(r"failure in step 2\d: worker \d+ of role 0 on node0: killed by SIGKILL", failure)
     assert re.fullmatch(
-        r"recovered after .* s: role 0 on node0, state from memory; step 2\d is done, .*", recovered
+        r"recovered after .* s: role 0 on node0, state from memory; at step 2\d: .*", recovered
     )
     assert result.of("resumed")[1]["reason"] == recovered, "events say the same"
     [restored], [resumed] = (

@@ -37,7 +37,7 @@ def test_a_worker_dies_and_another_has_its_role() -> None:
     job.wait(2.0)
     job.all_step(1201)
     recovered = (
-        "recovered after N s: role 0 on node0, state from memory; step 1,201 is done, nothing was lost but "
+        "recovered after N s: role 0 on node0, state from memory; at step 1,201: nothing was lost but "
         "the step under way"
     )
     assert news(job) == [recovered]
@@ -59,7 +59,7 @@ def test_a_node_is_lost_and_a_step_with_it() -> None:
     job.all_step(1200)
     [line] = news(job)
     assert line.startswith("recovered after N s: roles 0, 1 on node0, node3, state from memory; ")
-    assert line.endswith("step 1,200 is done, step 1,200 was lost and is done again")
+    assert line.endswith("at step 1,200: step 1,200, which was lost, is done again")
 
 
 def test_of_many_nodes_that_are_lost_at_once_a_screenful_is_said() -> None:
@@ -125,7 +125,7 @@ def test_a_node_is_taken_out() -> None:
     job = moved()
     asked, done = news(job)
     assert asked == "node node1 is taken out (ftctl drain) (role 1)"
-    assert done == "role 1 on node2: moved within N s, in which the others stood still; step 2 is done"
+    assert done == "role 1 on node2: moved within N s, the others stood still meanwhile; at step 2"
     job.wait(0.5)
     known(job)
     commit(job, 2)
