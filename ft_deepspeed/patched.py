@@ -48,6 +48,17 @@ RESUMPTION = declare(
     f"{_ENGINE}.save_checkpoint", "it waits for its version's commit, and newcomers may begin with it"
 )
 BACKWARD = declare("torch.autograd:backward", "`loss.backward()` is made again from the engine's outputs on")
+SET_GRADIENTS = declare_each(
+    _ZERO3,
+    "set_fp32_grad_for_param set_local_grad_for_param",
+    "a step of which the script has changed the gradients is not made again on its behalf",
+    optional=True,
+)
+SET_GRADIENT = declare(
+    "torch.nn:Parameter.set_full_hp_grad",
+    "a step of which the script has changed the gradients is not made again on its behalf",
+    made_later=True,
+)
 REPORT = declare(f"{_ENGINE}._report_progress", "a step that is done again was logged the first time")
 BEGIN_DATA = declare(
     "torch.utils.data.dataloader:_BaseDataLoaderIter.__init__",

@@ -44,6 +44,7 @@ from ft_deepspeed.context import Context
 from ft_deepspeed.dealing import POLICY, Dealing
 from ft_deepspeed.draws import Draws
 from ft_deepspeed.exchange import Exchange
+from ft_deepspeed.gradients import CHANGED, Gradients
 from ft_deepspeed.module_state import ModuleState, scripts
 from ft_deepspeed.protected_state import ProtectedState
 from ft_deepspeed.results import NotOnRecord, Results
@@ -113,7 +114,8 @@ class Protection:
         self._began_at = 0
         """The step after which the script made its first call."""
         self.module: ModuleState
-        """Set in `_begin`."""
+        self._gradients: Gradients
+        """Set, both, in `_begin`."""
         self.first = 0
         """The same of the first worker of this role whose files this one goes on with."""
         self.kept = Kept()
@@ -254,7 +256,7 @@ class Protection:
             return
         self._phase = Phase.BEGINNING
         rng.find(scripts(self._engine.module))
-        self.module = ModuleState(self._engine.module)
+        self.module, self._gradients = ModuleState(self._engine.module), Gradients(self._engine)
         self._script = self._adapter.envelope()
         self._began_at = self.first = self._engine.global_steps
         self._tape = Tape(self._began_at)
@@ -294,9 +296,13 @@ class Protection:
         if self._phase is Phase.CATCHING_UP:
             return self._answer(call)
         call.context = Context.capture(self._engine)
+        if self._gradients.changed():
+            call.again = call.again or CHANGED
         self._pending = call
         result = self._persist(call)
         self._pending = None
+        if call.kind == "backward":
+            self._gradients.left()
         if isinstance(call, Forward) and call.boundary is not None:
             self._forwards.append(call)
         if self._position != self._session.version:

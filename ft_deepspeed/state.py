@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ft_core.adapter import Redundancy, ReplicaGroup, State, StateTensor
 from ft_core.state import rng
 from ft_core.worker import session
-from ft_deepspeed import adoption, adoption3, parts, persistent, trace, zero
+from ft_deepspeed import adoption, adoption3, parts, persistent, schedule, trace, zero
 from ft_deepspeed.abandon import Baseline, abandon
 from ft_deepspeed.cpu_adam import Powers
 from ft_deepspeed.shard import Shard
@@ -138,7 +138,7 @@ class DeepSpeedAdapter:
             "scalers": {name: _plain_attributes(scaler) for name, scaler in self._parts(_SCALERS)},
             "grad_scalers": {name: scaler.state_dict() for name, scaler in self._parts(_GRAD_SCALERS)},
             "schedules": {name: _plain_attributes(part) for name, part in self._parts(_SCHEDULES)},
-            "scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+            "scheduler": schedule.capture(scheduler),
             # DeepSpeed's own schedulers leave it out of their state.
             "last_lr": vars(scheduler).get("_last_lr") if scheduler is not None else None,
             "groups": [
@@ -204,7 +204,7 @@ class DeepSpeedAdapter:
         for name, scaler in self._parts(_GRAD_SCALERS):
             scaler.load_state_dict(envelope["grad_scalers"][name])
         if envelope["scheduler"] is not None:
-            engine.lr_scheduler.load_state_dict(envelope["scheduler"])
+            schedule.restore(engine.lr_scheduler, envelope["scheduler"])
         if envelope["last_lr"] is not None:
             engine.lr_scheduler._last_lr = envelope["last_lr"]
         for optimizer, groups in zip(zero.inner_optimizers(engine), envelope["groups"], strict=True):
