@@ -10,6 +10,10 @@ RENDEZVOUS = declare(f"{_GROUPS}rendezvous", "process groups are made without a 
 NEW_GROUP = declare(
     f"{_GROUPS}_new_process_group_helper", "process groups can be repaired, whatever backend is asked for"
 )
+BROADCAST_OBJECTS = tuple(
+    declare(f"{module}:broadcast_object_list", "a newcomer that sent an object has the one that it sent")
+    for module in ("torch.distributed", "torch.distributed.distributed_c10d")
+)
 BARRIER = declare(f"{_GROUPS}_store_based_barrier", "the store of a process group has one client")
 DDP = declare(
     "torch.nn.parallel:DistributedDataParallel.__init__", "its steps cannot be done again, which is said once"

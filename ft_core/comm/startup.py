@@ -253,6 +253,13 @@ class Startup:
             for tensor, copy in saved:
                 tensor.copy_(copy)
 
+    def is_on_record(self, group: FtProcessGroup) -> bool:
+        """Whether peers have completed the next operation of this group, so that its result is theirs."""
+        if not self.recording or self._muted or self.rehearsing:
+            return False
+        series = self._series(group)
+        return self._completed.holder(series, self.log.count(series)) is not None
+
     def _execute(
         self,
         group: FtProcessGroup,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ft_core import plugins
-from ft_core.comm import backend
+from ft_core.comm import backend, objects
 from ft_core.errors import ConfigError
 from ft_core.process import oom_score, stacks
 from ft_core.process.lines import VOICE
@@ -130,6 +130,7 @@ def _play(
     if session.joining and deferred.is_wanted(has_gpu()):
         session.deferred.begin()
     backend.install(session.comms)
+    objects.install(session.comms.startup)
     watch = unprotected.install(session)
     marks.install()
     cuda_fork.check()
