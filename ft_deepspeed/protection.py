@@ -295,6 +295,10 @@ class Protection:
         call.version = self._position
         if self._phase is Phase.CATCHING_UP:
             return self._answer(call)
+        if call.kind in ("evaluation", "eval_batch", "save"):
+            self._session.overlay.complete()
+        else:
+            self._session.overlay.end(whole=self._began_at == self.first)
         call.context = Context.capture(self._engine)
         if self._gradients.changed():
             call.again = call.again or CHANGED
@@ -447,8 +451,7 @@ class Protection:
                 self._adapter.kept.apply()
             self._adapter.kept = Kept()
             self.first = loaded.get("first", self._began_at)
-            whole = self._began_at == self.first
-            self._session.overlay.end(whole)
+            self._session.overlay.arrives()
         self._adapter.arrived()
         self._phase = Phase.LIVE
 

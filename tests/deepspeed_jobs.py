@@ -221,6 +221,43 @@ class Habits:
         return variables()
 
 
+@dataclass(frozen=True)
+class Quirks:
+    """Training of a script that has state in all sorts of places."""
+
+    gradients: bool = False
+    """Whether it changes them between the engine's calls."""
+    dp: int = 2
+
+    def __str__(self) -> str:
+        return "quirks" + "-gradients" * self.gradients
+
+    @property
+    def world(self) -> int:
+        return self.dp
+
+    @property
+    def script(self) -> Path:
+        return SCRIPTS / "quirks.py"
+
+    def arguments(self, iterations: int, protected: bool) -> list[str]:
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 2,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": 0 if self.gradients else 1},
+        }
+        path = write_config(str(self), config, protected)
+        return [
+            f"--deepspeed_config={path}",
+            f"--train-iters={iterations}",
+            *["--gradients"] * self.gradients,
+        ]
+
+    def environment(self) -> dict[str, str]:
+        return variables()
+
+
 def variables(*first: Path) -> dict[str, str]:
     """A job's environment, with these folders where Python looks first."""
     path = [*map(str, first), str(PLAIN), environment()["PYTHONPATH"]]

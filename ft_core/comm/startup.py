@@ -106,6 +106,8 @@ class Startup:
         self._section = ""
         self._muted = self._strict = self._weights = False
         self.rehearsing = False
+        self.tells: Callable[[], None] = lambda: None
+        """Called before this role tells its peers something that no record answers."""
         self._comms = comms
         self._first: int | None = None
         """The step that the record begins with."""
@@ -269,6 +271,7 @@ class Startup:
         kwargs: dict[str, Any],
         epoch: int | None,
     ) -> Any:
+        self.tells()
         # The epoch is pinned: in a newer one, peers may have completed the operation and not take part.
         work = self._comms.issue(group, method, kind, args, kwargs, epoch)
         if work is not None:
@@ -412,6 +415,7 @@ class PointToPoint(dist.Work):
             self.series, self.number, _sent_signature(self._tensors), epoch
         )
         if self._entry is None:
+            self._startup.tells()
             self._work = self._comms.issue(self._group, self._method, self._method, self._args, {}, epoch)
         self._epoch = epoch
 

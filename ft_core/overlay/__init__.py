@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ft_core.overlay.calls import Calls
-from ft_core.overlay.handover import hand_over
+from ft_core.overlay.handover import complete, forget, hand_over
 from ft_core.overlay.tree import CannotPass, Tree
 
 _KERNELS = ("/dev/", "/proc/", "/sys/")
@@ -21,7 +21,10 @@ _PREFIX = "ft-overlay-"
 
 
 class Overlay:
-    """None at first; from `begin` to `end` what the script does to files goes to a layer. Main thread."""
+    """None at first; from `begin` to `end` what the script does to files goes to a layer. Main thread.
+
+    `passes` and `arrives` say where the script is on its way.
+    """
 
     def __init__(self) -> None:
         """Files are as they are."""
@@ -44,6 +47,20 @@ class Overlay:
         if self._calls is not None:
             self._calls.tree.passing = True
 
+    def arrives(self) -> None:
+        """The script has passed the last step: what it does until its next pass may have been done before."""
+        if (calls := self._calls) is not None and calls.tree.passing:
+            with calls.real():
+                forget(calls.tree)
+            calls.completing = lambda: complete(calls.tree)
+
+    def complete(self) -> None:
+        """The script makes another call that is no pass, or tells others something: what it has done since is
+        to be seen."""
+        if self._calls is not None and self._calls.completing is not None:
+            with self._calls.real():
+                self._calls.completing()
+
     def real(self) -> AbstractContextManager[None]:
         """What is done by this thread meanwhile is not the script's."""
         return nullcontext() if self._calls is None else self._calls.real()
@@ -55,6 +72,7 @@ class Overlay:
         """
         if (calls := self._calls) is None:
             return
+        self.complete()
         self._calls = None
         calls.close()
         try:

@@ -65,6 +65,8 @@ class Calls:
         """`cannot` is called with the reason where the script cannot be kept from what is there, in any
         thread."""
         self.tree, self._cannot = tree, cannot
+        self.completing: Callable[[], None] | None = None
+        """Does for real what the script has done, once it is where that may have been done before or not."""
         self._process = os.getpid()
         self._open = True
         self._inside = threading.local()
@@ -352,6 +354,10 @@ class Calls:
         class Popen(original):  # type: ignore[misc, valid-type]
             def __init__(self, args: Any, *rest: Any, **kwargs: Any) -> None:
                 passed = calls._passes_programs
+                if passed and calls.completing is not None:  # it may need what the script has made for it
+                    passed = False
+                    with calls.real():
+                        calls.completing()
                 if passed and any(kwargs.get(name) == subprocess.PIPE for name in _STREAMS):
                     calls._cannot(f"it talks to a program ({_short(args)})")
                 if passed:
@@ -369,7 +375,13 @@ class Calls:
     def _passed_program(self, original: Function) -> Function:
         @functools.wraps(original)
         def system(command: Any) -> int:
-            return 0 if self._passes_programs else original(command)
+            if self._passes_programs and self.completing is None:
+                return 0
+            if self.completing is not None:
+                with self.real():
+                    self.completing()
+            with self.real():
+                return original(command)
 
         return system
 
@@ -428,7 +440,7 @@ class Calls:
             return
         if self._off or not self.tree.passing or os.getpid() != self._process:
             return
-        if event in _PROGRAMS:
+        if event in _PROGRAMS and self.completing is None:
             self._cannot(f"it starts a program ({_short(args)})")
         if event == "open":
             path, _, flags = args

@@ -1,21 +1,26 @@
-"""What becomes of files that a newcomer's script has open when it has caught up.
+"""What becomes of the layer when a newcomer's script has caught up.
 
-They are in the layer, and from now on they are to be the real ones, where the worker that was lost has left
-off. It had written the same, as far as its buffers had been flushed, and perhaps something of the step that
-is done again.
+Files that it has open are in the layer, and from now on they are to be the real ones, where the worker that
+was lost has left off. It had written the same, as far as its buffers had been flushed, and perhaps something
+of the step that is done again.
+
+What the script does between the last step that it passes and its next pass may have been done before, or not,
+or in part. It is done in the layer, and what of it is missing then is done for real (`complete`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import filecmp
 import gc
 import io
 import os
 import shutil
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ft_core.overlay.tree import CannotPass, File, Tree
+from ft_core.overlay.tree import CannotPass, Dir, File, Gone, Link, Tree
 
 _LOOKED_AT = 16 << 20
 """Bytes at the end of a file that was appended to, in which what the newcomer wrote is looked for."""
@@ -72,6 +77,90 @@ def _overlap(written: bytes, real: bytes) -> int:
             at = failure[at]
         at += byte == written[at]
     return at
+
+
+def forget(tree: Tree) -> None:
+    """What was done in steps that are done; of files that are open the content stays."""
+    tree.keep_only(set(_open_for_writing(tree.upper).values()))
+
+
+def complete(tree: Tree) -> None:
+    """Have the real files be what is seen in the layer, where they are not, and forget it, but for files that
+    are open."""
+    held = set(_open_for_writing(tree.upper).values())
+    entries = {n: e for n, e in tree.entries().items() if not (isinstance(e, File) and e.at in held)}
+    for name, entry in entries.items():  # what was moved, before where it was is cleared
+        if isinstance(entry, Dir):
+            _have_directory(name, {os.path.basename(n) for n in tree.entries() if os.path.dirname(n) == name})
+        elif isinstance(entry, File):
+            _have_file(
+                name, entry, any(isinstance(entries.get(above), Gone) for above in _and_above(entry.at))
+            )
+        elif isinstance(entry, Link) and not (os.path.islink(name) and os.readlink(name) == entry.target):
+            _remove(name)
+            os.symlink(entry.target, name)
+    for name, entry in entries.items():
+        if isinstance(entry, Gone):
+            _remove(name)
+    tree.keep_only(held)
+
+
+def _and_above(name: str) -> Iterator[str]:
+    while name != "/":
+        yield name
+        name = os.path.dirname(name)
+
+
+def _have_directory(name: str, seen: set[str]) -> None:
+    if not os.path.isdir(name) or os.path.islink(name):
+        _remove(name)
+        os.mkdir(name)
+    for other in set(os.listdir(name)) - seen:
+        _remove(os.path.join(name, other))
+
+
+def _have_file(name: str, file: File, moved: bool) -> None:
+    """`moved`: from where its content is to be."""
+    if not os.path.exists(file.at):  # a real one, that was moved there before
+        return
+    if os.path.isfile(name) and filecmp.cmp(file.at, name, shallow=False):
+        return
+    if not file.upper and moved:
+        os.replace(file.at, name)
+        return
+    if file.base >= 0 and os.path.isfile(name) and _starts_alike(file.at, name, file.base):
+        with open(file.at, "rb") as upper, open(name, "rb+") as real:
+            upper.seek(file.base)
+            more = upper.read()
+            size = real.seek(0, os.SEEK_END)
+            real.seek(max(0, size - len(more)))
+            if real.read() != more:
+                real.write(more)
+        return
+    beside = f"{name}.ft-{os.getpid()}"
+    shutil.copyfile(file.at, beside)
+    if os.path.isfile(name):
+        shutil.copymode(name, beside)
+    elif os.path.isdir(name):
+        _remove(name)
+    os.replace(beside, name)
+
+
+def _starts_alike(one: str, other: str, size: int) -> bool:
+    with open(one, "rb") as first, open(other, "rb") as second:
+        while size > 0:
+            part = first.read(min(size, 1 << 20))
+            if not part or part != second.read(len(part)):
+                return False
+            size -= len(part)
+    return True
+
+
+def _remove(name: str) -> None:
+    if os.path.isdir(name) and not os.path.islink(name):
+        shutil.rmtree(name)
+    elif os.path.lexists(name):
+        os.unlink(name)
 
 
 def hand_over(tree: Tree, whole: bool) -> None:

@@ -502,6 +502,20 @@ class Tree:
             if not used:
                 _unlink(entry.at)
 
+    def entries(self) -> dict[str, Entry]:
+        """By canonical name, what is above comes first."""
+        return dict(sorted(self._entries.items()))
+
+    def keep_only(self, contents: set[str]) -> None:
+        """Forget all entries but the files with these contents."""
+        self._made_again.clear()
+        for name, entry in list(self._entries.items()):
+            if not (isinstance(entry, File) and entry.at in contents) and name in self._entries:
+                del self._entries[name]
+        self._names.clear()
+        for name in self._entries:
+            self._names[os.path.dirname(name)].add(os.path.basename(name))
+
     def files(self) -> dict[str, File]:
         """Those that have content in the layer."""
         return {name: e for name, e in self._entries.items() if isinstance(e, File) and e.upper}

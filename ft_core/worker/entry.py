@@ -139,6 +139,7 @@ def _play(
     imports.hide()
     if session.joining:
         session.overlay.begin(job_dir, session.cannot_pass)
+        session.comms.startup.tells = session.overlay.complete
     timeline.mark("script")
     process = os.getpid()
     code, failure, error = _outcome(command)

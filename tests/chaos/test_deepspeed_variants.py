@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from deepspeed_jobs import SCRIPTS, TWICE, Habits, HuggingFace, OwnLoop, Zero
+from deepspeed_jobs import SCRIPTS, TWICE, Habits, HuggingFace, OwnLoop, Quirks, Zero
 from harness import ROOT, Job, Training, check_clean, check_identical, check_survivors, environment, reference
 
 ITERATIONS = 14
@@ -37,6 +37,7 @@ ITERATIONS = 14
         # In the middle of its second epoch, so that orders of the first are gone.
         (Habits(1), "0@forward:12:worker,1@between:13:worker"),
         (Habits(3), "1@forward:12:worker"),
+        (Quirks(), "0@forward:5:worker,1@d2h:9:worker"),
         (HuggingFace(2, more=("--dataloader_num_workers=2",)), "0@backward:4,1@between:8:worker"),
     ],
     ids=lambda value: str(value) if not isinstance(value, str) else "",

@@ -49,7 +49,8 @@ def picture(at: Path) -> dict[str, Any]:
         for name in below + files:
             path = Path(directory, name)
             seen = path.lstat()
-            content = os.readlink(path) if path.is_symlink() else path.read_bytes() if name in files else b""
+            content = os.readlink(path).encode() if path.is_symlink() else b""
+            content = path.read_bytes() if name in files and not content else content
             found[str(path.relative_to(at))] = seen.st_mode, seen.st_mtime_ns, seen.st_ino, content
     return found
 
@@ -180,6 +181,59 @@ def test_files_that_are_open_go_on(tmp_path: Path) -> None:
         "a": "of another run\none\ntwo\nthree\nfour\n",
         "clock": "12:01 one\n12:02 two\nfour\n",
         "named.13:00": "own\nfour\n",
+    }
+
+
+_STRETCH = """
+        import shutil, subprocess
+        log = open("log", "w")
+        overlay.passes()
+        open("passed", "w").write("harm"), log.write("1\\n")
+        overlay.arrives()
+        log.write("2\\n")
+        open("new", "x").write("new"), os.mkdir("made"), open("made/file", "w").write("made")
+        open("tmp", "w").write("best"), os.replace("tmp", "best"), os.remove("old"), shutil.rmtree("tree")
+        open("history", "a").write("line 2\\n"), os.symlink("best", "link"), os.rename("moved", "there")
+        assert open("best").read() == "best" and not os.path.exists("old") and os.path.exists("there/part")
+"""
+
+
+@pytest.mark.parametrize("done", range(12))
+def test_what_may_have_been_done_before_is_done_once(tmp_path: Path, done: int) -> None:
+    """`done`: how much of it the worker that was lost had done."""
+    for name in ("tree/a", "moved/part"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(name)
+    for name, text in (("old", "old"), ("best", "before"), ("history", "line 1\n"), ("log", "1\n")):
+        (tmp_path / name).write_text(text)
+    acts: list[Callable[[], Any]] = [
+        lambda: (tmp_path / "log").write_text("1\n2\n"),
+        lambda: (tmp_path / "new").write_text("ne"),
+        lambda: (tmp_path / "new").write_text("new"),
+        lambda: (tmp_path / "made").mkdir(),
+        lambda: (tmp_path / "made/file").write_text("made"),
+        lambda: (tmp_path / "best").write_text("best"),
+        lambda: (tmp_path / "old").unlink(),
+        lambda: shutil.rmtree(tmp_path / "tree"),
+        lambda: (tmp_path / "history").write_text("line 1\nline 2\n"),
+        lambda: (tmp_path / "link").symlink_to("best"),
+        lambda: (tmp_path / "moved").rename(tmp_path / "there"),
+        lambda: (tmp_path / "log").write_text("1\n2\n3\n"),  # after its next pass has begun
+    ]
+    for act in acts[: done + 1]:
+        act()
+    run(tmp_path, f"begin()\n{textwrap.dedent(_STRETCH)}\noverlay.end(whole=True); log.write('3\\n')")
+    found = {name: content.decode() for name, (*_, content) in picture(tmp_path).items()}
+    assert found == {
+        "log": "1\n2\n3\n",
+        "new": "new",
+        "made": "",
+        "made/file": "made",
+        "best": "best",
+        "history": "line 1\nline 2\n",
+        "link": "best",
+        "there": "",
+        "there/part": "moved/part",
     }
 
 
