@@ -31,14 +31,15 @@ class Overlay:
         self._calls: Calls | None = None
         self._cannot: Callable[[str], NoReturn] | None = None
 
-    def begin(self, job_dir: Path, cannot: Callable[[str], NoReturn]) -> None:
-        """The script of a newcomer starts. `job_dir`: where the engine writes, by other ways.
+    def begin(self, job_dir: Path, place: Path, cannot: Callable[[str], NoReturn]) -> None:
+        """The script of a newcomer starts. `job_dir`: where the engine writes, by other ways. `place`: for
+        the layer, a directory of this node's.
 
         `cannot`: called with what the script does that it cannot be kept from harming by, from any thread.
         """
         top = os.path.realpath(job_dir)
-        upper = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
-        _sweep(Path(upper).parent)
+        upper = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=place)
+        _sweep(place)
         tree = Tree(upper, (*_KERNELS, f"{top}/logs/", f"{top}/injected-"))
         self._calls, self._cannot = Calls(tree, cannot), cannot
 

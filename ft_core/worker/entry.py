@@ -76,7 +76,7 @@ def main(
     channel.settimeout(None)
     shell, process = WorkerShell(channel, secret, Path(job_dir), worker), os.getpid()
     try:
-        _play(shell, node, Path(job_dir), Path(logs[1]), device, command)
+        _play(shell, node, Path(job_dir), Path(logs[1]), Path(socket).parent, device, command)
     except BaseException as raised:  # not the script's: all of its errors are caught where it is run
         code, failure, error = _ours(raised)
         if shell.machine.role >= 0 and os.getpid() == process:  # else a child that the script has forked
@@ -85,7 +85,7 @@ def main(
 
 
 def _play(
-    shell: WorkerShell, node: str, job_dir: Path, logs: Path, device: int, command: Command
+    shell: WorkerShell, node: str, job_dir: Path, logs: Path, sockets: Path, device: int, command: Command
 ) -> NoReturn:
     """Take a role, once there is one, and run the script in it. What this raises is the engine's."""
     on_gpu = not command.no_python and not cuda_fork.broken() and has_gpu()
@@ -138,7 +138,7 @@ def _play(
         install()
     imports.hide()
     if session.joining:
-        session.overlay.begin(job_dir, session.cannot_pass)
+        session.overlay.begin(job_dir, sockets, session.cannot_pass)
         session.comms.startup.tells = session.overlay.complete
     timeline.mark("script")
     process = os.getpid()

@@ -52,6 +52,16 @@ def test_variant(training: Training, injected: str, tmp_path):
     assert result.recoveries == injected.count("@")
 
 
+def test_a_step_that_cannot_be_made_again_on_a_scripts_behalf(tmp_path):
+    """The script changes gradients, and has a loss with terms of its own: its worker begins anew."""
+    training = Quirks(gradients=True)
+    ftrun = ("--respawn", "--ft-inject", "1@optimizer:6:worker,0@backward:10:worker")
+    with Job(tmp_path / "job", training, ITERATIONS, ftrun=ftrun) as job:
+        result = job.finish()
+    check_identical(result, training, ITERATIONS, again=TWICE * 4)
+    check_clean(result)
+
+
 def test_a_second_engine_is_refused_by_name_and_once(tmp_path):
     command = [sys.executable, "-m", "ft_core.cli.launch", "--standalone", "--nproc-per-node=2"]
     command += [f"--job-dir={tmp_path / 'job'}", str(SCRIPTS / "two_engines.py")]

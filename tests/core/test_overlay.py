@@ -30,7 +30,7 @@ def refuse(what):
 
 overlay = Overlay()
 def begin():
-    overlay.begin(Path("job"), refuse)
+    overlay.begin(Path("job"), Path(os.environ.get("UPPER", "/tmp")), refuse)
 """
 
 
@@ -321,8 +321,7 @@ def test_what_is_left_of_processes_that_are_gone(tmp_path: Path) -> None:
     found = run(
         tmp_path,
         """
-        import tempfile
-        tempfile.tempdir = os.getcwd()
+        os.environ["UPPER"] = os.getcwd()
         os.mkdir("ft-overlay-4194399-x"), os.mkdir(f"ft-overlay-{os.getpid()}-x")
         begin()
         print(sorted(name.rpartition("-")[0] for name in os.listdir()))
@@ -442,7 +441,7 @@ def fuzz(seed: int) -> None:
     os.chdir("plain")
     expected = [(_outcome(lambda a=acts[n], p=p, q=q: a(p, q)), _seen()) for n, p, q in script]  # type: ignore[misc]
     os.chdir(f"{top}/layered")
-    overlay.begin(Path(top, "job"), refuse)
+    overlay.begin(Path(top, "job"), Path(top), refuse)
     overlay._calls.tree.passing = STRICT  # type: ignore[union-attr, assignment]
     for (name, path, other), (result, seen) in zip(script, expected, strict=True):
         told = _outcome(lambda: acts[name](path, other))  # noqa: B023
