@@ -325,6 +325,12 @@ class Batch(Call):
             yield batch
 
 
+class Load(Call):
+    """`load_checkpoint` once training has begun: done again as a whole, from the same files."""
+
+    kind = "load"
+
+
 class Save(Call):
     """`save_checkpoint` and its like: done again as a whole, so that the files are of one piece."""
 

@@ -15,6 +15,8 @@ from ft_deepspeed.zero import inner_optimizer
 
 _FLAGS = ("_is_gradient_accumulation_boundary", "inside_no_sync_ctxt", "_manual_backward_expected")
 """Of the engine, set by the script around its calls."""
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""Of its configuration, where a script changes them in training."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Context:
     autocast: tuple[bool, torch.dtype]
     whole: bool
     """Whether stage 3's small parameters are."""
+    batch: dict[str, Any]
+    """How many samples make a step."""
     module: dict[str, Any]
     """What the model has in its attributes."""
 
@@ -51,6 +55,7 @@ class Context:
             grad=torch.is_grad_enabled(),
             autocast=(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
             whole=persistent.are_whole(engine),
+            batch={name: getattr(engine._config, name) for name in _BATCH if hasattr(engine._config, name)},
             module=engine.ft_protection.module.capture(),
         )
 
@@ -62,8 +67,9 @@ class Context:
             group.update(hyper)
         if engine.module.training != self.training:
             engine.module.train(self.training)
-        for name, value in self.flags.items():
-            setattr(engine, name, value)
+        for owner, values in ((engine, self.flags), (engine._config, self.batch)):
+            for name, value in values.items():
+                setattr(owner, name, value)
         if not self.whole:
             persistent.release(persistent.parameters(engine))
 

@@ -43,7 +43,9 @@ TRAINER_SAVES = declare_each(
     "_save_checkpoint save_model",
     "a save that a failure interrupts is made again as a whole",
 )
-LOAD = declare(f"{_ENGINE}.load_checkpoint", "a newcomer's is muted, and none may follow the first step")
+LOAD = declare(
+    f"{_ENGINE}.load_checkpoint", "a newcomer's is muted, and one after the first step is made again"
+)
 RESUMPTION = declare(
     f"{_ENGINE}.save_checkpoint", "it waits for its version's commit, and newcomers may begin with it"
 )

@@ -35,6 +35,7 @@ from ft_deepspeed.calls import (
     CannotRepeat,
     Direct,
     Forward,
+    Load,
     Save,
     Step,
     reached,
@@ -191,11 +192,15 @@ class Protection:
         engine, session = self._engine, self._session
 
         def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            if self._performing:
+                return load(*args, **kwargs)
             if self._phase is not Phase.STARTUP:
-                raise ConfigError(
-                    "engine.load_checkpoint after the first step changes state of which copies are kept; "
-                    "load before training, or set fault_tolerance.enabled to false"
-                )
+                if self.dealing is not None:
+                    raise ConfigError(
+                        f"{POLICY} deals the samples of a job that goes forward: call engine.load_checkpoint "
+                        "before the first step"
+                    )
+                return self._call(Load(engine, load, args, kwargs))
             # A newcomer may find a checkpoint that was not there when its peers began. Its script goes on
             # from that step and is answered from there; the state itself comes from memory.
             with session.comms.startup.section("load", muted=session.joining):
@@ -295,7 +300,7 @@ class Protection:
         call.version = self._position
         if self._phase is Phase.CATCHING_UP:
             return self._answer(call)
-        if call.kind in ("evaluation", "eval_batch", "save"):
+        if call.kind in ("evaluation", "eval_batch", "save", "load"):
             self._session.overlay.complete()
         else:
             self._session.overlay.end(whole=self._began_at == self.first)
@@ -359,8 +364,8 @@ class Protection:
         if isinstance(call, Backward) and isinstance(result, torch.Tensor) and result.numel() == 1:
             if self._engine.gradient_accumulation_steps() > 1 and not torch.equal(result, call.loss):
                 self.results.record_after(call.version, RETURNED, number, {"loss": result.detach()})
-        elif isinstance(call, (Step, Batch)):
-            expected = counters.expected(numbers, self._engine, ends)
+        elif isinstance(call, (Step, Batch, Load)):
+            expected = self._expected(call, numbers, ends)
             left = counters.other(expected, counters.read(self._engine))
             self.results.record_after(call.version, call.kind, number, left)
 
@@ -516,10 +521,13 @@ class Protection:
                 self._sample = call
         return result
 
+    def _expected(self, call: Call, numbers: counters.Numbers, ends: bool) -> counters.Numbers:
+        return numbers if isinstance(call, Load) else counters.expected(numbers, self._engine, ends)
+
     def _left(self, call: Call, number: int, ends: bool) -> None:
         """Put what the call has left in the engine's attributes there."""
-        if isinstance(call, (Step, Batch)):
-            found = counters.expected(counters.read(self._engine), self._engine, ends)
+        if isinstance(call, (Step, Batch, Load)):
+            found = self._expected(call, counters.read(self._engine), ends)
             counters.write(self._engine, found | self.results.answer_after(call.version, call.kind, number))
 
     def _watch(self, result: Any) -> None:

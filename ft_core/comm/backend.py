@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 from ft_core import patched
 from ft_core.comm.collectives import FtProcessGroup
 from ft_core.comm.process_group import Communicators
+from ft_core.comm.store import OwnStore
 from ft_core.errors import ConfigError
 
 NAME = "ft"
@@ -33,7 +34,7 @@ def install(comms: Communicators) -> None:
 
     def rendezvous(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[Any]:
         _check_place(comms, rank, world_size)
-        yield dist.HashStore(), comms.role, comms.world_size
+        yield OwnStore(), comms.role, comms.world_size
 
     def helper(
         size: int, rank: Any, ranks: list[int], backend: Any, store: Any, *args: Any, **kwargs: Any
