@@ -27,6 +27,8 @@ def install(comms: Communicators) -> None:
     """
     original = patched.NEW_GROUP.original()
     asked_for = ""
+    store: OwnStore | None = None
+    """The newest: torch does not keep what is Python's of it."""
 
     def creator(options: Any, backend_options: Any) -> FtProcessGroup:
         members = tuple(options.global_ranks_in_group) or tuple(range(comms.world_size))
@@ -34,7 +36,9 @@ def install(comms: Communicators) -> None:
 
     def rendezvous(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[Any]:
         _check_place(comms, rank, world_size)
-        yield OwnStore(), comms.role, comms.world_size
+        nonlocal store
+        store = OwnStore()
+        yield store, comms.role, comms.world_size
 
     def helper(
         size: int, rank: Any, ranks: list[int], backend: Any, store: Any, *args: Any, **kwargs: Any
