@@ -11,7 +11,18 @@ import ft_core
 
 ORDER = (
     *("errors", "plugins", "import_hook", "patching", "patched"),
-    *("process", "protocol", "history", "leadership", "elastic", "adapter", "comm", "state", "net", "overlay"),
+    *(
+        "process",
+        "protocol",
+        "history",
+        "leadership",
+        "elastic",
+        "adapter",
+        "comm",
+        "state",
+        "net",
+        "overlay",
+    ),
     *("settings", "kept"),
     *("worker", "control", "node", "cli"),
 )

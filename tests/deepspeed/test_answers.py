@@ -1,0 +1,323 @@
+"""What a newcomer's script is told of steps that are done; what is put back before a call is made again."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
+
+from ft_core.errors import CorruptSnapshot
+from ft_core.state import envelope, rng
+from ft_deepspeed import counters, history, schedule
+from ft_deepspeed.calls import Backward, CannotRepeat, Forward
+from ft_deepspeed.gradients import Gradients
+from ft_deepspeed.history import History
+from ft_deepspeed.module_state import ModuleState
+from ft_deepspeed.results import RECENT, NotOnRecord, Results
+
+HOST = torch.device("cpu")
+
+
+def carried(results: Results) -> Results:
+    """As a newcomer has it."""
+    state = envelope.decode(envelope.encode(results.state()))
+    tensors = {t.name: t.tensor for t in results.history.tensors((0,))}
+    return Results(state, tensors.get(history.NAME))
+
+
+def step(results: Results, version: int, losses: list[float]) -> None:
+    for loss in losses:
+        results.record("forward", version, {"loss": torch.tensor(loss), "logits": torch.ones(2, 3)})
+        results.record("backward", version, torch.tensor(loss))
+    results.step_done()
+
+
+def test_numbers_of_every_step_are_known() -> None:
+    results, steps = Results(), RECENT
+    for version in range(steps):
+        step(results, version, [version + 0.1, version + 0.2])
+    found = carried(results)
+    assert found.history and len(found.state()["calls"]) < steps
+    for version in [0, 1, steps // 2, 5, steps - 1]:  # in any order
+        answer = found.answer("forward", version, 1, HOST)
+        assert answer["loss"] == torch.tensor(version + 0.2) and answer["logits"].shape == (2, 3)
+    step(found, steps, [1.0])
+    assert carried(found).answer("backward", steps, 0, HOST) == 1.0
+    assert found.covers(0) and Results(found.state() | {"history": History().state()}).covers(steps)
+
+
+def test_what_is_not_known_is_not_made_up() -> None:
+    results = Results()
+    step(results, 0, [1.0])
+    with pytest.raises(NotOnRecord, match="result of forward 2 of step 1"):
+        results.answer("forward", 0, 1, HOST)
+    with pytest.raises(NotOnRecord, match="result of evaluation 1 of step 1"):
+        results.answer("evaluation", 0, 0, HOST)
+    assert results.answer("step", 0, 0, HOST) is None
+
+
+def test_of_a_record_that_is_full_the_older_half_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "LARGEST", 4096)
+    found = History()
+    for version in range(500):
+        found.append(version, {"forward": [[0, float(version)]]})
+    known = [version for version in range(500) if found.read(version) is not None]
+    assert known == list(range(known[0], 500)) and 0 < known[0] < 450
+    assert found.read(499) == {"forward": [[0, 499.0]]}
+
+
+def test_a_record_without_its_tensor_is_corrupt() -> None:
+    found = History()
+    found.append(0, {"forward": [[0, 1.0]]})
+    with pytest.raises(CorruptSnapshot):
+        History(found.state(), None)
+
+
+def engine(**values: Any) -> Any:
+    more = {"train_batch_size": lambda: 8, "gradient_accumulation_steps": lambda: 1}
+    scaler = SimpleNamespace(cur_scale=4.0, cur_iter=0)
+    optimizer = SimpleNamespace(overflow=False, loss_scaler=scaler)
+    numbers = {
+        "global_steps": 0,
+        "global_samples": 0,
+        "micro_steps": 0,
+        "skipped_steps": 0,
+        "_step_applied": False,
+    }
+    return SimpleNamespace(optimizer=optimizer, **(numbers | values | more))
+
+
+def test_a_step_that_was_skipped() -> None:
+    results, theirs, own = Results(), engine(), engine()
+    for version, skipped in enumerate([True, False, False]):
+        before = counters.read(theirs)
+        counters.write(theirs, counters.expected(before, theirs, True))
+        if skipped:
+            theirs.skipped_steps, theirs._step_applied, theirs.optimizer.overflow = 1, False, True
+            theirs.optimizer.loss_scaler.cur_scale = 2.0
+        else:
+            theirs.optimizer.overflow = False
+        left = counters.other(counters.expected(before, theirs, True), counters.read(theirs))
+        results.record_after(version, "step", 0, left)
+        found = counters.expected(counters.read(own), own, True)
+        counters.write(own, found | carried(results).answer_after(version, "step", 0))
+        assert counters.read(own) == counters.read(theirs)
+        assert own._step_applied is not skipped and type(own.skipped_steps) is int
+
+
+class Warmup(LRScheduler):
+    """With all that a schedule may have in it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.after, self.milestones, self.device = (
+            CosineAnnealingLR(optimizer, 9),
+            {3, 5},
+            torch.device("cpu"),
+        )
+        self.rule, self.nested = SimpleNamespace(seen=0, of=torch.device("cpu")), (1, [2, {3}])
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        self.after.step()
+        self.rule.seen += 1
+        return self.after.get_last_lr()
+
+
+@pytest.mark.parametrize("kind", [Warmup, lambda o: LambdaLR(o, lambda n: 0.9**n)])
+def test_schedules_with_whatever_in_them(kind: Any) -> None:
+    def made() -> tuple[Any, Any]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        optimizer.step()
+        return optimizer, kind(optimizer)
+
+    optimizer, one = made()
+    for _ in range(4):
+        one.step()
+    state = envelope.decode(envelope.encode(schedule.capture(one)))
+    others, other = made()
+    for _ in range(7):
+        other.step()
+    schedule.restore(other, state)
+    others.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]  # which a version has, too
+    assert repr(schedule.capture(other)) == repr(schedule.capture(one))
+    one.step(), other.step()
+    assert one.get_last_lr() == other.get_last_lr()
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2)
+        self.calls, self.seen, self.best, self.text = 0, [1.5], {"a": None}, "x"
+        self.register_buffer("mean", torch.zeros(2), persistent=False)
+        self.kept = torch.zeros(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(0.5)
+        self.mean.add_(1), self.kept.mul_(0).add_(self.calls)
+        self.best = {"a": 1.0}
+        self.later = "new"
+        self.aux = self.inner(x).sum()
+        return self.aux
+
+
+def test_attributes_of_the_model() -> None:
+    model, other = Model(), Model()
+    found, theirs = ModuleState(model), ModuleState(other)
+    assert found.capture() == {}
+    model(torch.ones(1, 2))
+    after_one = envelope.decode(envelope.encode(found.capture()))
+    model(torch.ones(1, 2))
+    assert set(after_one) == {"calls", "seen", "best", "mean", "kept", "later"}
+    mean = model.mean
+    for state, part in ((found, model), (theirs, other)):
+        state.restore(after_one)
+        assert (part.calls, part.seen, part.best) == (1, [1.5, 0.5], {"a": 1.0})
+        assert part.mean.tolist() == [1, 1] and part.kept.tolist() == [1, 1, 1]
+    assert model.mean is mean
+    found.restore({})
+    assert (model.calls, model.seen, model.best, model.kept.tolist()) == (0, [1.5], {"a": None}, [0, 0, 0])
+
+
+def test_generators_of_the_scripts_own() -> None:
+    space: dict[str, Any] = {
+        "numpy": np.random.default_rng(1),
+        "old": np.random.RandomState(1),
+        "python": random.Random(1),
+        "torch": torch.Generator().manual_seed(1),
+        "system": random.SystemRandom(),
+        "other": 5,
+    }
+
+    def drawn() -> list[float]:
+        return [
+            space["numpy"].random(),
+            space["old"].rand(),
+            space["python"].random(),
+            torch.rand(1, generator=space["torch"]).item(),
+            torch.rand(1).item(),
+            np.random.rand(),
+            random.random(),
+        ]
+
+    rng.find([("script", space)])
+    try:
+        states = envelope.decode(envelope.encode(rng.capture()))
+        assert not rng.moved(states, rng.capture())
+        first = drawn()
+        assert len(rng.moved(states, rng.capture())) == 7
+        rng.restore(states)
+        assert drawn() == first
+        space["numpy"] = None  # it was deleted
+        rng.restore(states)
+    finally:
+        rng._own.clear()
+
+
+# -- the graph -------------------------------------------------------------------------------------
+
+
+class Engine:
+    """Of DeepSpeed's, what a call needs."""
+
+    def __init__(self) -> None:
+        self.module = torch.nn.Linear(3, 3)
+        self.ft_protection = SimpleNamespace(point=lambda name: None)
+        self.optimizer = SimpleNamespace()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"out": self.module(x), "other": self.module(x).sum()}
+
+    def backward(self, loss: torch.Tensor) -> torch.Tensor:
+        (loss * 2).backward()
+        return loss
+
+    def calls(self, script: Any) -> tuple[Forward, Backward, list[torch.Tensor]]:
+        """A pass, and back; and the gradients that are left."""
+        forward = Forward(self, self.forward, (torch.arange(6.0).reshape(2, 3),), {})
+        loss = script(forward.execute(), self)
+        backward = Backward(self, self.backward, (loss,), {}, [forward])
+        backward.execute()
+        return forward, backward, self.taken()
+
+    def taken(self) -> list[torch.Tensor]:
+        found = [p.grad.clone() for p in self.module.parameters() if p.grad is not None]
+        self.module.zero_grad()
+        return found
+
+
+OWN = torch.nn.Parameter(torch.tensor(2.0))
+
+
+@pytest.mark.parametrize(
+    ("script", "beside"),
+    [
+        (lambda r, e: r["out"].square().mean(), False),
+        (lambda r, e: r["out"].square().mean() + r["other"] * OWN, False),
+        (lambda r, e: r["out"].mul_(3).mean(), False),
+        (lambda r, e: r["out"].mean() + e.module.weight.square().sum(), True),
+        (lambda r, e: (r["out"] @ e.module.weight).mean(), True),
+    ],
+)
+def test_a_backward_pass_is_as_it_is_without_us_and_can_be_made_again(script: Any, beside: bool) -> None:
+    torch.manual_seed(0)
+    found, plain = Engine(), Engine()
+    plain.module.load_state_dict(found.module.state_dict())
+    plain.backward(script(plain.forward(torch.arange(6.0).reshape(2, 3)), plain))
+    forward, backward, gradients = found.calls(script)
+    for one, other in zip(gradients, plain.taken(), strict=True):
+        assert torch.equal(one, other)
+    assert bool(backward.again) is beside
+    if not beside:
+        forward.repeat()
+        backward.repeat()
+        for one, other in zip(found.taken(), gradients, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_backward_pass_that_is_interrupted_before_the_engines_part_and_in_the_middle() -> None:
+    torch.manual_seed(0)
+    found = Engine()
+    passes = [Forward(found, found.forward, (torch.full((1, 3), x),), {}) for x in (1.0, 2.0)]
+    losses = [p.execute()["out"].square().mean() for p in passes]
+    backward = Backward(found, found.backward, (sum(losses),), {}, passes)
+    for each in passes:
+        each.repeat()
+    backward.repeat()  # nothing of it had been done
+    expected = found.taken()
+    for each in passes:
+        each.repeat()
+    passes[0].gradients = None
+    with pytest.raises(CannotRepeat):
+        backward.repeat()
+    assert expected
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 1e-3),
+        lambda m: m.weight.grad.data.clamp_(-1e-3, 1e-3),
+        lambda m: setattr(m.weight, "grad", torch.zeros_like(m.weight)),
+        lambda m: m.zero_grad(),
+    ],
+)
+def test_gradients_that_the_script_changes(change: Any) -> None:
+    found = Engine()
+    looked = Gradients(found)
+    found.calls(lambda r, e: r["out"].square().mean())
+    found.backward(found.forward(torch.ones(2, 3))["out"].sum())
+    looked.left()
+    assert not looked.changed()
+    looked.left()
+    float(found.module.weight.grad.norm())
+    assert not looked.changed()
+    looked.left()
+    change(found.module)
+    assert looked.changed()
