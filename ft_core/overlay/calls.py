@@ -2,16 +2,21 @@
 
 All of Python's own modules come down to `open` and to functions of `os`. References that modules have taken
 of those before are replaced too. What writes from a library's own code (torch, safetensors, h5py, pyarrow)
-is given another name to write to. Whoever gets past all of that, by a lower door, is heard by the
-interpreter's audit hook and not let through.
+is given another name to write to. A program that is started by a lower door than `subprocess` is not
+let through.
+
+(An audit hook of the interpreter's would hear all else, and cannot be taken off again: it makes every `id()`
+twenty times as slow.)
 """
 
 from __future__ import annotations
 
+import _io
 import builtins
 import functools
 import io
 import os
+import posix
 import shutil
 import stat
 import subprocess
@@ -27,18 +32,23 @@ from ft_core.overlay.tree import CannotPass, PathLike, Tree
 
 Function = Callable[..., Any]
 
-_BYPASSES = {
-    "os.remove": (0,),
-    "os.rename": (0, 1),
-    "os.mkdir": (0,),
-    "os.rmdir": (0,),
-    "os.truncate": (0,),
-    "os.link": (1,),
-    "os.symlink": (1,),
-}
-"""Audit events -> which of their arguments are changed paths."""
 _STREAMS = ("stdin", "stdout", "stderr")
-_PROGRAMS = ("os.system", "os.posix_spawn", "os.spawn", "os.exec", "subprocess.Popen")
+_LOWER = (
+    "open",
+    "remove",
+    "unlink",
+    "rename",
+    "replace",
+    "mkdir",
+    "rmdir",
+    "symlink",
+    "link",
+    "truncate",
+    "system",
+)
+"""What changes files: turned in the module below `os`, too."""
+_PROGRAMS = ("posix_spawn", "posix_spawnp", "execv", "execve")
+"""Of `os`; its other ways to run one come down to these."""
 
 _WRITERS = {
     "torch": (("save", 1, "f"),),
@@ -77,7 +87,8 @@ class Calls:
         for module, made in ((os, self._of_os()), (builtins, {"open": self._opening(io.open)})):
             for name, function in made.items():
                 self._turn(module, name, function)
-        self._turn(io, "open", builtins.open)
+        for module in (io, _io):
+            self._turn(module, "open", builtins.open)
         self._turn(tempfile, "mkdtemp", self._temporary(tempfile.mkdtemp, lambda made: made))
         self._turn(tempfile, "mkstemp", self._temporary(tempfile.mkstemp, lambda made: made[1]))
         self._turn(subprocess, "Popen", self._program(subprocess.Popen))
@@ -89,8 +100,12 @@ class Calls:
             for library, functions in table.items():
                 import_hook.after_import(library, functools.partial(self._library, functions, changed))
         import_hook.after_import("h5py._hl.files", self._h5py)
+        for name in _PROGRAMS:
+            self._turn(os, name, self._refused(getattr(os, name)))
+        self._turn(os, "_spawnvef", self._refused(os._spawnvef))  # type: ignore[attr-defined]
+        for name in (*_LOWER, *_PROGRAMS):
+            self._turn(posix, name, getattr(os, name))
         self._references()
-        sys.addaudithook(self._heard)
 
     def close(self) -> None:
         """Files are what they are again. References that were taken meanwhile lead there, too."""
@@ -385,6 +400,15 @@ class Calls:
 
         return system
 
+    def _refused(self, original: Function) -> Function:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._passes_programs and self.completing is None:
+                self._cannot(f"it starts a program ({_short(args)})")
+            return original(*args, **kwargs)
+
+        return call
+
     @property
     def _passes_programs(self) -> bool:
         """A process that the script has forked, to load data say, runs what it likes."""
@@ -432,33 +456,6 @@ class Calls:
                 original(file, name, mode, *args, **kwargs)
 
         self._turn(module.File, "__init__", init)
-
-    # -- what gets past ------------------------------------------------------------------------
-
-    def _heard(self, event: str, args: tuple[Any, ...]) -> None:
-        if event not in _BYPASSES and event != "open" and event not in _PROGRAMS:
-            return
-        if self._off or not self.tree.passing or os.getpid() != self._process:
-            return
-        if event in _PROGRAMS and self.completing is None:
-            self._cannot(f"it starts a program ({_short(args)})")
-        if event == "open":
-            path, _, flags = args
-            changes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-            paths = (path,) if changes else ()
-        else:
-            paths = tuple(args[at] for at in _BYPASSES[event])
-        for path in paths:
-            if isinstance(path, (str, bytes)) and self._matters(os.fsdecode(path)):
-                self._cannot(f"it changes {os.fsdecode(path)} ({event}) in a way that is not watched")
-
-    def _matters(self, path: str) -> bool:
-        if "/__pycache__/" in path:  # what the interpreter writes when it imports
-            return False
-        with self.real():
-            name = self.tree.canonical(path)
-            kind = self.tree.kind(name)
-        return not self.tree.is_real(name) and kind in (0, stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)
 
 
 _readlink, _access, _chdir = os.readlink, os.access, os.chdir

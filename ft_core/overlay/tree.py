@@ -95,6 +95,7 @@ class Tree:
         self.passing = False
         """Whether steps are passed over; before, the script starts up."""
         self.lock = threading.RLock()
+        os.register_at_fork(after_in_child=self._unlock)
         self._entries: dict[str, Entry] = {}
         self._names: defaultdict[str, set[str]] = defaultdict(set)
         """Directory -> names that have an entry in it."""
@@ -107,6 +108,10 @@ class Tree:
         self._linked = False
         """Whether a path may lead through a link that is in the layer alone."""
         self._made = 0
+
+    def _unlock(self) -> None:
+        """A thread that had it is not in a process that was forked meanwhile."""
+        self.lock = threading.RLock()
 
     # -- look-up -------------------------------------------------------------------------------
 
