@@ -391,7 +391,7 @@ def reached(
     beside = False
     seen: set[Any] = set()
     rest = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
-    while rest and not (beside and len(seen) > _LOOKED_AT):
+    while rest and not (beside and (len(found) == len(forwards) or len(seen) > _LOOKED_AT)):
         node: Any = rest.pop()
         if node in seen:
             continue
