@@ -26,6 +26,7 @@ _OURS = frozenset(vars(torch.nn.Module())) - {"training"}
 _DEEPSPEED = ("ds_", "_ds", "_external_params", "applied_", "training")
 """How attributes begin that DeepSpeed gives modules, and what is a call's own anyway."""
 
+_FIXED = frozenset({type(None), bool, int, float, str})
 _MISSING = object()
 Place = tuple[str, dict[str, Any], str]
 """Its name, and the dictionary and key that it is found by."""
@@ -43,20 +44,18 @@ class ModuleState:
         ]
         self._places: list[Place] = []
         self._sizes: list[int] = []
-        self._copies: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
-        """By position: version of a tensor, the tensor and its copy."""
-        self._find()
-        self._first = self._now()
+        self._seen: list[Any] = []
+        """What was found last at each place, and for what may change inside its mark; see `_mark`."""
+        self._marks: list[Any] = []
+        self._first: dict[str, Any] = {}
+        self._changed: dict[str, Any] = {}
+        self._look()
+        self._first, self._changed = self._changed, {}
 
     def capture(self) -> dict[str, Any]:
         """What is other than it was in the beginning, by name."""
-        if not self._modules:
-            return {}
-        if self._sizes != [len(vars(part)) for _, part in self._modules]:
-            self._find()
-        now = self._now()
-        first = self._first
-        return {name: value for name, value in now.items() if not _same(first.get(name, _MISSING), value)}
+        self._look()
+        return dict(self._changed)
 
     def restore(self, changed: dict[str, Any]) -> None:
         """Put back what `capture` returned, and the rest as it was in the beginning."""
@@ -74,31 +73,35 @@ class ModuleState:
                 device = here.device if isinstance(here, torch.Tensor) else value.device
                 space[key] = value.to(device, copy=True)
 
-    def _find(self) -> None:
-        self._places = [place for name, part in self._modules for place in _places(name, part)]
-        self._sizes = [len(vars(part)) for _, part in self._modules]
-        self._copies.clear()
-
-    def _now(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def _look(self) -> None:
+        sizes = [len(vars(part)) for _, part in self._modules]
+        if sizes != self._sizes:
+            self._sizes = sizes
+            self._places = [place for name, part in self._modules for place in _places(name, part)]
+            self._seen = [_MISSING] * len(self._places)
+            self._marks = [None] * len(self._places)
+        seen, marks = self._seen, self._marks
         for at, (name, space, key) in enumerate(self._places):
             value = space.get(key, _MISSING)
-            if isinstance(value, torch.Tensor):
-                if _is_kept(value):
-                    found[name] = self._copy(at, value)
-            elif _is_plain(value):
-                found[name] = _copied(value)
-        return found
+            if value is seen[at] and type(value) in _FIXED:  # nearly all of them
+                continue
+            mark = _mark(value)
+            if value is seen[at] and mark is not None and mark == marks[at]:
+                continue
+            seen[at], marks[at] = value, mark
+            if not (_is_plain(value) or _is_kept(value)):
+                self._changed.pop(name, None)
+            elif not _same(self._first.get(name, _MISSING), value):
+                self._changed[name] = _copied(value)
+            else:
+                self._changed.pop(name, None)
 
-    def _copy(self, at: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Of a tensor that has not changed since, the one that there is."""
-        version = -1 if tensor.is_inference() else tensor._version
-        known = self._copies.get(at)
-        if known is not None and known[1] is tensor and known[0] == version >= 0:
-            return known[2]
-        copy = tensor.detach().clone()
-        self._copies[at] = version, tensor, copy
-        return copy
+
+def _mark(value: Any) -> Any:
+    """Equal while nothing has changed in it; None: that is not known."""
+    if isinstance(value, torch.Tensor):
+        return None if value.is_inference() else value._version
+    return None
 
 
 def _places(name: str, part: torch.nn.Module) -> Iterator[Place]:
@@ -132,6 +135,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
     if isinstance(value, dict):
         return {key: _copied(part) for key, part in value.items()}
     if type(value) is list:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -33,11 +34,16 @@ def capture() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "cuda": torch.cuda.get_rng_state() if _has_cuda() else None,
     }
     for name, (space, key) in _own.items():
         states[name] = _state(space.get(key))
     return states
+
+
+@functools.cache
+def _has_cuda() -> bool:
+    return torch.cuda.is_available()  # it takes longer than all the rest
 
 
 def restore(states: dict[str, Any]) -> None:
