@@ -145,6 +145,8 @@ class Job:
             )
         self._roles: dict[int, tuple[int, int]] = {}
         """Role -> worker and agent, as last heard."""
+        self._costly = 0.0
+        """When a node that may have had roles was last killed."""
 
     def events(self) -> list[dict[str, Any]]:
         """So far."""
@@ -211,7 +213,9 @@ class Job:
     def _is_well(self) -> bool:
         """Whether it has recovered from all that was done, and keeps two copies of everything again."""
         tells = [e for e in self.events() if e["event"] in ("resumed", "detected", "waiting", "decided")]
-        return tells[-1]["event"] == "resumed" and time.time() - tells[-1]["time"] > 1.0
+        last = tells[-1]["time"]
+        # A loss that no controller has seen yet is none of them.
+        return tells[-1]["event"] == "resumed" and last > self._costly and time.time() - last > 1.0
 
     def _fault(self) -> Fault | None:
         """One that can be now."""
@@ -250,6 +254,8 @@ class Job:
         if kind in ("node", "spare"):
             pids = Processes.group(pids[0])
         at = time.time()
+        if kind in COSTLY:
+            self._costly = at
         if not kind.endswith("stopped"):
             _send(pids, signal.SIGTERM if kind.startswith("SIGTERM") else signal.SIGKILL)
         else:
