@@ -72,6 +72,8 @@ FAILED_ONCE = {
     "next one, which did not know what it had on record: its peers waited for it in start-up for ever",
     -675418565: "a leader was lost that had just moved roles to such workers: the next one waited for "
     "others, in whose places those were",
+    1863661474: "a worker of the simulator's that was stopped while it held looked at its deadline once, too "
+    "early, and held for ever",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
 
