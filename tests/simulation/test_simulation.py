@@ -74,6 +74,9 @@ FAILED_ONCE = {
     "others, in whose places those were",
     1863661474: "a worker of the simulator's that was stopped while it held looked at its deadline once, too "
     "early, and held for ever",
+    -968977373: "a step took long since copies had to be waited for, was called a hang, and was done: the "
+    "oracle did not take it for a step",
+    -968976572: "the same",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
 
