@@ -355,7 +355,7 @@ class Epochs:
             return
         if epoch < facts.epoch:
             self.do(Send(node.peer, m.Abort(epoch=facts.epoch)))
-        # Of a start ahead that was given up, perhaps by a former controller.
+        # Of a start ahead that was given up, which was not heard.
         others = [role for role in shown if facts.places.get(role) != node.name]
         others = sorted(set(others).difference(self.returning.on(node.name))) if others else others
         if others and node.begun == plan.id:

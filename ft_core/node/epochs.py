@@ -278,9 +278,8 @@ class Epochs:
         here = self.roles_here()
         self._taken = set() if first else (set(here) - set(before)) & set(plan.worker.newcomers)
         self._say_what_is_taken_over()
-        # Who was to start ahead, for a former controller, is of no use where all scripts begin anew.
-        anew = plan.worker.started_over == self.epoch
-        self.withdraw({worker.role for worker in self.crew.playing()} - (set() if anew else set(here)))
+        # Who has started ahead is of no use where all scripts begin anew.
+        self._withdraw_all_but(() if plan.worker.started_over == self.epoch else here)
         self.do(*self.ready.epoch_begins(plan, here))
         adopted = self._adopted_here()
         self.said.keep_only({*here, *adopted})
@@ -341,6 +340,14 @@ class Epochs:
                 worker.doing = Doing.WITHDRAWN
                 self.do(Kill(worker.number))
 
+    def _withdraw_all_but(self, roles: Collection[int]) -> None:
+        self.withdraw({worker.role for worker in self.crew.playing()}.difference(roles))
+
+    def end_starts(self) -> None:
+        """Another controller leads than the one that had roles start here ahead of their epoch. It does not
+        know of them, nor what they have from others' records: of what it decides they are no part."""
+        self._withdraw_all_but(self.roles_here())
+
     def prepare(self, message: m.Prepare) -> None:
         """Roles that come back while others train begin ahead of the epoch in which they take part."""
         if (plan := self.plan) is None or not message.epoch == plan.epoch == self.epoch:
@@ -349,7 +356,7 @@ class Epochs:
             if self.crew.of_role(role) is None:
                 self._assign(role, plan.master, message.worker)
             elif (said := self.said.prepared(role)) is not None:
-                self.post(said)  # to another controller, which has asked before
+                self.post(said)  # it was withdrawn, which was not heard here, and is wanted again
 
     def _with_settings(self, plan: m.WorkerPlan) -> m.WorkerPlan:
         """The settings of now: the script may have brought some since the plan was made."""

@@ -106,6 +106,8 @@ class Agent:
         self._beat: tuple[float, m.Heartbeat | None] = -math.inf, None
         """When this node has beaten last, over this connection, and what it said."""
         self._connected = False
+        self._session = ""
+        """Of the controller that leads, or has led last."""
         self._outage = Outage(about.node, settings.meeting)
         self._termination = Termination()
         self._asking: dict[int, m.Configure] = {}
@@ -249,7 +251,11 @@ class Agent:
 
     def _on_controller(self, message: m.ToAgent) -> None:
         match message:
-            case m.Leads() | m.OtherJob():
+            case m.Leads(session=session):
+                if session != self._session:
+                    self._session = session
+                    self.epochs.end_starts()
+            case m.OtherJob():
                 pass  # heard by whoever has taken the connection
             case m.Abort(epoch):
                 self.epochs.abort(epoch)

@@ -230,10 +230,8 @@ class Uplink:
         self._loop.met(await self._address(first.term, leader), first.session)
         if not self._through:
             self._relay.connected(channel.post_encoded)
+        message: m.ToAgent | m.GoThrough | Bundle = first
         while True:
-            message = await self._next(channel, leader)
-            if isinstance(message, m.RelayLives):
-                continue
             if not await self._looker.counts():
                 raise ConnectionAbortedError(f"{leader} leads no more, or that is not clear")
             if isinstance(message, m.GoThrough):
@@ -244,6 +242,7 @@ class Uplink:
                 raise ProtocolError(f"{channel.peer} sent messages for others")
             else:
                 self._relay.deliver(message)
+            message = await self._word(channel, leader)
 
     def _is_led(self, leader: str, first: m.Leads | m.OtherJob) -> None:
         """The controller says of which job it is. Raises _OtherJobError if that is not this node's."""
@@ -269,11 +268,15 @@ class Uplink:
         """What the controller says first. Raises ConnectionError if it says nothing through another agent."""
         try:
             async with asyncio.timeout(handshake.PATIENCE if self._through else None):
-                while isinstance(message := await self._next(channel, leader), m.RelayLives):
-                    pass
-                return message
+                return await self._word(channel, leader)
         except TimeoutError:
             raise ConnectionAbortedError(f"{channel.peer} is not heard by the controller") from None
+
+    async def _word(self, channel: Channel, leader: str) -> m.ToAgent | m.GoThrough | Bundle:
+        """What the controller says next. Raises as `_next`."""
+        while isinstance(message := await self._next(channel, leader), m.RelayLives):
+            pass
+        return message
 
     async def _next(self, channel: Channel, leader: str) -> m.ToAgent | m.GoThrough | m.RelayLives | Bundle:
         """What it is told next. Raises ConnectionError if who speaks for it hears nothing any more, and the

@@ -577,6 +577,27 @@ def test_roles_that_come_back_prepare_ahead_of_their_epoch(node: Node):
     assert len(node.effects(e.Kill)) == 1 and not node.greeting().said
 
 
+def test_what_starts_ahead_ends_with_the_controller_that_wanted_it():
+    """A successor would take who has records for one that has none, and its peers would wait for it."""
+    node = Node(nproc_per_node=2)
+    node.hear(m.Leads(1, "first", "job"))
+    node.hear(plan(roles={0: "node0", 1: "node1"}))
+    node.train()
+    done = {"0-1:1#0": (2, 1)}
+    about = {"origin": "memory", "standing_in": compact.counterparts({1: 1}), "completed": done}
+    worker = msgspec.structs.replace(plan().worker, **about)
+    node.hear(m.Prepare(1, [1], worker))
+    node.worker(m.Registered(0, [], False, GROUP, {"0-1:1#0": 2}), role=1)
+    number = node.number(1)
+    assert m.Prepared in map(type, node.greeting().said)
+    assert not node.hear(m.Leads(1, "first", "job")), "the connection broke, and is there again"
+    assert node.hear(m.Leads(1, "second", "job")) == [e.Kill(number)]
+    assert node.agent.crew.of_role(0) and m.Prepared not in map(type, node.greeting().said)
+    node.hear(plan(2, roles={0: "node0", 1: "node0"}, newcomers=[1]))
+    [assign] = node.told(m.Assign)
+    assert assign.role == 1 and assign.plan.completed == {} and node.number(1) != number
+
+
 # -- safe copies -------------------------------------------------------------------------------------------
 
 

@@ -68,6 +68,15 @@ FAILED_ONCE = {
     110004655: "a group had started ahead when all began anew from storage: its worker was ended, as nobody "
     "noted, and ended again for ever",
     110000651: "scripts began anew from a former job's checkpoint, and the oracle took that for steps",
+    -968977275: "a worker had started a role ahead for a leader that was lost then, and was given it by the "
+    "next one, which did not know what it had on record: its peers waited for it in start-up for ever",
+    -675418565: "a leader was lost that had just moved roles to such workers: the next one waited for "
+    "others, in whose places those were",
+    1863661474: "a worker of the simulator's that was stopped while it held looked at its deadline once, too "
+    "early, and held for ever",
+    -968977373: "a step took long since copies had to be waited for, was called a hang, and was done: the "
+    "oracle did not take it for a step",
+    -968976572: "the same",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
 

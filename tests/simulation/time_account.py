@@ -102,7 +102,6 @@ class TimeAccount:
         began = {each["epoch"]: each["time"] for each in self._lines if each["event"] == "state_restored"}
         # An agent that is held up tells late that its roles train: until then that is no step to anybody.
         heard = {each["epoch"]: each["time"] for each in self._lines if each["event"] == "resumed"}
-        hangs = [each["time"] for each in self._lines if each["event"] == "hang"]
         least, most, reached = 0.0, 0.0, 0
         followed = [at - steps[e, v - 1] for (e, v), at in steps.items() if (e, v - 1) in steps]
         longest = max(followed, default=0.0)
@@ -111,10 +110,6 @@ class TimeAccount:
             over = min((each["time"] for each in self._lines if each["epoch"] > epoch), default=math.inf)
             if version > reached and at <= over:  # else somebody has yet to hear that this epoch is over
                 since = max(steps.get((epoch, version - 1), 0.0), began.get(epoch, 0.0)) or at
-                if any(
-                    since < hang <= at for hang in hangs
-                ):  # whoever held it up has gone on: that is no step
-                    continue
                 first = (epoch, version - 1) not in steps
                 took = max(0.0, min(at - since, longest) if first else at - since)
                 epochs.add(epoch)

@@ -521,12 +521,17 @@ class SimWorker(Process):
         if self.version < self.machine.hold_at:
             return
         self.tell(ev.StepSafe(self.version))
+        self._wait_for_deadline()
+        yield from self._while(Holding)
+
+    def _wait_for_deadline(self) -> None:
+        """As `ft_core.worker.shell.WorkerShell.wait_while`: again, if it was stopped meanwhile."""
         if self.machine.deadline is not None:
             self.later(self.machine.deadline - self.awake + 1e-6, self._tick)  # not a rounding error early
-        yield from self._while(Holding)
 
     def _tick(self) -> None:
         self.tell(ev.Tick())
+        self._wait_for_deadline()
         self.pump()
 
     def _stage(self) -> Thread:
