@@ -573,11 +573,12 @@ class SimJob:
 
     def _spoken_for(self, node: SimNode, controller: SimController) -> bool:
         """Whether somebody is sure to say that it can be reached."""
-        seen, since = controller.machine.facts.nodes, self.world.now - _ANSWER
+        facts, since = controller.machine.facts, self.world.now - _ANSWER
+        heard = facts.nodes.keys() - facts.gone  # who has hung up speaks for nobody any more
         return any(
             self.network.joined(node.machine_name, other.machine_name, since) and not self._in_trouble(other)
             for other in self.live()
-            if other is not node and other.name in seen
+            if other is not node and other.name in heard
             # Who has come only just now may not have been asked.
             if self._joined.get(other.name, since) <= since
         )

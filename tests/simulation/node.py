@@ -131,9 +131,9 @@ class SimNode(Process):
                 self.follower.looked(began, found[0])
                 news = found[1] is not None and found[1] is not self._leader
                 self._leader = found[1]
-                if news and self._led:  # at once: whoever else it was trying to reach leads no more
+                self._hear_deferred()
+                if news and self._led:  # at once: whoever else it was to reach leads no more
                     self._connect()
-            self._hear_deferred()
             self.later(lease.LOOK * (0.5 + 0.5 * self.world.rng.random()), self._look)
 
         arbiter.ask(self, self.machine_name, lambda: (arbiter.term, arbiter.leader), answered)
@@ -147,6 +147,7 @@ class SimNode(Process):
             self.world.trace(f"{self.name} does not obey whom it is connected to any more")
             self._deferred.clear()
             link.break_(self.world.rng.random())
+            self._disconnected(link)
         while self._deferred and self.link is link and self.follower.obeys(self.clock):
             _, message = self._deferred.popleft()
             self.job.obeys(self, self._led, message)

@@ -68,6 +68,18 @@ FAILED_ONCE = {
     110004655: "a group had started ahead when all began anew from storage: its worker was ended, as nobody "
     "noted, and ended again for ever",
     110000651: "scripts began anew from a former job's checkpoint, and the oracle took that for steps",
+    -260667577: "a node of the simulator's that had hung up on a former leader took longer than a real one "
+    "to call the next, came too late, and the oracle took it for well",
+    -675417608: "the same",
+    -675411894: "the same",
+    -968982707: "the same",
+    -968978214: "the same",
+    -968979508: "a leader that led no more lost a node, and the oracle held that those who had just left it "
+    "for the next one spoke for that",
+    -675412321: "a worker of the simulator's was stopped as it waited for roles that move, did not wake at "
+    "the end of that as a real one does, stood still for ever, and the oracle took it for well",
+    -968980967: "the same",
+    -968976612: "the same",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
 
