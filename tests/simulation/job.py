@@ -435,7 +435,9 @@ class SimJob:
             if well and not any(map(self._ails, self.live())):
                 raise Violation(f"6: the link between {machines} is well, and {event.reason}")
         back = self.named(event.more["node"]) if event.event == "given_up" else None
-        needless = back is not None and not self._in_trouble(back) and back.name not in self._ailed
+        ails = back is not None and (self._in_trouble(back) or back.name in self._ailed)
+        # A new leader waits for as long as another may be obeyed; who knew nothing for longer comes too late.
+        needless = back is not None and not ails and not back.in_doubt
         # A spare that holds nothing, and alone has begun what a former controller decided, begins anew.
         if back is not None and needless and not self.shape.brief and back.store.holds_something:
             raise Violation(f"6: {back.name} is well, and is given up")

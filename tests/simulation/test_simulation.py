@@ -80,6 +80,8 @@ FAILED_ONCE = {
     "the end of that as a real one does, stood still for ever, and the oracle took it for well",
     -968980967: "the same",
     -968976612: "the same",
+    -969099808: "a node had no answer who leads for longer than a new leader waits, came too late, and the "
+    "oracle took it for well",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
 
