@@ -435,7 +435,9 @@ class SimJob:
             if well and not any(map(self._ails, self.live())):
                 raise Violation(f"6: the link between {machines} is well, and {event.reason}")
         back = self.named(event.more["node"]) if event.event == "given_up" else None
-        needless = back is not None and not self._in_trouble(back) and back.name not in self._ailed
+        ails = back is not None and (self._in_trouble(back) or back.name in self._ailed)
+        # A new leader waits for as long as another may be obeyed; who knew nothing for longer comes too late.
+        needless = back is not None and not ails and not back.in_doubt
         # A spare that holds nothing, and alone has begun what a former controller decided, begins anew.
         if back is not None and needless and not self.shape.brief and back.store.holds_something:
             raise Violation(f"6: {back.name} is well, and is given up")
@@ -573,11 +575,12 @@ class SimJob:
 
     def _spoken_for(self, node: SimNode, controller: SimController) -> bool:
         """Whether somebody is sure to say that it can be reached."""
-        seen, since = controller.machine.facts.nodes, self.world.now - _ANSWER
+        facts, since = controller.machine.facts, self.world.now - _ANSWER
+        heard = facts.nodes.keys() - facts.gone  # who has hung up speaks for nobody any more
         return any(
             self.network.joined(node.machine_name, other.machine_name, since) and not self._in_trouble(other)
             for other in self.live()
-            if other is not node and other.name in seen
+            if other is not node and other.name in heard
             # Who has come only just now may not have been asked.
             if self._joined.get(other.name, since) <= since
         )

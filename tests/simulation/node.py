@@ -67,6 +67,10 @@ class SimNode(Process):
         self.follower = lease.Follower(lease.trust(lease.LOOK) if job.arbiter is not None else math.inf)
         self._leader: SimController | None = None
         """Who leads, as far as is known here."""
+        self._looked = 0.0
+        """When the newest look was begun that was answered, by the clock of its machine."""
+        self.in_doubt = False
+        """Whether it had no answer for longer than it obeys anybody, before it found the newest term."""
         if job.arbiter is not None:
             self.runs_at(1 + 0.05 * (2 * self.world.rng.random() - 1))
         self.trouble_at = float("-inf")
@@ -128,12 +132,15 @@ class SimNode(Process):
 
         def answered(found: tuple[int, SimController | None] | None) -> None:
             if found is not None:
+                if found[0] > self.follower.term:
+                    self.in_doubt = self.clock - self._looked > self.follower.trust
+                self._looked = began
                 self.follower.looked(began, found[0])
                 news = found[1] is not None and found[1] is not self._leader
                 self._leader = found[1]
-                if news and self._led:  # at once: whoever else it was trying to reach leads no more
+                self._hear_deferred()
+                if news and self._led:  # at once: whoever else it was to reach leads no more
                     self._connect()
-            self._hear_deferred()
             self.later(lease.LOOK * (0.5 + 0.5 * self.world.rng.random()), self._look)
 
         arbiter.ask(self, self.machine_name, lambda: (arbiter.term, arbiter.leader), answered)
@@ -147,6 +154,7 @@ class SimNode(Process):
             self.world.trace(f"{self.name} does not obey whom it is connected to any more")
             self._deferred.clear()
             link.break_(self.world.rng.random())
+            self._disconnected(link)
         while self._deferred and self.link is link and self.follower.obeys(self.clock):
             _, message = self._deferred.popleft()
             self.job.obeys(self, self._led, message)

@@ -77,6 +77,20 @@ FAILED_ONCE = {
     -968977373: "a step took long since copies had to be waited for, was called a hang, and was done: the "
     "oracle did not take it for a step",
     -968976572: "the same",
+    -260667577: "a node of the simulator's that had hung up on a former leader took longer than a real one "
+    "to call the next, came too late, and the oracle took it for well",
+    -675417608: "the same",
+    -675411894: "the same",
+    -968982707: "the same",
+    -968978214: "the same",
+    -968979508: "a leader that led no more lost a node, and the oracle held that those who had just left it "
+    "for the next one spoke for that",
+    -675412321: "a worker of the simulator's was stopped as it waited for roles that move, did not wake at "
+    "the end of that as a real one does, stood still for ever, and the oracle took it for well",
+    -968980967: "the same",
+    -968976612: "the same",
+    -969099808: "a node had no answer who leads for longer than a new leader waits, came too late, and the "
+    "oracle took it for well",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
 

@@ -159,7 +159,7 @@ class SimWorker(Process):
 
     def tell(self, event: ev.Event) -> None:
         """As `ft_core.worker.shell.WorkerShell.handle`."""
-        for effect in self.machine.handle(event, self.awake):
+        for effect in self.machine.handle(event, self.world.now):  # its clock goes on while it is stopped
             match effect:
                 case ev.Send(message):
                     self._say(message)
@@ -521,17 +521,12 @@ class SimWorker(Process):
         if self.version < self.machine.hold_at:
             return
         self.tell(ev.StepSafe(self.version))
-        self._wait_for_deadline()
+        if (due := self.machine.deadline) is not None:
+            self.later(due - self.world.now + 1e-6, self._tick)  # not a rounding error early
         yield from self._while(Holding)
-
-    def _wait_for_deadline(self) -> None:
-        """As `ft_core.worker.shell.WorkerShell.wait_while`: again, if it was stopped meanwhile."""
-        if self.machine.deadline is not None:
-            self.later(self.machine.deadline - self.awake + 1e-6, self._tick)  # not a rounding error early
 
     def _tick(self) -> None:
         self.tell(ev.Tick())
-        self._wait_for_deadline()
         self.pump()
 
     def _stage(self) -> Thread:
