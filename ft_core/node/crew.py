@@ -160,13 +160,16 @@ class Crew:
         return sorted(found, key=lambda worker: (worker.device < 0, worker.number))
 
     def choose(self, device: int, devices: int) -> Worker | None:
-        """An idle worker, that of this device if there is one. A standby takes the first free device."""
+        """An idle worker: that of this device, or a standby, which takes this device or the first one that is
+        not in use; at last that of another device."""
         if not (idle := self.idle()):
             return None
-        worker = next((worker for worker in idle if worker.device == device), idle[0])
+        wanted = (worker for kind in (device, -1) for worker in idle if worker.device == kind)
+        worker = next(wanted, idle[0])
         if worker.device < 0:
-            taken = {other.device for other in self._workers.values()}
-            worker.device = min(set(range(devices)) - taken, default=device)
+            used = {other.device for other in self.playing()}
+            free = set(range(devices)) - used
+            worker.device = device if device in free else min(free, default=device)
         return worker
 
     def __iter__(self) -> Iterator[Worker]:
