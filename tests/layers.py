@@ -73,6 +73,7 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_deepspeed_variants.py::test_variant[hf-zero2-dp3-gas1--dataloader_num_workers=2-]",
     ),
     "DeepSpeed, ZeRO 1, habits of scripts": ("test_deepspeed_variants.py::test_variant[habits-zero1-]",),
+    "DeepSpeed, state wherever scripts have it": ("test_deepspeed_variants.py::test_variant[quirks-]",),
     "groups leave and return, with DeepSpeed": (
         "test_deepspeed_elastic.py::test_groups_leave_and_return"
         "[zero2-dp3-gas2-bf16-gpt2-clip1shrink--train-samples=100--dropout=0--num-workers=2-1-4]",
