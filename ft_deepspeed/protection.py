@@ -372,7 +372,7 @@ class Protection:
     def _perform(self, call: Call, action: Callable[[], Any]) -> Any:
         self._performing = True
         try:
-            with self._session.inside():
+            with self._session.inside(), self._session.overlay.real():  # what the engine saves is no script's
                 if (point := _POINTS.get(call.kind)) is not None:
                     self._session.point(point)
                 return action()
