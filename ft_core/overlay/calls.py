@@ -161,13 +161,11 @@ class Calls:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            before, self._inside.real = self._is_real, True
             try:
-                return function(*args, **kwargs)
+                with self.real():
+                    return function(*args, **kwargs)
             except CannotPass as error:
                 self._cannot(str(error))
-            finally:
-                self._inside.real = before
 
         return call
 
@@ -179,11 +177,8 @@ class Calls:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self._off and (found := inside(*args, **kwargs)) is not NotImplemented:
                 return found
-            before, self._inside.real = self._is_real, True
-            try:
+            with self.real():
                 return original(*args, **kwargs)
-            finally:
-                self._inside.real = before
 
         return call
 
@@ -305,7 +300,7 @@ class Calls:
         if isinstance(path, int) or not self.tree.covers(name := self.tree.directory(path)):
             return NotImplemented
         with self.tree.lock:
-            return _Scan(self, path, self.tree.names(name))
+            return _Scan(path, self.tree.names(name))
 
     # -- open ----------------------------------------------------------------------------------
 
@@ -368,21 +363,14 @@ class Calls:
 
         class Popen(original):  # type: ignore[misc, valid-type]
             def __init__(self, args: Any, *rest: Any, **kwargs: Any) -> None:
-                passed = calls._passes_programs
-                if passed and calls.completing is not None:  # it may need what the script has made for it
-                    passed = False
-                    with calls.real():
-                        calls.completing()
+                passed = calls._passes_program()
                 if passed and any(kwargs.get(name) == subprocess.PIPE for name in _STREAMS):
                     calls._cannot(f"it talks to a program ({_short(args)})")
                 if passed:
                     args, kwargs = ["/bin/true"], {}  # it was run before, by the worker that was lost
                     rest = ()
-                before, calls._inside.real = calls._is_real, True
-                try:
+                with calls.real():
                     super().__init__(args, *rest, **kwargs)
-                finally:
-                    calls._inside.real = before
 
         Popen.__name__, Popen.__qualname__, Popen.__module__ = "Popen", "Popen", "subprocess"
         return Popen
@@ -390,11 +378,8 @@ class Calls:
     def _passed_program(self, original: Function) -> Function:
         @functools.wraps(original)
         def system(command: Any) -> int:
-            if self._passes_programs and self.completing is None:
+            if self._passes_program():
                 return 0
-            if self.completing is not None:
-                with self.real():
-                    self.completing()
             with self.real():
                 return original(command)
 
@@ -403,16 +388,23 @@ class Calls:
     def _refused(self, original: Function) -> Function:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._passes_programs and self.completing is None:
+            if self._passes_program():
                 self._cannot(f"it starts a program ({_short(args)})")
             return original(*args, **kwargs)
 
         return call
 
-    @property
-    def _passes_programs(self) -> bool:
-        """A process that the script has forked, to load data say, runs what it likes."""
-        return not self._off and self.tree.passing and os.getpid() == self._process
+    def _passes_program(self) -> bool:
+        """Whether one that the script starts was run before. It may need what the script has made for it,
+        which is done for real where it is not passed. A process that the script has forked, to load data say,
+        runs what it likes."""
+        if self._off or not self.tree.passing or os.getpid() != self._process:
+            return False
+        if self.completing is None:
+            return True
+        with self.real():
+            self.completing()
+        return False
 
     # -- libraries' own code -------------------------------------------------------------------
 
@@ -464,8 +456,8 @@ _readlink, _access, _chdir = os.readlink, os.access, os.chdir
 class _Scan(AbstractContextManager["_Scan"], Iterator["_Seen"]):
     """What `os.scandir` returns."""
 
-    def __init__(self, calls: Calls, path: Any, names: list[str]) -> None:
-        self._path, self._names, self._calls = path, iter(names), calls
+    def __init__(self, path: Any, names: list[str]) -> None:
+        self._path, self._names = path, iter(names)
 
     def __next__(self) -> _Seen:
         name: Any = next(self._names)

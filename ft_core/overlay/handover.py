@@ -91,7 +91,7 @@ def complete(tree: Tree) -> None:
     entries = {n: e for n, e in tree.entries().items() if not (isinstance(e, File) and e.at in held)}
     for name, entry in entries.items():  # what was moved, before where it was is cleared
         if isinstance(entry, Dir):
-            _have_directory(name, {os.path.basename(n) for n in tree.entries() if os.path.dirname(n) == name})
+            _have_directory(name, set(tree.names(name)))
         elif isinstance(entry, File):
             _have_file(
                 name, entry, any(isinstance(entries.get(above), Gone) for above in _and_above(entry.at))

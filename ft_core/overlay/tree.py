@@ -36,14 +36,7 @@ _COPIED = 1 << 30
 
 # What the interpreter has; `ft_core.overlay.calls` puts others in their places.
 _open, _stat, _lstat, _listdir, _readlink = os.open, os.stat, os.lstat, os.listdir, os.readlink
-_mkdir, _rmdir, _unlink, _rename, _symlink, _link = (
-    os.mkdir,
-    os.rmdir,
-    os.unlink,
-    os.rename,
-    os.symlink,
-    os.link,
-)
+_mkdir, _unlink, _symlink = os.mkdir, os.unlink, os.symlink
 
 
 class CannotPass(Exception):  # noqa: N818 - said of the script
@@ -304,14 +297,8 @@ class Tree:
     def mkdir(self, path: PathLike, dir_fd: int | None = None) -> bool:
         """As `os.mkdir`. False, here and below: it is to be done for real."""
         with self.lock:
-            name = self.canonical(path, False, dir_fd)
-            if self.is_real(name):
+            if (name := self._to_make(path, dir_fd)) is None:
                 return False
-            if self._has_made(name):
-                raise _error(errno.EEXIST, path)
-            if self._begins(name):
-                return False
-            self._parent(name, path)
             if self.kind(name) == stat.S_IFDIR:
                 self._made_again.add(name)
             else:
@@ -321,14 +308,8 @@ class Tree:
     def symlink(self, target: PathLike, path: PathLike, dir_fd: int | None = None) -> bool:
         """As `os.symlink`."""
         with self.lock:
-            name = self.canonical(path, False, dir_fd)
-            if self.is_real(name):
+            if (name := self._to_make(path, dir_fd)) is None:
                 return False
-            if self._has_made(name):
-                raise _error(errno.EEXIST, path)
-            if self._begins(name):
-                return False
-            self._parent(name, path)
             self._set(name, self._made_link(os.fsdecode(target)))
             return True
 
@@ -444,6 +425,18 @@ class Tree:
             return found.at if isinstance(found, File) and found.upper else ""
 
     # -- entries -------------------------------------------------------------------------------
+
+    def _to_make(self, path: PathLike, dir_fd: int | None) -> str | None:
+        """The canonical name of what is to be made in the layer; None: for real. Raises OSError."""
+        name = self.canonical(path, False, dir_fd)
+        if self.is_real(name):
+            return None
+        if self._has_made(name):
+            raise _error(errno.EEXIST, path)
+        if self._begins(name):
+            return None
+        self._parent(name, path)
+        return name
 
     def _begins(self, name: str) -> bool:
         """Whether it is to be made for real: nobody has it, and the script starts up. It is owned then."""
