@@ -141,7 +141,7 @@ class Backward(Call):
         if not isinstance(self._loss, torch.Tensor):
             raise TypeError(f"engine.backward: the loss must be a tensor, not {type(self._loss).__name__}")
         self._value = self._loss.detach().clone()
-        self._script = _Script([self._loss], forwards, engine)
+        self._script = ScriptPart([self._loss], forwards, engine)
         self._forwards, self.again = self._script.forwards, self._script.objection
 
     def execute(self) -> Any:
@@ -189,13 +189,12 @@ class Direct(Call):
     kind = "backward"
 
     def __init__(
-        self, engine: Any, backward: Any, losses: Any, forwards: list[Forward], args: Any, kwargs: Any
+        self, engine: Any, backward: Any, losses: Any, script: ScriptPart, args: Any, kwargs: Any
     ) -> None:
-        """`backward`: torch's own, which was given `losses`, `args` and `kwargs`."""
+        """`backward`: torch's own, given `losses`, `args` and `kwargs`; `script`: its part in it."""
         super().__init__(engine, backward, (losses, *args), kwargs)
         self._losses, self._scales = _tensors(losses), _tensors(args[0]) or None
-        self._script = _Script(self._losses, forwards, engine)
-        self.again = self._script.objection
+        self._script, self.again = script, script.objection
         self.retained = bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
         self.loss = [loss.detach().clone() for loss in self._losses]
         """The values that the script's losses had."""
@@ -346,12 +345,12 @@ class Save(Call):
         return True
 
 
-class _Script:
+class ScriptPart:
     """The script's part of a backward pass: the graph from its losses to the engine's outputs."""
 
     def __init__(self, losses: list[torch.Tensor], forwards: list[Forward], engine: Any) -> None:
         self._losses = losses
-        self.forwards, self._leaves, beside = reached(losses, forwards, engine)
+        self.forwards, self._leaves, beside = _reached(losses, forwards, engine)
         self.objection = BESIDE if beside else ""
 
     def gradients(self, scales: list[torch.Tensor] | None) -> list[torch.Tensor | None]:
@@ -379,7 +378,7 @@ class _Script:
             forward.release()
 
 
-def reached(
+def _reached(
     losses: list[torch.Tensor], forwards: list[Forward], engine: Any
 ) -> tuple[list[Forward], list[torch.Tensor], bool]:
     """Which of the forward passes these come from, which leaves besides, and whether they come from the

@@ -37,8 +37,8 @@ from ft_deepspeed.calls import (
     Forward,
     Load,
     Save,
+    ScriptPart,
     Step,
-    reached,
 )
 from ft_deepspeed.catch_up import CatchUp
 from ft_deepspeed.context import Context
@@ -236,15 +236,18 @@ class Protection:
         ) -> None:
             self._touched = False
             kwargs = {"retain_graph": retain_graph, "create_graph": create_graph, **kwargs}
-            losses = [t for t in pytree.tree_leaves(tensors) if isinstance(t, torch.Tensor)]
-            found = [] if self._performing else reached(losses, self._forwards, self._engine)[0]
-            if not found:
+            if self._performing:
                 backward(tensors, grad_tensors, *args, **kwargs)
-                if self._performing or not self._touched:
+                return
+            losses = [t for t in pytree.tree_leaves(tensors) if isinstance(t, torch.Tensor)]
+            script = ScriptPart(losses, self._forwards, self._engine)
+            if not script.forwards:
+                backward(tensors, grad_tensors, *args, **kwargs)
+                if not self._touched:
                     return
-            call = Direct(self._engine, backward, tensors, found, (grad_tensors, *args), kwargs)
+            call = Direct(self._engine, backward, tensors, script, (grad_tensors, *args), kwargs)
             if not call.retained:
-                self._forwards = [f for f in self._forwards if f not in found]
+                self._forwards = [f for f in self._forwards if f not in script.forwards]
             self._call(call)
 
         return guarded
