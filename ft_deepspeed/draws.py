@@ -115,6 +115,16 @@ class Draws:
         self._left = rng.capture()
         self._returned = place, self._left
 
+    def place(self) -> list[int]:
+        """Where the script is."""
+        self._follow_script(called=1)
+        return [self._at, self._begun, self._called]
+
+    def goes_to(self, place: Sequence[int]) -> None:
+        """The script is where another was when `place` was called."""
+        self._at, self._begun, self._called = place
+        self._left = None
+
     def state(self) -> list[States]:
         """What of it goes into the envelope."""
         return [dict(self._begins), dict(self._drawn)]

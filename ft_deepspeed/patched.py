@@ -71,6 +71,38 @@ BEGIN_DATA_AGAIN = declare(
     "the same for a loader that keeps its processes",
 )
 
+# -- Trainer's loop (trainer, data_place) ------------------------------------------------------------
+
+UPDATES = declare(
+    "transformers.trainer:Trainer._run_epoch",
+    "a newcomer's loop begins where its peers are",
+    optional=True,
+)
+LOAD_RANDOM = declare(
+    "transformers.trainer:Trainer._load_rng_state",
+    "the random states of a newcomer come from memory",
+    optional=True,
+)
+EVALUATE = declare(
+    "transformers.trainer:Trainer._evaluate",
+    "what is evaluated before the first step is not evaluated again",
+    optional=True,
+)
+SKIP = declare(
+    "transformers.trainer:skip_first_batches",
+    "a newcomer's loader comes to where its predecessor's was",
+    optional=True,
+)
+SYNCHRONIZE = declare(
+    "accelerate.data_loader:synchronize_rng_states",
+    "the generator of a sampler is that of its predecessor",
+    optional=True,
+)
+FETCHER = declare(
+    "torch.utils.data.dataloader:_DatasetKind.create_fetcher",
+    "random states before a batch is read are noted for a newcomer",
+)
+
 # -- the step (boundary) ---------------------------------------------------------------------------
 
 EXCHANGE_WHOLE = declare(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,8 @@ from ft_deepspeed.history import NAME as HISTORY
 from ft_deepspeed.module_state import ModuleState
 from ft_deepspeed.results import Results
 from ft_deepspeed.state import DeepSpeedAdapter
+from ft_deepspeed.trainer import HISTORY as LOGGED
+from ft_deepspeed.trainer import TrainerLoop
 
 
 class Script(Protocol):
@@ -25,6 +27,8 @@ class Script(Protocol):
     results: Results
     draws: Draws
     module: ModuleState
+    loop: TrainerLoop | None
+    """A framework's, whose newcomers need not pass all steps."""
     first: int
     """With which version the files were begun that it goes on with."""
 
@@ -46,7 +50,11 @@ class Script(Protocol):
 class ProtectedState:
     """DeepSpeed's state and the results that the script was given (see `ft_core.adapter.Adapter`)."""
 
-    def __init__(self, engine: DeepSpeedAdapter, script: Script, shrink: bool) -> None:
+    def __init__(
+        self, engine: DeepSpeedAdapter, script: Script, shrink: bool, version: Callable[[], int]
+    ) -> None:
+        """`version`: of the state, now."""
+        self._version = version
         self._engine, self._script = engine, script
         self.ring = engine.ring
         self.replica_group = engine.replica_group
@@ -67,6 +75,8 @@ class ProtectedState:
         loaded = not self._script.live and self.loaded is not None
         yield from (self.kept if loaded else self._script.kept).tensors(holders)
         yield from self._script.results.history.tensors(holders)
+        if self._script.loop is not None:
+            yield from self._script.loop.tensors(holders)
 
     def envelope(self) -> Any:
         return {
@@ -77,7 +87,12 @@ class ProtectedState:
             "began": self._script.began,
             "first": self._script.first,
             "module": self._script.module.capture(),
+            "loop": self._script.loop.envelope(self._version()) if self._script.loop is not None else None,
         }
+
+    def between(self) -> dict[str, Any]:
+        """What `settle` puts back."""
+        return {"engine": self._engine.envelope(), "module": self._script.module.capture()}
 
     def envelope_holders(self) -> tuple[int, ...]:
         return self._engine.envelope_holders()
@@ -88,6 +103,8 @@ class ProtectedState:
             self._script.module.restore(envelope.get("module", {}))
             if not self._script.live:  # a survivor's script has its own, as it left it
                 self.kept = Kept(tensors)
+                if self._script.loop is not None:
+                    self._script.loop.loaded(envelope.get("loop"), tensors.get(LOGGED))
         self.loaded = envelope
         found = tensors.get(HISTORY)
         self._history = None if found is None else found.detach().cpu().clone()

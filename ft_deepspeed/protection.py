@@ -52,6 +52,7 @@ from ft_deepspeed.results import NotOnRecord, Results
 from ft_deepspeed.resumption import Resumption
 from ft_deepspeed.state import DeepSpeedAdapter
 from ft_deepspeed.tape import Tape
+from ft_deepspeed.trainer import TrainerLoop
 from ft_deepspeed.zero import unsupported
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ class Protection:
             raise ConfigError(reason)
         self._engine, self._session = engine, session
         state = DeepSpeedAdapter(engine, session.lean)
-        self._adapter = ProtectedState(state, self, shrink)
+        self._adapter = ProtectedState(state, self, shrink, lambda: session.version)
         if engine.zero_optimization_stage() == 3 and session.groups.absent and not session.joining:
             raise ConfigError(
                 "ZeRO stage 3 shards the weights from the start on, so a job cannot start without some "
@@ -125,6 +126,8 @@ class Protection:
         """Steps that the script has done, which on a newcomer is less than the engine has; see `_reached`."""
         self._counted: Counter[str] = Counter()
         self._forwards: list[Forward] = []
+        self._whole = True
+        """Whether the script goes through all steps."""
         self._touched = False
         """Whether the newest `backward` has come to what was answered from the record."""
         self._catch_up: CatchUp | None = None
@@ -150,7 +153,9 @@ class Protection:
         for patch in patched.SAVES:
             patch.wrap(self._guard(Save), of=engine)
         patched.BACKWARD.wrap(self._guard_direct_backward)
+        self.loop: TrainerLoop | None = None
         if "transformers.trainer" in sys.modules:
+            self.loop = TrainerLoop(self, session, engine.module)
             for patch in patched.TRAINER_SAVES:
                 patch.wrap(self._guard_save)
         patched.LOAD.wrap(self._guard_load, of=engine)
@@ -275,6 +280,33 @@ class Protection:
                 self._adapter.compare()
             self._session.begin(self._adapter, self._position, self._redo)
 
+    def top(self) -> dict[str, Any]:
+        """Where the script is between two calls."""
+        return {
+            "position": self._position,
+            "counted": dict(self._counted),
+            "operations": self._session.comms.operations(),
+            "draws": self.draws.place(),
+            "state": self._adapter.between(),
+        }
+
+    def begin_at_top(self) -> Any:
+        """Of a newcomer: take the state. Returns the envelope of the version that its script is to come to;
+        None where it is there, or is to go through all steps."""
+        self._begin()
+        return self._catch_up.envelope if self._catch_up is not None and self._session.protecting else None
+
+    def goes_to(self, top: dict[str, Any]) -> None:
+        """The script is where another was when `top` was called."""
+        self._whole = False
+        self._session.overlay.jumps()
+        self._reached(top["position"])
+        self._counted.update(top["counted"])
+        self._session.comms.startup.were_done(top["operations"])
+        self.draws.goes_to(top["draws"])
+        self._adapter.settle(top["state"])
+        self._script = None
+
     def _passes_ahead(self) -> bool:
         """Others train without this role, and nobody waits for it: have its script pass the steps till now.
 
@@ -306,7 +338,7 @@ class Protection:
         if call.kind in ("evaluation", "eval_batch", "save", "load"):
             self._session.overlay.complete()
         else:
-            self._session.overlay.end(whole=self._began_at == self.first)
+            self._session.overlay.end(whole=self._whole and self._began_at == self.first)
         call.context = Context.capture(self._engine)
         if self._gradients.changed():
             call.again = call.again or CHANGED
@@ -578,6 +610,11 @@ class Protection:
         self._session.overlay.passes()
         self._catch_up = self._catch_up or CatchUp()
         self._catch_up.until, self._catch_up.envelope = until, envelope
+
+    @property
+    def starting(self) -> bool:
+        """Whether the script has made no call yet."""
+        return self._phase is Phase.STARTUP
 
     @property
     def live(self) -> bool:

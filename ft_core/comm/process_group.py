@@ -545,6 +545,11 @@ class Communicators:
         with self._condition:
             self.startup.reached(step)
 
+    def operations(self) -> dict[str, int]:
+        """See `Startup.operations`."""
+        with self._condition:
+            return self.startup.operations()
+
     def newcomers_begin_at(self, step: int) -> None:
         """See `Startup.newcomers_begin_at`."""
         with self._condition:

@@ -183,7 +183,32 @@ class Startup:
         if self._first < needed and step > self._begin and not self._keep:
             self.log.drop(needed)
             self._first = needed
+        if self.log.is_full and not self._keep and self._first < until - 1:
+            self._first += (until - self._first) // 2
+            self.log.drop(self._first)
         self.log.passed(self._first, until)
+
+    def operations(self) -> dict[str, int]:
+        """With the lock: how many there were in this step, by series without a step."""
+        found = (s for s in self.log.series if s.step is not None and s.step == self._step)
+        return {str(series.at(None)): self.log.count(series) for series in found}
+
+    def were_done(self, operations: Mapping[str, int]) -> None:
+        """This role's script is where another was when `operations` was called: they are on record here as
+        they are there. Raises ReplayMismatch."""
+        for text, many in operations.items():
+            series = Series.parse(text).at(self._step)
+            while (number := self.log.count(series)) < many:
+                try:
+                    epoch = self.live_epoch()
+                    entry = self.peers_entry(series, number, "", epoch)
+                    if entry is None:
+                        raise mismatch(self.where(series, number), "nothing", f"{number} operations")
+                    self.record(epoch, series, entry)
+                except EpochChanged:
+                    continue
+            if series.pair is not None:
+                self._issued[series] = many
 
     def newcomers_begin_at(self, step: int) -> None:
         """With the lock: the script's own checkpoint of that step is complete, and its newcomers load it."""

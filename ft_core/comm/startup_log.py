@@ -47,6 +47,8 @@ class StartupLog:
 
     def __init__(self, total_cap: int = TOTAL_CAP, entry_cap: int = ENTRY_CAP) -> None:
         self._room, self._entry_cap = total_cap, entry_cap
+        self._in_steps = 0
+        """Bytes of results of steps."""
         self._startup: dict[Series, list[Entry]] = {}
         """Of no step."""
         self._open: dict[Series, list[Entry]] = {}
@@ -60,11 +62,18 @@ class StartupLog:
         rows = [*self._startup.values(), *self._open.values()]
         return sum(map(len, rows)) + sum(map(len, self._over.values()))
 
+    @property
+    def is_full(self) -> bool:
+        """Whether results of the next ones are soon kept no more, and those of steps have taken the room."""
+        return self._room < self._entry_cap and self._in_steps > self._room
+
     def append(self, series: Series, entry: Entry) -> None:
         """Record the next operation of `series`."""
         if entry.nbytes > min(self._room, self._entry_cap):
             entry = Entry(entry.kind, entry.signature, None)
         self._room -= entry.nbytes
+        if series.step is not None:
+            self._in_steps += entry.nbytes
         entries = self._startup if series.step is None else self._open
         entries.setdefault(series, []).append(entry)
 
@@ -78,7 +87,8 @@ class StartupLog:
 
     def drop(self, until: int) -> None:
         """Forget all operations of steps before `until`, which are over."""
-        self._room += sum(column.drop(until) for column in self._over.values())
+        freed = sum(column.drop(until) for column in self._over.values())
+        self._room, self._in_steps = self._room + freed, self._in_steps - freed
 
     @property
     def series(self) -> Iterable[Series]:

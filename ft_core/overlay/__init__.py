@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ft_core.overlay.calls import Calls
-from ft_core.overlay.handover import complete, forget, hand_over
+from ft_core.overlay.handover import complete, forget, hand_over, jump
 from ft_core.overlay.tree import CannotPass, Tree
 
 _KERNELS = ("/dev/", "/proc/", "/sys/")
@@ -47,6 +47,12 @@ class Overlay:
         """From here on the script passes steps that are done."""
         if self._calls is not None:
             self._calls.tree.passing = True
+
+    def jumps(self) -> None:
+        """The script goes on at a later step, without those between."""
+        if (calls := self._calls) is not None:
+            with calls.real():
+                jump(calls.tree)
 
     def arrives(self) -> None:
         """The script has passed the last step: what it does until its next pass may have been done before."""

@@ -62,6 +62,25 @@ def appended_to(written: bytes, real: bytes) -> Place:
     return Place(len(real), written[known:] if known else b"")
 
 
+def gone_on(written: bytes, real: bytes) -> Place:
+    """Of a file that the newcomer goes on with where another has, without all that came before.
+
+    `real`: what is there at its end. `written` is there, or its beginning, or nothing of it.
+    """
+    known = len(written) if written in real else _overlap(written, real)
+    return Place(len(real), written[known:])
+
+
+def jump(tree: Tree) -> None:
+    """The script goes on at a later step than it has come to: what its files have by now was written by
+    another, and what is between."""
+    for file in _objects(set(_open_for_writing(tree.upper))):
+        with contextlib.suppress(ValueError):  # closed meanwhile
+            file.flush()
+    for each in tree.files().values():
+        each.base, each.later = os.path.getsize(each.at), True
+
+
 def _overlap(written: bytes, real: bytes) -> int:
     """Length of the longest beginning of `written` with which `real` ends (Knuth, Morris and Pratt)."""
     failure = [0] * (len(written) + 1)
@@ -212,7 +231,7 @@ def _placed(name: str, file: File, whole: bool) -> bool:
             upper.seek(file.base)
             size = real.seek(0, os.SEEK_END)
             start = real.seek(max(0, size - _LOOKED_AT))
-            place = appended_to(upper.read(), real.read())
+            place = (gone_on if file.later else appended_to)(upper.read(), real.read())
             place = Place(start + place.end, place.missing)
         real.truncate(place.end)
         real.seek(place.end)

@@ -53,6 +53,8 @@ class File:
     """The former."""
     base: int = -1
     """Bytes that were there when it was copied up; -1: it was begun anew."""
+    later: bool = False
+    """Whether what comes after those is of a later step, so that nothing of before is missing."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def find(namespaces: Iterable[tuple[str, dict[str, Any]]]) -> None:
     """
     for name, space in namespaces:
         for key, value in list(space.items()):
-            if isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom):
+            if isinstance(value, KINDS) and not isinstance(value, random.SystemRandom):
                 _own[f"{OWN}{name}.{key}"] = space, key
 
 
@@ -37,7 +37,7 @@ def capture() -> dict[str, Any]:
         "cuda": torch.cuda.get_rng_state() if _has_cuda() else None,
     }
     for name, (space, key) in _own.items():
-        states[name] = _state(space.get(key))
+        states[name] = state_of(space.get(key))
     return states
 
 
@@ -61,7 +61,7 @@ def restore(states: dict[str, Any]) -> None:
             torch.cuda.set_rng_state(state)
         elif name in _own:
             space, key = _own[name]
-            _set(space.get(key), state)
+            set_state(space.get(key), state)
 
 
 def moved(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -69,7 +69,8 @@ def moved(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [name for name, state in now.items() if name not in before or not _same(before[name], state)]
 
 
-def _state(generator: Any) -> Any:
+def state_of(generator: Any) -> Any:
+    """Of one generator, as plain data; None of anything else."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
@@ -79,7 +80,8 @@ def _state(generator: Any) -> Any:
     return generator.getstate() if isinstance(generator, random.Random) else None
 
 
-def _set(generator: Any, state: Any) -> None:
+def set_state(generator: Any, state: Any) -> None:
+    """Inverse of `state_of`."""
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, np.random.Generator):
@@ -102,4 +104,5 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+"""Of generators that a script may have."""
