@@ -52,6 +52,11 @@ def keep(**objects: Any) -> None:
     _named.update(objects)
 
 
+def has(found: Any) -> bool:
+    """Whether it is named now."""
+    return any(found is one for one in _named.values())
+
+
 def names() -> list[str]:
     """Of all that is named now."""
     return sorted(_named)

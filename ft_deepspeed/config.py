@@ -58,6 +58,8 @@ class FaultTolerance(_Strict):
     snapshot: Literal["lean", "full"] = Field("lean", description='"lean" or "full"')
     """Whether copies of the state leave out weights that follow from the optimizer's main parameters."""
 
+    in_place: bool = Field(True, description="true or false")
+    """Whether the script is protected as it is. False: its loop does it by `ft_deepspeed.training`."""
     ready_standbys: int = Field(
         0, ge=-1, description="a whole number: standbys of each node that are ready, or -1: as memory allows"
     )

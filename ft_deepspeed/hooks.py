@@ -130,8 +130,9 @@ def _protected(original: Callable[..., Any]) -> Callable[..., Any]:
         unannounced = _unannounced(current) if current.joining else contextlib.nullcontext()
         with unannounced, _restored(current):
             engine, *others = original(*args, **kwargs)
-        given_here = "policy" in section.model_fields_set
-        Protection(engine, current, section.policy == "shrink" if given_here else current.groups.elastic)
+        if section.in_place:
+            given_here = "policy" in section.model_fields_set
+            Protection(engine, current, section.policy == "shrink" if given_here else current.groups.elastic)
         protected = True
         return engine, *others
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ft_core import kept
 from ft_core.state import rng
 from ft_deepspeed.module_state import scripts
 
@@ -108,6 +109,8 @@ class ScriptState:
         kind = type(value)
         if kind in _FIXED:
             return kind, value
+        if kept.has(value):
+            return None
         if isinstance(value, torch.Tensor):
             return _mark_of_tensor(value)
         if isinstance(value, np.ndarray):
@@ -154,6 +157,8 @@ class ScriptState:
             raise Opaque
         if isinstance(value, _SCALARS):
             return value
+        if kept.has(value):
+            return {_TAG: "kept", "v": []}
         if isinstance(value, torch.Tensor):
             if value.nbytes > _LARGEST or value.grad_fn is not None or isinstance(value, torch.nn.Parameter):
                 raise Opaque
@@ -189,6 +194,8 @@ class ScriptState:
         if not isinstance(state, dict):
             return state
         kind, values = state[_TAG], state["v"]
+        if kind == "kept":
+            return here
         if kind == "generator":
             rng.set_state(here, values)
             return here

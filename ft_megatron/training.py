@@ -12,7 +12,7 @@ from ft_core.elastic.rules import Deal, Membership
 from ft_core.errors import ConfigError
 from ft_core.kept import Kept
 from ft_core.worker import session
-from ft_core.worker.session import Session
+from ft_core.worker.loop import Loop
 from ft_megatron.arguments import NOT_ASKED
 from ft_megatron.deal import Dealer
 from ft_megatron.exchange import Exchange
@@ -22,7 +22,7 @@ from ft_megatron.state import MegatronAdapter
 Result = TypeVar("Result")
 
 
-class ProtectedTraining:
+class ProtectedTraining(Loop):
     """A training of Megatron-Core, protected, as its loop sees it.
 
     The function given to `run` may be entered again from its top after a recovery, so it takes all it
@@ -37,20 +37,12 @@ class ProtectedTraining:
         Made once per process, when model, optimizer and scheduler are what training begins with, and before a
         step. Raises ConfigError when fault tolerance was asked for and cannot work.
         """
-        self._session: Session | None = session.current()
-        self._step = 0
-        self._newest = 0
-        self._repeated = False
+        super().__init__(session.current())
         self._adapter: MegatronAdapter | None = None
         self._group = 0
         self._lead = 0
-        self._doubtful = -1
-        """The newest step whose line another worker may have written."""
         self._membership = Membership(1)
         self._exchange: Exchange | None = None
-        self.inherited: Any = None
-        """What `step_done` was given for step `step`, if another worker did that step in this role and may
-        not have logged it, else None."""
         if not enabled:
             if self._session is not None:
                 self._session.unprotected(NOT_ASKED)
@@ -66,35 +58,9 @@ class ProtectedTraining:
         config.finalize_model_grads_func = protected(config.finalize_model_grads_func)
         self._session.point("startup")
 
-    @property
-    def step(self) -> int:
-        """Training steps done; the next one is ``step + 1`` of the log."""
-        return self._step if self._session is None else self._session.version
-
-    @property
-    def replaying(self) -> bool:
-        """Whether this process has been further than `step` already, in the same way: what it logs now, it
-        logged before. Asked after `step_done`."""
-        return self.step < self._newest or self._repeated
-
-    def printed(self, text: str) -> bool:
-        """Whether the worker that logged before this one has printed `text`, which belongs to step `step`.
-
-        It is looked for in that worker's log files, as far as they can be seen from this node.
-        """
-        if self._session is None or self._adapter is None or self.step > self._doubtful:
-            return False
-        return self._session.printed(text, self._adapter.ring if self._session.groups.elastic else ())
-
-    @property
-    def epoch(self) -> int:
-        """The engine's epoch: 1 plus the number of recoveries; 0 without fault tolerance."""
-        return 0 if self._session is None else self._session.epoch
-
-    @property
-    def injecting(self) -> bool:
-        """Whether faults are injected, so that the loop should install its injection points."""
-        return self._session is not None and self._session.injecting
+    def _who_logs(self) -> tuple[int, ...]:
+        assert self._session is not None and self._adapter is not None
+        return self._adapter.ring if self._session.groups.elastic else ()
 
     # -- replica groups ------------------------------------------------------------------------
 
@@ -143,11 +109,6 @@ class ProtectedTraining:
 
     # -- the step ------------------------------------------------------------------------------
 
-    def tell_loss(self, loss: float) -> None:
-        """For the job's page, if this is a job: see `Session.tell_loss`."""
-        if self._session is not None:
-            self._session.tell_loss(loss)
-
     def step_done(self, result: Any = None) -> None:
         """The step is complete on this rank: its state is staged now, and `step` is one more.
 
@@ -171,14 +132,7 @@ class ProtectedTraining:
             trained = [dealer.step_done() for dealer in self._adapter.dealers]
             self._adapter.kept = Kept.capture()
             self._session.step_done(trained[0] if trained and self._adapter.leads_group else None)
-        self._repeated = self.step <= self._newest
-        self._newest = max(self._newest, self.step)
-
-    def point(self, name: str) -> None:
-        """A place where `--ft-inject` may have this worker or its node killed; `name`: one of
-        `ft_core.process.inject.POINTS`."""
-        if self._session is not None:
-            self._session.point(name)
+        self._has_done()
 
     def run(self, train: Callable[[], Result], step: Callable[[], object] = lambda: None) -> Result:
         """Run `train` to its end, through any number of recoveries, and return what it returns.
@@ -195,12 +149,8 @@ class ProtectedTraining:
         adapter.kept = Kept.capture()
 
         def entered() -> Result:
-            newcomer = self.step > self._newest
-            if newcomer:
-                # A worker that takes a role over may find a step complete whose line nobody has logged.
-                self.inherited = adapter.result
-                self._newest, self._doubtful = self.step, self.step + 1
-            elif self._lead != self.lead == self._group * adapter.member[1]:
+            newcomer = self._enters(adapter.result)
+            if not newcomer and self._lead != self.lead == self._group * adapter.member[1]:
                 self._doubtful = self.step
                 self.inherited = adapter.result  # who logged until now has left, and may not have come to it
             self._lead = self.lead

@@ -151,6 +151,56 @@ class HuggingFace:
 
 
 @dataclass(frozen=True)
+class TrainerLoop(HuggingFace):
+    """Training of a script that has state in all sorts of places around the Trainer."""
+
+    data: str = "indexed"
+    dp: int = 2
+
+    def __str__(self) -> str:
+        return f"trainer-{self.data}-{super().__str__()}"
+
+    @property
+    def script(self) -> Path:
+        return SCRIPTS / "trainer_loop.py"
+
+    def arguments(self, iterations: int, protected: bool) -> list[str]:
+        return [*super().arguments(iterations, protected)[len(TINY) :], f"--data={self.data}"]
+
+
+@dataclass(frozen=True)
+class EnteredLoop:
+    """Training of a loop that is entered again after a recovery, in one of ZeRO's stages."""
+
+    stage: int
+    gas: int = 2
+    dp: int = 2
+    entered: str = ""
+    """A file that says with which steps it was entered."""
+
+    def __str__(self) -> str:
+        return f"entered-zero{self.stage}-dp{self.dp}-gas{self.gas}"
+
+    @property
+    def world(self) -> int:
+        return self.dp
+
+    @property
+    def script(self) -> Path:
+        return SCRIPTS / "entered_loop.py"
+
+    def arguments(self, iterations: int, protected: bool) -> list[str]:
+        config = _config(self.gas, 1.0) | {"zero_optimization": {"stage": self.stage}}
+        section = {"fault_tolerance": {"enabled": True, "in_place": False}} if protected else {}
+        path = write_config(str(self) + "-loop" * protected, config | section, protected=False)
+        flags = [f"--deepspeed_config={path}", f"--train-iters={iterations}", *["--ft"] * protected]
+        return [*flags, *[f"--entered={self.entered}"] * bool(self.entered and protected)]
+
+    def environment(self) -> dict[str, str]:
+        return variables()
+
+
+@dataclass(frozen=True)
 class OwnLoop:
     """Training of a script with its own loader, loss, learning rate and collectives."""
 

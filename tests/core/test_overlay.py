@@ -187,6 +187,37 @@ def test_files_that_are_open_go_on(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("flushed", [0, 3, 6, 9])
+def test_files_that_are_open_where_a_script_goes_on_at_a_later_step(flushed: int, tmp_path: Path) -> None:
+    """Nothing of what was written in the steps between is cut off, and what comes after is there once."""
+    later = "three\nfour\n"
+    (tmp_path / "w").write_text("head\none\ntwo\n" + later[:flushed])
+    (tmp_path / "a").write_text("of another run\nhead\none\ntwo\n" + later[:flushed])
+    run(
+        tmp_path,
+        """
+        begin()
+        w, a, new = open("w", "w"), open("a", "a", buffering=1 << 20), open("new", "w")
+        print("head", file=w), print("head", file=a), print("head", file=new)
+        overlay.passes()
+        overlay.jumps()
+        open("passed", "w").write("harm")
+        overlay.arrives()
+        for line in ("three", "four"):
+            print(line, file=w), print(line, file=a)
+        overlay.end()
+        for file in (w, a, new):
+            print("five", file=file)
+        """,
+    )
+    found = {name: content.decode() for name, (*_, content) in picture(tmp_path).items()}
+    assert found == {
+        "w": "head\none\ntwo\nthree\nfour\nfive\n",
+        "a": "of another run\nhead\none\ntwo\nthree\nfour\nfive\n",
+        "new": "head\nfive\n",
+    }
+
+
 _STRETCH = """
         import shutil, subprocess
         log = open("log", "w")

@@ -1,0 +1,70 @@
+"""Loops on DeepSpeed whose newcomers begin where their peers are, and go through no steps that are done."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from deepspeed_jobs import TWICE, EnteredLoop, TrainerLoop
+from harness import Job, check_clean, check_identical, check_survivors
+
+ITERATIONS = 14
+_EVALUATED = ("--eval_strategy=steps", "--eval_steps=3")
+_EPOCHS = ("--samples=44",)  # of 6 or 11 steps
+
+
+def _begins(result) -> list[int]:
+    """At which updates newcomers' loops began."""
+    marker = "its loop begins at update "
+    lines = [line for text in result.logs() for line in text.splitlines() if marker in line]
+    return [int(line.rpartition(marker)[2]) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("training", "injected"),
+    [
+        # In its first epoch, at the top of its second, and in the middle of that.
+        (TrainerLoop(1, data="noisy", more=_EVALUATED), "1@forward:4:worker,0@between:6:worker,1@d2h:9:worker"),
+        (TrainerLoop(2, data="noisy", gas=2, more=_EPOCHS), "0@forward:6:worker,1@backward:9:worker"),
+        (TrainerLoop(3, data="plain", more=("--dataloader_num_workers=2",)), "0@optimizer:5:worker,1@between:9"),
+        (TrainerLoop(1, data="noisy", more=("--dataloader_num_workers=1",)), "1@forward:5:worker,0@forward:10"),
+        (TrainerLoop(1, data="stream", more=_EVALUATED), "0@forward:5:worker,1@between:8:worker,0@d2h:11:worker"),
+        (
+            TrainerLoop(
+                1, data="stream", more=('--accelerator_config={"dispatch_batches":false}', "--logging_steps=2")
+            ),
+            "1@forward:5:worker,0@backward:9:worker",
+        ),
+        (
+            TrainerLoop(
+                2,
+                data="plain",
+                more=("--save_strategy=steps", "--save_steps=4", "--load_best_model_at_end", *_EVALUATED),
+            ),
+            "0@save:4:worker,1@forward:7:worker",
+        ),
+    ],
+    ids=lambda value: str(value) if not isinstance(value, str) else "",
+)
+def test_trainer(training: TrainerLoop, injected: str, tmp_path: Path) -> None:
+    with Job(tmp_path / "job", training, ITERATIONS, ftrun=("--respawn", "--ft-inject", injected)) as job:
+        result = job.finish()
+    check_identical(result, training, ITERATIONS, again=TWICE * injected.count("@"))
+    check_survivors(result, training.world)
+    check_clean(result)
+    assert result.recoveries == injected.count("@")
+    assert len(_begins(result)) == injected.count("@")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_loop_that_is_entered_again(stage: int, tmp_path: Path) -> None:
+    training = replace(EnteredLoop(stage), entered=str(tmp_path / "entered"))
+    injected = "1@forward:4:worker,0@optimizer:7:worker,1@between:10:worker"
+    with Job(tmp_path / "job", training, ITERATIONS, ftrun=("--respawn", "--ft-inject", injected)) as job:
+        result = job.finish()
+    check_identical(result, EnteredLoop(stage), ITERATIONS)
+    check_survivors(result, training.world)
+    assert result.recoveries == 3
+    entered = [tuple(map(int, line.split())) for line in (tmp_path / "entered").read_text().splitlines()]
+    assert all(step >= 3 for _, step in entered[2:])
