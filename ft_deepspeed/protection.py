@@ -24,6 +24,7 @@ from ft_core.adapter import ReplicaGroup
 from ft_core.errors import ConfigError, EpochChanged
 from ft_core.kept import Kept
 from ft_core.patching import replaced
+from ft_core.process.timeline import timeline
 from ft_core.state import rng
 from ft_core.worker.session import Session
 from ft_deepspeed import boundary, checkpoints, counters, patched
@@ -128,6 +129,8 @@ class Protection:
         self._forwards: list[Forward] = []
         self._whole = True
         """Whether the script goes through all steps."""
+        self._passes_from = 0
+        """Where a newcomer's script is when it begins to pass steps."""
         self._touched = False
         """Whether the newest `backward` has come to what was answered from the record."""
         self._catch_up: CatchUp | None = None
@@ -271,7 +274,7 @@ class Protection:
         rng.find(scripts(self._engine.module))
         self.module, self._gradients = ModuleState(self._engine.module), Gradients(self._engine)
         self._script = self._adapter.envelope()
-        self._began_at = self.first = self._engine.global_steps
+        self._began_at = self._passes_from = self.first = self._engine.global_steps
         self._tape = Tape(self._began_at)
         self.kept = Kept.capture()
         self._reached(self._began_at)
@@ -291,8 +294,8 @@ class Protection:
         }
 
     def begin_at_top(self) -> Any:
-        """Of a newcomer: take the state. Returns the envelope of the version that its script is to come to;
-        None where it is there, or is to go through all steps."""
+        """Training begins, on all roles at the same place. Of a newcomer returns the envelope of the version
+        that its script is to come to; None where it is there, or is to go through all steps."""
         self._begin()
         return self._catch_up.envelope if self._catch_up is not None and self._session.protecting else None
 
@@ -301,6 +304,7 @@ class Protection:
         self._whole = False
         self._session.overlay.jumps()
         self._reached(top["position"])
+        self._passes_from = self._position
         self._counted.update(top["counted"])
         self._session.comms.startup.were_done(top["operations"])
         self.draws.goes_to(top["draws"])
@@ -416,6 +420,8 @@ class Protection:
 
     def _step_done(self) -> None:
         dealt = self.dealing.finish(self._session.version + 1) if self.dealing is not None else None
+        if self.loop is not None:
+            self.loop.step_done()
         self._adapter.compare()
         self._session.step_done(dealt if self._leads_group else None)
 
@@ -592,6 +598,7 @@ class Protection:
 
     def _go_live(self) -> None:
         assert self._catch_up is not None
+        timeline.facts["passed"] = self._position - self._passes_from
         deal = self._catch_up.envelope["deal"]
         if self.dealing is not None and not self.dealing.restore(self._position, deal):
             self._session.replace_worker(

@@ -47,6 +47,8 @@ _KEPT_ELSEWHERE = (
 )
 """How modules are named whose objects are known to keep nothing that a loop goes by, or are restored."""
 
+_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+
 Space = tuple[str, MutableMapping[str, Any], bool]
 """A name, what is looked for there, and whether all its numbers are carried; else what has changed since."""
 
@@ -58,12 +60,17 @@ class Opaque(Exception):  # noqa: N818 - said of a value
 class ScriptState:
     """Of the spaces that it is given: where a script's objects and variables are."""
 
-    def __init__(self, spaces: Iterable[Space], model: torch.nn.Module) -> None:
-        """`model`: what is restored in any case."""
+    def __init__(self, spaces: Iterable[Space], model: torch.nn.Module, known: Iterable[Any] = ()) -> None:
+        """`model`: what is restored in any case. `known`: what is looked after apart."""
         self._spaces = list(spaces)
-        self._modules = {id(part) for part in model.modules()}
+        self._known = {id(part) for part in known}
+        self._trained = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
         self._own = {name for name, _ in scripts(torch.nn.Module())} | {"__main__"}
+        self._objects: dict[int, Any] = {}
+        """The script's own that there were at first: a newcomer has them, too."""
+        self._looks = True
         self._first = {place: self._mark(value) for place, _, _, value, _ in self._places()}
+        self._looks = False
 
     def capture(self) -> dict[str, Any]:
         """What is other than it was at first. Raises Opaque, with the name of what cannot be carried."""
@@ -71,7 +78,8 @@ class ScriptState:
         room = _IN_ALL
         for place, _, _, value, whole in self._places():
             mark = self._mark(value)
-            if mark == self._first.get(place, _ABSENT) and not (whole and type(value) in _FIXED):
+            same = mark is None or mark == self._first.get(place, _ABSENT)
+            if same and not (whole and type(value) in _FIXED):
                 continue
             try:
                 found[place] = self._taken(value)
@@ -109,10 +117,10 @@ class ScriptState:
         kind = type(value)
         if kind in _FIXED:
             return kind, value
-        if kept.has(value):
+        if kept.has(value) or id(value) in self._known:
             return None
         if isinstance(value, torch.Tensor):
-            return _mark_of_tensor(value)
+            return None if id(value) in self._trained else _mark_of_tensor(value)
         if isinstance(value, np.ndarray):
             flat = value.reshape(-1)
             few = flat[:: max(1, flat.size // _SAMPLED)] if value.dtype != object else flat[:0]
@@ -120,11 +128,11 @@ class ScriptState:
         if isinstance(value, np.generic):
             return kind, value.item()
         if isinstance(value, rng.KINDS):
-            return kind, repr(rng.state_of(value))
+            state = rng.state_of(value)
+            return kind, state.numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state)
         if isinstance(value, torch.nn.Module):
-            if id(value) in self._modules:
-                return None
-            return [_mark_of_tensor(t) for t in [*value.parameters(), *value.buffers()][:_MANY]]
+            tensors = [t for t in [*value.parameters(), *value.buffers()] if id(t) not in self._trained]
+            return list(map(_mark_of_tensor, tensors[:_MANY]))
         if isinstance(value, (list, tuple, deque, dict, set, frozenset)):
             if len(value) <= _MANY and not isinstance(value, dict) and _FIXED.issuperset(map(type, value)):
                 return kind, frozenset(value) if isinstance(value, (set, frozenset)) else tuple(value)
@@ -137,18 +145,20 @@ class ScriptState:
             if isinstance(value, (set, frozenset)):
                 return kind, sorted(map(repr, value))
             return kind, [self._mark(part, depth + 1) for part in value]
-        if isinstance(value, (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)):
+        if isinstance(value, _CODE):
             return None
         if kind.__module__.startswith(_KEPT_ELSEWHERE) or depth > _DEEPEST:
             return None
-        if hasattr(value, "__dict__"):
-            deeper = depth + (1 if self._is_own(value) else _DEEPEST)
-            return kind.__name__, [
-                (key, self._mark(part, deeper))
-                for key, part in list(vars(value).items())[:_MANY]
-                if self._is_own(value) or isinstance(part, (*_SCALARS, torch.Tensor))
-            ]
-        return None
+        if not hasattr(value, "__dict__"):
+            return None
+        own = self._is_own(value)
+        if own and self._looks:
+            self._objects[id(value)] = value
+        return kind.__name__, [
+            (key, self._mark(part, depth + (1 if own else _DEEPEST)))
+            for key, part in list(vars(value).items())[:_MANY]
+            if own or isinstance(part, (*_SCALARS, torch.Tensor))
+        ]
 
     # -- as plain data ---------------------------------------------------------------------------
 
@@ -157,7 +167,7 @@ class ScriptState:
             raise Opaque
         if isinstance(value, _SCALARS):
             return value
-        if kept.has(value):
+        if kept.has(value) or id(value) in self._known:
             return {_TAG: "kept", "v": []}
         if isinstance(value, torch.Tensor):
             if value.nbytes > _LARGEST or value.grad_fn is not None or isinstance(value, torch.nn.Parameter):
@@ -165,7 +175,9 @@ class ScriptState:
             return value.detach().clone()
         if isinstance(value, rng.KINDS):
             return {_TAG: "generator", "v": rng.state_of(value)}
-        if isinstance(value, (np.generic, np.ndarray)):
+        if isinstance(value, np.generic):
+            return {_TAG: "number", "v": np.asarray(value)}
+        if isinstance(value, np.ndarray):
             if value.nbytes > _LARGEST or value.dtype == object:
                 raise Opaque
             return value.copy()
@@ -179,7 +191,7 @@ class ScriptState:
         ) is not None:
             parts: Iterable[Any] = value
             return {_TAG: name, "v": [self._taken(part, depth + 1) for part in parts]}
-        if self._is_own(value) and not isinstance(value, torch.nn.Module):
+        if id(value) in self._objects and not isinstance(value, torch.nn.Module):
             return {_TAG: "object", "v": [[k, self._taken(p, depth + 1)] for k, p in vars(value).items()]}
         raise Opaque
 
@@ -196,6 +208,8 @@ class ScriptState:
         kind, values = state[_TAG], state["v"]
         if kind == "kept":
             return here
+        if kind == "number":
+            return values[()]
         if kind == "generator":
             rng.set_state(here, values)
             return here
@@ -212,7 +226,8 @@ class ScriptState:
                 key = self._given(key, None)
                 into[key] = self._given(part, before[key] if key in before else make())
             return into
-        parts = [self._given(part, None) for part in values]
+        there = list(here) if isinstance(here, (list, tuple, deque)) else []
+        parts = [self._given(part, there[at] if at < len(there) else None) for at, part in enumerate(values)]
         if kind == "list":
             if isinstance(here, list):
                 here[:] = parts
@@ -246,7 +261,7 @@ def _size(state: Any) -> int:
     if isinstance(state, (str, bytes)):
         return 1 + len(state) // 8
     if isinstance(state, dict):
-        return 700 if state[_TAG] == "generator" else 1 + sum(map(_size, state["v"]))
+        return {"generator": 700, "number": 1}.get(state[_TAG]) or 1 + sum(map(_size, state["v"]))
     return 1 + sum(map(_size, state)) if isinstance(state, list) else 1
 
 

@@ -53,8 +53,8 @@ class Loop(Protocol):
         """Where the script is between two calls."""
 
     def begin_at_top(self) -> Any:
-        """Of a newcomer: take the state. Returns the envelope of the version that its script is to come to;
-        None where it is there."""
+        """Training begins, on all roles at the same place. Of a newcomer returns the envelope of the version
+        that its script is to come to; None where it is there."""
 
     def goes_to(self, top: dict[str, Any]) -> None:
         """The script is where another was when `top` was called."""
@@ -169,8 +169,8 @@ class TrainerLoop:
         if self._asked:
             return
         self._asked = True
-        self._script = ScriptState(_spaces(trainer, self._module), self._module)
-        if not (self._session.joining and self._calls.starting):
+        self._script = ScriptState(_spaces(trainer, self._module), self._module, [trainer])
+        if not self._calls.starting:
             return
         envelope = self._calls.begin_at_top()
         top = envelope.get("loop") if envelope is not None else None
@@ -221,7 +221,7 @@ class TrainerLoop:
             self._tops.clear()
             if self._objection != str(what):
                 self._objection = str(what)
-                log.info("a worker that takes over goes through all steps: %s cannot be carried", what)
+                log.warning("a worker that takes over goes through all steps: %s cannot be carried", what)
             return
         position = top["calls"]["position"]
         self._tops = {at: kept for at, kept in self._tops.items() if at == position - 1} | {position: top}

@@ -1,8 +1,8 @@
 """A training loop of one's own on DeepSpeed that is entered again after a recovery: `ProtectedTraining`.
 
-The other way, and the usual one, is to protect a script as it is (`protection`). There a newcomer's script goes
-through the steps that are done. A loop that can begin at any step is told which, so that a newcomer goes through
-none, and nothing of what a script was given has to be kept.
+The other way, and the usual one, is to protect a script as it is (`protection`). There a newcomer's script
+goes through the steps that are done. A loop that can begin at any step is told which, so that a newcomer goes
+through none, and nothing of what a script was given has to be kept.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class ProtectedTraining(Loop):
                 "configuration, so that ProtectedTraining can do it"
             )
         if self._session.groups.elastic:
-            raise ConfigError("ProtectedTraining on DeepSpeed waits for a node where one is lost: use policy wait")
+            raise ConfigError(
+                "ProtectedTraining on DeepSpeed waits for a node where one is lost: use policy wait"
+            )
         if (reason := unsupported(engine)) is not None:
             raise ConfigError(reason)
         self._state = LoopState(engine, self._session.lean)

@@ -31,6 +31,8 @@ class Line(msgspec.Struct, frozen=True):
     """Bytes of state that were verified, and loaded."""
     fetch_s: float = 0.0
     """Seconds that its agent took to bring it to this node, while the worker started; 0: it was there."""
+    passed: int = 0
+    """Steps that its script went through without doing them, on its way to its peers."""
     ready: int = 0
     """1: its worker had started the role ahead of need. The phases begin when it took it over."""
 
@@ -110,6 +112,8 @@ def shown(lines: Sequence[Line]) -> list[str]:
         rows.append(f"role {line.role}: {line.end - line.begin:.3f} = {spent}")
         if line.ready:
             rows.append("  a standby had started it ahead of need, and took it over then")
+        if line.passed:
+            rows.append(f"  its script passed over {line.passed:,} steps")
         if line.skipped or line.drawn:
             rows.append(
                 f"  initialisation: {line.skipped:,} numbers not drawn, since the restore overwrites them"

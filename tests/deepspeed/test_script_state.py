@@ -35,7 +35,9 @@ class _State(ScriptState):
     def __init__(self, spaces: Any) -> None:
         super().__init__(spaces, torch.nn.Linear(1, 1))
         self._own.add(__name__)
+        self._looks = True
         self._first = {place: self._mark(value) for place, _, _, value, _ in self._places()}
+        self._looks = False
 
 
 def _made() -> dict[str, Any]:
@@ -56,6 +58,7 @@ def _made() -> dict[str, Any]:
         "numpy_generator": np.random.default_rng(1),
         "torch_generator": torch.Generator().manual_seed(1),
         "meter": Meter(),
+        "meters": [Meter(), Meter()],
         "nothing": None,
     }
 
@@ -79,16 +82,17 @@ def _change(space: dict[str, Any]) -> None:
     space["meter"].count += 1
     space["meter"].values.append(1.5)
     space["meter"].inner["max"] = 2.0
+    space["meters"][1].count += 1
     space["nothing"] = 3
 
 
 def _shown(space: dict[str, Any]) -> dict[str, Any]:
     shown = {
-        name: repr(value) for name, value in space.items() if "generator" not in name and name != "meter"
+        name: repr(value) for name, value in space.items() if "generator" not in name and "meter" not in name
     }
     shown["draws"] = [space["generator"].random(), space["numpy_generator"].random()]
     shown["draws"].append(torch.rand((), generator=space["torch_generator"]).item())
-    return shown | {"meter": repr(vars(space["meter"]))}
+    return shown | {"meters": [vars(meter) for meter in (space["meter"], *space["meters"])]}
 
 
 def test_plain_data_of_all_kinds_is_carried():
@@ -116,7 +120,7 @@ def test_only_what_has_changed_is_carried():
     assert {"s/number", "s/text", "s/nothing"} == set(whole.capture())
 
 
-@pytest.mark.parametrize("name", ["large", "unseen", "many", "model", "file", "library"])
+@pytest.mark.parametrize("name", ["large", "unseen", "many", "model", "file", "library", "new"])
 def test_what_changes_and_cannot_be_carried_is_named(name: str, tmp_path):
     import fractions
 
@@ -134,6 +138,7 @@ def test_what_changes_and_cannot_be_carried_is_named(name: str, tmp_path):
         "model": torch.nn.Linear(2, 2),
         "file": [fractions.Fraction(1)],
         "library": Library(),
+        "new": [Meter()],
     }
     state = _State([("s", space, False)])
     assert state.capture() == {}
@@ -148,6 +153,8 @@ def test_what_changes_and_cannot_be_carried_is_named(name: str, tmp_path):
             space[name].weight.mul_(0.5)
     elif name == "file":
         space[name].append(fractions.Fraction(2))
+    elif name == "new":
+        space[name].append(Meter())
     else:
         space[name].count += 1
     with pytest.raises(Opaque, match=f"s/{name}"):

@@ -53,6 +53,7 @@ def train() -> None:
     while training.step < args.train_iters:
         total = 0.0
         for part in range(engine.gradient_accumulation_steps()):
+            training.point("forward")
             loss = engine(batch(training.step, part)).square().mean()
             engine.backward(loss)
             engine.step()
@@ -61,6 +62,7 @@ def train() -> None:
         training.step_done(total + float(norm or 0))
         if not training.replaying:
             log(training.step, total + float(norm or 0))
+        training.point("between")
         if training.step % 5 == 0:
             dist.barrier()
 
