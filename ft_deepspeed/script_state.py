@@ -66,8 +66,8 @@ class ScriptState:
         self._known = {id(part) for part in known}
         self._trained = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
         self._own = {name for name, _ in scripts(torch.nn.Module())} | {"__main__"}
-        self._objects: dict[int, Any] = {}
-        """The script's own that there were at first: a newcomer has them, too."""
+        self._objects: dict[int, tuple[Any, Any]] = {}
+        """That there were at first, so that a newcomer has them, too: each with its mark."""
         self._looks = True
         self._first = {place: self._mark(value) for place, _, _, value, _ in self._places()}
         self._looks = False
@@ -117,6 +117,12 @@ class ScriptState:
         kind = type(value)
         if kind in _FIXED:
             return kind, value
+        mark = self._mark_of_object(value, kind, depth)
+        if self._looks:
+            self._objects[id(value)] = value, mark
+        return mark
+
+    def _mark_of_object(self, value: Any, kind: type, depth: int) -> Any:
         if kept.has(value) or id(value) in self._known:
             return None
         if isinstance(value, torch.Tensor):
@@ -152,8 +158,6 @@ class ScriptState:
         if not hasattr(value, "__dict__"):
             return None
         own = self._is_own(value)
-        if own and self._looks:
-            self._objects[id(value)] = value
         return kind.__name__, [
             (key, self._mark(part, depth + (1 if own else _DEEPEST)))
             for key, part in list(vars(value).items())[:_MANY]
@@ -169,30 +173,26 @@ class ScriptState:
             return value
         if kept.has(value) or id(value) in self._known:
             return {_TAG: "kept", "v": []}
-        if isinstance(value, torch.Tensor):
-            if value.nbytes > _LARGEST or value.grad_fn is not None or isinstance(value, torch.nn.Parameter):
-                raise Opaque
-            return value.detach().clone()
         if isinstance(value, rng.KINDS):
             return {_TAG: "generator", "v": rng.state_of(value)}
         if isinstance(value, np.generic):
             return {_TAG: "number", "v": np.asarray(value)}
-        if isinstance(value, np.ndarray):
-            if value.nbytes > _LARGEST or value.dtype == object:
-                raise Opaque
+        if isinstance(value, torch.Tensor) and value.nbytes <= _LARGEST:
+            if value.grad_fn is None and not isinstance(value, torch.nn.Parameter):
+                return value.detach().clone()
+        elif isinstance(value, np.ndarray) and value.nbytes <= _LARGEST and value.dtype != object:
             return value.copy()
-        if isinstance(value, (list, tuple, deque, set, frozenset, dict)) and len(value) > _MANY:
-            raise Opaque
-        if isinstance(value, dict):
+        elif isinstance(value, dict) and len(value) <= _MANY:
             pairs = [[self._taken(key, depth + 1), self._taken(p, depth + 1)] for key, p in value.items()]
             return {_TAG: "dict", "v": pairs}
-        if (
-            name := next((name for name, kind in _KINDS.items() if isinstance(value, kind)), None)
-        ) is not None:
-            parts: Iterable[Any] = value
-            return {_TAG: name, "v": [self._taken(part, depth + 1) for part in parts]}
-        if id(value) in self._objects and not isinstance(value, torch.nn.Module):
+        elif isinstance(value, tuple(_KINDS.values())) and len(value) <= _MANY:
+            name = next(name for name, kind in _KINDS.items() if isinstance(value, kind))
+            return {_TAG: name, "v": [self._taken(part, depth + 1) for part in value]}
+        there, mark = self._objects.get(id(value), (None, None))
+        if there is value and self._is_own(value) and not isinstance(value, torch.nn.Module):
             return {_TAG: "object", "v": [[k, self._taken(p, depth + 1)] for k, p in vars(value).items()]}
+        if there is value and self._mark(value, depth) == mark:
+            return {_TAG: "kept", "v": []}
         raise Opaque
 
     def _given(self, state: Any, here: Any) -> Any:

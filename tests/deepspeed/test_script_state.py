@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fractions
 import random
 from collections import OrderedDict, defaultdict, deque
 from typing import Any, NamedTuple
@@ -110,6 +111,20 @@ def test_plain_data_of_all_kinds_is_carried():
     other["stored"]["eval"]["loss"].append(1)
 
 
+def test_what_is_beside_what_has_changed_stays():
+    def made() -> dict[str, Any]:
+        return {
+            "callbacks": [Meter(), torch.nn.Linear(2, 2), print, fractions.Fraction(1), torch.zeros(1 << 20)]
+        }
+
+    one, other = made(), made()
+    before, after = _State([("s", one, False)]), _State([("s", other, False)])
+    objects = list(other["callbacks"])
+    one["callbacks"][0].count = 3
+    after.restore(decode(encode(before.capture())))
+    assert other["callbacks"] == objects and objects[0].count == 3
+
+
 def test_only_what_has_changed_is_carried():
     space = _made() | {"large": torch.zeros(1 << 20), "many": list(range(100_000))}
     state = _State([("s", space, False)])
@@ -122,8 +137,6 @@ def test_only_what_has_changed_is_carried():
 
 @pytest.mark.parametrize("name", ["large", "unseen", "many", "model", "file", "library", "new"])
 def test_what_changes_and_cannot_be_carried_is_named(name: str, tmp_path):
-    import fractions
-
     class Library:
         """Not the script's."""
 
