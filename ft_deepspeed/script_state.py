@@ -185,7 +185,7 @@ class ScriptState:
         elif isinstance(value, dict) and len(value) <= _MANY:
             pairs = [[self._taken(key, depth + 1), self._taken(p, depth + 1)] for key, p in value.items()]
             return {_TAG: "dict", "v": pairs}
-        elif isinstance(value, tuple(_KINDS.values())) and len(value) <= _MANY:
+        elif isinstance(value, (list, tuple, deque, set, frozenset)) and len(value) <= _MANY:
             name = next(name for name, kind in _KINDS.items() if isinstance(value, kind))
             return {_TAG: name, "v": [self._taken(part, depth + 1) for part in value]}
         there, mark = self._objects.get(id(value), (None, None))

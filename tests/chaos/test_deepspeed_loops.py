@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from deepspeed_jobs import TWICE, EnteredLoop, TrainerLoop
-from harness import Job, Result, check_clean, check_identical, check_survivors
+from harness import Job, Result, check_clean, check_identical, check_random_kills, check_survivors
 
 from ft_core.cli import timeline
 
@@ -83,3 +83,14 @@ def test_a_loop_that_is_entered_again(stage: int, tmp_path: Path) -> None:
     assert result.recoveries == 3
     entered = [tuple(map(int, line.split())) for line in (tmp_path / "entered").read_text().splitlines()]
     assert all(step >= 3 for _, step in entered[2:])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("kills", "seed"), [(4, 1), pytest.param(20, 2, marks=pytest.mark.exhaustive)], ids=["few", "many"]
+)
+def test_trainer_under_random_kills(kills: int, seed: int, tmp_path: Path) -> None:
+    """Of workers, agents and nodes, at any moment: in evaluation, or while data are read."""
+    training = TrainerLoop(1, data="stream", more=("--eval_strategy=steps", "--eval_steps=5"))
+    kinds = ("node", "agent", "worker", "worker")
+    check_random_kills(tmp_path / "job", training, 1, seed, kills, kinds, again=TWICE)
