@@ -18,6 +18,10 @@ from ft_core.comm.collectives import FtProcessGroup
 from ft_core.comm.startup import Startup
 
 
+_OPERATIONS = 2
+"""That an object takes: its size, and its bytes. A peer that has the first alone waits for what it is sent."""
+
+
 def install(startup: Startup) -> None:
     """Once per process."""
 
@@ -33,7 +37,7 @@ def install(startup: Startup) -> None:
             if (
                 not isinstance(over, FtProcessGroup)
                 or over.rank() != source
-                or not startup.is_on_record(over)
+                or not startup.are_on_record(over, _OPERATIONS)
             ):
                 broadcast(object_list, src, group, *args, **kwargs)
                 return

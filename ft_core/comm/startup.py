@@ -281,12 +281,12 @@ class Startup:
             for tensor, copy in saved:
                 tensor.copy_(copy)
 
-    def is_on_record(self, group: FtProcessGroup) -> bool:
-        """Whether peers have completed the next operation of this group, so that its result is theirs."""
+    def are_on_record(self, group: FtProcessGroup, many: int) -> bool:
+        """Whether peers have completed the next operations of this group, so that their results are theirs."""
         if not self.recording or self._muted or self.rehearsing:
             return False
         series = self._series(group)
-        return self._completed.holder(series, self.log.count(series)) is not None
+        return self._completed.holder(series, self.log.count(series) + many - 1) is not None
 
     def _execute(
         self,

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from ft_core.comm.flight import FlightRecorder
 from ft_core.comm.inner import Inner
 from ft_core.errors import EpochChanged, FtError
 from ft_core.node.flight import Recorded, read
+from ft_core.patching import replaced
 from ft_core.protocol.flight import FlightLog
 from ft_core.protocol.groups import GroupId
 from ft_core.state.memory import ControlBlock, SharedMemory
@@ -515,6 +518,20 @@ def stop_here(worker: Any, stop: Any, point: int) -> None:
             worker.tell("passed", point)
 
 
+@contextlib.contextmanager
+def before_second(action: Callable[[], None]) -> Iterator[None]:
+    """`action` comes between the two broadcasts that an object takes: its size, and its bytes."""
+    original, calls = c10d.broadcast, itertools.count(1)
+
+    def broadcast(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 2:
+            action()
+        return original(*args, **kwargs)
+
+    with replaced(c10d, {"broadcast": broadcast}):
+        yield
+
+
 def start_up(worker: Any, stop: Any, then: Any) -> dict[str, Any]:
     """A start-up with all that can be replayed, then some training. `stop`: (role, point) in start-up;
     `then`: a role that stops in training."""
@@ -539,7 +556,8 @@ def start_up(worker: Any, stop: Any, then: Any) -> dict[str, Any]:
     out["objects"] = objects
     stop_here(worker, stop, 4)
     shared = ["from the source" if role == 0 else None, role]
-    dist.broadcast_object_list(shared, src=0)
+    with before_second(lambda: stop_here(worker, stop, 7)):
+        dist.broadcast_object_list(shared, src=0)
     out["shared"] = shared[0]
     t = torch.tensor([10 + role])
     dist.all_reduce(t, dist.ReduceOp.MAX, group=pair, async_op=True).wait()

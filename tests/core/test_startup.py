@@ -41,7 +41,9 @@ def test_a_newcomer_replays_the_start_up(lost: int) -> None:
         check(job.results(), 2)
 
 
-@pytest.mark.parametrize("lost,point", [(2, 0), (1, 1), (3, 2), (2, 2), (0, 3), (1, 4), (2, 5), (3, 6)])
+@pytest.mark.parametrize(
+    "lost,point", [(2, 0), (1, 1), (3, 2), (2, 2), (0, 3), (1, 4), (2, 5), (3, 6), (0, 7)]
+)
 def test_a_kill_during_start_up(lost: int, point: int) -> None:
     """Some survivors have completed the operation that others are blocked in (broadcast, point-to-point)."""
     with GroupJob(4, "start_up", (lost, point), None) as job:
