@@ -78,6 +78,8 @@ class ScriptState:
         self._own = {name for name, _ in scripts(torch.nn.Module())} | {"__main__"}
         self._objects: dict[int, tuple[Any, Any]] = {}
         """That there were at first, so that a newcomer has them, too: each with its mark."""
+        self._bare: set[int] = set()
+        """Modules in which there is nothing but what is trained."""
         self._looks = True
         self._first = {place: self._mark(value) for place, _, _, value, _ in self._places()}
         self._looks = False
@@ -147,7 +149,11 @@ class ScriptState:
             state = rng.state_of(value)
             return kind, state.numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state)
         if isinstance(value, torch.nn.Module):
+            if id(value) in self._bare:
+                return []
             tensors = [t for t in [*value.parameters(), *value.buffers()] if id(t) not in self._trained]
+            if self._looks and not tensors:
+                self._bare.add(id(value))
             return list(map(_mark_of_tensor, tensors[:_MANY]))
         if isinstance(value, (list, tuple, deque, dict, set, frozenset)):
             if len(value) <= _MANY and not isinstance(value, dict) and _FIXED.issuperset(map(type, value)):

@@ -131,7 +131,6 @@ class DeepSpeedAdapter:
         engine = self.engine
         scheduler = engine.lr_scheduler
         state = {
-            "rng": rng.capture(),
             "tracker": checkpointing.get_cuda_rng_tracker().get_states(),
             "engine": _attributes(engine, _COUNTERS),
             "wrapper": _attributes(engine.optimizer, _WRAPPER),
@@ -149,7 +148,8 @@ class DeepSpeedAdapter:
             "trace": self._trace(),
             "gathered": persistent.are_whole(self.engine),
         }
-        return copy.deepcopy(state)  # much of it goes on changing in place
+        # Much of it goes on changing in place. Of the generators it is a copy; there are 625 numbers in one.
+        return copy.deepcopy(state) | {"rng": rng.capture()}
 
     # -- what peers have that are away ---------------------------------------------------------
 
