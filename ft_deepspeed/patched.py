@@ -16,10 +16,6 @@ BUILD_SHM_OP = declare(
     "deepspeed.comm.torch:build_shm_op",
     "on CPUs it compiles an all-reduce that goes by the process groups and cannot be repaired",
 )
-BROADCAST_WEIGHTS = declare(
-    "deepspeed.runtime.engine:DeepSpeedEngine._broadcast_model",
-    "a newcomer's weights are restored: sent as bytes (since 0.19), they would be taken for something else",
-)
 CONNECT_STAGES = declare_each(
     "deepspeed.runtime.pipe.p2p:",
     "send recv",

@@ -13,6 +13,7 @@ from ft_core.kept import Kept
 from ft_deepspeed.draws import Draws
 from ft_deepspeed.history import NAME as HISTORY
 from ft_deepspeed.module_state import ModuleState
+from ft_deepspeed.reference import References
 from ft_deepspeed.results import Results
 from ft_deepspeed.state import DeepSpeedAdapter
 
@@ -25,6 +26,7 @@ class Script(Protocol):
     results: Results
     draws: Draws
     module: ModuleState
+    references: References
     first: int
     """With which version the files were begun that it goes on with."""
 
@@ -77,6 +79,7 @@ class ProtectedState:
             "began": self._script.began,
             "first": self._script.first,
             "module": self._script.module.capture(),
+            "references": self._script.references.state(),
         }
 
     def envelope_holders(self) -> tuple[int, ...]:

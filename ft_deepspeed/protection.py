@@ -48,6 +48,7 @@ from ft_deepspeed.exchange import Exchange
 from ft_deepspeed.gradients import CHANGED, Gradients
 from ft_deepspeed.module_state import ModuleState, scripts
 from ft_deepspeed.protected_state import ProtectedState
+from ft_deepspeed.reference import IN_PARTS, References
 from ft_deepspeed.results import NotOnRecord, Results
 from ft_deepspeed.resumption import Resumption
 from ft_deepspeed.state import DeepSpeedAdapter
@@ -87,14 +88,18 @@ class Phase(Enum):
 class Protection:
     """Stands between the script and one engine. The engine's public methods are replaced by guarded ones."""
 
-    def __init__(self, engine: Any, session: Session, shrink: bool) -> None:
+    def __init__(self, engine: Any, session: Session, shrink: bool, references: References) -> None:
         """`shrink`: others go on when a replica group is lost, if this engine's state allows it.
+        `references`: engines beside it that train nothing.
 
         Raises ConfigError when this engine cannot be protected; it is untouched then.
         """
         if (reason := unsupported(engine)) is not None:
             raise ConfigError(reason)
-        self._engine, self._session = engine, session
+        self._engine, self._session, self.references = engine, session, references
+        if shrink and references.in_parts:
+            log.warning("%s %s, so the job waits when one is lost", POLICY, IN_PARTS)
+            shrink = False
         state = DeepSpeedAdapter(engine, session.lean)
         self._adapter = ProtectedState(state, self, shrink)
         if engine.zero_optimization_stage() == 3 and session.groups.absent and not session.joining:
@@ -154,6 +159,7 @@ class Protection:
             for patch in patched.TRAINER_SAVES:
                 patch.wrap(self._guard_save)
         patched.LOAD.wrap(self._guard_load, of=engine)
+        references.protection = self
         session.point("startup")
 
     def _steps_done(self) -> int:
@@ -258,6 +264,13 @@ class Protection:
             self._forwards = []
         return call
 
+    def beside(self, call: Call) -> Any:
+        """Make a call of an engine that trains nothing, beside this one's."""
+        if self._performing:
+            return call.execute()
+        self._begin()
+        return self._call(call)
+
     def _begin(self) -> None:
         """At the first call: what came before it was start-up."""
         if self._phase is not Phase.STARTUP:
@@ -303,7 +316,7 @@ class Protection:
         call.version = self._position
         if self._phase is Phase.CATCHING_UP:
             return self._answer(call)
-        if call.kind in ("evaluation", "eval_batch", "save", "load"):
+        if call.evaluates or call.kind in ("eval_batch", "save", "load"):
             self._session.overlay.complete()
         else:
             self._session.overlay.end(whole=self._began_at == self.first)
@@ -337,7 +350,7 @@ class Protection:
                     self._check_drawn(call)
                     self.kept = Kept.capture()
                     self._step_done()
-                if call.kind != "evaluation" or sum(self._session.comms.counts.values()) > before:
+                if not call.evaluates or sum(self._session.comms.counts.values()) > before:
                     self._tape.record(call)
                 return result
             except CannotRepeat as reason:
@@ -376,7 +389,7 @@ class Protection:
         self._performing = True
         try:
             with self._session.inside(), self._session.overlay.real():  # what the engine saves is no script's
-                if (point := _POINTS.get(call.kind)) is not None:
+                if (point := _POINTS.get(call.kind, "evaluate" if call.evaluates else None)) is not None:
                     self._session.point(point)
                 return action()
         finally:
@@ -426,6 +439,7 @@ class Protection:
         if objection := self._objection(version, behind):
             self._session.replace_worker(objection)
         self._session.derive()
+        self.references.reset()
         if behind:
             self._follow(version)
             return
@@ -458,6 +472,8 @@ class Protection:
             if loaded["began"] or self._position > self._began_at:
                 self._adapter.kept.apply()
             self._adapter.kept = Kept()
+            if objection := self.references.objection(loaded.get("references", [])):
+                self._session.cannot_pass(objection)
             self.first = loaded.get("first", self._began_at)
             self._session.overlay.arrives()
         self._adapter.arrived()

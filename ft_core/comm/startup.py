@@ -162,6 +162,15 @@ class Startup:
             self._weights = False
 
     @contextmanager
+    def used(self) -> Iterator[None]:
+        """What is exchanged here is used at once: no restore overwrites what is not on record."""
+        was, self._strict = self._strict, True
+        try:
+            yield
+        finally:
+            self._strict = was
+
+    @contextmanager
     def rehearsal(self) -> Iterator[None]:
         """What is issued here is done at once: there are no peers yet. They send zeros, as it were."""
         self.rehearsing = True
