@@ -61,6 +61,11 @@ class Call:
         return results.answer(self.kind, self.version, number, torch.device(self.engine.device))
 
     @property
+    def losses(self) -> list[torch.Tensor]:
+        """Of a backward pass, those of the script's, until it is done."""
+        return []
+
+    @property
     def ends_step(self) -> bool:
         """Before it is made: whether the state will be the next version after it."""
         return False
@@ -167,6 +172,11 @@ class Backward(Call):
         return result.detach() if isinstance(result, torch.Tensor) else result
 
     @property
+    def losses(self) -> list[torch.Tensor]:
+        """The script's."""
+        return [] if self._loss is None else [self._loss]
+
+    @property
     def loss(self) -> torch.Tensor:
         """The value that the script's loss had."""
         return self._value
@@ -176,6 +186,8 @@ class Backward(Call):
         value = super().answer(results, number)
         if value is not None and self._loss is not None:
             self._loss.detach().copy_(value)
+            if not self._retained:
+                _cut_off(self._loss)
         returned = results.answer_after(self.version, RETURNED, number)
         if not returned or self._loss is None:
             return self._loss
@@ -216,6 +228,11 @@ class Direct(Call):
         self.method([t for t, _ in reached], [g for _, g in reached], retain_graph=self.retained)
         self._release()
 
+    @property
+    def losses(self) -> list[torch.Tensor]:
+        """The script's."""
+        return self._losses
+
     def _release(self) -> None:
         if not self.retained:
             self.args, self._losses = (), []
@@ -225,6 +242,12 @@ class Direct(Call):
         """The script's losses, made of outputs without content, get their true values."""
         for loss, value in zip(self._losses, super().answer(results, number) or (), strict=False):
             loss.detach().copy_(value)
+
+
+def _cut_off(loss: torch.Tensor) -> None:
+    """As after its backward pass, it has nothing of what it was computed from."""
+    if loss._base is None:
+        loss.detach_()
 
 
 class _Boundary(torch.autograd.Function):

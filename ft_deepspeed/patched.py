@@ -67,6 +67,12 @@ BEGIN_DATA_AGAIN = declare(
     "the same for a loader that keeps its processes",
 )
 
+READS = declare_each(
+    "torch:Tensor",
+    "item __float__ __bool__ __int__ __index__ numpy __array__ tolist __repr__ __reduce_ex__",
+    "while a newcomer passes steps: what it makes of outputs that have no content is not a number",
+)
+
 # -- the step (boundary) ---------------------------------------------------------------------------
 
 EXCHANGE_WHOLE = declare(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -94,6 +94,10 @@ class ProtectedState:
         self.loaded = envelope
         found = tensors.get(HISTORY)
         self._history = None if found is None else found.detach().cpu().clone()
+
+    def stepped(self) -> Iterator[torch.Tensor]:
+        """What a step changes of the engine."""
+        return self._engine.stepped()
 
     def results(self) -> Results:
         """Of the role, as they were when what was loaded was saved. Raises CorruptSnapshot."""

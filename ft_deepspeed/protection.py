@@ -46,6 +46,7 @@ from ft_deepspeed.dealing import POLICY, Dealing
 from ft_deepspeed.draws import Draws
 from ft_deepspeed.exchange import Exchange
 from ft_deepspeed.gradients import CHANGED, Gradients
+from ft_deepspeed.made_up import MadeUp
 from ft_deepspeed.module_state import ModuleState, scripts
 from ft_deepspeed.protected_state import ProtectedState
 from ft_deepspeed.reference import IN_PARTS, References
@@ -109,6 +110,8 @@ class Protection:
             )
         self.results = Results()
         self.draws = Draws(self._steps_done)
+        self._made_up = MadeUp(engine.module, self._steps_done, session.cannot_pass)
+        session.comms.startup.gives = lambda tensors: self._made_up.given(tensors, "other ranks")
         self._phase = Phase.STARTUP
         self._tape = Tape()
         self._pending: Call | None = None
@@ -286,7 +289,7 @@ class Protection:
         if not self._passes_ahead():
             if not self._session.joining:
                 self._adapter.compare()
-            self._session.begin(self._adapter, self._position, self._redo)
+            self._session.begin(self._adapter, self._position, self._made_up.after(self._redo))
 
     def _passes_ahead(self) -> bool:
         """Others train without this role, and nobody waits for it: have its script pass the steps till now.
@@ -308,8 +311,10 @@ class Protection:
 
     def _call(self, call: Call) -> Any:
         self.draws.calls()
+        self._made_up.calls()
         result = self._made(call)
         self.draws.returns()
+        self._made_up.returns()
         return result
 
     def _made(self, call: Call) -> Any:
@@ -320,6 +325,7 @@ class Protection:
             self._session.overlay.complete()
         else:
             self._session.overlay.end(whole=self._began_at == self.first)
+        self._made_up.given((call.args, call.kwargs, call.losses), "the engine")
         call.context = Context.capture(self._engine)
         if self._gradients.changed():
             call.again = call.again or CHANGED
@@ -426,6 +432,7 @@ class Protection:
 
     def interrupted(self) -> None:
         """The adapter is told to drop an abandoned call: the script must find everything as it left it."""
+        self._made_up.rests()
         if self._phase is Phase.CATCHING_UP:
             # A recovery that is cut short has loaded another state by now, and the script has not gone on.
             self._script = self._script or self._adapter.envelope()
@@ -470,12 +477,13 @@ class Protection:
         """
         if not self.live and (loaded := self._adapter.loaded) is not None:
             if loaded["began"] or self._position > self._began_at:
-                self._adapter.kept.apply()
+                self._made_up.seen(self._adapter.kept.apply)
             self._adapter.kept = Kept()
             if objection := self.references.objection(loaded.get("references", [])):
                 self._session.cannot_pass(objection)
             self.first = loaded.get("first", self._began_at)
             self._session.overlay.arrives()
+            self._made_up.arrives()
         self._adapter.arrived()
         self._phase = Phase.LIVE
 
@@ -516,6 +524,8 @@ class Protection:
         ends = call.ends_step
         try:
             result = call.answer(self.results, number)
+            self._made_up.answered(result)
+            self._made_up.known(call.losses)
             self._left(call, number, ends)
         except NotOnRecord as unknown:
             self._session.cannot_pass(str(unknown))
@@ -533,7 +543,7 @@ class Protection:
                     self._go_live()
                 elif not self._passes_ahead():
                     self._session.rehearse(self._adapter, self._rehearse)
-                    self._session.begin(self._adapter, self._position, self._redo)
+                    self._session.begin(self._adapter, self._position, self._made_up.after(self._redo))
         elif isinstance(call, Forward):
             self._watch(result)
             if not self._session.protecting:
@@ -592,6 +602,7 @@ class Protection:
         """Version `until`, of which this is the envelope, is where the script is to get."""
         self._phase = Phase.CATCHING_UP
         self._session.overlay.passes()
+        self._made_up.passes(self._adapter.stepped())
         self._catch_up = self._catch_up or CatchUp()
         self._catch_up.until, self._catch_up.envelope = until, envelope
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from deepspeed_jobs import SCRIPTS, TWICE, Habits, HuggingFace, OwnLoop, Preference, Quirks, Zero
+from deepspeed_jobs import SCRIPTS, TWICE, Habits, HuggingFace, Keeps, OwnLoop, Preference, Quirks, Zero
 from harness import ROOT, Job, Training, check_clean, check_identical, check_survivors, environment, reference
 
 ITERATIONS = 14
@@ -92,6 +92,21 @@ def test_a_reference_that_changes_is_not_gone_on_with_unless_it_is_kept(tmp_path
         check_identical(result, training, ITERATIONS, again=2 * ITERATIONS)
         assert bool(result.of("begins_anew")) is anew
         assert ("keep(reference=model)" in result.output) is anew
+
+
+@pytest.mark.parametrize(
+    ("more", "kept"), [((), ""), (("--best",), "best"), (("--running",), "correct")], ids=str
+)
+def test_what_a_script_keeps_of_steps_that_its_newcomer_passes(more: tuple[str, ...], kept: str, tmp_path):
+    """An accuracy that it computes and logs is no harm; what it keeps is named, and all begin anew."""
+    training = Keeps(more)
+    inject = ("--respawn", "--ft-inject", "0@forward:10:worker")
+    with Job(tmp_path / "job", training, ITERATIONS, ftrun=inject) as job:
+        result = job.finish()
+    check_identical(result, training, ITERATIONS, again=2 * ITERATIONS)
+    check_clean(result)
+    assert bool(result.of("begins_anew")) is bool(kept), result.output[-3000:]
+    assert f"keep({kept}=...)" in result.output or not kept
 
 
 def test_a_second_engine_is_refused_by_name_and_once(tmp_path):
