@@ -19,6 +19,7 @@ memory, with the step; what is overwritten has lost it. Then
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import inspect
 import math
@@ -231,15 +232,12 @@ class MadeUp:
             return
         written: list[torch.Tensor] = []
         read: list[torch.Tensor] = []
-        known = {argument.name: argument for argument in func._schema.arguments}
-        ordered = zip(func._schema.arguments, args, strict=False)
-        for argument, value in (*ordered, *((known[n], v) for n, v in kwargs.items() if n in known)):
+        uses = _uses(func)
+        ordered = zip(uses.values(), args, strict=False)
+        for (writes, reads), value in (*ordered, *((uses[n], v) for n, v in kwargs.items() if n in uses)):
             tensors = list(tensors_of([value]))
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written += tensors
-                read += () if argument.is_out or packet in _OVERWRITE else tensors
-            else:
-                read += tensors
+            written += tensors if writes else ()
+            read += tensors if reads else ()
         if (since := min((s for s in map(self._since, read) if s is not None), default=None)) is not None:
             if packet in _FINITE or (packet in _COMPARE and _is_finite(*args[:2])):
                 return
@@ -358,6 +356,17 @@ class MadeUp:
         """By storage, or by its own identity."""
         marks = {at: mark for at, mark in self._marks.items() if mark.alive and mark.since < before}
         return marks | {id(number): number for number in self._numbers if number.since < before}
+
+
+@functools.cache
+def _uses(func: Any) -> dict[str, tuple[bool, bool]]:
+    """By an argument's name: whether it is written, and whether it is read."""
+    found = {}
+    for argument in func._schema.arguments:
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        overwrites = writes and (argument.is_out or func.overloadpacket in _OVERWRITE)
+        found[argument.name] = writes, not overwrites
+    return found
 
 
 def _is_finite(one: Any, other: Any) -> bool:
