@@ -56,15 +56,22 @@ _WRAPPER: dict[str, Any] = {
 }
 
 
+External = list[tuple[Any, dict[int, Any]]]
+"""Modules, and the parameters of others that stage 3 knows them to use."""
+
+
+def external(module: Any) -> External:
+    """As they are now."""
+    return [(part, dict(vars(part).get("_external_params", {}))) for part in module.modules()]
+
+
 class Baseline:
     """What a fresh engine looked like, for state that later calls change and newcomers do not have."""
 
     def __init__(self, engine: Any) -> None:
         """`engine` must not have run a forward pass yet."""
-        self.external: list[tuple[Any, dict[int, Any]]] = []
-        if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
-            for module in engine.module.modules():
-                self.external.append((module, dict(vars(module).get("_external_params", {}))))
+        stage3 = isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3)
+        self.external = external(engine.module) if stage3 else []
         self.param_groups = [(o, o.param_groups) for o in _optimizers(engine)]
 
 
@@ -195,21 +202,26 @@ def _stage3(engine: Any, optimizer: Any, baseline: Baseline) -> None:
     for inner in _optimizers(engine):
         for group in inner.param_groups:
             group["params"] = []  # filled for the duration of a sub-group's step
-    engine.module.ds_inflight_param_registry.clear()
+    abandon_pass(engine.module, optimizer.parameter_offload.get_param_coordinator(), baseline.external)
+
+
+def abandon_pass(module: Any, coordinator: Any, first: External) -> None:
+    """Stage 3's weights and trace, as before the first pass through `module`; `first`: see `external`."""
+    module.ds_inflight_param_registry.clear()
     if hasattr(partition_parameters.AllGatherCoalescedHandle, "data_buffer"):
         partition_parameters.AllGatherCoalescedHandle.data_buffer = []
-    for parameter in engine.module.parameters():
+    for parameter in module.parameters():
         parameter.ds_active_sub_modules.clear()
         parameter.is_external_param = False
-    persistent.release(engine.module.parameters())
-    for module, external in baseline.external:
-        if "_external_params" in vars(module):
-            module._external_params = dict(external)
-        _set(module, {"ds_grads_remaining": 0, "applied_pre_backward_ref_cnt": 0})
-        vars(module).get("ds_recompute_parameters", set()).clear()
-        _set(module._parameters, {"_in_forward": False})
+    persistent.release(module.parameters())
+    for part, known in first:
+        if "_external_params" in vars(part):
+            part._external_params = dict(known)
+        _set(part, {"ds_grads_remaining": 0, "applied_pre_backward_ref_cnt": 0})
+        vars(part).get("ds_recompute_parameters", set()).clear()
+        _set(part._parameters, {"_in_forward": False})
     _forward_stack()
-    trace.forget(optimizer.parameter_offload.get_param_coordinator())
+    trace.forget(coordinator)
 
 
 def _forward_stack() -> None:

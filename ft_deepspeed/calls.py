@@ -38,6 +38,8 @@ class Call:
 
     kind = "call"
     """Its results are kept under this name; see `Results`."""
+    evaluates = False
+    """Whether it changes nothing, so that it need not be made again unless it has communicated."""
 
     def __init__(self, engine: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.engine, self.method, self.args, self.kwargs = engine, method, args, kwargs
@@ -59,6 +61,11 @@ class Call:
         return results.answer(self.kind, self.version, number, torch.device(self.engine.device))
 
     @property
+    def losses(self) -> list[torch.Tensor]:
+        """Of a backward pass, those of the script's, until it is done."""
+        return []
+
+    @property
     def ends_step(self) -> bool:
         """Before it is made: whether the state will be the next version after it."""
         return False
@@ -72,7 +79,8 @@ class Forward(Call):
 
     def __init__(self, engine: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__(engine, method, args, kwargs)
-        self.kind = "forward" if engine.module.training else "evaluation"
+        self.evaluates = not engine.module.training
+        self.kind = "evaluation" if self.evaluates else "forward"
         self._saved: Any = None
         self._outputs: list[torch.Tensor] = []
         self.boundary: Any = None
@@ -84,9 +92,9 @@ class Forward(Call):
 
     def execute(self) -> Any:
         """Forward with the script's own inputs."""
-        if any(t.requires_grad for t in _tensors((self.args, self.kwargs))):
+        if any(t.requires_grad for t in tensors_of((self.args, self.kwargs))):
             self.again = "the engine's inputs require gradients, so what computed them must run again"
-        self._saved = _copied((self.args, self.kwargs))
+        self._saved = copied((self.args, self.kwargs))
         result = self.method(*self.args, **self.kwargs)
         self.args, self.kwargs = (), {}
         return self._handed_out(result)
@@ -95,7 +103,7 @@ class Forward(Call):
         """Forward with copies of the inputs, which the model may overwrite."""
         if self._saved is None:  # interrupted before it had begun
             return self.execute()
-        args, kwargs = _copied(self._saved)
+        args, kwargs = copied(self._saved)
         result = self.method(*args, **kwargs)
         if self.boundary is None:
             return self._handed_out(result)
@@ -164,6 +172,11 @@ class Backward(Call):
         return result.detach() if isinstance(result, torch.Tensor) else result
 
     @property
+    def losses(self) -> list[torch.Tensor]:
+        """The script's."""
+        return [] if self._loss is None else [self._loss]
+
+    @property
     def loss(self) -> torch.Tensor:
         """The value that the script's loss had."""
         return self._value
@@ -173,6 +186,8 @@ class Backward(Call):
         value = super().answer(results, number)
         if value is not None and self._loss is not None:
             self._loss.detach().copy_(value)
+            if not self._retained:
+                _cut_off(self._loss)
         returned = results.answer_after(self.version, RETURNED, number)
         if not returned or self._loss is None:
             return self._loss
@@ -193,7 +208,7 @@ class Direct(Call):
     ) -> None:
         """`backward`: torch's own, given `losses`, `args` and `kwargs`; `script`: its part in it."""
         super().__init__(engine, backward, (losses, *args), kwargs)
-        self._losses, self._scales = _tensors(losses), _tensors(args[0]) or None
+        self._losses, self._scales = tensors_of(losses), tensors_of(args[0]) or None
         self._script, self.again = script, script.objection
         self.retained = bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
         self.loss = [loss.detach().clone() for loss in self._losses]
@@ -213,6 +228,11 @@ class Direct(Call):
         self.method([t for t, _ in reached], [g for _, g in reached], retain_graph=self.retained)
         self._release()
 
+    @property
+    def losses(self) -> list[torch.Tensor]:
+        """The script's."""
+        return self._losses
+
     def _release(self) -> None:
         if not self.retained:
             self.args, self._losses = (), []
@@ -222,6 +242,12 @@ class Direct(Call):
         """The script's losses, made of outputs without content, get their true values."""
         for loss, value in zip(self._losses, super().answer(results, number) or (), strict=False):
             loss.detach().copy_(value)
+
+
+def _cut_off(loss: torch.Tensor) -> None:
+    """As after its backward pass, it has nothing of what it was computed from."""
+    if loss._base is None:
+        loss.detach_()
 
 
 class _Boundary(torch.autograd.Function):
@@ -318,9 +344,9 @@ class Batch(Call):
     def _feed(self) -> Iterator[Any]:
         for batch, states in self._drawn:
             rng.restore(states)
-            yield _copied(batch)
+            yield copied(batch)
         for batch in self._source:
-            self._drawn.append((_copied(batch), rng.capture()))
+            self._drawn.append((copied(batch), rng.capture()))
             yield batch
 
 
@@ -415,12 +441,14 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def _differentiable(value: Any) -> list[torch.Tensor]:
-    return [t for t in _tensors(value) if t.requires_grad]
+    return [t for t in tensors_of(value) if t.requires_grad]
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """In whatever containers."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """With tensors of its own, which no graph leads to."""
     return pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, torch.Tensor) else v, value)

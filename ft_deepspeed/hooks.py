@@ -19,6 +19,7 @@ from ft_deepspeed import patched
 
 if TYPE_CHECKING:
     from ft_core.worker.session import Session
+    from ft_deepspeed.reference import References
 
 
 def install() -> None:
@@ -63,6 +64,19 @@ def _not_under_ftrun(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
+def _newcomers(current: Session) -> Iterator[None]:
+    """As an engine is made: what a newcomer does otherwise.
+
+    Weights that the first rank sends are overwritten, or made alike by its start-up (see `reference`).
+    """
+    if not current.joining:
+        yield
+        return
+    with _unannounced(current), current.comms.startup.weights():
+        yield
+
+
+@contextlib.contextmanager
 def _unannounced(current: Session) -> Iterator[None]:
     """What a newcomer leaves out.
 
@@ -77,35 +91,31 @@ def _unannounced(current: Session) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _restored(current: Session) -> Iterator[None]:
-    """Weights that the first rank sends when an engine is made are overwritten where a role joins."""
-    broadcast = patched.BROADCAST_WEIGHTS.original()
+def _trains(given: dict[str, Any], config: dict[str, Any]) -> bool:
+    """Whether the engine has an optimizer. One without is a reference, teacher or reward model; a pipeline
+    without is an error that the user should see."""
+    from deepspeed.runtime.pipe.module import PipelineModule
 
-    def broadcast_weights(engine: Any) -> None:
-        with current.comms.startup.weights() if current.joining else contextlib.nullcontext():
-            broadcast(engine)
-
-    with patched.BROADCAST_WEIGHTS.replaced(broadcast_weights):
-        yield
+    named = (config.get("optimizer") or {}).get("type")
+    return (
+        given.get("optimizer") is not None
+        or named is not None
+        or isinstance(given.get("model"), PipelineModule)
+    )
 
 
 def _protected(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
-    protected = False
+    references: References | None = None
 
     def initialize(*args: Any, **kwargs: Any) -> Any:
         from ft_core.errors import ConfigError
         from ft_core.worker import session
         from ft_deepspeed import config
+        from ft_deepspeed.reference import References
 
-        nonlocal protected
-        if protected:
-            raise ConfigError(
-                "deepspeed.initialize was called again: fault_tolerance protects one engine per process, and "
-                "what a second one does could not be done again after a failure, with or without a section "
-                'of its own; set "enabled": false in the first, or do without the second'
-            )
+        nonlocal references
+        references = references or References()
         given = signature.bind_partial(*args, **kwargs).arguments
         found = given.get("config") or given.get("config_params")
         if found is None:
@@ -113,8 +123,23 @@ def _protected(original: Callable[..., Any]) -> Callable[..., Any]:
             found = getattr(arguments, "deepspeed_config", None) or getattr(
                 arguments, "deepscale_config", None
             )
-        section = config.parse(config.read(found)) if found is not None else None
         current = session.current()
+        if found is not None and not _trains(given, config.read(found)):
+            if current is None:
+                return original(*args, **kwargs)
+            with _newcomers(current):
+                engine, *others = original(*args, **kwargs)
+            references.add(engine, current)
+            return engine, *others
+        if references.protection is not None:
+            raise ConfigError(
+                "deepspeed.initialize was called again: fault_tolerance protects one engine per process, and "
+                "what a second one that has an optimizer does could not be done again after a failure, with "
+                'or without a section of its own; set "enabled": false in the first, or do without the '
+                "second; a model that is only evaluated (a reference, a teacher) needs no optimizer: leave "
+                '"optimizer" out of its configuration'
+            )
+        section = config.parse(config.read(found)) if found is not None else None
         if section is None:
             if current is not None and not current.protecting:
                 current.unprotected(config.absence(found))
@@ -127,13 +152,12 @@ def _protected(original: Callable[..., Any]) -> Callable[..., Any]:
         from ft_deepspeed.protection import Protection
 
         current.configure(section.settings())
-        unannounced = _unannounced(current) if current.joining else contextlib.nullcontext()
-        with unannounced, _restored(current):
+        with _newcomers(current):
             engine, *others = original(*args, **kwargs)
         if section.in_place:
             given_here = "policy" in section.model_fields_set
-            Protection(engine, current, section.policy == "shrink" if given_here else current.groups.elastic)
-        protected = True
+            shrink = section.policy == "shrink" if given_here else current.groups.elastic
+            Protection(engine, current, shrink, references)
         return engine, *others
 
     initialize.ft_original = original  # type: ignore[attr-defined]

@@ -16,10 +16,6 @@ BUILD_SHM_OP = declare(
     "deepspeed.comm.torch:build_shm_op",
     "on CPUs it compiles an all-reduce that goes by the process groups and cannot be repaired",
 )
-BROADCAST_WEIGHTS = declare(
-    "deepspeed.runtime.engine:DeepSpeedEngine._broadcast_model",
-    "a newcomer's weights are restored: sent as bytes (since 0.19), they would be taken for something else",
-)
 CONNECT_STAGES = declare_each(
     "deepspeed.runtime.pipe.p2p:",
     "send recv",
@@ -101,6 +97,14 @@ SYNCHRONIZE = declare(
 FETCHER = declare(
     "torch.utils.data.dataloader:_DatasetKind.create_fetcher",
     "random states before a batch is read are noted for a newcomer",
+)
+
+# -- what is made of steps that are passed over (made_up) ---------------------------------------------
+
+READS = declare_each(
+    "torch:Tensor",
+    "item __float__ __bool__ __int__ __index__ numpy __array__ tolist __repr__ __reduce_ex__",
+    "while a newcomer passes steps: what it makes of outputs that have no content is not a number",
 )
 
 # -- the step (boundary) ---------------------------------------------------------------------------

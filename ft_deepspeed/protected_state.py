@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from ft_core.kept import Kept
 from ft_deepspeed.draws import Draws
 from ft_deepspeed.history import NAME as HISTORY
 from ft_deepspeed.module_state import ModuleState
+from ft_deepspeed.reference import References
 from ft_deepspeed.results import Results
 from ft_deepspeed.state import DeepSpeedAdapter
 from ft_deepspeed.trainer import HISTORY as LOGGED
@@ -29,6 +30,7 @@ class Script(Protocol):
     module: ModuleState
     loop: TrainerLoop | None
     """A framework's, whose newcomers need not pass all steps."""
+    references: References
     first: int
     """With which version the files were begun that it goes on with."""
 
@@ -88,6 +90,7 @@ class ProtectedState:
             "first": self._script.first,
             "module": self._script.module.capture(),
             "loop": self._script.loop.envelope(self._version()) if self._script.loop is not None else None,
+            "references": self._script.references.state(),
         }
 
     def between(self) -> dict[str, Any]:
@@ -108,6 +111,10 @@ class ProtectedState:
         self.loaded = envelope
         found = tensors.get(HISTORY)
         self._history = None if found is None else found.detach().cpu().clone()
+
+    def stepped(self) -> Iterator[torch.Tensor]:
+        """What a step changes of the engine."""
+        return self._engine.stepped()
 
     def results(self) -> Results:
         """Of the role, as they were when what was loaded was saved. Raises CorruptSnapshot."""

@@ -47,8 +47,10 @@ from ft_deepspeed.dealing import POLICY, Dealing
 from ft_deepspeed.draws import Draws
 from ft_deepspeed.exchange import Exchange
 from ft_deepspeed.gradients import CHANGED, Gradients
+from ft_deepspeed.made_up import MadeUp
 from ft_deepspeed.module_state import ModuleState, scripts
 from ft_deepspeed.protected_state import ProtectedState
+from ft_deepspeed.reference import IN_PARTS, References
 from ft_deepspeed.results import NotOnRecord, Results
 from ft_deepspeed.resumption import Resumption
 from ft_deepspeed.state import DeepSpeedAdapter
@@ -89,14 +91,18 @@ class Phase(Enum):
 class Protection:
     """Stands between the script and one engine. The engine's public methods are replaced by guarded ones."""
 
-    def __init__(self, engine: Any, session: Session, shrink: bool) -> None:
+    def __init__(self, engine: Any, session: Session, shrink: bool, references: References) -> None:
         """`shrink`: others go on when a replica group is lost, if this engine's state allows it.
+        `references`: engines beside it that train nothing.
 
         Raises ConfigError when this engine cannot be protected; it is untouched then.
         """
         if (reason := unsupported(engine)) is not None:
             raise ConfigError(reason)
-        self._engine, self._session = engine, session
+        self._engine, self._session, self.references = engine, session, references
+        if shrink and references.in_parts:
+            log.warning("%s %s, so the job waits when one is lost", POLICY, IN_PARTS)
+            shrink = False
         state = DeepSpeedAdapter(engine, session.lean)
         self._adapter = ProtectedState(state, self, shrink, lambda: session.version)
         if engine.zero_optimization_stage() == 3 and session.groups.absent and not session.joining:
@@ -106,6 +112,8 @@ class Protection:
             )
         self.results = Results()
         self.draws = Draws(self._steps_done)
+        self._made_up = MadeUp(engine.module, self._steps_done, session.cannot_pass)
+        session.comms.startup.gives = lambda tensors: self._made_up.given(tensors, "other ranks")
         self._phase = Phase.STARTUP
         self._tape = Tape()
         self._pending: Call | None = None
@@ -162,6 +170,7 @@ class Protection:
             for patch in patched.TRAINER_SAVES:
                 patch.wrap(self._guard_save)
         patched.LOAD.wrap(self._guard_load, of=engine)
+        references.protection = self
         session.point("startup")
 
     def _steps_done(self) -> int:
@@ -266,6 +275,13 @@ class Protection:
             self._forwards = []
         return call
 
+    def beside(self, call: Call) -> Any:
+        """Make a call of an engine that trains nothing, beside this one's."""
+        if self._performing:
+            return call.execute()
+        self._begin()
+        return self._call(call)
+
     def _begin(self) -> None:
         """At the first call: what came before it was start-up."""
         if self._phase is not Phase.STARTUP:
@@ -281,7 +297,7 @@ class Protection:
         if not self._passes_ahead():
             if not self._session.joining:
                 self._adapter.compare()
-            self._session.begin(self._adapter, self._position, self._redo)
+            self._session.begin(self._adapter, self._position, self._made_up.after(self._redo))
 
     def top(self) -> dict[str, Any]:
         """Where the script is between two calls."""
@@ -331,18 +347,21 @@ class Protection:
 
     def _call(self, call: Call) -> Any:
         self.draws.calls()
+        self._made_up.calls()
         result = self._made(call)
         self.draws.returns()
+        self._made_up.returns()
         return result
 
     def _made(self, call: Call) -> Any:
         call.version = self._position
         if self._phase is Phase.CATCHING_UP:
             return self._answer(call)
-        if call.kind in ("evaluation", "eval_batch", "save", "load"):
+        if call.evaluates or call.kind in ("eval_batch", "save", "load"):
             self._session.overlay.complete()
         else:
             self._session.overlay.end(whole=self._whole and self._began_at == self.first)
+        self._made_up.given((call.args, call.kwargs, call.losses), "the engine")
         call.context = Context.capture(self._engine)
         if self._gradients.changed():
             call.again = call.again or CHANGED
@@ -373,7 +392,7 @@ class Protection:
                     self._check_drawn(call)
                     self.kept = Kept.capture()
                     self._step_done()
-                if call.kind != "evaluation" or sum(self._session.comms.counts.values()) > before:
+                if not call.evaluates or sum(self._session.comms.counts.values()) > before:
                     self._tape.record(call)
                 return result
             except CannotRepeat as reason:
@@ -412,7 +431,7 @@ class Protection:
         self._performing = True
         try:
             with self._session.inside(), self._session.overlay.real():  # what the engine saves is no script's
-                if (point := _POINTS.get(call.kind)) is not None:
+                if (point := _POINTS.get(call.kind, "evaluate" if call.evaluates else None)) is not None:
                     self._session.point(point)
                 return action()
         finally:
@@ -451,6 +470,7 @@ class Protection:
 
     def interrupted(self) -> None:
         """The adapter is told to drop an abandoned call: the script must find everything as it left it."""
+        self._made_up.rests()
         if self._phase is Phase.CATCHING_UP:
             # A recovery that is cut short has loaded another state by now, and the script has not gone on.
             self._script = self._script or self._adapter.envelope()
@@ -464,6 +484,7 @@ class Protection:
         if objection := self._objection(version, behind):
             self._session.replace_worker(objection)
         self._session.derive()
+        self.references.reset()
         if behind:
             self._follow(version)
             return
@@ -494,10 +515,13 @@ class Protection:
         """
         if not self.live and (loaded := self._adapter.loaded) is not None:
             if loaded["began"] or self._position > self._began_at:
-                self._adapter.kept.apply()
+                self._made_up.seen(self._adapter.kept.apply)
             self._adapter.kept = Kept()
+            if objection := self.references.objection(loaded.get("references", [])):
+                self._session.cannot_pass(objection)
             self.first = loaded.get("first", self._began_at)
             self._session.overlay.arrives()
+            self._made_up.arrives()
         self._adapter.arrived()
         self._phase = Phase.LIVE
 
@@ -538,6 +562,8 @@ class Protection:
         ends = call.ends_step
         try:
             result = call.answer(self.results, number)
+            self._made_up.answered(result)
+            self._made_up.known(call.losses)
             self._left(call, number, ends)
         except NotOnRecord as unknown:
             self._session.cannot_pass(str(unknown))
@@ -555,7 +581,7 @@ class Protection:
                     self._go_live()
                 elif not self._passes_ahead():
                     self._session.rehearse(self._adapter, self._rehearse)
-                    self._session.begin(self._adapter, self._position, self._redo)
+                    self._session.begin(self._adapter, self._position, self._made_up.after(self._redo))
         elif isinstance(call, Forward):
             self._watch(result)
             if not self._session.protecting:
@@ -615,6 +641,7 @@ class Protection:
         """Version `until`, of which this is the envelope, is where the script is to get."""
         self._phase = Phase.CATCHING_UP
         self._session.overlay.passes()
+        self._made_up.passes(self._adapter.stepped())
         self._catch_up = self._catch_up or CatchUp()
         self._catch_up.until, self._catch_up.envelope = until, envelope
 

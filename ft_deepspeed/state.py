@@ -122,6 +122,16 @@ class DeepSpeedAdapter:
         for name, module, key in self._layout.buffers:
             yield StateTensor(name, getattr(module, key), holders, volatile=True)
 
+    def stepped(self) -> Iterator[torch.Tensor]:
+        """What a step changes: weights, whole or in parts, main parameters, the optimizer's state."""
+        for parameter in self.engine.module.parameters():
+            yield from (parameter, getattr(parameter, "ds_tensor", parameter))
+        yield from (flat for _, flat, _ in self._layout.flats)
+        yield from (master.tensor for master in self._layout.masters)
+        for optimizer in zero.inner_optimizers(self.engine):
+            for kept in optimizer.state.values():
+                yield from (value for value in kept.values() if isinstance(value, torch.Tensor))
+
     def envelope_holders(self) -> tuple[int, ...]:
         """RNG states are each role's own."""
         return self._me

@@ -308,6 +308,71 @@ class Quirks:
         return variables()
 
 
+@dataclass(frozen=True)
+class Preference:
+    """Training of a script that has an engine beside the one that it trains."""
+
+    stage: int
+    reference: int
+    more: tuple[str, ...] = ()
+    dp: int = 2
+
+    def __str__(self) -> str:
+        return f"preference-zero{self.stage}-reference{self.reference}" + "".join(self.more)
+
+    @property
+    def world(self) -> int:
+        return self.dp
+
+    @property
+    def script(self) -> Path:
+        return SCRIPTS / "preference.py"
+
+    def arguments(self, iterations: int, protected: bool) -> list[str]:
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 64},
+        }
+        path = write_config(str(self), config, protected)
+        flags = [f"--deepspeed_config={path}", f"--train-iters={iterations}"]
+        return [*flags, f"--reference-stage={self.reference}", *self.more]
+
+    def environment(self) -> dict[str, str]:
+        return variables()
+
+
+@dataclass(frozen=True)
+class Keeps:
+    """Training of a script that looks at outputs and at weights."""
+
+    more: tuple[str, ...] = ()
+    dp: int = 2
+
+    def __str__(self) -> str:
+        return "keeps" + "".join(self.more)
+
+    @property
+    def world(self) -> int:
+        return self.dp
+
+    @property
+    def script(self) -> Path:
+        return SCRIPTS / "keeps.py"
+
+    def arguments(self, iterations: int, protected: bool) -> list[str]:
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": 1},
+        }
+        path = write_config(str(self), config, protected)
+        return [f"--deepspeed_config={path}", f"--train-iters={iterations}", *self.more]
+
+    def environment(self) -> dict[str, str]:
+        return variables()
+
+
 def variables(*first: Path) -> dict[str, str]:
     """A job's environment, with these folders where Python looks first."""
     path = [*map(str, first), str(PLAIN), environment()["PYTHONPATH"]]

@@ -108,6 +108,8 @@ class Startup:
         self.rehearsing = False
         self.tells: Callable[[], None] = lambda: None
         """Called before this role tells its peers something that no record answers."""
+        self.gives: Callable[[list[torch.Tensor]], None] = lambda tensors: None
+        """Called with what it tells them."""
         self._comms = comms
         self._first: int | None = None
         """The step that the record begins with."""
@@ -160,6 +162,15 @@ class Startup:
             yield
         finally:
             self._weights = False
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """What is exchanged here is used at once: no restore overwrites what is not on record."""
+        was, self._strict = self._strict, True
+        try:
+            yield
+        finally:
+            self._strict = was
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -272,6 +283,8 @@ class Startup:
                     lenient = not self._strict
                     call.apply(entry, self.where(series, number), lenient, lenient and self._weights)
                 else:
+                    if kind != "broadcast" or call.is_root:
+                        self.gives(call.inputs)
                     self._execute(group, method, kind, args, kwargs, epoch)
                     entry = call.entry()
                 if self.record(epoch, series, entry):
@@ -442,6 +455,8 @@ class PointToPoint(dist.Work):
         )
         if self._entry is None:
             self._startup.tells()
+            if self._method == "send":
+                self._startup.gives(self._tensors)
             self._work = self._comms.issue(self._group, self._method, self._method, self._args, {}, epoch)
         self._epoch = epoch
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from deepspeed_jobs import SCRIPTS, TWICE, Habits, HuggingFace, OwnLoop, Quirks, Zero
+from deepspeed_jobs import SCRIPTS, TWICE, Habits, HuggingFace, Keeps, OwnLoop, Preference, Quirks, Zero
 from harness import ROOT, Job, Training, check_clean, check_identical, check_survivors, environment, reference
 
 ITERATIONS = 14
@@ -60,6 +60,53 @@ def test_a_step_that_cannot_be_made_again_on_a_scripts_behalf(tmp_path):
         result = job.finish()
     check_identical(result, training, ITERATIONS, again=TWICE * 4)
     check_clean(result)
+
+
+@pytest.mark.parametrize(
+    ("training", "injected"),
+    [
+        (Preference(1, 0), "1@forward:4:worker,0@between:7:worker"),
+        # Others are in the reference's pass, which gathers its weights; one of more than a MiB is among them.
+        (Preference(3, 3), "1@between:4:worker,0@evaluate:7:worker,1@backward:10:worker"),
+        (Preference(3, 3, ("--after",)), "0@evaluate:3:worker,1@d2h:7:worker"),
+    ],
+    ids=str,
+)
+def test_an_engine_beside_the_protected_one(training: Preference, injected: str, tmp_path):
+    """It has no optimizer, and comes first, with the section in its configuration, or last."""
+    with Job(tmp_path / "job", training, ITERATIONS, ftrun=("--respawn", "--ft-inject", injected)) as job:
+        result = job.finish()
+    check_identical(result, training, ITERATIONS, again=TWICE * injected.count("@"))
+    check_survivors(result, training.world)
+    check_clean(result)
+    assert result.recoveries == injected.count("@")
+
+
+def test_a_reference_that_changes_is_not_gone_on_with_unless_it_is_kept(tmp_path):
+    """It is moved towards the model from step to step: a newcomer's is not where its predecessor's was."""
+    inject = ("--respawn", "--ft-inject", "1@forward:8:worker")
+    for more, anew in (("--moves",), True), (("--moves", "--keeps"), False):
+        training = Preference(1, 0, more)
+        with Job(tmp_path / "-".join(more), training, ITERATIONS, ftrun=inject) as job:
+            result = job.finish()
+        check_identical(result, training, ITERATIONS, again=2 * ITERATIONS)
+        assert bool(result.of("begins_anew")) is anew
+        assert ("keep(reference=model)" in result.output) is anew
+
+
+@pytest.mark.parametrize(
+    ("more", "kept"), [((), ""), (("--best",), "best"), (("--running",), "correct")], ids=str
+)
+def test_what_a_script_keeps_of_steps_that_its_newcomer_passes(more: tuple[str, ...], kept: str, tmp_path):
+    """An accuracy that it computes and logs is no harm; what it keeps is named, and all begin anew."""
+    training = Keeps(more)
+    inject = ("--respawn", "--ft-inject", "0@forward:10:worker")
+    with Job(tmp_path / "job", training, ITERATIONS, ftrun=inject) as job:
+        result = job.finish()
+    check_identical(result, training, ITERATIONS, again=2 * ITERATIONS)
+    check_clean(result)
+    assert bool(result.of("begins_anew")) is bool(kept), result.output[-3000:]
+    assert f"keep({kept}=...)" in result.output or not kept
 
 
 def test_a_second_engine_is_refused_by_name_and_once(tmp_path):

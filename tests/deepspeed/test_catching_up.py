@@ -10,12 +10,19 @@ from ft_deepspeed.protection import Phase, Protection
 from ft_deepspeed.results import Results
 
 
+def ignored(_: Any) -> None:
+    pass
+
+
 class Adapter:
     """With counters that a restore replaces."""
 
     def __init__(self) -> None:
         self.at = "where the script is"
         self.loaded = {"results": Results().state(), "draws": None}
+
+    def stepped(self) -> list[Any]:
+        return []
 
     def results(self) -> Results:
         return Results()
@@ -33,6 +40,7 @@ def newcomer() -> tuple[Protection, Adapter]:
     found._adapter, found._phase, found._position, found._counted = adapter, Phase.CATCHING_UP, 5, Counter()
     found._outside = found._script = None
     found._catch_up = SimpleNamespace(until=9, envelope=None)
+    found._made_up = SimpleNamespace(passes=ignored, answered=ignored, known=ignored, rests=lambda: None)
     found.draws = SimpleNamespace(follow=lambda draws: None)
     overlay = SimpleNamespace(passes=lambda: None)
     found._session = SimpleNamespace(protecting=False, passed=lambda: None, overlay=overlay)
@@ -54,7 +62,9 @@ def test_where_the_script_is_then_is_where_it_is_later() -> None:
     protection.interrupted()
     protection._follow(9)
     adapter.at = "further on"
-    call: Any = SimpleNamespace(kind="evaluation", ends_step=False, answer=lambda results, number: None)
+    call: Any = SimpleNamespace(
+        kind="evaluation", ends_step=False, losses=[], answer=lambda results, number: None
+    )
     protection._answer(call)
     protection.interrupted()
     adapter.at = "where the engine is"

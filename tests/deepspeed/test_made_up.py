@@ -1,0 +1,221 @@
+"""What a newcomer's script has of steps that it passed over: what is kept is refused, by name."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import json
+import math
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from ft_deepspeed.made_up import YOUNG, MadeUp
+from ft_deepspeed.unknown import Unknown
+
+
+class Refused(Exception):  # noqa: N818 - said of what is wanted
+    """With what was said."""
+
+
+class Newcomer:
+    """A script that passes over steps."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(3, 3)
+        self.position = 0
+        self.made_up = MadeUp(self.model, lambda: self.position, self._refuse)
+        self.made_up.passes([])
+        self.made_up.returns()
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise Refused(what)
+
+    def outputs(self, *shape: int) -> torch.Tensor:
+        """Of a pass that is answered."""
+        self.made_up.calls()
+        found = torch.zeros(shape or (2, 3), requires_grad=True).clone()
+        self.made_up.answered({"logits": found})
+        self.made_up.returns()
+        return found
+
+    def step(self, steps: int = 1) -> None:
+        """Passed, or made."""
+        for _ in range(steps):
+            self.made_up.calls()
+            self.position += 1
+            self.made_up.returns()
+
+    def arrives(self) -> None:
+        """Where the others are."""
+        self.made_up.calls()
+        self.position += 1
+        self.made_up.arrives()
+        self.made_up.returns()
+
+
+@pytest.fixture
+def newcomer() -> Iterator[Newcomer]:
+    found = Newcomer()
+    yield found
+    found.made_up.calls()
+    found.made_up._patches.close()
+    assert not _get_current_dispatch_mode_stack()
+
+
+KEEPS = [
+    lambda n: copy.deepcopy(n.model.state_dict()),
+    lambda n: {name: value.clone() for name, value in n.model.state_dict().items()},
+    lambda n: copy.deepcopy(n.model),
+    lambda n: [torch.cat([p.detach().flatten() for p in n.model.parameters()])],
+    lambda n: SimpleNamespace(logits=n.outputs().detach().cpu()),
+    lambda n: {"of": [n.outputs().argmax(-1).float().mean()]},
+    lambda n: [n.outputs().sum().item()],
+]
+
+
+@pytest.mark.parametrize("keeps", KEEPS)
+def test_what_was_kept_of_a_passed_step_is_named(newcomer: Newcomer, keeps: Any) -> None:
+    newcomer.step(3)
+    best = keeps(newcomer)
+    newcomer.step(5)
+    with pytest.raises(Refused, match=r"^best[.\[].*keep\(best=\.\.\.\)"):
+        newcomer.arrives()
+    del best
+
+
+@pytest.mark.parametrize("keeps", KEEPS)
+def test_so_is_what_was_kept_of_the_last_one_once_it_is_not_replaced(newcomer: Newcomer, keeps: Any) -> None:
+    newcomer.step(3)
+    best = keeps(newcomer)
+    newcomer.arrives()
+    newcomer.step()
+    with pytest.raises(Refused, match=r"^best[.\[]"):
+        newcomer.step()
+    del best
+
+
+def test_what_was_added_to_from_step_to_step(newcomer: Newcomer) -> None:
+    correct = torch.zeros(())
+    for _ in range(5):
+        correct += (newcomer.outputs().argmax(-1) == 0).sum()
+        newcomer.step()
+    with pytest.raises(Refused, match=r"^correct was made .* keep\(correct=\.\.\.\)"):
+        newcomer.arrives()
+
+
+@pytest.mark.parametrize(
+    "begin_anew",
+    [lambda t: t.zero_(), lambda t: t.copy_(torch.ones(3)), lambda t: [t[:2].fill_(1), t[2:].fill_(2)]],
+)
+def test_what_has_been_overwritten_is_known(newcomer: Newcomer, begin_anew: Any) -> None:
+    running = {"mean": torch.zeros(3)}
+    for _ in range(5):
+        running["mean"].mul_(0.9).add_(newcomer.outputs().mean(0).detach(), alpha=0.1)
+        newcomer.step()
+    begin_anew(running["mean"])
+    newcomer.arrives()
+    newcomer.step(3)
+    assert running["mean"].tolist() and not math.isnan(running["mean"].sum().item())
+
+
+def test_what_is_left_in_a_variable_is_no_harm_until_it_is_used(newcomer: Newcomer) -> None:
+    logits = newcomer.outputs()
+    accuracy = (logits.argmax(-1) == 0).float().mean()
+    outputs = OrderedDict(logits=newcomer.outputs()), (newcomer.outputs(),)
+    alias = newcomer.model.state_dict()
+    shadow = {name: torch.zeros_like(value) for name, value in newcomer.model.named_parameters()}
+    print(f"{accuracy:.3f} {accuracy.item():.2%} {accuracy}", logits)
+    newcomer.step(9)
+    newcomer.arrives()
+    newcomer.step(5)
+    assert alias["weight"].tolist() and shadow["weight"].sum().item() == 0
+    more = accuracy * 100
+    for use in (
+        lambda: more.item(),
+        lambda: logits.detach().numpy(),
+        lambda: torch.save(logits, io.BytesIO()),
+        lambda: newcomer.made_up.given(([logits], {}), "the engine"),
+        lambda: newcomer.model.weight.data.copy_(logits.new_zeros(3, 3) + logits.sum()),
+        lambda: bool(accuracy > 0.5),
+        lambda: torch.equal(logits, logits * 2),
+    ):
+        with pytest.raises(Refused):
+            use()
+    assert outputs
+    logits = accuracy = more = outputs = use = None
+    gc.collect()  # what was refused is on frames
+    assert newcomer.made_up._on
+    newcomer.step()
+    assert not newcomer.made_up._on and not _get_current_dispatch_mode_stack()
+    assert "item" not in vars(torch.Tensor)
+
+
+def test_numbers_that_are_read_go_along(newcomer: Newcomer) -> None:
+    number: Any = newcomer.outputs().argmax(-1).sum().item()
+    total = sum([number, 1.0, 2]) / 3 + round(number, 2)
+    assert isinstance(total, Unknown) and math.isnan(total)
+    assert f"{total:.2f} {total}" == "nan nan" and json.dumps([total]) == "[NaN]"
+    assert math.isnan(pickle.loads(pickle.dumps(total))) and total != total
+    assert math.isnan(np.mean([total, 1.0])) and math.isnan(float(newcomer.outputs(1, 2).sum()))
+    assert np.isnan(newcomer.outputs().argmax(-1).numpy()).all()
+    assert all(map(math.isnan, newcomer.outputs(2).tolist()))
+    for decides in (
+        lambda: total > 0.5,
+        lambda: total > 0.5,
+        lambda: max(0.5, total),
+        lambda: total == 1,
+        lambda: int(total),
+        lambda: range(total),
+        lambda: bool(total),
+        lambda: newcomer.outputs().sum() > 0 or None,
+        lambda: int(newcomer.outputs().argmax()),
+        lambda: [1, 2][newcomer.outputs().argmax()],
+    ):
+        with pytest.raises(Refused, match="decides"):
+            decides() and None
+
+
+def test_a_loss_before_and_after_its_backward_pass(newcomer: Newcomer) -> None:
+    loss = torch.nn.functional.cross_entropy(newcomer.outputs(), torch.zeros(2, dtype=torch.long))
+    assert math.isfinite(loss.item()) and not torch.isnan(loss) and torch.isfinite(loss).all()
+    assert not torch.isinf(loss).any() and math.isnan(loss.item() + 1.0)
+    newcomer.made_up.calls()
+    loss.detach().copy_(torch.tensor(4.0))
+    newcomer.made_up.known([loss])
+    newcomer.made_up.returns()
+    total = loss.item() + 1
+    assert total == 5 and not isinstance(total, Unknown)
+    losses = [loss.detach() * 2]
+    newcomer.step(5)
+    newcomer.arrives()
+    assert losses[0].item() == 8
+
+
+def test_what_is_kept_is_put_back_when_it_arrives(newcomer: Newcomer) -> None:
+    average = copy.deepcopy(newcomer.model)
+    newcomer.step(3)
+    newcomer.made_up.calls()
+    newcomer.position += 1
+    kept = {name: torch.ones_like(value) for name, value in average.state_dict().items()}
+    newcomer.made_up.seen(lambda: average.load_state_dict(kept))
+    newcomer.made_up.arrives()
+    newcomer.made_up.returns()
+    newcomer.step(YOUNG + 1)
+    assert average.weight.sum().item() == 9
+
+
+def test_weights_that_the_script_reads_where_the_others_are_are_those(newcomer: Newcomer) -> None:
+    newcomer.step(3)
+    newcomer.arrives()
+    best = copy.deepcopy(newcomer.model.state_dict())
+    newcomer.step(4)
+    assert best["weight"].numpy().shape == (3, 3) and not newcomer.made_up._on
