@@ -17,9 +17,8 @@ from ft_core import patched
 from ft_core.comm.collectives import FtProcessGroup
 from ft_core.comm.startup import Startup
 
-
 _OPERATIONS = 2
-"""That an object takes: its size, and its bytes. A peer that has the first alone waits for what it is sent."""
+"""That an object takes: its size, and its bytes. A peer that has the first alone waits for the other."""
 
 
 def install(startup: Startup) -> None:

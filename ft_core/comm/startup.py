@@ -295,7 +295,7 @@ class Startup:
                 tensor.copy_(copy)
 
     def are_on_record(self, group: FtProcessGroup, many: int) -> bool:
-        """Whether peers have completed the next operations of this group, so that their results are theirs."""
+        """Whether peers have completed so many of the next operations of this group."""
         if not self.recording or self._muted or self.rehearsing:
             return False
         series = self._series(group)
