@@ -1,4 +1,4 @@
-"""Whether a script changes gradients between the engine's calls: it clips, masks, or sets them.
+"""Whether a script changes gradients or weights between the engine's calls: it clips, masks or sets them.
 
 What it does there is not done again where calls are made again, so a worker whose script does so begins anew
 instead.
@@ -6,7 +6,7 @@ instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,9 +15,13 @@ from ft_deepspeed import patched
 
 CHANGED = "its script changes gradients between the engine's calls, so that must run again"
 
+WRITTEN = "its script changes weights between the engine's calls, so that must run again"
+
 _READ = 3
 """Backward passes after which gradients themselves are compared. What is written to `grad.data` leaves no
 other trace, and a script that does so does it from the beginning."""
+_CALLS = 24
+"""Calls after which weights are, for the same reason."""
 
 
 class Gradients:
@@ -66,8 +70,39 @@ class Gradients:
         return [(0, 0) if (g := p.grad) is None else (id(g), g._version) for p in self._parameters]
 
     def _norm(self) -> torch.Tensor:
-        """A mark of each."""
-        found = [p.grad.detach() for p in self._parameters if p.grad is not None]
-        if not found:
-            return torch.zeros(0)
-        return torch.stack([torch.nan_to_num(g.float()).abs().sum().cpu() for g in found])
+        return _norm(p.grad for p in self._parameters if p.grad is not None)
+
+
+class Weights:
+    """The same of weights. Stage 3 has them in parts, which come and go between calls: not seen there."""
+
+    def __init__(self, engine: Any) -> None:
+        staged = engine.zero_optimization_stage() == 3
+        self._parameters = [] if staged else list(engine.module.parameters())
+        self._marks: list[int] | None = None
+        self._norms: torch.Tensor | None = None
+        self._reads = _CALLS
+        self._always = False
+
+    def left(self) -> None:
+        """A call has returned, and the script goes on."""
+        self._marks = [p._version for p in self._parameters]
+        if self._reads:
+            self._reads -= 1
+            self._norms = _norm(self._parameters)
+
+    def changed(self) -> bool:
+        """The script makes another call: whether it has changed them since the one before."""
+        marks, norms = self._marks, self._norms
+        self._marks = self._norms = None
+        if marks is None:
+            return False
+        if norms is not None and not torch.equal(norms, _norm(self._parameters)):
+            self._always = True
+        return self._always or marks != [p._version for p in self._parameters]
+
+
+def _norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """A mark of each."""
+    found = [torch.nan_to_num(t.detach().float()).abs().sum().cpu() for t in tensors]
+    return torch.stack(found) if found else torch.zeros(0)

@@ -23,6 +23,8 @@ _TORCH = ("torch.nn", "torch.ao", "deepspeed")
 """Modules of these are known to keep nothing of the kind."""
 _OURS = frozenset(vars(torch.nn.Module())) - {"training"}
 """Attributes that each module has for torch's own use."""
+_OPTIMIZER = ("state", "param_groups", "defaults", "_")
+"""How attributes of an optimizer begin that are torch's."""
 _DEEPSPEED = ("ds_", "_ds", "_external_params", "applied_", "training")
 """How attributes begin that DeepSpeed gives modules, and what is a call's own anyway."""
 
@@ -33,15 +35,17 @@ Place = tuple[str, dict[str, Any], str]
 
 
 class ModuleState:
-    """Of one model. Values that stay what they were when training began are not kept."""
+    """Of one model, and its optimizer. Values that stay what they were when training began are not kept."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        """`module`: as the script begins training with it."""
+    def __init__(self, module: torch.nn.Module, optimizer: Any = None) -> None:
+        """`module`: as the script begins training with it. `optimizer`: the one that steps it."""
         self._modules = [
             (name, part)
             for name, part in module.named_modules()
             if not type(part).__module__.startswith(_TORCH) or part._non_persistent_buffers_set
         ]
+        self._others = () if optimizer is None or _is_torchs(optimizer) else (vars(optimizer),)
+        """Where an optimizer of the script's own has attributes; what torch knows of it is kept elsewhere."""
         self._places: list[Place] = []
         self._sizes: list[int] = []
         self._seen: list[Any] = []
@@ -74,10 +78,16 @@ class ModuleState:
                 space[key] = value.to(device, copy=True)
 
     def _look(self) -> None:
-        sizes = [len(vars(part)) for _, part in self._modules]
+        sizes = [*(len(vars(part)) for _, part in self._modules), *map(len, self._others)]
         if sizes != self._sizes:
             self._sizes = sizes
             self._places = [place for name, part in self._modules for place in _places(name, part)]
+            for space in self._others:
+                self._places += [
+                    (f"optimizer.{key}", space, key)
+                    for key, value in space.items()
+                    if not key.startswith(_OPTIMIZER) and (_is_plain(value) or _is_kept(value))
+                ]
             self._seen = [_MISSING] * len(self._places)
             self._marks = [None] * len(self._places)
         seen, marks = self._seen, self._marks
@@ -95,6 +105,10 @@ class ModuleState:
                 self._changed[name] = _copied(value)
             else:
                 self._changed.pop(name, None)
+
+
+def _is_torchs(optimizer: Any) -> bool:
+    return type(optimizer).__module__.startswith(("torch.", "deepspeed."))
 
 
 def _mark(value: Any) -> Any:

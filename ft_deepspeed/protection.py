@@ -46,7 +46,7 @@ from ft_deepspeed.context import Context
 from ft_deepspeed.dealing import POLICY, Dealing
 from ft_deepspeed.draws import Draws
 from ft_deepspeed.exchange import Exchange
-from ft_deepspeed.gradients import CHANGED, Gradients
+from ft_deepspeed.gradients import CHANGED, WRITTEN, Gradients, Weights
 from ft_deepspeed.made_up import MadeUp
 from ft_deepspeed.module_state import ModuleState, scripts
 from ft_deepspeed.protected_state import ProtectedState
@@ -56,7 +56,7 @@ from ft_deepspeed.resumption import Resumption
 from ft_deepspeed.state import DeepSpeedAdapter
 from ft_deepspeed.tape import Tape
 from ft_deepspeed.trainer import TrainerLoop
-from ft_deepspeed.zero import unsupported
+from ft_deepspeed.zero import inner_optimizer, unsupported
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,8 @@ class Protection:
         """The step after which the script made its first call."""
         self.module: ModuleState
         self._gradients: Gradients
-        """Set, both, in `_begin`."""
+        self._weights: Weights
+        """Set, all three, in `_begin`."""
         self.first = 0
         """The same of the first worker of this role whose files this one goes on with."""
         self.kept = Kept()
@@ -288,7 +289,8 @@ class Protection:
             return
         self._phase = Phase.BEGINNING
         rng.find(scripts(self._engine.module))
-        self.module, self._gradients = ModuleState(self._engine.module), Gradients(self._engine)
+        self.module = ModuleState(self._engine.module, inner_optimizer(self._engine))
+        self._gradients, self._weights = Gradients(self._engine), Weights(self._engine)
         self._script = self._adapter.envelope()
         self._began_at = self._passes_from = self.first = self._engine.global_steps
         self._tape = Tape(self._began_at)
@@ -365,11 +367,14 @@ class Protection:
         call.context = Context.capture(self._engine)
         if self._gradients.changed():
             call.again = call.again or CHANGED
+        if self._weights.changed():
+            call.again = call.again or WRITTEN
         self._pending = call
         result = self._persist(call)
         self._pending = None
         if call.kind == "backward":
             self._gradients.left()
+        self._weights.left()
         if isinstance(call, Forward) and call.boundary is not None:
             self._forwards.append(call)
         if self._position != self._session.version:

@@ -23,7 +23,7 @@ from ft_deepspeed import boundary
 from ft_deepspeed.config import SECTION
 from ft_deepspeed.module_state import ModuleState, scripts
 from ft_deepspeed.state import DeepSpeedAdapter
-from ft_deepspeed.zero import unsupported
+from ft_deepspeed.zero import inner_optimizer, unsupported
 
 Result = TypeVar("Result")
 
@@ -117,7 +117,10 @@ class LoopState:
     def begin(self) -> None:
         """The script is about to train."""
         rng.find(scripts(self._engine.module))
-        self._module, self._kept = ModuleState(self._engine.module), Kept.capture()
+        self._module, self._kept = (
+            ModuleState(self._engine.module, inner_optimizer(self._engine)),
+            Kept.capture(),
+        )
         self._state.compare()
 
     def step_done(self, result: Any) -> None:

@@ -17,6 +17,7 @@ import functools
 import io
 import os
 import posix
+import re
 import shutil
 import stat
 import subprocess
@@ -59,6 +60,8 @@ _WRITERS = {
     "pyarrow.feather": (("write_feather", 1, "dest"),),
 }
 """Module -> functions that write a whole file by its name: which argument that is, and what it is called."""
+_UNCHANGED = re.compile(r"[?&](mode=(ro|memory)|immutable=1)")
+"""In the name of a database: it has no file that is changed."""
 _READERS = {
     "safetensors.torch": (("load_file", 0, "filename"), ("safe_open", 0, "filename")),
     "safetensors": (("safe_open", 0, "filename"),),
@@ -100,6 +103,8 @@ class Calls:
             for library, functions in table.items():
                 import_hook.after_import(library, functools.partial(self._library, functions, changed))
         import_hook.after_import("h5py._hl.files", self._h5py)
+        for library in ("sqlite3", "sqlite3.dbapi2"):
+            import_hook.after_import(library, self._sqlite)
         for name in _PROGRAMS:
             self._turn(os, name, self._refused(getattr(os, name)))
         self._turn(os, "_spawnvef", self._refused(os._spawnvef))  # type: ignore[attr-defined]
@@ -448,6 +453,29 @@ class Calls:
                 original(file, name, mode, *args, **kwargs)
 
         self._turn(module.File, "__init__", init)
+
+    def _sqlite(self, module: Any) -> None:
+        """Whose own code changes parts of a file. Whether it is open at the end is seen then."""
+        if not self._open:
+            return
+        original, turn = module.connect, self._within(self.tree.change)
+
+        @functools.wraps(original)
+        def connect(*args: Any, **kwargs: Any) -> Any:
+            path = args[0] if args else kwargs.get("database")
+            if self._off or not isinstance(path, (str, bytes, os.PathLike)):
+                return original(*args, **kwargs)
+            text = os.fsdecode(path)
+            if text not in ("", ":memory:") and not (kwargs.get("uri") and _UNCHANGED.search(text)):
+                if kwargs.get("uri") or self.completing is not None:
+                    self._cannot(f"it changes the database {text}")
+                if (where := turn(path)) is not None:
+                    kwargs.pop("database", None)
+                    args = (where, *args[1:])
+            with self.real():
+                return original(*args, **kwargs)
+
+        self._turn(module, "connect", connect)
 
 
 _readlink, _access, _chdir = os.readlink, os.access, os.chdir

@@ -100,13 +100,13 @@ def _overlap(written: bytes, real: bytes) -> int:
 
 def forget(tree: Tree) -> None:
     """What was done in steps that are done; of files that are open the content stays."""
-    tree.keep_only(set(_open_for_writing(tree.upper).values()))
+    tree.keep_only(_held(tree.upper))
 
 
 def complete(tree: Tree) -> None:
     """Have the real files be what is seen in the layer, where they are not, and forget it, but for files that
     are open."""
-    held = set(_open_for_writing(tree.upper).values())
+    held = _held(tree.upper)
     entries = {n: e for n, e in tree.entries().items() if not (isinstance(e, File) and e.at in held)}
     for name, entry in entries.items():  # what was moved, before where it was is cleared
         if isinstance(entry, Dir):
@@ -186,9 +186,12 @@ def hand_over(tree: Tree, whole: bool) -> None:
     """Every file that is open for writing in the layer becomes the real one.
 
     What was opened under a name that nobody else has used becomes a real file with all that was written to
-    it. Raises CannotPass where a library's own code has one open. Nothing is watched any more meanwhile.
+    it. Raises CannotPass where a library's own code has one open, or one is mapped into memory. Nothing is
+    watched any more meanwhile.
     """
     files = {file.at: (name, file) for name, file in tree.files().items()}
+    for at in _mapped_for_writing(tree.upper) & files.keys():
+        raise CannotPass(f"it has {files[at][0]} mapped into memory, and writes to it there")
     descriptors = _open_for_writing(tree.upper)
     given = {at for descriptor, at in tree.opened.items() if descriptors.get(descriptor) == at}
     objects = _objects(set(descriptors))
@@ -248,6 +251,22 @@ def _open_for_writing(upper: str) -> dict[int, str]:
             flags = fcntl.fcntl(int(entry), fcntl.F_GETFL)
             if at.startswith(f"{upper}/") and flags & os.O_ACCMODE != os.O_RDONLY:
                 found[int(entry)] = at
+    return found
+
+
+def _held(upper: str) -> set[str]:
+    """Files in the layer that the script can still write to."""
+    return {*_open_for_writing(upper).values(), *_mapped_for_writing(upper)}
+
+
+def _mapped_for_writing(upper: str) -> set[str]:
+    """Files in the layer that a write to memory changes."""
+    found = set()
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            _, mode, _, _, _, *name = line.rstrip("\n").split(None, 5)
+            if name and name[0].startswith(f"{upper}/") and mode[1] == "w" and mode[3] == "s":
+                found.add(name[0])
     return found
 
 

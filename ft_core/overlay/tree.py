@@ -291,6 +291,17 @@ class Tree:
         os.close(descriptor)
         return at
 
+    def change(self, path: PathLike) -> str | None:
+        """Where a library's own code is to change parts of a file, or begin one; None: there."""
+        with self.lock:
+            name = self.canonical(path)
+            found, kind = self.find(name), self.kind(name)
+            if self.is_real(name) or kind not in (0, stat.S_IFREG) or (not kind and self._begins(name)):
+                return None
+            if not kind:
+                self._parent(name, path)
+            return self._raised(name, found, kind, 0, path).at
+
     def own(self, path: PathLike) -> None:
         """It was made for real, and is nobody else's."""
         with self.lock:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -303,6 +305,50 @@ def test_what_cannot_be_watched_is_not_let_through(tmp_path: Path, does: str) ->
     before = picture(tmp_path)
     said = run(tmp_path, f"begin(); overlay.passes(); os.mkdir('made')\n{does}", code=9)
     assert said.startswith("refused: it ")
+    assert picture(tmp_path) == before
+
+
+def test_databases_are_not_harmed_and_one_that_is_open_is_not_gone_on_with(tmp_path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "rows")) as db:
+        db.execute("create table t (x)")
+        db.commit()
+    before = picture(tmp_path)
+    script = """
+        import sqlite3
+        begin()
+        def add(db):
+            db.execute("insert into t values (1)"), db.commit()
+            return db
+        held = add(sqlite3.connect("rows"))
+        overlay.passes()
+        add(sqlite3.connect(database="rows")).close()
+        assert sqlite3.connect("file:rows?mode=ro", uri=True).execute("select * from t").fetchall() == []
+        assert sqlite3.connect(":memory:").execute("select 1").fetchall() == [(1,)]
+        """
+    run(tmp_path, f"{script}\n        held.close()\n        overlay.arrives(), overlay.end()")
+    said = run(tmp_path, f"{script}\n        overlay.arrives(), overlay.end()", code=9)
+    assert said.startswith("refused: a library's own code has ") and "rows open" in said
+    said = run(tmp_path, f"{script}\n        overlay.arrives(), sqlite3.connect('rows')", code=9)
+    assert said.startswith("refused: it changes the database rows")
+    assert picture(tmp_path) == before
+
+
+def test_a_file_that_is_mapped_is_not_gone_on_with(tmp_path: Path) -> None:
+    (tmp_path / "losses").write_bytes(bytes(range(64)))
+    before = picture(tmp_path)
+    said = run(
+        tmp_path,
+        """
+        import numpy as np
+        begin()
+        losses = np.memmap("losses", dtype="float64", mode="w+", shape=(8,))
+        overlay.passes()
+        losses[0] = 1.0
+        overlay.arrives(), overlay.end()
+        """,
+        code=9,
+    )
+    assert said.startswith("refused: it has ") and "losses mapped into memory" in said
     assert picture(tmp_path) == before
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from ft_core.errors import CorruptSnapshot
 from ft_core.state import envelope, rng
 from ft_deepspeed import counters, history, schedule
 from ft_deepspeed.calls import Backward, CannotRepeat, Forward
-from ft_deepspeed.gradients import Gradients
+from ft_deepspeed.gradients import Gradients, Weights
 from ft_deepspeed.history import History
 from ft_deepspeed.module_state import ModuleState
 from ft_deepspeed.results import RECENT, NotOnRecord, Results
@@ -185,6 +186,38 @@ def test_attributes_of_the_model() -> None:
     assert (model.calls, model.seen, model.best, model.kept.tolist()) == (0, [1.5], {"a": None}, [0, 0, 0])
 
 
+class Slower(torch.optim.SGD):
+    """Of a script's own: it counts, and keeps norms, where torch does not look."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.count, self.norms = 0, [0.0]
+
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        self.norms.append(0.5 * self.count)
+        super().step()
+
+
+def test_attributes_of_an_optimizer_of_the_scripts_own() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer, other = Slower(model.parameters()), Slower(model.parameters())
+    found, theirs = ModuleState(model, optimizer), ModuleState(model, other)
+    optimizer.step()
+    after_one = envelope.decode(envelope.encode(found.capture()))
+    assert after_one == {"optimizer.count": 1, "optimizer.norms": [0.0, 0.5]}
+    optimizer.step()
+    for state, each in ((found, optimizer), (theirs, other)):
+        state.restore(after_one)
+        assert (each.count, each.norms) == (1, [0.0, 0.5])
+    found.restore({})
+    assert (optimizer.count, optimizer.norms) == (0, [0.0])
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = ModuleState(model, plain)
+    plain.step()
+    assert state.capture() == {}
+
+
 def test_generators_of_the_scripts_own() -> None:
     space: dict[str, Any] = {
         "numpy": np.random.default_rng(1),
@@ -230,6 +263,9 @@ class Engine:
         self.module = torch.nn.Linear(3, 3)
         self.ft_protection = SimpleNamespace(point=lambda name: None)
         self.optimizer = SimpleNamespace()
+
+    def zero_optimization_stage(self) -> int:
+        return 0
 
     def forward(self, x: torch.Tensor) -> Any:
         return {"out": self.module(x), "other": self.module(x).sum()}
@@ -317,6 +353,24 @@ def test_gradients_that_the_script_changes(change: Any) -> None:
     assert not looked.changed()
     looked.left()
     float(found.module.weight.grad.norm())
+    assert not looked.changed()
+    looked.left()
+    change(found.module)
+    assert looked.changed()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.weight.data.add_(1e-3),
+        lambda m: m.load_state_dict({n: v + 1 for n, v in m.state_dict().items()}),
+    ],
+)
+def test_weights_that_the_script_changes(change: Any) -> None:
+    found = Engine()
+    looked = Weights(found)
+    looked.left()
+    float(found.module.weight.norm()), copy.deepcopy(found.module), found.module.eval()
     assert not looked.changed()
     looked.left()
     change(found.module)
