@@ -651,6 +651,11 @@ class Protection:
         self._catch_up.until, self._catch_up.envelope = until, envelope
 
     @property
+    def position(self) -> int:
+        """Steps that the script has done."""
+        return self._position
+
+    @property
     def starting(self) -> bool:
         """Whether the script has made no call yet."""
         return self._phase is Phase.STARTUP

@@ -17,6 +17,7 @@ from dataclasses import fields
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from ft_core.adapter import StateTensor
 from ft_core.errors import CorruptSnapshot
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 HISTORY = "script/log history"
 """Of the tensor in a snapshot that has what Trainer has logged."""
+_SEEN = 2
+"""Steps after which roles agree on whether their loops can be carried."""
 _IN_MEMORY = "(in memory)"
 """Stands for the directory of a checkpoint."""
 _NOT_ITS_OWN = frozenset({"state", "control", "train_dataset", "data_collator", "get_batch_samples"})
@@ -44,6 +47,10 @@ class Loop(Protocol):
     @property
     def live(self) -> bool:
         """Whether the script is where the engine is."""
+
+    @property
+    def position(self) -> int:
+        """Steps that the script has done."""
 
     @property
     def starting(self) -> bool:
@@ -79,7 +86,11 @@ class TrainerLoop:
         """What is still to go there."""
         self._target: dict[str, Any] | None = None
         """The update at which this newcomer's loop begins."""
-        self._asked = False
+        self._first = -1
+        """At which position the loop was entered; -1: not yet."""
+        self._agreed: bool | None = None
+        """Whether no role has anything that cannot be carried: else all go through all steps, since one that
+        does needs what the others have on record of them. None: they have yet to agree."""
         self._objection: str | None = None
         patched.UPDATES.wrap(self._updates)
         patched.LOAD_RANDOM.wrap(self._load_random)
@@ -89,8 +100,8 @@ class TrainerLoop:
     # -- what goes with a version ------------------------------------------------------------------
 
     def envelope(self, version: int) -> Any:
-        """The top of the update that made it; None where it is not known."""
-        return self._tops.get(version - 1)
+        """The top of the update that made it, where that is known, and what all roles agree on."""
+        return {"first": self._first, "agreed": self._agreed, "top": self._tops.get(version - 1)}
 
     def tensors(self, holders: tuple[int, ...]) -> Iterator[StateTensor]:
         """What Trainer has logged."""
@@ -166,15 +177,16 @@ class TrainerLoop:
 
     def _ask(self, trainer: Any) -> None:
         """Once, before the first update: what is the script's, and where are its peers?"""
-        if self._asked:
+        if self._first >= 0:
             return
-        self._asked = True
         self._script = ScriptState(_spaces(trainer, self._module), self._module, [trainer])
-        if not self._calls.starting:
+        envelope = self._calls.begin_at_top() if self._calls.starting else None
+        self._first = self._calls.position
+        found = envelope.get("loop") if envelope is not None else None
+        if found is None:
             return
-        envelope = self._calls.begin_at_top()
-        top = envelope.get("loop") if envelope is not None else None
-        if top is None:
+        self._first, self._agreed = found["first"], found["agreed"]
+        if (top := found["top"]) is None:
             return
         if top["callbacks"] != _names(trainer):
             self._session.cannot_pass("the callbacks of its Trainer are other ones than before")
@@ -182,8 +194,9 @@ class TrainerLoop:
         self._calls.goes_to(top["calls"])
         log.info("role %d: its loop begins at update %d", self._session.role, top["state"]["global_step"] + 1)
 
-    def loaded(self, top: Any, history: torch.Tensor | None) -> None:
-        """A newcomer's state comes with this top and what was logged. Raises CorruptSnapshot."""
+    def loaded(self, found: Any, history: torch.Tensor | None) -> None:
+        """A newcomer's state comes with this `envelope` and what was logged. Raises CorruptSnapshot."""
+        top = found["top"] if found is not None else None
         if top is None:
             return
         self._history = Growing(HISTORY, top["history"], history)
@@ -212,8 +225,15 @@ class TrainerLoop:
 
     # -- each update -------------------------------------------------------------------------------
 
+    def _agree(self, device: Any) -> None:
+        """A collective, once, when each role has seen what a step changes."""
+        if self._agreed is None and self._calls.position == self._first + _SEEN:
+            can = torch.tensor([self._objection is None], dtype=torch.int32, device=device)
+            dist.all_reduce(can, op=dist.ReduceOp.MIN)
+            self._agreed = bool(can.item())
+
     def _note(self, epoch: _Epoch, iterator: Any) -> None:
-        if not self._calls.live:
+        if not self._calls.live or self._agreed is False:
             return
         try:
             top = self._captured(epoch, iterator)
@@ -222,6 +242,8 @@ class TrainerLoop:
             if self._objection != str(what):
                 self._objection = str(what)
                 log.warning("a worker that takes over goes through all steps: %s cannot be carried", what)
+            return
+        if self._agreed is None:
             return
         position = top["calls"]["position"]
         self._tops = {at: kept for at, kept in self._tops.items() if at == position - 1} | {position: top}
@@ -276,6 +298,7 @@ class _Epoch:
         if (target := loop._target) is not None:
             found = self._led(target, iterator, *args, **kwargs)
         else:
+            loop._agree(self.trainer.args.device)
             loop._note(self, iterator)
             with loop._data.drawing(first):
                 found = self._original(iterator, *args, **kwargs)
