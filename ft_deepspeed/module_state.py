@@ -28,6 +28,11 @@ _OPTIMIZER = ("state", "param_groups", "defaults", "_")
 _DEEPSPEED = ("ds_", "_ds", "_external_params", "applied_", "training")
 """How attributes begin that DeepSpeed gives modules, and what is a call's own anyway."""
 
+_PACKAGES = ("site-packages", "dist-packages")
+_FRAMEWORKS = frozenset(
+    "torch transformers accelerate deepspeed datasets tokenizers peft trl numpy megatron apex".split()
+)
+
 _FIXED = frozenset({type(None), bool, int, float, str})
 _MISSING = object()
 Place = tuple[str, dict[str, Any], str]
@@ -170,12 +175,18 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
+def _is_installed(name: str, file: str) -> bool:
+    """Wherever that is: for the user, by PYTHONPATH, or from a checkout."""
+    if file.startswith((sys.prefix, sys.base_prefix)) or name.startswith("ft_"):
+        return True
+    return name.partition(".")[0] in _FRAMEWORKS or any(f"/{place}/" in file for place in _PACKAGES)
+
+
 def scripts(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
     """Where generators of the script's own are looked for: its modules, and the model's attributes."""
-    places = tuple({sys.prefix, sys.base_prefix})
     for name, found in list(sys.modules.items()):
         file = getattr(found, "__file__", None)
-        if isinstance(file, str) and not file.startswith(places) and not name.startswith("ft_"):
+        if isinstance(file, str) and not _is_installed(name, file):
             yield name, vars(found)
     main = sys.modules.get("__main__")
     if main is not None and getattr(main, "__file__", None) is not None:

@@ -80,12 +80,17 @@ class ScriptState:
         """That there were at first, so that a newcomer has them, too: each with its mark."""
         self._bare: set[int] = set()
         """Modules in which there is nothing but what is trained."""
+        self._is_large = sum(len(space) for _, space, _ in self._spaces) > _IN_ALL
+        if self._is_large:
+            return
         self._looks = True
         self._first = {place: self._mark(value) for place, _, _, value, _ in self._places()}
         self._looks = False
 
     def capture(self) -> dict[str, Any]:
         """What is other than it was at first. Raises Opaque, with the name of what cannot be carried."""
+        if self._is_large:
+            raise Opaque(f"a script with more than {_IN_ALL:,} variables")
         found: dict[str, Any] = {}
         room = _IN_ALL
         for place, _, _, value, whole in self._places():
@@ -103,7 +108,7 @@ class ScriptState:
 
     def marks(self) -> list[Any]:
         """Equal while nothing has changed."""
-        return [self._mark(value) for _, _, _, value, _ in self._places()]
+        return [] if self._is_large else [self._mark(value) for _, _, _, value, _ in self._places()]
 
     def restore(self, found: dict[str, Any]) -> None:
         """Put it where it belongs."""
