@@ -1,7 +1,7 @@
 """Does a newcomer take longer, the later it comes? One job of Hugging Face's Trainer on DeepSpeed, two ranks.
 
-A worker is killed in an early step and in a late one. Of each of its successors: the seconds from when its
-script begins until it has done a step with the others, and how many steps its script passed over on its way.
+A worker is killed in an early step and in a late one. Of each of its successors: the seconds from when it
+takes the role until it has done a step with the others, and how many steps its script passed over on its way.
 """
 
 from __future__ import annotations
@@ -52,7 +52,12 @@ def _measured(place: Path, steps: list[int], samples: int) -> list[dict[str, flo
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     lines = [line for line in timeline.read(place / "job") if line.role == 1 and line.epoch > 1]
     assert len(lines) == len(steps), f"{len(lines)} recoveries of {len(steps)}: {json.dumps(injected)}"
-    return [{"seconds": line.end - line.begin, "passed": line.passed} for line in lines]
+    return [{"seconds": _since_taken(line), "passed": line.passed} for line in lines]
+
+
+def _since_taken(line: timeline.Line) -> float:
+    """Before that its process stood by."""
+    return line.end - max(end for name, _, end in line.spans() if name in ("forked", "standing by"))
 
 
 if __name__ == "__main__":
