@@ -108,6 +108,10 @@ class DataPlace:
     def _dispatches(self) -> bool:
         return hasattr(self._loader, "_fetch_batches")
 
+    def _reads_all(self, target: dict[str, Any]) -> bool:
+        """Whether what was used up is read and dropped, since indices alone do not lead there."""
+        return target["stream"] or (target["moved"] and self._loader.num_workers > 0)
+
     def _captured(self) -> dict[str, Any]:
         assert self._objects is not None
         state = {"rng": rng.capture(), "objects": {}, "generator": self._synchronized}
@@ -127,13 +131,13 @@ class DataPlace:
         self._target = {**target, "batches": batches}
         self._finish = finish
         self._begun, self._read = target["begun"], target["read"]
-        loader, skipped = self._loader, target["stream"] or (target["moved"] and self._loader.num_workers)
+        loader = self._loader
         values: dict[str, Any] = {}
         if self._dispatches:
             values["_fetch_batches"] = self._first_fetch(loader, target["ahead"], batches)
             if (kept := target["ahead"]["first"]) is not None:
                 values["slice_fn"] = self._first_slice(loader, kept)
-        elif skipped:
+        elif self._reads_all(target):
             values["skip_batches"] = batches
         self._moved[0] = target["moved"]
         for name, value in values.items():
@@ -215,8 +219,7 @@ class DataPlace:
                 return
             self._restore(target["begun"])
             original(iterator, loader, *args, **kwargs)
-            reads_all = target["stream"] or self._dispatches or (target["moved"] and loader.num_workers)
-            if not reads_all:
+            if not (self._dispatches or self._reads_all(target)):
                 left_out = _LeftOut(iterator._index_sampler, target["batches"])
                 iterator._index_sampler, iterator._sampler_iter = left_out, left_out.go_on(iterator)
             if loader.num_workers:

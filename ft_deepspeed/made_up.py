@@ -37,15 +37,10 @@ from typing import Any, NoReturn
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ft_core.state.undone import Bytes, Span, span_of, storage_of, tensors_of
-from ft_core.state.watch import Compiler
+from ft_core.state.watch import Below, Compiler
 from ft_deepspeed import patched
 from ft_deepspeed.module_state import scripts
 from ft_deepspeed.unknown import DECIDES, Unknown
@@ -122,7 +117,7 @@ class MadeUp:
         """The position at which it was looked last for what is left."""
         self._on = self._between = self._reads = self._rests = False
         self._place = os.getpid(), threading.get_ident()
-        self._mode, self._compiler = _Seen(self._operation), Compiler(self._leave)
+        self._mode, self._compiler = Below(self._operation), Compiler(self._leave)
         self._patches = ExitStack()
 
     # -- where the script is -------------------------------------------------------------------
@@ -391,44 +386,6 @@ class _Alive:
 
     def __iter__(self) -> Iterator[Unknown]:
         return (found for at in list(self._references.values()) if (found := at()) is not None)
-
-
-class _Seen(TorchDispatchMode):
-    """Below all modes of the script's."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, operation: Callable[..., Any]) -> None:
-        super().__init__()
-        self._operation = operation
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """It is not there when something is compiled."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return self._operation(func, args, kwargs or {})
-
-    def begin(self) -> None:
-        above = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
-        for mode in (self, *reversed(above)):
-            _push_mode(mode)
-
-    def end(self) -> None:
-        if self not in _get_current_dispatch_mode_stack():
-            return
-        above = []
-        while (mode := _pop_mode()) is not self:
-            above.append(mode)
-        for mode in reversed(above):
-            _push_mode(mode)
 
 
 def _is_object(container: Any) -> bool:

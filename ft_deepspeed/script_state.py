@@ -317,7 +317,7 @@ class _Cells(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
 
-def variables(objects: Iterable[tuple[str, Any]], model: torch.nn.Module) -> Iterator[Space]:
+def variables(objects: Iterable[tuple[str, Any]]) -> Iterator[Space]:
     """The script's: of its modules, of its functions that are being called, and of those that methods and
     functions among `objects` share with the functions that they were defined in."""
     modules = dict(scripts(torch.nn.Module()))

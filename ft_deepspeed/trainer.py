@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, Protocol
 
@@ -37,8 +37,6 @@ _SEEN = 2
 """Steps after which roles agree on whether their loops can be carried."""
 _IN_MEMORY = "(in memory)"
 """Stands for the directory of a checkpoint."""
-_NOT_ITS_OWN = frozenset({"state", "control", "train_dataset", "data_collator", "get_batch_samples"})
-"""Attributes of Trainer that are looked after apart."""
 
 
 class Loop(Protocol):
@@ -179,7 +177,8 @@ class TrainerLoop:
         """Once, before the first update: what is the script's, and where are its peers?"""
         if self._first >= 0:
             return
-        self._script = ScriptState(_spaces(trainer, self._module), self._module, [trainer])
+        apart = [trainer, trainer.train_dataset, trainer.data_collator]
+        self._script = ScriptState(_spaces(trainer), self._module, apart)
         envelope = self._calls.begin_at_top() if self._calls.starting else None
         self._first = self._calls.position
         found = envelope.get("loop") if envelope is not None else None
@@ -324,36 +323,14 @@ def _names(trainer: Any) -> list[str]:
     return [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
 
 
-def _spaces(trainer: Any, model: torch.nn.Module) -> Iterator[Any]:
+def _spaces(trainer: Any) -> Iterator[Any]:
     callbacks = [
         (f"callback {at} {type(callback).__name__}", callback)
         for at, callback in enumerate(trainer.callback_handler.callbacks)
     ]
     functions = [(name, value) for name, value in vars(trainer).items() if callable(value)]
-    yield "trainer", _Without(vars(trainer)), True
+    yield "trainer", vars(trainer), True
     for name, callback in callbacks:
         if has_attributes(callback):
             yield name, vars(callback), True
-    yield from variables([("trainer", trainer), *callbacks, *functions], model)
-
-
-class _Without(MutableMapping[str, Any]):
-    """Trainer's attributes, without those that are looked after apart."""
-
-    def __init__(self, space: dict[str, Any]) -> None:
-        self._space = space
-
-    def __getitem__(self, name: str) -> Any:
-        return self._space[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._space[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._space[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._space if name not in _NOT_ITS_OWN)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+    yield from variables([("trainer", trainer), *callbacks, *functions])

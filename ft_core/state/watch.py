@@ -25,8 +25,9 @@ from ft_core import patched
 Operation = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
 
-class Watch(TorchDispatchMode):
-    """Gives the operations of one thread to a function that makes their results."""
+class Below(TorchDispatchMode):
+    """Gives the operations of one thread, below all modes of the script's, to a function that makes their
+    results."""
 
     supports_higher_order_operators = True
 
@@ -65,6 +66,10 @@ class Watch(TorchDispatchMode):
         for mode in reversed(above):
             _push_mode(mode)
         return True
+
+
+class Watch(Below):
+    """Of what is put off."""
 
 
 def watch() -> Watch | None:
