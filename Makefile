@@ -17,6 +17,9 @@ REST := 'long and not exhaustive'
 MEGATRON := tests/megatron/test_arguments.py tests/megatron/test_trackers.py tests/chaos/test_pretrain*.py
 WORKERS ?= $(shell expr $$(nproc) / 2)
 PARALLEL := $(if $(filter-out 0 1,$(WORKERS)),--numprocesses=$(WORKERS) --dist=loadfile)
+# What starts no whole job has one core.
+JOBS := tests/core/test_layers.py tests/chaos
+SMALL := --numprocesses=$$(nproc) --dist=loadfile $(JOBS:%=--ignore=%)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-megatron demo test test-light test-megatron test-rest test-all simulate test-exhaustive lint docs bench clean
@@ -56,7 +59,8 @@ lint: setup  ## Check style and types
 test: test-light test-megatron  ## Check style and types; all but most whole jobs, in both environments (15 minutes on 4 cores)
 
 test-light: lint  ## Of that, what needs no megatron.training
-	$(BIN)/python -m pytest $(PARALLEL) -m $(QUICK)
+	$(BIN)/python -m pytest $(SMALL) -m $(QUICK)
+	$(BIN)/python -m pytest $(PARALLEL) -m $(QUICK) $(JOBS)
 
 test-megatron: setup-megatron  ## Of that, what Megatron-LM's own training loop is tested with
 	$(BIN312)/python -m pytest $(PARALLEL) -m $(QUICK) $(MEGATRON)

@@ -70,8 +70,9 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_deepspeed.py::test_every_moment[zero3-dp3-gas2-bf16-gpt2-clip1--num-workers=2-1-1]",
     ),
     "DeepSpeed, Hugging Face's Trainer": (
-        "test_deepspeed_variants.py::test_variant[hf-zero2-dp3-gas1--dataloader_num_workers=2-]",
+        "test_deepspeed_loops.py::test_trainer[trainer-stream-hf-zero1-dp2-gas1--eval_strategy=steps--eval_steps=3-]",
     ),
+    "a loop of one's own, with DeepSpeed": ("test_deepspeed_loops.py::test_a_loop_that_is_entered_again[1]",),
     "DeepSpeed, ZeRO 1, habits of scripts": ("test_deepspeed_variants.py::test_variant[habits-zero1-]",),
     "DeepSpeed, state wherever scripts have it": ("test_deepspeed_variants.py::test_variant[quirks-]",),
     "groups leave and return, with DeepSpeed": (
