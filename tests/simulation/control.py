@@ -205,7 +205,7 @@ class SimController(Process):
     def _ended(self, peer: int) -> None:
         if peer in self.links:
             self._take_together()
-            del self.links[peer]
+            self.links.pop(peer, None)  # it may have hung up meanwhile
             self._arriving.discard(peer)
             self.handle(ev.Disconnected(peer))
 

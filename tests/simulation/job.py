@@ -461,7 +461,7 @@ class SimJob:
         """The next rung of the ladder is tried: not without need."""
         if not self.shape.restarts:
             raise Violation(f"14: roles begin anew, and nobody wants that: {event.reason}")
-        if not self._excused() and len(lost := self._lost()) <= self.shape.replicas:
+        if not self._excused(event.reason) and len(lost := self._lost()) <= self.shape.replicas:
             raise Violation(f"14: roles begin anew, though only {sorted(lost)} was lost: {event.reason}")
         self.restarts = event.more["rung"] == "restart"
 
@@ -656,7 +656,7 @@ class SimJob:
                 raise Violation(f"4: the ledger: {problems}")
         elif "recoveries in a row without a new step" in self.outcome.reason and not self._hopeless:
             raise Violation(f"5: the job has given up recoveries in vain: {self.outcome.reason}")
-        elif not self._excused() and len(lost := self._lost()) <= self.shape.replicas:
+        elif not self._excused(self.outcome.reason) and len(lost := self._lost()) <= self.shape.replicas:
             raise Violation(
                 f"5: the job has ended, though only {sorted(lost)} was lost: {self.outcome.reason}"
             )
@@ -671,13 +671,13 @@ class SimJob:
         """Whether its scripts bring settings with which no step can be done."""
         return self.shape.brings in ("different", "impossible")
 
-    def _excused(self) -> bool:
-        """Whether the job may end with a reason, though no more was lost than there are copies for."""
+    def _excused(self, reason: str) -> bool:
+        """Whether the job may end for that, or all roles begin anew, though copies cover what was lost."""
         if self._hopeless or self._at_odds:
             return True
-        if self.beyond and self.outcome.reason.startswith("after "):  # restarts
+        if self.beyond and reason.startswith("after "):  # restarts
             return True
-        reason, storage = self.outcome.reason, self.storage
+        storage = self.storage
         # All that the controller sees were told to end; others are lost, as they are stopped.
         if "told to end (SIGTERM)" in reason:
             return self.shape.brief or all(node.leaving or node.stopped for node in self.live())

@@ -56,6 +56,10 @@ FAILED_ONCE = {
     77128703: "a node that a new controller waited for in vain was missed only from then on by the oracle",
     77130016: "a role that had read its part of a damaged checkpoint was lost, and the oracle held that all "
     "of it had been there",
+    -1541971562: "a controller gave up while it heard the last words of a connection, and the simulator fell",
+    -424139290: "a successor was left the first of two lines of one moment, and its account "
+    "had nothing of the other",
+    -249240743: "the only durable checkpoint was damaged as it was read, and the oracle wanted no restart",
     -309995218: "a node of the simulator's took longer than a real one to go over to a new leader, and came "
     "too late, and the oracle took it for well",
     -13983973: "the same",

@@ -89,7 +89,9 @@ class TimeAccount:
             self._newest = Watched({}, None, 0)
             return self._newest
         self._passed += 1
-        self._left, self._lost = (term, at - spent.open), newest > at
+        # Of several at once it may have been left the first.
+        last = [each["spent"]["now"] for each in self._lines if "spent" in each and each["time"] == newest]
+        self._left, self._lost = (term, at - spent.open), newest > at or last[-1:] not in ([], [spent.now])
         began = self._newest.began if self._newest is not None else None
         self._newest = Watched(dict(spent.seconds), began, self._passed)
         return self._newest
