@@ -18,8 +18,7 @@ MEGATRON := tests/megatron/test_arguments.py tests/megatron/test_trackers.py tes
 WORKERS ?= $(shell expr $$(nproc) / 2)
 PARALLEL := $(if $(filter-out 0 1,$(WORKERS)),--numprocesses=$(WORKERS) --dist=loadfile)
 # What starts no whole job has one core.
-JOBS := tests/core/test_layers.py tests/chaos
-SMALL := --numprocesses=$$(nproc) --dist=loadfile $(JOBS:%=--ignore=%)
+SMALL := --numprocesses=$$(nproc) --dist=loadfile tests/core tests/simulation tests/megatron tests/deepspeed
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-megatron demo test test-light test-megatron test-rest test-all simulate test-exhaustive lint docs bench clean
@@ -60,7 +59,7 @@ test: test-light test-megatron  ## Check style and types; all but most whole job
 
 test-light: lint  ## Of that, what needs no megatron.training
 	$(BIN)/python -m pytest $(SMALL) -m $(QUICK)
-	$(BIN)/python -m pytest $(PARALLEL) -m $(QUICK) $(JOBS)
+	$(BIN)/python -m pytest $(PARALLEL) -m $(QUICK) tests/chaos tests/core/test_layers.py
 
 test-megatron: setup-megatron  ## Of that, what Megatron-LM's own training loop is tested with
 	$(BIN312)/python -m pytest $(PARALLEL) -m $(QUICK) $(MEGATRON)
