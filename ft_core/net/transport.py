@@ -92,7 +92,7 @@ class Transport(Protocol):
         """Leave a verified copy of `data` with the agent at `address`; on return it is committed there.
 
         `gate` is called before each message, by several threads, and returns when the network is free (TRAIN
-        before STATE). Returns the payload bytes sent: `segment.nbytes`, or 0 if the peer had the copy. Raises
+        before STATE). Returns the payload bytes sent: none of what the peer has, from an older copy. Raises
         TransportError (peer gone, deadline, refused) or CorruptSnapshot (`data` is not what was checksummed).
         """
 
@@ -249,11 +249,11 @@ class TcpTransport:
             def bad() -> list[int]:
                 return _ask(channel, ChunksSent(token), limit, BadChunks).chunks
 
-            for start in range(first * RUN, segment.chunks, step * RUN):
-                send(start, run_from(data, start, segment.chunks))
+            for run in runs[first::step]:
+                send(run.start, run_from(data, run.start, run.stop))
             if not (again := bad()):
                 return
-            if not all(index < segment.chunks and index // RUN % step == first for index in again):
+            if not set(again) <= {index for run in runs[first::step] for index in run}:
                 raise ProtocolError(f"{channel.peer} complains of chunks that it was not sent")
             for index in again:
                 send(index, chunk(data, index))
@@ -268,12 +268,14 @@ class TcpTransport:
         with self._call(f"pushing {what} to agent {address}") as use:
             control = use(address, limit)
             request = PushSegment(segment.layout, version, epoch, list(checksums), limit.left())
-            token = _ask(control, request, limit, PushBegun).token
-            if not token:
+            begun = _ask(control, request, limit, PushBegun)
+            if not (token := begun.token):
                 return 0
-            self._striped(control, lambda: use(address, limit), segment, stripe, _PUSHED_ALONE)
+            runs = _messages(begun.missing, segment)
+            many = sum(map(len, runs))
+            self._striped(control, lambda: use(address, limit), many, stripe, _PUSHED_ALONE)
             _ask(control, CommitPush(token), limit, Accepted)
-        return segment.nbytes
+        return sum(len(run_from(data, run.start, run.stop)) for run in runs)
 
     def fetch(
         self,
@@ -329,7 +331,7 @@ class TcpTransport:
                 raise ValueError(
                     f"allocate() gave {len(data)} bytes for the {segment.nbytes} of {segment_id}"
                 )
-            self._striped(control, lambda: use(address, limit), segment, stripe, _FETCHED_ALONE)
+            self._striped(control, lambda: use(address, limit), segment.chunks, stripe, _FETCHED_ALONE)
             _ask(control, DoneReading(token), limit, Accepted)
         return segment, checksums
 
@@ -375,16 +377,16 @@ class TcpTransport:
         self,
         control: _Channel,
         another: Callable[[], _Channel],
-        segment: Segment,
+        chunks: int,
         stripe: Callable[[_Channel, int, int], None],
         alone: int,
     ) -> None:
         """Run stripe(channel, i, n) on n connections at once, the first in this thread. One is enough for
-        `alone` chunks.
+        `alone` of so many chunks.
 
         The first failure wakes the other stripes and is the one that is raised.
         """
-        extra = 0 if segment.chunks <= alone else self._streams - 1
+        extra = 0 if chunks <= alone else self._streams - 1
         channels = [control] + [another() for _ in range(extra)]
         failures: list[BaseException] = []
 
@@ -406,6 +408,18 @@ class TcpTransport:
             thread.join()
         if failures:
             raise failures[0]
+
+
+def _messages(missing: Sequence[tuple[int, int]], segment: Segment) -> list[range]:
+    """Which chunks each message of a push has. Raises ProtocolError unless `missing` makes sense."""
+    at = 0
+    for first, stop in missing:
+        if not at <= first < stop <= segment.chunks:
+            raise ProtocolError(f"it misses chunks {first} to {stop} of {segment.chunks}")
+        at = stop
+    return [
+        range(start, min(start + RUN, stop)) for first, stop in missing for start in range(first, stop, RUN)
+    ]
 
 
 def _checked(message: Answer, channel: _Channel, kind: type[A]) -> A:

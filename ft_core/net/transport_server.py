@@ -44,7 +44,7 @@ from ft_core.protocol.transfers import (
     Request,
     SegmentLent,
 )
-from ft_core.state.manifest import CHUNK, Segment
+from ft_core.state.manifest import CHUNK, Room, Segment
 
 log = logging.getLogger(__name__)
 _Channel = Channel[Request]
@@ -60,10 +60,8 @@ class SegmentStore(Protocol):
     followed by `discard`. Methods may raise FtError: its text goes to the sender.
     """
 
-    def begin(
-        self, segment: Segment, version: int, epoch: int, checksums: Sequence[int]
-    ) -> memoryview | None:
-        """Writable memory of `segment.nbytes` bytes, or None: a verified copy is here already."""
+    def begin(self, segment: Segment, version: int, epoch: int, checksums: Sequence[int]) -> Room | None:
+        """Room for a copy, or None: a verified one is here already."""
 
     def commit(self, segment: Segment, version: int) -> None:
         """Every chunk was verified: the copy is valid from now on."""
@@ -119,7 +117,7 @@ class _Push:
         segment: Segment,
         version: int,
         epoch: int,
-        data: memoryview,
+        room: Room,
         checksums: Sequence[int],
         end: float,
     ) -> None:
@@ -128,14 +126,25 @@ class _Push:
         self.epoch = epoch
         self.end = end
         self._store = store
-        self._data = data
+        self._data = room.data
         self._checksums = checksums
         self._changed = threading.Condition()
         self._chunks = bytearray(segment.chunks)  # _MISSING, _COMING or _VERIFIED
+        for index, (there, wanted) in enumerate(zip(room.checksums, checksums, strict=False)):
+            self._chunks[index] = _VERIFIED if there == wanted else _MISSING
         self._writers: set[_Channel] = set()
         self._bad: dict[_Channel, list[int]] = {}
         self._over = False  # no chunk is taken any more
         self._ended = False  # the store knows, too
+
+    def missing(self) -> list[tuple[int, int]]:
+        """Runs of chunks that are not here."""
+        runs, start, chunks = [], 0, bytes(self._chunks)
+        while (start := chunks.find(_MISSING, start)) >= 0:
+            stop = chunks.find(_VERIFIED, start)
+            runs.append((start, stop if stop >= 0 else len(chunks)))
+            start = runs[-1][1]
+        return runs
 
     def receive(self, channel: _Channel, first: int) -> int:
         """Take the chunks from `first` on, the payload that follows on `channel`. Returns its size."""
@@ -407,14 +416,15 @@ class PeerServer:
                         f"{before.epoch} is coming in"
                     )
                 before.cancel()  # its sender was replaced, or gave up and tries again
-            data = self._store.begin(segment, version, epoch, checksums)
-            if data is None:
-                return PushBegun("")
-            push = _Push(self._store, segment, version, epoch, data, checksums, end)
+            room = self._store.begin(segment, version, epoch, checksums)
+            if room is None:
+                return PushBegun("", [])
+            push = _Push(self._store, segment, version, epoch, room, checksums, end)
+            missing = push.missing()
             token = secrets.token_hex(8)
             with self._lock:
                 self._jobs[token] = owned[token] = self._coming[segment.id] = push
-        return PushBegun(token)
+        return PushBegun(token, missing)
 
     def _lend(self, request: FetchSegment, owned: _Owned) -> SegmentLent:
         end = time.monotonic() + request.seconds

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ft_core.overlay.calls import look_through
 from ft_core.process import collector
 from ft_core.worker import cuda_fork, import_output, imports
 
@@ -263,6 +264,7 @@ def main() -> None:
                     f"ftrun: workers import {name} themselves, and start later for it: {why}", file=sys.stderr
                 )
             unsafe = _preload(without)
+        look_through()
         collector.exempt()
     finally:
         gc.enable()

@@ -21,7 +21,6 @@ import re
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 from ft_core import import_hook
+from ft_core.overlay import references
 from ft_core.overlay.tree import CannotPass, PathLike, Tree
 
 Function = Callable[..., Any]
@@ -62,6 +62,7 @@ _WRITERS = {
 """Module -> functions that write a whole file by its name: which argument that is, and what it is called."""
 _UNCHANGED = re.compile(r"[?&](mode=(ro|memory)|immutable=1)")
 """In the name of a database: it has no file that is changed."""
+_DATABASES = ("sqlite3", "sqlite3.dbapi2")
 _READERS = {
     "safetensors.torch": (("load_file", 0, "filename"), ("safe_open", 0, "filename")),
     "safetensors": (("safe_open", 0, "filename"),),
@@ -69,6 +70,15 @@ _READERS = {
     "pyarrow.feather": (("read_table", 0, "source"), ("read_feather", 0, "source")),
 }
 """The same of those that read one."""
+
+
+def look_through() -> None:
+    """Note, in a fork server, which of its modules have taken a function that `Calls` turns."""
+    libraries: dict[str, list[str]] = {name: ["connect"] for name in _DATABASES}
+    for table in (_WRITERS, _READERS):
+        for library, functions in table.items():
+            libraries.setdefault(library, []).extend(name for name, _, _ in functions)
+    references.look_through(libraries)
 
 
 class Calls:
@@ -103,14 +113,17 @@ class Calls:
             for library, functions in table.items():
                 import_hook.after_import(library, functools.partial(self._library, functions, changed))
         import_hook.after_import("h5py._hl.files", self._h5py)
-        for library in ("sqlite3", "sqlite3.dbapi2"):
+        for library in _DATABASES:
             import_hook.after_import(library, self._sqlite)
         for name in _PROGRAMS:
             self._turn(os, name, self._refused(getattr(os, name)))
         self._turn(os, "_spawnvef", self._refused(os._spawnvef))  # type: ignore[attr-defined]
         for name in (*_LOWER, *_PROGRAMS):
             self._turn(posix, name, getattr(os, name))
-        self._references()
+        turned = {identity: original for identity, (original, _) in self._turned.items()}
+        for owner, name, value in references.to(turned):
+            self._put.append((owner, name, value))
+            setattr(owner, name, self._turned[id(value)][1])
 
     def close(self) -> None:
         """Files are what they are again. References that were taken meanwhile lead there, too."""
@@ -145,21 +158,6 @@ class Calls:
         self._put.append((owner, name, before))
         self._turned[id(before)] = before, function
         setattr(owner, name, function)
-
-    def _references(self) -> None:
-        """Of modules that have imported such a function by its name."""
-        ours = __package__ or ""
-        for module in list(sys.modules.values()):
-            names = getattr(module, "__dict__", None)
-            if not isinstance(names, dict) or getattr(module, "__name__", "").startswith(ours):
-                continue
-            if names.get("__name__") in ("posix", "_io", "os", "io", "builtins", "nt"):
-                continue
-            for name, value in list(names.items()):
-                found = self._turned.get(id(value))
-                if found is not None and found[0] is value:
-                    self._put.append((module, name, value))
-                    names[name] = found[1]
 
     def _within(self, function: Function) -> Function:
         """What the layer does by itself goes where it says, and what is too much for it ends this process."""

@@ -147,9 +147,13 @@ Request = (
 
 
 class PushBegun(Message, frozen=True):
-    """Answers `PushSegment`; without a token: a verified copy is here already."""
+    """Answers `PushSegment`; without a token: a verified copy is here already.
+
+    `missing`: runs of chunks (the first, and the one after the last) that are not here already, in order.
+    """
 
     token: str
+    missing: list[tuple[Index, Index]]
 
 
 class BadChunks(Message, frozen=True):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ft_core.protocol.groups import roles_in, runs_of, segment_id, text_of
 from ft_core.protocol.messages import Item, Layout
@@ -77,6 +77,15 @@ class Segment:
             Item(str(n), str(d), tuple(map(int, s)), int(o), int(b)) for n, d, s, o, b in data["items"]
         )
         return cls(tuple(map(int, data["holders"])), items)
+
+
+class Room(NamedTuple):
+    """Where a copy comes."""
+
+    data: memoryview
+    """Writable, of the segment's size."""
+    checksums: Sequence[int]
+    """Of the chunks that are in it, an older copy of the same layout; none where that is not known."""
 
 
 def layout(holders: tuple[int, ...], tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> Segment:

@@ -190,6 +190,7 @@ class SnapshotBuffer:
     def __init__(self, memory: SharedMemory, segments: Sequence[Segment]) -> None:
         self.memory = memory
         self.segments = tuple(segments)
+        self.signatures = [segment.signature for segment in segments]
         self._header = memory.view[:_PAGE].cast("q")
         self._views: list[memoryview] = []
         self._sums: list[memoryview] = []

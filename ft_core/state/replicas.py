@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ft_core.errors import TransportError
-from ft_core.state.manifest import Segment
+from ft_core.state.manifest import Room, Segment
 from ft_core.state.memory import anonymous
 
 
@@ -65,10 +65,8 @@ class ReplicaStore:
         self._lock = threading.Lock()
         self._slots: dict[str, tuple[_Slot, _Slot]] = {}
 
-    def begin(
-        self, segment: Segment, version: int, epoch: int, checksums: Sequence[int]
-    ) -> memoryview | None:
-        """Memory for a copy, or None if an equal one (version, layout, checksums) is here and valid.
+    def begin(self, segment: Segment, version: int, epoch: int, checksums: Sequence[int]) -> Room | None:
+        """Room for a copy, or None if an equal one (version, layout, checksums) is here and valid.
 
         Raises TransportError: stale epoch, another push of the segment in progress, no memory.
         """
@@ -89,6 +87,8 @@ class ReplicaStore:
                 if slot.segment and (slot.version, slot.segment.signature, slot.checksums) == wanted:
                     return None
             slot = min(slots, key=lambda slot: slot.version if slot.state is _State.VALID else -1)
+            before = slot.memory if slot.state is _State.VALID else None
+            same = slot.segment is not None and slot.segment.signature == wanted[1]
             slot.state = _State.EMPTY
             try:
                 view = slot.view(segment.nbytes)
@@ -96,9 +96,10 @@ class ReplicaStore:
                 raise TransportError(
                     f"no memory for a replica of segment {segment.id}, {segment.nbytes} bytes: {error}"
                 ) from error
+            there = slot.checksums if same and slot.memory is before else ()
             slot.state = _State.WRITING
             slot.segment, slot.version, slot.epoch, slot.checksums = segment, version, epoch, wanted[2]
-            return view
+            return Room(view, there)
 
     def commit(self, segment: Segment, version: int) -> None:
         """Make the copy valid. Raises TransportError if it was dropped, or its epoch ended, meanwhile."""

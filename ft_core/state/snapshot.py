@@ -7,8 +7,9 @@ the copy here is complete, because a survivor may have to roll back on its own.
 
 from __future__ import annotations
 
+import bisect
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -98,10 +99,11 @@ class Snapshotter:
         with torch._C.DisableTorchFunction():  # what the script has for functions is not for these
             device, segments = _device_of(tensors), self._segments(tensors)
         buffer = self._buffer_for(segments, device)
+        same = [[]] * len(segments) if buffer.version == TORN else self._likely_the_same(buffer)
         buffer.version = TORN
         # The copies of volatile tensors need no `record_stream`: the thread holds them until all is copied.
         fence = None if device is None else _fence(device)
-        self._staging = self._thread.submit(self._copy, buffer, tensors, version, fence)
+        self._staging = self._thread.submit(self._copy, buffer, tensors, version, fence, same)
 
     def wait(self) -> None:
         """Until what was begun is complete in host memory. Raises what the copy raised."""
@@ -163,9 +165,17 @@ class Snapshotter:
         held = [TORN - 1 if b is None else b.version for b in self._buffers]
         slot = held.index(min(held))
         buffer = self._buffers[slot]
-        if buffer is None or [s.signature for s in buffer.segments] != [s.signature for s in segments]:
+        if buffer is None or buffer.signatures != [s.signature for s in segments]:
             buffer = self._map(slot, self._allocate(slot, segments), segments, device)
         return buffer
+
+    def _likely_the_same(self, buffer: SnapshotBuffer) -> list[list[int]]:
+        """By segment, chunks of `buffer` in which nothing changed from its version to the one after it."""
+        other = next((b for b in self._buffers if b is not buffer), None)
+        if other is None or other.version == TORN or other.signatures != buffer.signatures:
+            return [[]] * len(buffer.segments)
+        sums = (np.array((buffer.checksums(i), other.checksums(i))) for i in range(len(buffer.segments)))
+        return [np.flatnonzero(here == there).tolist() for here, there in sums]
 
     def _map(
         self, slot: int, address: Sequence[int], segments: Sequence[Segment], device: torch.device | None
@@ -177,7 +187,12 @@ class Snapshotter:
         return buffer
 
     def _copy(
-        self, buffer: SnapshotBuffer, tensors: list[StateTensor], version: int, fence: _Fence | None
+        self,
+        buffer: SnapshotBuffer,
+        tensors: list[StateTensor],
+        version: int,
+        fence: _Fence | None,
+        same: Sequence[Sequence[int]],
     ) -> None:
         self._on_copy()
         if fence is not None and not self._passed(fence):
@@ -187,7 +202,7 @@ class Snapshotter:
         for index, segment in enumerate(buffer.segments):
             with torch.no_grad():
                 if fence is None:
-                    _copy_from_host(buffer, index, by_name)
+                    _copy_from_host(buffer, index, by_name, same[index])
                     continue
                 data, sums = buffer.data(index), buffer.checksums(index)
                 self._copy_from_device(torch.frombuffer(data, dtype=torch.uint8), segment, by_name)
@@ -314,32 +329,65 @@ def _hash(data: memoryview, chunk: int) -> int:
     return xxhash.xxh3_64_intdigest(data[chunk * CHUNK : (chunk + 1) * CHUNK])
 
 
-def _copy_from_host(buffer: SnapshotBuffer, index: int, by_name: dict[str, torch.Tensor]) -> None:
+def _copy_from_host(
+    buffer: SnapshotBuffer, index: int, by_name: dict[str, torch.Tensor], likely: Sequence[int]
+) -> None:
     """Piece by piece, so that each is hashed while it is in the nearest cache. By numpy: torch takes some
-    microseconds more for each piece, and there are many small tensors."""
-    segment, sums = buffer.segments[index], _Checksums(buffer.data(index), buffer.checksums(index))
+    microseconds more for each piece, and there are many small tensors.
+
+    Chunks that are `likely` what they were, such as those of frozen weights, are hashed where they come from,
+    and not copied if they are."""
+    segment = buffer.segments[index]
+    same = {chunk for chunk in likely if _is_the_same(buffer, index, chunk, by_name)}
+    sums = _Checksums(buffer.data(index), buffer.checksums(index), same)
     target = np.frombuffer(buffer.data(index), np.uint8)
     for item in segment.items:
         source = _bytes_of(by_name[item.name]).numpy()
         for start in range(0, item.nbytes, _PIECE):
             piece = source[start : start + _PIECE]
             at = item.offset + start
-            np.copyto(target[at : at + len(piece)], piece)
+            if not {at // CHUNK, (at + len(piece) - 1) // CHUNK} <= same:
+                np.copyto(target[at : at + len(piece)], piece)
             sums.reach(at + len(piece))
     sums.reach(segment.nbytes)
+
+
+def _is_the_same(buffer: SnapshotBuffer, index: int, chunk: int, by_name: dict[str, torch.Tensor]) -> bool:
+    """Whether a chunk of the buffer is what would be copied there."""
+    data, items = buffer.data(index), buffer.segments[index].items
+    at, end = chunk * CHUNK, min((chunk + 1) * CHUNK, len(data))
+    state = xxhash.xxh3_64()
+    first = bisect.bisect_right(items, at, key=lambda item: item.offset) - 1
+    for item in items[first:]:
+        if item.offset >= end:
+            break
+        stop = min(item.offset + item.nbytes, end)
+        if stop <= at:
+            continue
+        begin = max(item.offset, at)
+        state.update(data[at:begin])  # a gap
+        source = _bytes_of(by_name[item.name]).numpy().data
+        state.update(source[begin - item.offset : stop - item.offset])
+        at = stop
+    state.update(data[at:end])
+    return bool(state.intdigest() == buffer.checksums(index)[chunk])
 
 
 class _Checksums:
     """Makes those of all chunks, as far as what they are of is there."""
 
-    def __init__(self, data: memoryview, sums: memoryview) -> None:
-        self._data, self._sums = data, sums
+    def __init__(self, data: memoryview, sums: memoryview, same: Collection[int]) -> None:
+        """`same`: chunks that are in place with their checksums."""
+        self._data, self._sums, self._same = data, sums, same
         self._at, self._state = 0, xxhash.xxh3_64()
 
     def reach(self, end: int) -> None:
         """Up to there everything is in place, gaps between items included."""
         while self._at < end:
             stop = min(end, self._at - self._at % CHUNK + CHUNK)
+            if self._at // CHUNK in self._same:
+                self._at = stop
+                continue
             self._state.update(self._data[self._at : stop])
             if stop % CHUNK == 0 or stop == len(self._data):
                 self._sums[self._at // CHUNK] = self._state.intdigest()

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from ft_core.errors import CorruptSnapshot, FtError
-from ft_core.state.manifest import Segment
+from ft_core.state.manifest import Room, Segment
 from ft_core.state.memory import TORN, SharedMemory, SnapshotBuffer, snapshot_memory
 from ft_core.state.replicas import ReplicaStore
 from ft_core.state.snapshot import ENVELOPE, verify
@@ -149,9 +149,7 @@ class NodeStore:
 
     # -- SegmentStore --------------------------------------------------------------------------
 
-    def begin(
-        self, segment: Segment, version: int, epoch: int, checksums: Sequence[int]
-    ) -> memoryview | None:
+    def begin(self, segment: Segment, version: int, epoch: int, checksums: Sequence[int]) -> Room | None:
         """See `transport_server.SegmentStore`."""
         return self.replicas.begin(segment, version, epoch, checksums)
 

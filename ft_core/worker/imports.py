@@ -137,12 +137,10 @@ def hide() -> None:
     for_script = {name: package for name, package in _packages.items() if name not in _before}
     hidden = {name for name, package in for_script.items() if package.reads}
     hidden = _and_who_needs(hidden, for_script)
-    for name in hidden:
-        package = _packages[name]
-        everything = list(sys.modules.items())  # other threads import, too
-        package.modules = {n: module for n, module in everything if package_of(n) == name}
-        for each in package.modules:
-            aside[each] = sys.modules.pop(each)
+    for each, module in list(sys.modules.items()):  # other threads import, too
+        if (name := package_of(each)) in hidden:
+            _packages[name].modules[each] = aside[each] = module
+            del sys.modules[each]
     if hidden:
         sys.meta_path.insert(0, _Finder(hidden))
 

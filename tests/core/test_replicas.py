@@ -16,9 +16,9 @@ def make(role: int = 0, nbytes: int = 100) -> Segment:
 
 
 def put(store: ReplicaStore, segment: Segment, version: int, fill: int = 0, epoch: int = 0) -> None:
-    view = store.begin(segment, version, epoch, [fill])
-    assert view is not None and view.nbytes == segment.nbytes
-    view[:] = bytes([fill]) * segment.nbytes
+    room = store.begin(segment, version, epoch, [fill])
+    assert room is not None and room.data.nbytes == segment.nbytes
+    room.data[:] = bytes([fill]) * segment.nbytes
     store.commit(segment, version)
 
 
@@ -61,7 +61,7 @@ def test_torn_pushes_never_harm_the_newest_copy() -> None:
     for version in (3, 4):
         torn = store.begin(segment, version, 0, [9])
         assert torn is not None
-        torn[:50] = bytes(50)
+        torn.data[:50] = bytes(50)
         assert store.versions() == {segment.id: [2]}
         assert store.find(segment.id, version) is None
         store.discard(segment, version)
@@ -140,7 +140,7 @@ def test_roll_back_drops_newer_versions() -> None:
     assert store.versions() == {one.id: [1]}
     assert store.segment(two.id) is None
     put(store, two, 2, fill=2)  # must not share memory with the push that has not stopped yet
-    coming[:] = b"\xff" * 100
+    coming.data[:] = b"\xff" * 100
     with pytest.raises(TransportError, match="dropped"):
         store.commit(two, 3)
     store.discard(two, 3)

@@ -6,6 +6,7 @@ import threading
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 import xxhash
@@ -13,6 +14,7 @@ from core.models import Model
 from memory_of import memory_files
 from waiting import wait_for_value
 
+from ft_core.adapter import StateTensor
 from ft_core.errors import CorruptSnapshot, FtError
 from ft_core.state import snapshot
 from ft_core.state.adoption import Snapshots
@@ -21,6 +23,8 @@ from ft_core.state.manifest import CHUNK, layout
 from ft_core.state.memory import TORN, SharedMemory, SnapshotBuffer
 from ft_core.state.snapshot import Snapshotter, verify
 from ft_core.state.store import NodeStore, RoleMemory
+
+copyto = np.copyto
 
 
 def same(a, b):
@@ -179,11 +183,48 @@ def test_checksums_are_those_of_the_bytes_in_the_buffer(sizes):
     segment = layout((0,), [(name, "uint8", t.shape, t.nbytes) for name, t in tensors.items()])
     buffer = RoleMemory().allocate(0, [segment])
     buffer.data(0)[:] = b"\xff" * segment.nbytes  # as in memory that had another layout
-    snapshot._copy_from_host(buffer, 0, tensors)
-    verify(buffer)
-    for item in segment.items:
-        there = buffer.data(0)[item.offset : item.offset + item.nbytes]
-        assert bytes(there) == tensors[item.name].numpy().tobytes()
+    everything = range(segment.chunks)
+    for likely in ([], everything, everything[::2], everything):
+        snapshot._copy_from_host(buffer, 0, tensors, likely)
+        verify(buffer)
+        for item in segment.items:
+            there = buffer.data(0)[item.offset : item.offset + item.nbytes]
+            assert bytes(there) == tensors[item.name].numpy().tobytes()
+        tensors["0"][len(tensors["0"]) // 2] += 1  # in one chunk, while all others are what they were
+
+
+def test_what_does_not_change_is_not_copied_again(parts, monkeypatch):
+    """Unless the buffer is not known to have it, and never a change that came unannounced."""
+    _, memory, _, _ = parts
+    frozen, weight = torch.ones(2 * CHUNK, dtype=torch.uint8), torch.zeros(2 * CHUNK, dtype=torch.uint8)
+
+    class Half(Model):
+        def tensors(self):
+            yield StateTensor("frozen", frozen, (0, 1))
+            yield StateTensor("weight", weight, (0, 1))
+
+    copied = []
+    monkeypatch.setattr(
+        snapshot.np, "copyto", lambda to, piece: copied.append(len(piece)) or copyto(to, piece)
+    )
+    snapshotter = Snapshotter(Half(), lambda slot, s: memory.allocate(slot, s).memory.address, print)
+
+    def step(version):
+        copied.clear()
+        weight.add_(1)
+        snapshotter.stage(version)
+        snapshotter.wait()
+        found, buffer = memory.find(version)
+        verify(buffer)
+        index = next(i for i, s in enumerate(buffer.segments) for item in s.items if item.name == "frozen")
+        assert bytes(buffer.data(index)[: 4 * CHUNK]) == bytes(frozen.numpy()) + bytes(weight.numpy())
+        return sum(copied) // CHUNK, found
+
+    assert [step(version)[0] for version in range(4)] == [4, 4, 2, 2]
+    frozen.data[CHUNK + 5] = 7  # as scripts write that keep a moving average
+    assert [step(version)[0] for version in range(4, 8)] == [3, 3, 2, 2]
+    memory.strike(step(8)[1])
+    assert [step(version)[0] for version in range(9, 12)] == [4, 2, 2]
 
 
 def test_a_copy_that_fails_leaves_its_buffer_torn_and_the_older_one_whole(parts):
@@ -361,7 +402,7 @@ def test_all_copies_have_ended_once_one_has_failed(monkeypatch):
         def adopt(self, roles):
             return {role: other for role in roles}
 
-    def copy(buffer, index, by_name):
+    def copy(buffer, index, by_name, likely):
         if by_name["shard"] is not other.shard:
             raise OSError("no memory")
         began.set()

@@ -19,7 +19,7 @@ from core.copies import fetch, make, push, sums
 from harness import environment
 from waiting import wait_for_value
 
-from ft_core.errors import CorruptSnapshot, TransportError
+from ft_core.errors import CorruptSnapshot, ProtocolError, TransportError
 from ft_core.net import transport as net
 from ft_core.net.transport import TcpTransport
 from ft_core.protocol.channel import Channel
@@ -107,10 +107,36 @@ def test_a_held_copy_is_not_sent_again(mine: TcpTransport, peer: Peer) -> None:
     assert push(mine, peer.address, (segment, data, checksums)) == 0
     assert push(mine, peer.address, (segment, data, checksums), version=2) == segment.nbytes
     data[-1] ^= 1
-    assert push(mine, peer.address, (segment, data, sums(data)), version=2) == segment.nbytes
-    assert mine.sent_bytes == 3 * segment.nbytes
+    assert push(mine, peer.address, (segment, data, sums(data)), version=2) == 7
+    assert mine.sent_bytes == 2 * segment.nbytes + 7
     assert peer.ask("versions") == {segment.id: [2]}  # the later word on version 2, once
     assert fetch(mine, peer.address, segment.id, 2)[2] == data
+
+
+def test_chunks_of_an_older_copy_are_not_sent_again(mine: TcpTransport, peer: Peer) -> None:
+    segment, data, _ = make(9 * CHUNK + 7)
+    sizes = []
+    for version, changed in enumerate([(), (), (), (0,), (3, 4, 9), (9,), range(10)]):
+        for index in changed:
+            data[index * CHUNK] += 1
+        sizes.append(push(mine, peer.address, (segment, data, sums(data)), version=version))
+        assert fetch(mine, peer.address, segment.id, version)[2] == data
+    whole = segment.nbytes
+    # What is overwritten is the copy before the last, which was read: a reader keeps that memory.
+    assert sizes == [whole] * 7
+    for version, changed in enumerate([(), (), (0,), (3, 4, 9), (9,), range(10)], 7):
+        for index in changed:
+            data[index * CHUNK] += 1
+        sizes.append(push(mine, peer.address, (segment, data, sums(data)), version=version))
+    assert sizes[7:] == [whole, whole, CHUNK, 3 * CHUNK + 7, 2 * CHUNK + 7, whole]
+    assert fetch(mine, peer.address, segment.id, 12)[2] == data
+    assert mine.sent_bytes == sum(sizes)
+
+
+@pytest.mark.parametrize("missing", [[(1, 0)], [(0, 3)], [(1, 2), (0, 1)], [(0, 0)]])
+def test_who_misses_chunks_that_are_not_there_is_refused(missing: list[tuple[int, int]]) -> None:
+    with pytest.raises(ProtocolError, match="it misses"):
+        net._messages(missing, make(2 * CHUNK)[0])
 
 
 def test_gate_is_called_before_each_message(mine: TcpTransport, peer: Peer) -> None:
