@@ -561,3 +561,46 @@ def test_any_order_of_things_looks_as_if_it_were_real(tmp_path: Path, first: int
 
 if __name__ == "__main__":
     fuzz(int(sys.argv[1]))
+
+
+@pytest.mark.parametrize("looked_through", [True, False])
+def test_modules_that_have_taken_a_function_by_its_name(looked_through: bool, tmp_path: Path) -> None:
+    """Imported in the fork server or since, in sight or not."""
+    for name in ("early", "hidden", "late"):
+        text = (
+            "from os import remove as away\nfrom torch import save\nfrom tempfile import mkdtemp\nown = len\n"
+        )
+        (tmp_path / f"{name}.py").write_text(text)
+        (tmp_path / f"of_{name}").touch()
+    before = picture(tmp_path)
+    found = run(
+        tmp_path,
+        f"""
+        import importlib, types
+        import torch
+        sys.path.insert(0, os.getcwd())
+        sys.dont_write_bytecode = True
+        from ft_core import import_hook
+        from ft_core.overlay.calls import look_through
+        import early, hidden
+        kept = [(m.away, m.save, m.mkdtemp) for m in (early, hidden)]
+        if {looked_through}:
+            look_through()
+        import_hook.aside["hidden"] = sys.modules.pop("hidden")
+        early.mine = os.remove
+        import late
+        begin()
+        overlay.passes()
+        for module in (early, hidden, late):
+            module.away("of_" + module.__name__)
+            module.save(1, "saved_" + module.__name__)
+            assert module.own is len
+        print(sorted(n for n in os.listdir() if n.endswith("den") or n.endswith("ly") or n.endswith("te")))
+        overlay.arrives()
+        overlay.end()
+        assert [(m.away, m.save, m.mkdtemp) for m in (early, hidden)] == kept
+        assert early.mine is os.remove
+        """,
+    )
+    assert "saved_early" in found and "saved_hidden" in found and "saved_late" in found and "of_" not in found
+    assert picture(tmp_path) == before
