@@ -249,11 +249,12 @@ class TcpTransport:
             def bad() -> list[int]:
                 return _ask(channel, ChunksSent(token), limit, BadChunks).chunks
 
-            for run in runs[first::step]:
+            mine = runs[first::step]
+            for run in mine:
                 send(run.start, run_from(data, run.start, run.stop))
             if not (again := bad()):
                 return
-            if not set(again) <= {index for run in runs[first::step] for index in run}:
+            if not set(again) <= {index for run in mine for index in run}:
                 raise ProtocolError(f"{channel.peer} complains of chunks that it was not sent")
             for index in again:
                 send(index, chunk(data, index))

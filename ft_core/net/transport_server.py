@@ -131,7 +131,8 @@ class _Push:
         self._changed = threading.Condition()
         self._chunks = bytearray(segment.chunks)  # _MISSING, _COMING or _VERIFIED
         for index, (there, wanted) in enumerate(zip(room.checksums, checksums, strict=False)):
-            self._chunks[index] = _VERIFIED if there == wanted else _MISSING
+            if there == wanted:
+                self._chunks[index] = _VERIFIED
         self._writers: set[_Channel] = set()
         self._bad: dict[_Channel, list[int]] = {}
         self._over = False  # no chunk is taken any more

@@ -264,7 +264,8 @@ def main() -> None:
                     f"ftrun: workers import {name} themselves, and start later for it: {why}", file=sys.stderr
                 )
             unsafe = _preload(without)
-        look_through()
+        if not unsafe:
+            look_through()
         collector.exempt()
     finally:
         gc.enable()

@@ -120,8 +120,7 @@ class Calls:
         self._turn(os, "_spawnvef", self._refused(os._spawnvef))  # type: ignore[attr-defined]
         for name in (*_LOWER, *_PROGRAMS):
             self._turn(posix, name, getattr(os, name))
-        turned = {identity: original for identity, (original, _) in self._turned.items()}
-        for owner, name, value in references.to(turned):
+        for owner, name, value in references.to(self._turned):
             self._put.append((owner, name, value))
             setattr(owner, name, self._turned[id(value)][1])
 

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -35,17 +35,17 @@ def look_through(libraries: Mapping[str, Iterable[str]]) -> None:
     functions = [f for source in _SOURCES for f in vars(source).values() if callable(f)]
     for library, names in libraries.items():
         if (module := sys.modules.get(library)) is not None:
-            functions += [vars(module).get(name) for name in names]
-    known = {id(function): function for function in (*functions, builtins.open)}
+            functions += [vars(module)[name] for name in names if name in vars(module)]
+    known = {id(function) for function in (*functions, builtins.open)}
     modules = _modules()
     _found.extend(_references(modules, known))
     _looked_through.update((id(module), module) for module in modules)
 
 
-def to(functions: Mapping[int, Any]) -> Iterator[Reference]:
-    """Whoever has taken one of these functions, given by identity."""
+def to(functions: Collection[int]) -> Iterator[Reference]:
+    """Whoever has taken one of these functions, given by identity; they are alive."""
     for module, name, value in _found:
-        if functions.get(id(value)) is value and vars(module).get(name) is value:
+        if id(value) in functions and vars(module).get(name) is value:
             yield module, name, value
     yield from _references([m for m in _modules() if id(m) not in _looked_through], functions)
 
@@ -61,10 +61,10 @@ def _name(module: ModuleType) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _references(modules: list[ModuleType], functions: Mapping[int, Any]) -> Iterator[Reference]:
+def _references(modules: list[ModuleType], functions: Collection[int]) -> Iterator[Reference]:
     for module in modules:
         if _name(module) in _NOT:
             continue
         for name, value in list(vars(module).items()):
-            if functions.get(id(value)) is value and value is not None:
+            if id(value) in functions:
                 yield module, name, value

@@ -99,11 +99,11 @@ class Snapshotter:
         with torch._C.DisableTorchFunction():  # what the script has for functions is not for these
             device, segments = _device_of(tensors), self._segments(tensors)
         buffer = self._buffer_for(segments, device)
-        same = [[]] * len(segments) if buffer.version == TORN else self._likely_the_same(buffer)
+        known = buffer.version != TORN
         buffer.version = TORN
         # The copies of volatile tensors need no `record_stream`: the thread holds them until all is copied.
         fence = None if device is None else _fence(device)
-        self._staging = self._thread.submit(self._copy, buffer, tensors, version, fence, same)
+        self._staging = self._thread.submit(self._copy, buffer, tensors, version, fence, known)
 
     def wait(self) -> None:
         """Until what was begun is complete in host memory. Raises what the copy raised."""
@@ -172,7 +172,7 @@ class Snapshotter:
     def _likely_the_same(self, buffer: SnapshotBuffer) -> list[list[int]]:
         """By segment, chunks of `buffer` in which nothing changed from its version to the one after it."""
         other = next((b for b in self._buffers if b is not buffer), None)
-        if other is None or other.version == TORN or other.signatures != buffer.signatures:
+        if other is None or other.signatures != buffer.signatures:
             return [[]] * len(buffer.segments)
         sums = (np.array((buffer.checksums(i), other.checksums(i))) for i in range(len(buffer.segments)))
         return [np.flatnonzero(here == there).tolist() for here, there in sums]
@@ -192,17 +192,19 @@ class Snapshotter:
         tensors: list[StateTensor],
         version: int,
         fence: _Fence | None,
-        same: Sequence[Sequence[int]],
+        known: bool,
     ) -> None:
+        """`known`: the buffer has what its checksums say."""
         self._on_copy()
         if fence is not None and not self._passed(fence):
             self._live = None
             return
         by_name = {t.name: t.tensor for t in tensors}
+        likely = self._likely_the_same(buffer) if known and fence is None else [[]] * len(buffer.segments)
         for index, segment in enumerate(buffer.segments):
             with torch.no_grad():
                 if fence is None:
-                    _copy_from_host(buffer, index, by_name, same[index])
+                    _copy_from_host(buffer, index, by_name, likely[index])
                     continue
                 data, sums = buffer.data(index), buffer.checksums(index)
                 self._copy_from_device(torch.frombuffer(data, dtype=torch.uint8), segment, by_name)

@@ -559,10 +559,6 @@ def test_any_order_of_things_looks_as_if_it_were_real(tmp_path: Path, first: int
         assert os.waitpid(child, 0)[1] == 0, f"seed {seed}"
 
 
-if __name__ == "__main__":
-    fuzz(int(sys.argv[1]))
-
-
 @pytest.mark.parametrize("looked_through", [True, False])
 def test_modules_that_have_taken_a_function_by_its_name(looked_through: bool, tmp_path: Path) -> None:
     """Imported in the fork server or since, in sight or not."""
@@ -576,7 +572,6 @@ def test_modules_that_have_taken_a_function_by_its_name(looked_through: bool, tm
     found = run(
         tmp_path,
         f"""
-        import importlib, types
         import torch
         sys.path.insert(0, os.getcwd())
         sys.dont_write_bytecode = True
@@ -604,3 +599,7 @@ def test_modules_that_have_taken_a_function_by_its_name(looked_through: bool, tm
     )
     assert "saved_early" in found and "saved_hidden" in found and "saved_late" in found and "of_" not in found
     assert picture(tmp_path) == before
+
+
+if __name__ == "__main__":
+    fuzz(int(sys.argv[1]))
