@@ -102,6 +102,7 @@ def test_ctl_asks_the_job_of_its_directory(tmp_path: Path) -> None:
             with line(directory) as found:
                 return found.status().phase
 
+        await fleet.event("started")
         assert await asyncio.to_thread(status, fleet.job_dir) == "forming"
         other = tmp_path / "other"
         other.mkdir()
