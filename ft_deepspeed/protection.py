@@ -579,6 +579,9 @@ class Protection:
             if self.dealing is not None:
                 self.dealing.finish(self._position + 1)
             self._reached(self._position + 1)
+            if (progress := self._catch_up.progress(self._position)) is not None:
+                waited_for = logging.WARNING if self._session.protecting else logging.INFO
+                log.log(waited_for, "role %d: %s", self._session.role, progress)
             if self._engine.lr_scheduler is not None and getattr(self._engine, "_step_applied", True):
                 self._engine.lr_scheduler.step()
             if self._position == until:
@@ -647,7 +650,7 @@ class Protection:
         self._phase = Phase.CATCHING_UP
         self._session.overlay.passes()
         self._made_up.passes(self._adapter.stepped())
-        self._catch_up = self._catch_up or CatchUp()
+        self._catch_up = self._catch_up or CatchUp(self._position)
         self._catch_up.until, self._catch_up.envelope = until, envelope
 
     @property

@@ -48,6 +48,11 @@ class Overlay:
         if self._calls is not None:
             self._calls.tree.passing = True
 
+    def gets_on(self) -> None:
+        """The script has come to its next call."""
+        if self._calls is not None:
+            self._calls.gets_on()
+
     def jumps(self) -> None:
         """The script goes on at a later step, without those between."""
         if (calls := self._calls) is not None:

@@ -3,7 +3,7 @@
 All of Python's own modules come down to `open` and to functions of `os`. References that modules have taken
 of those before are replaced too. What writes from a library's own code (torch, safetensors, h5py, pyarrow)
 is given another name to write to. A program that is started by a lower door than `subprocess` is not
-let through.
+let through. Nor is a pause waited for that was waited for before.
 
 (An audit hook of the interpreter's would hear all else, and cannot be taken off again: it makes every `id()`
 twenty times as slow.)
@@ -21,10 +21,13 @@ import re
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import CodeType
 from typing import Any, NoReturn
 
 from ft_core import import_hook
@@ -93,6 +96,9 @@ class Calls:
         self._process = os.getpid()
         self._open = True
         self._inside = threading.local()
+        self._main = threading.get_ident()
+        self._paused: set[tuple[CodeType, int]] = set()
+        """Where the script has paused since its last step forward."""
         self._put: list[tuple[Any, str, Any]] = []
         """Owner, attribute, and what was there."""
         self._turned: dict[int, tuple[Function, Function]] = {}
@@ -106,6 +112,7 @@ class Calls:
         self._turn(tempfile, "mkstemp", self._temporary(tempfile.mkstemp, lambda made: made[1]))
         self._turn(subprocess, "Popen", self._program(subprocess.Popen))
         self._turn(os, "system", self._passed_program(os.system))
+        self._turn(time, "sleep", self._passed_pause(time.sleep))
         self._put.append((shutil, "_use_fd_functions", shutil._use_fd_functions))  # type: ignore[attr-defined]
         shutil._use_fd_functions = False  # type: ignore[attr-defined] # by names, not relative to directories
         self._turn(shutil, "rmtree", self._removing(shutil.rmtree))
@@ -386,6 +393,23 @@ class Calls:
                 return original(command)
 
         return system
+
+    def gets_on(self) -> None:
+        """The script has come to another place."""
+        self._paused.clear()
+
+    def _passed_pause(self, original: Function) -> Function:
+        @functools.wraps(original)
+        def sleep(seconds: float) -> None:
+            ours = not self._off and os.getpid() == self._process and threading.get_ident() == self._main
+            if ours and self.tree.passing and self.completing is None and seconds >= 0:
+                caller = sys._getframe(1)
+                if (place := (caller.f_code, caller.f_lasti)) not in self._paused:
+                    self._paused.add(place)
+                    return
+            original(seconds)  # or it waits for something, and looks again and again
+
+        return sleep
 
     def _refused(self, original: Function) -> Function:
         @functools.wraps(original)

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -36,7 +37,7 @@ def look_through(libraries: Mapping[str, Iterable[str]]) -> None:
     for library, names in libraries.items():
         if (module := sys.modules.get(library)) is not None:
             functions += [vars(module)[name] for name in names if name in vars(module)]
-    known = {id(function) for function in (*functions, builtins.open)}
+    known = {id(function) for function in (*functions, builtins.open, time.sleep)}
     modules = _modules()
     _found.extend(_references(modules, known))
     _looked_through.update((id(module), module) for module in modules)

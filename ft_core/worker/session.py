@@ -417,6 +417,7 @@ class Session:
     def passed(self) -> None:
         """A call of a newcomer's script was answered from the record: so others see that it gets on."""
         self._shell.passed()
+        self.overlay.gets_on()
 
     def tell_loss(self, loss: float) -> None:
         """The loss of the newest step, where the host knows it: for the job's page, nothing depends on it.

@@ -273,6 +273,44 @@ def test_what_may_have_been_done_before_is_done_once(tmp_path: Path, done: int) 
     }
 
 
+def test_nobody_waits_again_but_for_what_is_looked_at_again_and_again(tmp_path: Path) -> None:
+    text = """
+        import threading, time
+        slept = []
+        time.sleep = lambda seconds: slept.append(seconds + 0)
+        from time import sleep as pause
+        begin()
+        pause(1)
+        assert slept == [1], "in start-up"
+        overlay.passes()
+        def loads(batch):
+            pause(batch)
+        for step in range(1000):
+            loads(1)
+            time.sleep(2)
+            overlay.gets_on()
+        assert slept == [1], slept
+        for look in range(3):
+            time.sleep(3)
+        assert slept == [1, 3, 3], "a loop that waits for something does"
+        overlay.gets_on()
+        thread = threading.Thread(target=pause, args=[4])
+        thread.start()
+        thread.join()
+        assert slept == [1, 3, 3, 4], "a thread of the script's"
+        try:
+            pause("long")
+        except TypeError:
+            pass
+        overlay.arrives()
+        pause(5)
+        overlay.end()
+        pause(6)
+        assert slept == [1, 3, 3, 4, 5, 6]
+    """
+    run(tmp_path, text)
+
+
 def test_programs_are_not_run_again(tmp_path: Path) -> None:
     run(
         tmp_path,

@@ -6,8 +6,28 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from ft_deepspeed.catch_up import CatchUp
 from ft_deepspeed.protection import Phase, Protection
 from ft_deepspeed.results import Results
+
+
+def test_how_far_it_is_is_said_after_a_while_and_then_ever_more_seldom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    catch_up = CatchUp(100)
+    catch_up.until, said = 1100, []
+    for position in range(101, 1100):
+        now += 0.0625
+        if (text := catch_up.progress(position)) is not None:
+            said.append((position, text))
+    catch_up.close()
+    assert [position for position, _ in said] == [180, 260, 420, 740]
+    assert "(80 of 1000 in 5 s, some 58 s more)" in said[0][1]
+    assert "(640 of 1000 in 40 s, some 22 s more)" in said[3][1]
 
 
 def ignored(_: Any) -> None:
