@@ -118,7 +118,7 @@ def test_chunks_of_an_older_copy_are_not_sent_again(mine: TcpTransport, peer: Pe
     sizes = []
     for version, changed in enumerate([(), (), (), (0,), (3, 4, 9), (9,), range(10)]):
         for index in changed:
-            data[index * CHUNK] += 1
+            data[index * CHUNK] ^= 1 + version
         sizes.append(push(mine, peer.address, (segment, data, sums(data)), version=version))
         assert fetch(mine, peer.address, segment.id, version)[2] == data
     whole = segment.nbytes
@@ -126,7 +126,7 @@ def test_chunks_of_an_older_copy_are_not_sent_again(mine: TcpTransport, peer: Pe
     assert sizes == [whole] * 7
     for version, changed in enumerate([(), (), (0,), (3, 4, 9), (9,), range(10)], 7):
         for index in changed:
-            data[index * CHUNK] += 1
+            data[index * CHUNK] ^= 1 + version
         sizes.append(push(mine, peer.address, (segment, data, sums(data)), version=version))
     assert sizes[7:] == [whole, whole, CHUNK, 3 * CHUNK + 7, 2 * CHUNK + 7, whole]
     assert fetch(mine, peer.address, segment.id, 12)[2] == data
