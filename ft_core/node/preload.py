@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_core.overlay.calls import look_through
+from ft_core.overlay import references
 from ft_core.process import collector
 from ft_core.worker import cuda_fork, import_output, imports
 
@@ -265,7 +265,7 @@ def main() -> None:
                 )
             unsafe = _preload(without)
         if not unsafe:
-            look_through()
+            references.look_through()
         collector.exempt()
     finally:
         gc.enable()

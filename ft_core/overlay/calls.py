@@ -1,9 +1,9 @@
 """What of Python a newcomer's script reaches files through, turned to the layer; see `tree`.
 
 All of Python's own modules come down to `open` and to functions of `os`. References that modules have taken
-of those before are replaced too. What writes from a library's own code (torch, safetensors, h5py, pyarrow)
-is given another name to write to. A program that is started by a lower door than `subprocess` is not
-let through. Nor is a pause waited for that was waited for before.
+of those before are replaced too; what libraries do by code of their own is the business of `libraries`. A
+program that is started by a lower door than `subprocess` is not let through. Nor is a pause waited for that
+was waited for before.
 
 (An audit hook of the interpreter's would hear all else, and cannot be taken off again: it makes every `id()`
 twenty times as slow.)
@@ -17,7 +17,6 @@ import functools
 import io
 import os
 import posix
-import re
 import shutil
 import stat
 import subprocess
@@ -30,8 +29,8 @@ from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
 from typing import Any, NoReturn
 
-from ft_core import import_hook
 from ft_core.overlay import references
+from ft_core.overlay.libraries import Libraries
 from ft_core.overlay.tree import CannotPass, PathLike, Tree
 
 Function = Callable[..., Any]
@@ -54,35 +53,6 @@ _LOWER = (
 _PROGRAMS = ("posix_spawn", "posix_spawnp", "execv", "execve")
 """Of `os`; its other ways to run one come down to these."""
 
-_WRITERS = {
-    "torch": (("save", 1, "f"),),
-    "torch.jit": (("save", 1, "f"),),
-    "safetensors.torch": (("save_file", 1, "filename"), ("serialize_file", 1, "filename")),
-    "safetensors.numpy": (("save_file", 1, "filename"), ("serialize_file", 1, "filename")),
-    "pyarrow.parquet": (("write_table", 1, "where"),),
-    "pyarrow.feather": (("write_feather", 1, "dest"),),
-}
-"""Module -> functions that write a whole file by its name: which argument that is, and what it is called."""
-_UNCHANGED = re.compile(r"[?&](mode=(ro|memory)|immutable=1)")
-"""In the name of a database: it has no file that is changed."""
-_DATABASES = ("sqlite3", "sqlite3.dbapi2")
-_READERS = {
-    "safetensors.torch": (("load_file", 0, "filename"), ("safe_open", 0, "filename")),
-    "safetensors": (("safe_open", 0, "filename"),),
-    "pyarrow.parquet": (("read_table", 0, "source"),),
-    "pyarrow.feather": (("read_table", 0, "source"), ("read_feather", 0, "source")),
-}
-"""The same of those that read one."""
-
-
-def look_through() -> None:
-    """Note, in a fork server, which of its modules have taken a function that `Calls` turns."""
-    libraries: dict[str, list[str]] = {name: ["connect"] for name in _DATABASES}
-    for table in (_WRITERS, _READERS):
-        for library, functions in table.items():
-            libraries.setdefault(library, []).extend(name for name, _, _ in functions)
-    references.look_through(libraries)
-
 
 class Calls:
     """From construction to `close` this process sees files through `tree`."""
@@ -90,7 +60,7 @@ class Calls:
     def __init__(self, tree: Tree, cannot: Callable[[str], NoReturn]) -> None:
         """`cannot` is called with the reason where the script cannot be kept from what is there, in any
         thread."""
-        self.tree, self._cannot = tree, cannot
+        self.tree, self.refuse = tree, cannot
         self.completing: Callable[[], None] | None = None
         """Does for real what the script has done, once it is where that may have been done before or not."""
         self._process = os.getpid()
@@ -105,28 +75,23 @@ class Calls:
         """By the original's identity: it, and what stands for it."""
         for module, made in ((os, self._of_os()), (builtins, {"open": self._opening(io.open)})):
             for name, function in made.items():
-                self._turn(module, name, function)
+                self.turn(module, name, function)
         for module in (io, _io):
-            self._turn(module, "open", builtins.open)
-        self._turn(tempfile, "mkdtemp", self._temporary(tempfile.mkdtemp, lambda made: made))
-        self._turn(tempfile, "mkstemp", self._temporary(tempfile.mkstemp, lambda made: made[1]))
-        self._turn(subprocess, "Popen", self._program(subprocess.Popen))
-        self._turn(os, "system", self._passed_program(os.system))
-        self._turn(time, "sleep", self._passed_pause(time.sleep))
+            self.turn(module, "open", builtins.open)
+        self.turn(tempfile, "mkdtemp", self._temporary(tempfile.mkdtemp, lambda made: made))
+        self.turn(tempfile, "mkstemp", self._temporary(tempfile.mkstemp, lambda made: made[1]))
+        self.turn(subprocess, "Popen", self._program(subprocess.Popen))
+        self.turn(os, "system", self._passed_program(os.system))
+        self.turn(time, "sleep", self._passed_pause(time.sleep))
         self._put.append((shutil, "_use_fd_functions", shutil._use_fd_functions))  # type: ignore[attr-defined]
         shutil._use_fd_functions = False  # type: ignore[attr-defined] # by names, not relative to directories
-        self._turn(shutil, "rmtree", self._removing(shutil.rmtree))
-        for table, changed in ((_WRITERS, True), (_READERS, False)):
-            for library, functions in table.items():
-                import_hook.after_import(library, functools.partial(self._library, functions, changed))
-        import_hook.after_import("h5py._hl.files", self._h5py)
-        for library in _DATABASES:
-            import_hook.after_import(library, self._sqlite)
+        self.turn(shutil, "rmtree", self._removing(shutil.rmtree))
+        Libraries(self)
         for name in _PROGRAMS:
-            self._turn(os, name, self._refused(getattr(os, name)))
-        self._turn(os, "_spawnvef", self._refused(os._spawnvef))  # type: ignore[attr-defined]
+            self.turn(os, name, self._refused(getattr(os, name)))
+        self.turn(os, "_spawnvef", self._refused(os._spawnvef))  # type: ignore[attr-defined]
         for name in (*_LOWER, *_PROGRAMS):
-            self._turn(posix, name, getattr(os, name))
+            self.turn(posix, name, getattr(os, name))
         for owner, name, value in references.to(self._turned):
             self._put.append((owner, name, value))
             setattr(owner, name, self._turned[id(value)][1])
@@ -147,17 +112,23 @@ class Calls:
         finally:
             self._inside.real = before
 
+    def really(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+        """Call it; its files are real."""
+        with self.real():
+            return function(*args, **kwargs)
+
     @property
     def _is_real(self) -> bool:
         return getattr(self._inside, "real", False)
 
     @property
-    def _off(self) -> bool:
+    def off(self) -> bool:
+        """Whether this thread's files are as they are."""
         return not self._open or self._is_real
 
     # -- replacing -----------------------------------------------------------------------------
 
-    def _turn(self, owner: Any, name: str, function: Function) -> None:
+    def turn(self, owner: Any, name: str, function: Function) -> None:
         before = getattr(owner, name, None)
         if before is None or before is function:
             return
@@ -165,7 +136,7 @@ class Calls:
         self._turned[id(before)] = before, function
         setattr(owner, name, function)
 
-    def _within(self, function: Function) -> Function:
+    def within(self, function: Function) -> Function:
         """What the layer does by itself goes where it says, and what is too much for it ends this process."""
 
         @functools.wraps(function)
@@ -174,17 +145,17 @@ class Calls:
                 with self.real():
                     return function(*args, **kwargs)
             except CannotPass as error:
-                self._cannot(str(error))
+                self.refuse(str(error))
 
         return call
 
     def _either(self, original: Function, layered: Function) -> Function:
         """`layered` returns NotImplemented where the original is to be called."""
-        inside = self._within(layered)
+        inside = self.within(layered)
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not self._off and (found := inside(*args, **kwargs)) is not NotImplemented:
+            if not self.off and (found := inside(*args, **kwargs)) is not NotImplemented:
                 return found
             with self.real():
                 return original(*args, **kwargs)
@@ -321,12 +292,12 @@ class Calls:
         def layered(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             return original(file, mode, *args, **kwargs, opener=opener)
 
-        turned = self._within(layered)
+        turned = self.within(layered)
 
         @functools.wraps(original)
         def opening(file: Any, *args: Any, **kwargs: Any) -> Any:
             own = len(args) > 6 or kwargs.get("opener") is not None  # which goes by `os`
-            if self._off or own or not isinstance(file, (str, bytes, os.PathLike)):
+            if self.off or own or not isinstance(file, (str, bytes, os.PathLike)):
                 return original(file, *args, **kwargs)
             kwargs.pop("opener", None)
             return turned(file, *args, **kwargs)
@@ -349,7 +320,7 @@ class Calls:
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._off or kwargs.get("dir") is not None or (len(args) > 2 and args[2] is not None):
+            if self.off or kwargs.get("dir") is not None or (len(args) > 2 and args[2] is not None):
                 return original(*args, **kwargs)  # not inside: it goes by `os`
             return turned(*args, **kwargs)
 
@@ -360,7 +331,7 @@ class Calls:
 
         @functools.wraps(original)
         def rmtree(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._off and self.tree.passing and not os.path.lexists(path):
+            if not self.off and self.tree.passing and not os.path.lexists(path):
                 return None
             return original(path, *args, **kwargs)
 
@@ -374,7 +345,7 @@ class Calls:
             def __init__(self, args: Any, *rest: Any, **kwargs: Any) -> None:
                 passed = calls._passes_program()
                 if passed and any(kwargs.get(name) == subprocess.PIPE for name in _STREAMS):
-                    calls._cannot(f"it talks to a program ({_short(args)})")
+                    calls.refuse(f"it talks to a program ({_short(args)})")
                 if passed:
                     args, kwargs = ["/bin/true"], {}  # it was run before, by the worker that was lost
                     rest = ()
@@ -401,7 +372,7 @@ class Calls:
     def _passed_pause(self, original: Function) -> Function:
         @functools.wraps(original)
         def sleep(seconds: float) -> None:
-            ours = not self._off and os.getpid() == self._process and threading.get_ident() == self._main
+            ours = not self.off and os.getpid() == self._process and threading.get_ident() == self._main
             if ours and self.tree.passing and self.completing is None and seconds >= 0:
                 caller = sys._getframe(1)
                 if (place := (caller.f_code, caller.f_lasti)) not in self._paused:
@@ -415,7 +386,7 @@ class Calls:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._passes_program():
-                self._cannot(f"it starts a program ({_short(args)})")
+                self.refuse(f"it starts a program ({_short(args)})")
             return original(*args, **kwargs)
 
         return call
@@ -424,79 +395,13 @@ class Calls:
         """Whether one that the script starts was run before. It may need what the script has made for it,
         which is done for real where it is not passed. A process that the script has forked, to load data say,
         runs what it likes."""
-        if self._off or not self.tree.passing or os.getpid() != self._process:
+        if self.off or not self.tree.passing or os.getpid() != self._process:
             return False
         if self.completing is None:
             return True
         with self.real():
             self.completing()
         return False
-
-    # -- libraries' own code -------------------------------------------------------------------
-
-    def _library(self, functions: Any, changed: bool, module: Any) -> None:
-        for name, at, called in functions:
-            if self._open and (original := getattr(module, name, None)) is not None:
-                self._turn(module, name, self._by_name(original, at, called, changed))
-
-    def _by_name(self, original: Function, at: int, called: str, changed: bool) -> Function:
-        turn = self._within(self.tree.write if changed else self.tree.location)
-
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            path = args[at] if len(args) > at else kwargs.get(called)
-            if self._off or not isinstance(path, (str, bytes, os.PathLike)):
-                return original(*args, **kwargs)
-            if (where := turn(path)) is not None:
-                if len(args) > at:
-                    args = (*args[:at], where, *args[at + 1 :])
-                else:
-                    kwargs[called] = where
-            with self.real():
-                return original(*args, **kwargs)
-
-        return call
-
-    def _h5py(self, module: Any) -> None:
-        original = module.File.__init__
-
-        @functools.wraps(original)
-        def init(file: Any, name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
-            if not self._off and isinstance(name, (str, bytes, os.PathLike)):
-                if mode in ("r", "r+"):
-                    turned = self.tree.location(name)
-                elif mode == "w" or (self.tree.location(name) is None and not os.path.exists(name)):
-                    turned, mode = self.tree.write(name), "w"
-                else:
-                    self._cannot(f"it changes a part of {os.fsdecode(name)} by h5py")
-                name = name if turned is None else turned
-            with self.real():
-                original(file, name, mode, *args, **kwargs)
-
-        self._turn(module.File, "__init__", init)
-
-    def _sqlite(self, module: Any) -> None:
-        """Whose own code changes parts of a file. Whether it is open at the end is seen then."""
-        if not self._open:
-            return
-        original, turn = module.connect, self._within(self.tree.change)
-
-        @functools.wraps(original)
-        def connect(*args: Any, **kwargs: Any) -> Any:
-            path = args[0] if args else kwargs.get("database")
-            if self._off or not isinstance(path, (str, bytes, os.PathLike)):
-                return original(*args, **kwargs)
-            text = os.fsdecode(path)
-            if text not in ("", ":memory:") and not (kwargs.get("uri") and _UNCHANGED.search(text)):
-                if kwargs.get("uri") or self.completing is not None:
-                    self._cannot(f"it changes the database {text}")
-                if (where := turn(path)) is not None:
-                    kwargs.pop("database", None)
-                    args = (where, *args[1:])
-            with self.real():
-                return original(*args, **kwargs)
-
-        self._turn(module, "connect", connect)
 
 
 _readlink, _access, _chdir = os.readlink, os.access, os.chdir

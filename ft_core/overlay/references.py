@@ -14,11 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from types import ModuleType
 from typing import Any
 
 from ft_core.import_hook import aside
+from ft_core.overlay import libraries
 
 Reference = tuple[ModuleType, str, Any]
 """Module, name, and what it stands for there."""
@@ -30,14 +31,10 @@ _looked_through: dict[int, ModuleType] = {}
 _found: list[Reference] = []
 
 
-def look_through(libraries: Mapping[str, Iterable[str]]) -> None:
-    """Find, in what is imported by now, whoever has taken one. `libraries`: module -> functions of those that
-    reach files by themselves."""
+def look_through() -> None:
+    """Find, in what is imported by now, whoever has taken one."""
     functions = [f for source in _SOURCES for f in vars(source).values() if callable(f)]
-    for library, names in libraries.items():
-        if (module := sys.modules.get(library)) is not None:
-            functions += [vars(module)[name] for name in names if name in vars(module)]
-    known = {id(function) for function in (*functions, builtins.open, time.sleep)}
+    known = {id(function) for function in (*functions, *libraries.functions(), builtins.open, time.sleep)}
     modules = _modules()
     _found.extend(_references(modules, known))
     _looked_through.update((id(module), module) for module in modules)

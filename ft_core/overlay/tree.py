@@ -34,6 +34,9 @@ _WRITES = os.O_WRONLY | os.O_RDWR
 _COPIED = 1 << 30
 """Bytes of a file that is copied up, at most. What changes parts of a larger one is not passed over."""
 
+_LONGEST = 16
+"""Of a suffix of a file's name."""
+
 # What the interpreter has; `ft_core.overlay.calls` puts others in their places.
 _open, _stat, _lstat, _listdir, _readlink = os.open, os.stat, os.lstat, os.listdir, os.readlink
 _mkdir, _unlink, _symlink = os.mkdir, os.unlink, os.symlink
@@ -267,7 +270,7 @@ class Tree:
             found.base = -1 if flags & os.O_TRUNC else found.base
             return found
         file = found if isinstance(found, File) else File(name, False)
-        below, file.at, file.upper, file.base = file.at, self._new(), True, -1
+        below, file.at, file.upper, file.base = file.at, self._new(name), True, -1
         if kind:
             if not os.access(below, os.W_OK):
                 raise _error(errno.EACCES, path)
@@ -282,13 +285,18 @@ class Tree:
         shutil.copyfile(source, target)
         return size
 
-    def write(self, path: PathLike) -> str | None:
-        """Where a library's own code is to write the whole file that it makes by this name; None: there."""
-        descriptor = self.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    def write(self, path: PathLike, exclusive: bool = False) -> str | None:
+        """Where a library's own code is to write the whole file that it makes by this name; None: there.
+        `exclusive`: it makes one that is not there. Raises OSError."""
+        descriptor = self.open(
+            path, os.O_WRONLY | os.O_CREAT | (os.O_EXCL if exclusive else os.O_TRUNC), 0o666
+        )
         if descriptor is None:
             return None
-        at = _readlink(f"/proc/self/fd/{descriptor}")
+        at = self.opened.pop(descriptor)
         os.close(descriptor)
+        if exclusive:
+            os.unlink(at)
         return at
 
     def change(self, path: PathLike) -> str | None:
@@ -474,9 +482,10 @@ class Tree:
             above = os.path.dirname(above)
         return _error(errno.ENOENT if kind == stat.S_IFDIR else errno.ENOTDIR, path, other)
 
-    def _new(self) -> str:
+    def _new(self, name: str = "") -> str:
         self._made += 1
-        return f"{self.upper}/{os.getpid()}.{self._made}"
+        kind = os.path.splitext(name)[1][:_LONGEST]  # libraries choose a format by it
+        return f"{self.upper}/{os.getpid()}.{self._made}{kind}"
 
     def _made_dir(self) -> Dir:
         _mkdir(at := self._new())
