@@ -8,8 +8,11 @@ none, is given it where its peers are.
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -179,7 +182,20 @@ def _is_installed(name: str, file: str) -> bool:
     """Wherever that is: for the user, by PYTHONPATH, or from a checkout."""
     if file.startswith((sys.prefix, sys.base_prefix)) or name.startswith("ft_"):
         return True
-    return name.partition(".")[0] in _FRAMEWORKS or any(f"/{place}/" in file for place in _PACKAGES)
+    if name.partition(".")[0] in _FRAMEWORKS or any(f"/{place}/" in file for place in _PACKAGES):
+        return True
+    above = name.count(".") + (os.path.basename(file) == "__init__.py")
+    return _holds_packages(str(Path(file).parents[above])) if above < len(Path(file).parents) else False
+
+
+@functools.cache
+def _holds_packages(directory: str) -> bool:
+    """Whether pip has put packages there, as it does with `--target`."""
+    try:
+        with os.scandir(directory) as found:
+            return any(entry.name.endswith(".dist-info") for entry in found)
+    except OSError:
+        return False
 
 
 def scripts(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -48,6 +48,12 @@ class Overlay:
         if self._calls is not None:
             self._calls.tree.passing = True
 
+    @property
+    def is_passing(self) -> bool:
+        """Whether the script does what was done before."""
+        calls = self._calls
+        return calls is not None and calls.tree.passing and calls.completing is None
+
     def gets_on(self) -> None:
         """The script has come to its next call."""
         if self._calls is not None:

@@ -119,11 +119,11 @@ def take_over(directory: Path, role: int, started_over: int) -> list[Path]:
     return found
 
 
-def played(logs: Path, role: int, started_over: int) -> list[Path]:
-    """Log directories of the workers that have played `role` since the epoch `started_over`."""
+def played(logs: Path, role: int, started_over: int | None) -> list[Path]:
+    """Log directories of the workers that have played `role` since the epoch `started_over`; None: of all."""
     known = players(logs, role)
     lines = (line.split() for line in known.read_text().splitlines()) if known.exists() else ()
-    return [logs / name for epoch, name in lines if int(epoch) == started_over]
+    return [logs / name for epoch, name in lines if started_over in (None, int(epoch))]
 
 
 def printed(text: str, directories: Iterable[Path]) -> bool:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import fractions
+import importlib
 import random
+import sys
 from collections import OrderedDict, defaultdict, deque
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +16,7 @@ import torch
 
 from ft_core import kept
 from ft_core.state.envelope import decode, encode
+from ft_deepspeed.module_state import scripts
 from ft_deepspeed.script_state import Opaque, ScriptState, variables
 
 
@@ -221,3 +225,20 @@ def test_the_trained_model_is_not_the_scripts():
     with torch.no_grad():
         model.weight.add_(1)
     assert state.capture() == {}
+
+
+def test_what_pip_has_put_anywhere_is_no_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `--target`, or in an image."""
+    for directory in ("target/installed", "checkout/own"):
+        (tmp_path / directory).mkdir(parents=True)
+        (tmp_path / directory / "__init__.py").write_text("found = 1")
+        (tmp_path / directory / "below.py").write_text("found = 2")
+    (tmp_path / "target/installed-1.0.dist-info").mkdir()
+    (tmp_path / "checkout/own.egg-info").mkdir()
+    for directory in ("target", "checkout"):
+        monkeypatch.syspath_prepend(str(tmp_path / directory))
+    names = ["installed", "installed.below", "own", "own.below"]
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, importlib.import_module(name))
+    found = [name for name, _ in scripts(torch.nn.Module())]
+    assert [name for name in names if name in found] == ["own", "own.below"]
