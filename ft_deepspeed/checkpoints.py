@@ -1,4 +1,4 @@
-"""The script's own checkpoints while replica groups are away (policy `shrink`).
+"""The script's own checkpoints: as accelerate names them, and while replica groups are away (`shrink`).
 
 The first data-parallel rank writes what all have, so another does it when that one is away. Which samples
 wait to be dealt again is known to no framework: it goes into the checkpoint as client state.
@@ -6,6 +6,7 @@ wait to be dealt again is known to no framework: it goes into the checkpoint as 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -46,6 +47,25 @@ def complete(engine: Any, session: Session, ring: tuple[int, ...], deal: Callabl
 
     for patch, wrapper in zip(patched.WHOLE_SAVES, (whole, whole_model), strict=True):
         patch.wrap(wrapper, of=engine)
+
+
+def saves_again(session: Session) -> None:
+    """accelerate numbers what it saves, and refuses to where that is. A newcomer's is: its predecessor or a
+    peer has made it."""
+
+    def again(save: Callable[..., Any]) -> Callable[..., Any]:
+        def save_state(accelerator: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+            names = accelerator.project_configuration
+            if not (session.overlay.is_there and names.automatic_checkpoint_naming):
+                return save(accelerator, output_dir, *args, **kwargs)
+            place = os.path.join(accelerator.project_dir, "checkpoints", f"checkpoint_{names.iteration}")
+            accelerator.wait_for_everyone()  # as all do in between
+            with replaced(names, {"automatic_checkpoint_naming": False}):
+                return save(accelerator, place, *args, **kwargs)
+
+        return save_state
+
+    patched.ACCELERATE_SAVES.wrap(again)
 
 
 class _As:

@@ -39,6 +39,11 @@ TRAINER_SAVES = declare_each(
     "_save_checkpoint save_model",
     "a save that a failure interrupts is made again as a whole",
 )
+ACCELERATE_SAVES = declare(
+    "accelerate.accelerator:Accelerator.save_state",
+    "what a newcomer saves again is there by that name already",
+    optional=True,
+)
 LOAD = declare(
     f"{_ENGINE}.load_checkpoint", "a newcomer's is muted, and one after the first step is made again"
 )

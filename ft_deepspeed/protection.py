@@ -170,6 +170,8 @@ class Protection:
             self.loop = TrainerLoop(self, session, engine.module)
             for patch in patched.TRAINER_SAVES:
                 patch.wrap(self._guard_save)
+        if "accelerate.accelerator" in sys.modules:
+            checkpoints.saves_again(session)
         patched.LOAD.wrap(self._guard_load, of=engine)
         references.protection = self
         session.point("startup")
@@ -223,6 +225,8 @@ class Protection:
             # from that step and is answered from there; the state itself comes from memory.
             with session.comms.startup.section("load", muted=session.joining):
                 path, client_state = load(*args, **kwargs)
+            if session.joining and path is not None:
+                session.comms.startup.has_loaded()
             self._resumption.loaded(load, *args, **kwargs)
             deal = client_state.pop(checkpoints.KEY, None) if client_state else None
             if self.dealing is not None and path is not None:
@@ -525,6 +529,11 @@ class Protection:
             if objection := self.references.objection(loaded.get("references", [])):
                 self._session.cannot_pass(objection)
             self.first = loaded.get("first", self._began_at)
+            if self._whole and self.first != self._began_at and (what := self._session.comms.startup.goes_by):
+                self._session.cannot_pass(
+                    f"it goes by {what}, of peers that began with step {self.first}, where it has "
+                    f"begun with its checkpoint of step {self._began_at}"
+                )
             self._session.overlay.arrives()
             self._made_up.arrives()
         self._adapter.arrived()

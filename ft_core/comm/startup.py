@@ -106,6 +106,9 @@ class Startup:
         self._section = ""
         self._muted = self._strict = self._weights = False
         self.rehearsing = False
+        self.goes_by = ""
+        """The first operation since `has_loaded` of which this script has its peers' result."""
+        self._has_loaded = False
         self.tells: Callable[[], None] = lambda: None
         """Called before this role tells its peers something that no record answers."""
         self.gives: Callable[[list[torch.Tensor]], None] = lambda tensors: None
@@ -171,6 +174,11 @@ class Startup:
             yield
         finally:
             self._strict = was
+
+    def has_loaded(self) -> None:
+        """In start-up the script has loaded a checkpoint: if its peers had begun with another, what they have
+        on record there may be of another place in the script."""
+        self._has_loaded = True
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -349,7 +357,10 @@ class Startup:
                 theirs = f"{number} operations (role {holder}) before they went on, or dropped their record"
                 raise mismatch(self.where(series, number), signature, theirs)
         self._comms.passed()
-        return entries[number - first]
+        found_there = entries[number - first]
+        if self._has_loaded and series.step is None and found_there.kind != "barrier":
+            self.goes_by = self.goes_by or self.where(series, number)
+        return found_there
 
     def _point_to_point(self, group: FtProcessGroup, method: str, args: tuple[Any, ...]) -> PointToPoint:
         peer, me = args[1], group.rank()

@@ -49,6 +49,12 @@ class Overlay:
             self._calls.tree.passing = True
 
     @property
+    def is_there(self) -> bool:
+        """Whether the script does what was done before, or may have been."""
+        calls = self._calls
+        return calls is not None and calls.tree.passing
+
+    @property
     def is_passing(self) -> bool:
         """Whether the script does what was done before."""
         calls = self._calls
