@@ -56,7 +56,7 @@ def saves_again(session: Session) -> None:
     def again(save: Callable[..., Any]) -> Callable[..., Any]:
         def save_state(accelerator: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
             names = accelerator.project_configuration
-            if not (session.overlay.is_there and names.automatic_checkpoint_naming):
+            if not (session.overlay.repeats and names.automatic_checkpoint_naming):
                 return save(accelerator, output_dir, *args, **kwargs)
             place = os.path.join(accelerator.project_dir, "checkpoints", f"checkpoint_{names.iteration}")
             accelerator.wait_for_everyone()  # as all do in between

@@ -272,6 +272,39 @@ class Habits:
 
 
 @dataclass(frozen=True)
+class Accelerated:
+    """Training of a loop on accelerate."""
+
+    stage: int
+    dp: int = 2
+
+    def __str__(self) -> str:
+        return f"accelerate-zero{self.stage}"
+
+    @property
+    def world(self) -> int:
+        return self.dp
+
+    @property
+    def script(self) -> Path:
+        return SCRIPTS / "accelerate_loop.py"
+
+    def arguments(self, iterations: int, protected: bool) -> list[str]:
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": 1.0,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": self.stage},
+        }
+        path = write_config(str(self), config, protected)
+        return [f"--deepspeed_config={path}", f"--train-iters={iterations}"]
+
+    def environment(self) -> dict[str, str]:
+        return variables()
+
+
+@dataclass(frozen=True)
 class Quirks:
     """Training of a script that has state in all sorts of places."""
 

@@ -49,7 +49,7 @@ class Overlay:
             self._calls.tree.passing = True
 
     @property
-    def is_there(self) -> bool:
+    def repeats(self) -> bool:
         """Whether the script does what was done before, or may have been."""
         calls = self._calls
         return calls is not None and calls.tree.passing

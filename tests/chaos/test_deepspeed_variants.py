@@ -7,7 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from deepspeed_jobs import SCRIPTS, TWICE, Habits, HuggingFace, Keeps, OwnLoop, Preference, Quirks, Zero
+from deepspeed_jobs import (
+    SCRIPTS,
+    TWICE,
+    Accelerated,
+    Habits,
+    HuggingFace,
+    Keeps,
+    OwnLoop,
+    Preference,
+    Quirks,
+    Zero,
+)
 from harness import ROOT, Job, Training, check_clean, check_identical, check_survivors, environment, reference
 
 ITERATIONS = 14
@@ -38,6 +49,7 @@ ITERATIONS = 14
         (Habits(1), "0@forward:12:worker,1@between:13:worker"),
         (Habits(3), "1@forward:12:worker"),
         (Quirks(), "0@forward:5:worker,1@d2h:9:worker"),
+        (Accelerated(2), "0@forward:5:worker,1@save:6:worker,0@between:9:worker"),
         (HuggingFace(2, more=("--dataloader_num_workers=2",)), "0@backward:4,1@between:8:worker"),
     ],
     ids=lambda value: str(value) if not isinstance(value, str) else "",

@@ -288,3 +288,24 @@ def test_recording_a_result_leaves_its_storage_resizable():
     gathered = torch.arange(6.0)
     to_bytes(gathered)
     gathered.untyped_storage().resize_(0)
+
+
+def test_what_peers_that_began_elsewhere_have_on_record_is_noted_after_a_checkpoint_is_loaded() -> None:
+    comms = Communicators(0, 2, on_failure=lambda _: None, secret=b"")
+    kinds = ["broadcast", "barrier", "allgather"]
+    entries = [Entry(kind, f"{kind}()", (b"",)) for kind in kinds]
+
+    def fetch(holder: int, series: Series, start: int) -> dict[Series, Any]:
+        return {series: entries[start:]}
+
+    startup = comms.startup
+    comms.swap(1, "127.0.0.1:1", {GROUP: (3, 1), GROUP.at(7): (3, 1)}, fetch)
+    startup.peers_entry(GROUP, 0, "broadcast()", 1)
+    startup.has_loaded()
+    startup.peers_entry(GROUP, 1, "barrier()", 1)
+    startup.peers_entry(GROUP.at(7), 0, "broadcast()", 1)
+    assert startup.goes_by == "", "neither what came before, nor what tells nothing, nor what is a step's"
+    startup.peers_entry(GROUP, 2, "allgather()", 1)
+    startup.peers_entry(GROUP, 0, "broadcast()", 1)
+    assert startup.goes_by == startup.where(GROUP, 2)
+    comms.abort(2)
