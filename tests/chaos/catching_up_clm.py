@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ class Trainer(resting_clm.Trainer):
 
     def __init__(self, args: Any) -> None:
         super().__init__(args)
+        self.never = threading.Event()  # a pause would not be made again
         try:
             Path(os.environ[AWAITED]).with_suffix(".slow").unlink()
         except FileNotFoundError:
@@ -29,7 +30,7 @@ class Trainer(resting_clm.Trainer):
 
     def loss(self, batch: Any) -> Any:
         """As the recipe's."""
-        time.sleep(self.pace)
+        self.never.wait(self.pace)
         return super().loss(batch)
 
 

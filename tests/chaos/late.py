@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,11 @@ class Trainer(paced.Trainer):
     """Hangs where it builds the model."""
 
     def __init__(self, args: Any) -> None:
-        try:
-            Path(os.environ[paced.AWAITED]).with_suffix(".late").unlink()
-        except FileNotFoundError:
-            super().__init__(args)
-        else:
+        mark = Path(os.environ[paced.AWAITED]).with_suffix(".late")
+        # By a program: what a newcomer's script itself removes is gone for that one alone.
+        if mark.exists() and subprocess.run(["rm", mark]).returncode == 0:
             time.sleep(FOR_EVER)
+        super().__init__(args)
 
 
 if __name__ == "__main__":
