@@ -124,7 +124,16 @@ class Calls:
     @property
     def off(self) -> bool:
         """Whether this thread's files are as they are."""
-        return not self._open or self._is_real
+        return not self._open or self._is_real or self._has_ended()
+
+    def _has_ended(self) -> bool:
+        """In a process that the script has forked, and that has outlived the layer: to write checkpoints, say."""
+        if os.getpid() != self._process:
+            try:
+                _stat(self.tree.upper)
+            except FileNotFoundError:
+                self._open = False
+        return not self._open
 
     # -- replacing -----------------------------------------------------------------------------
 
@@ -404,7 +413,7 @@ class Calls:
         return False
 
 
-_readlink, _access, _chdir = os.readlink, os.access, os.chdir
+_readlink, _access, _chdir, _stat = os.readlink, os.access, os.chdir, os.stat
 
 
 class _Scan(AbstractContextManager["_Scan"], Iterator["_Seen"]):

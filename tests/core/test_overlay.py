@@ -411,6 +411,31 @@ def test_threads_and_forked_processes_of_the_script_are_watched(tmp_path: Path) 
     assert (tmp_path / "old").read_text() == "real"
 
 
+def test_a_forked_process_that_outlives_the_layer_writes_for_real(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("real")
+    text = """
+        begin()
+        read, write = os.pipe()
+        ready, written = os.pipe()
+        if (child := os.fork()) == 0:
+            with open("of the layer", "w") as file, open("old", "w") as other:
+                file.write("new"), other.write("in the layer")
+            os.close(written), os.close(write), os.read(read, 1)
+            with open("written later", "w") as file:
+                file.write("late")
+            with open("old", "a") as file:
+                file.write(", later")
+            os._exit(0)
+        os.close(read), os.close(written), os.read(ready, 1)
+        overlay.arrives(), overlay.end()
+        os.close(write)
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    run(tmp_path, text)
+    assert (tmp_path / "written later").read_text() == "late"
+    assert (tmp_path / "old").read_text() == "real, later"
+
+
 def test_libraries_that_write_by_a_name(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     (tmp_path / "old").write_text("real")
