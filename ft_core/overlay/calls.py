@@ -127,7 +127,7 @@ class Calls:
         return not self._open or self._is_real or self._has_ended()
 
     def _has_ended(self) -> bool:
-        """In a process that the script has forked, and that has outlived the layer: to write checkpoints, say."""
+        """In a process that the script has forked, to write checkpoints say, and that outlives the layer."""
         if os.getpid() != self._process:
             try:
                 _stat(self.tree.upper)
