@@ -57,8 +57,7 @@ class Overlay:
     @property
     def is_passing(self) -> bool:
         """Whether the script does what was done before."""
-        calls = self._calls
-        return calls is not None and calls.tree.passing and calls.completing is None
+        return self._calls is not None and self._calls.is_passing
 
     def gets_on(self) -> None:
         """The script has come to its next call."""

@@ -374,6 +374,11 @@ class Calls:
 
         return system
 
+    @property
+    def is_passing(self) -> bool:
+        """Whether the script does what was done before."""
+        return self.tree.passing and self.completing is None
+
     def gets_on(self) -> None:
         """The script has come to another place."""
         self._paused.clear()
@@ -382,7 +387,7 @@ class Calls:
         @functools.wraps(original)
         def sleep(seconds: float) -> None:
             ours = not self.off and os.getpid() == self._process and threading.get_ident() == self._main
-            if ours and self.tree.passing and self.completing is None and seconds >= 0:
+            if ours and self.is_passing and seconds >= 0:
                 caller = sys._getframe(1)
                 if (place := (caller.f_code, caller.f_lasti)) not in self._paused:
                     self._paused.add(place)

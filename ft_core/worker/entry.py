@@ -7,6 +7,7 @@ import os
 import runpy
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -141,7 +142,7 @@ def _play(
     if session.joining:
         session.overlay.begin(job_dir, sockets, session.cannot_pass)
         session.comms.startup.tells = session.overlay.complete
-    tracking.install(session, logs, _everybody(job_dir, role))
+    tracking.install(session, logs, partial(played, job_dir / "logs", role, None))
     timeline.mark("script")
     process = os.getpid()
     code, failure, error = _outcome(command)
@@ -156,14 +157,6 @@ def _play(
     if code == 0:
         shell.finish()
     os._exit(code)  # the communicators of a finished job are not taken down one by one
-
-
-def _everybody(job_dir: Path, role: int) -> list[Path]:
-    """Log directories of all that have played `role`, as far as they can be seen here."""
-    try:
-        return played(job_dir / "logs", role, None)
-    except (OSError, ValueError):
-        return []
 
 
 def _outcome(command: Command) -> tuple[int, ScriptFailed | None, BaseException | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,21 +22,23 @@ _RUNS = "wandb-runs"
 """In a worker's log directory: the ids of its script's runs in their order, one a line."""
 _LOGGING = ("log", "alert", "log_artifact", "log_model", "link_artifact", "link_model", "upsert_artifact")
 """Methods of a run."""
+Predecessors = Callable[[], list[Path]]
+"""Log directories of all that played this role, the newest last."""
 
 
-def install(session: Session, logs: Path, predecessors: Iterable[Path]) -> None:
-    """`logs`: this worker's; `predecessors`: of all that played its role, the newest last."""
-    import_hook.after_import("wandb", functools.partial(_turn, session, logs, list(predecessors)))
+def install(session: Session, logs: Path, predecessors: Predecessors) -> None:
+    """`logs`: this worker's. `predecessors` is asked once a run begins."""
+    import_hook.after_import("wandb", functools.partial(_turn, session, logs, predecessors))
 
 
-def _turn(session: Session, logs: Path, predecessors: list[Path], wandb: ModuleType) -> None:
+def _turn(session: Session, logs: Path, predecessors: Predecessors, wandb: ModuleType) -> None:
     vars(wandb)["init"] = _continuing(wandb.init, logs, predecessors)
     for name in _LOGGING:
         if (method := getattr(wandb.Run, name, None)) is not None:
             setattr(wandb.Run, name, _once(session, method))
 
 
-def _continuing(original: Callable[..., Any], logs: Path, predecessors: list[Path]) -> Callable[..., Any]:
+def _continuing(original: Callable[..., Any], logs: Path, predecessors: Predecessors) -> Callable[..., Any]:
     number = 0
 
     @functools.wraps(original)
@@ -60,9 +62,13 @@ def _continuing(original: Callable[..., Any], logs: Path, predecessors: list[Pat
     return init
 
 
-def _known(predecessors: list[Path], number: int) -> str | None:
+def _known(predecessors: Predecessors, number: int) -> str | None:
     """The run that the script has begun as its `number`-th, if anybody has."""
-    for directory in reversed(predecessors):
+    try:
+        directories = predecessors()
+    except (OSError, ValueError):
+        return None
+    for directory in reversed(directories):
         try:
             ids = (directory / _RUNS).read_text().split("\n")
         except OSError:

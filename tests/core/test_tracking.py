@@ -46,7 +46,7 @@ def worker(
         raise RefusedError(what)
 
     session = SimpleNamespace(overlay=SimpleNamespace(is_passing=passing), cannot_pass=cannot_pass)
-    tracking.install(session, logs, predecessors)  # type: ignore[arg-type]
+    tracking.install(session, logs, lambda: predecessors)  # type: ignore[arg-type]
     return wandb, session
 
 
