@@ -91,6 +91,12 @@ def _unannounced(current: Session) -> Iterator[None]:
         yield
 
 
+_AGAIN = (
+    "its script has called deepspeed.initialize again after step {} of the engine that was protected, and "
+    "one engine per process can be: what it trains now is as safe as its own checkpoints"
+)
+
+
 def _trains(given: dict[str, Any], config: dict[str, Any]) -> bool:
     """Whether the engine has an optimizer. One without is a reference, teacher or reward model; a pipeline
     without is an error that the user should see."""
@@ -131,7 +137,9 @@ def _protected(original: Callable[..., Any]) -> Callable[..., Any]:
                 engine, *others = original(*args, **kwargs)
             references.add(engine, current)
             return engine, *others
-        if references.protection is not None:
+        if (first := references.protection) is not None:
+            if first.retires(_AGAIN.format(first.position)):
+                return original(*args, **kwargs)
             raise ConfigError(
                 "deepspeed.initialize was called again: fault_tolerance protects one engine per process, and "
                 "what a second one that has an optimizer does could not be done again after a failure, with "

@@ -120,8 +120,9 @@ class Protection:
         """The script's call that is under way, or was interrupted."""
         self._outside: Context | None = None
         """Where a failure has interrupted the script between two calls, as it left the engine."""
-        self._performing = False
-        """Whether a call is being made: then the engine calls itself."""
+        self._performing = self._retired = False
+        """Whether a call is being made: then the engine calls itself. And whether nothing is protected any
+        more."""
         self._began_at = 0
         """The step after which the script made its first call."""
         self.module: ModuleState
@@ -286,6 +287,24 @@ class Protection:
             return call.execute()
         self._begin()
         return self._call(call)
+
+    def retires(self, why: str) -> bool:
+        """The script is about to train something else, which nothing protects; `why`: for the user.
+
+        Returns False, and goes on, where it has not trained with this engine yet. A failure from here on
+        costs what the script has not saved itself.
+        """
+        if self._retired:
+            return True
+        if self._phase is not Phase.LIVE or self._position <= self._began_at or self.dealing is not None:
+            return False
+        try:
+            self._session.check_epoch()
+        except EpochChanged:
+            self._session.recover()
+        self._session.unprotected(why)
+        self._retired = self._performing = True  # each call passes straight through
+        return True
 
     def _begin(self) -> None:
         """At the first call: what came before it was start-up."""
@@ -675,7 +694,7 @@ class Protection:
     @property
     def live(self) -> bool:
         """Whether the script is where the engine is; else it is a newcomer's, and what it has is made up."""
-        return self._phase is Phase.LIVE
+        return self._phase is Phase.LIVE and not self._retired
 
     @property
     def began(self) -> bool:

@@ -41,8 +41,15 @@ class Protecting(Protocol):
     dealing: Any
     """Of samples, where replica groups may be away."""
 
+    @property
+    def position(self) -> int:
+        """Steps that the script has done with it."""
+
     def beside(self, call: Call) -> Any:
         """Make a call that is not one of the protected engine's."""
+
+    def retires(self, why: str) -> bool:
+        """Let the script go on without protection, if it has trained with it."""
 
 
 class References:

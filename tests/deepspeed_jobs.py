@@ -406,6 +406,40 @@ class Keeps:
         return variables()
 
 
+@dataclass(frozen=True)
+class Phases:
+    """Training of a script that makes a second engine when it is done with the first."""
+
+    checkpoints: Path
+    dies_at: int = 0
+    first: int = 6
+    dp: int = 2
+
+    def __str__(self) -> str:
+        return "phases"
+
+    @property
+    def world(self) -> int:
+        return self.dp
+
+    @property
+    def script(self) -> Path:
+        return SCRIPTS / "phases.py"
+
+    def arguments(self, iterations: int, protected: bool) -> list[str]:
+        config = {
+            "train_micro_batch_size_per_gpu": 8,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": 1},
+        }
+        path = write_config(str(self), config, protected)
+        about = [f"--checkpoints={self.checkpoints}", f"--first={self.first}", f"--dies-at={self.dies_at}"]
+        return [f"--deepspeed_config={path}", f"--train-iters={iterations}", *about]
+
+    def environment(self) -> dict[str, str]:
+        return variables()
+
+
 def variables(*first: Path) -> dict[str, str]:
     """A job's environment, with these folders where Python looks first."""
     path = [*map(str, first), str(PLAIN), environment()["PYTHONPATH"]]

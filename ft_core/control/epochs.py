@@ -496,13 +496,18 @@ class Epochs:
             self.fail(where, [role], strikes.exit_code(lost), fault=lost.fault, node=node.name)
 
     def runs_unprotected(self, said: m.Unprotected) -> None:
-        """The script does without fault tolerance, or has until now."""
+        """The script does without fault tolerance, has until now, or does so from now on."""
+        if self._is_to_begin_anew(said.role):
+            return
         if said.so_far:
             self._so_far = said.reason if self.facts.initial is None else ""
         elif not self.unprotected:
             self.unprotected = said.reason
             self._cut_off(self.account.to(Cause.UNKNOWN, self.wall))
         self._tell_of_protection()
+        if self.unprotected and self.climb is None and isinstance(self.phase, Quiescing | Waiting):
+            # It had done so before it heard that the epoch is over, and takes part in no other.
+            self.begin_anew(Against(f"the job is not protected: {self.unprotected}"))
 
     @property
     def not_protected(self) -> str:
@@ -568,6 +573,7 @@ class Epochs:
                 apart=frozenset(apart),
                 memory=facts.trained and not self.unprotected and not self.completion.released,
                 diverged=against.fault is m.Fault.DIVERGED,
+                own=facts.trained and bool(self.unprotected),
             )
         if climb is None:
             how_often = ladder.in_words(facts.height)

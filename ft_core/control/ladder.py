@@ -74,7 +74,8 @@ class Climb:
     roles: frozenset[Role] = frozenset()
     """Whose workers are replaced, where that is not all."""
     own: bool = False
-    """Whether durable checkpoints are of no use: scripts that went on from one did not come to it again."""
+    """Whether durable checkpoints are of no use: scripts that went on from one did not come to it again, or
+    have gone on to train something else."""
 
     @property
     def restarts(self) -> int:
@@ -87,14 +88,15 @@ class Climb:
 
 
 def next_rung(
-    height: int, limit: int, *, apart: frozenset[Role], memory: bool, diverged: bool
+    height: int, limit: int, *, apart: frozenset[Role], memory: bool, diverged: bool, own: bool = False
 ) -> Climb | None:
     """The lowest rung that is left; None: the job ends.
 
     `height`: 0 at first and after progress, 1 once some have begun anew, 2 once all have, 2 + *n* after *n*
     restarts. `limit`: of those; 0: nothing but going on in place is wanted. `apart`: roles of which it is
     proven that they cannot go on with each other. `memory`: whether there may be state in it that all can
-    begin with. `diverged`: whether it is of scripts that do not do again what they did.
+    begin with. `diverged`: whether it is of scripts that do not do again what they did. `own`: whether
+    durable checkpoints are of something that the scripts have left behind.
     """
     if not limit:
         return None
@@ -105,7 +107,7 @@ def next_rung(
     above = max(height, ALL_FROM_MEMORY) + 1
     if above > ALL_FROM_MEMORY + limit:
         return None
-    return Climb(Rung.RESTART, above, own=diverged and height > ALL_FROM_MEMORY)
+    return Climb(Rung.RESTART, above, own=own or (diverged and height > ALL_FROM_MEMORY))
 
 
 def _restarts(height: int) -> int:

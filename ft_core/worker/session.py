@@ -336,10 +336,17 @@ class Session:
 
     def unprotected(self, reason: str = "") -> None:
         """The script wants no fault tolerance, or cannot have it for `reason`: nothing is recorded, and a
-        failure costs what the script has not saved itself. The job says so once."""
+        failure costs what the script has not saved itself. The job says so once.
+
+        Where training was protected until now, it is so no longer: what is in memory is of no use to a script
+        that goes on with something else.
+        """
         if self._unprotected is not None:
             return
         self._unprotected = reason or "its script has asked for no fault tolerance"
+        if self._recovery is not None:
+            self._recovery.snapshots.wait()
+            self._recovery = None
         self.comms.end_startup()
         self.overlay.end()
         self.deferred.end("nothing is restored", logging.DEBUG)

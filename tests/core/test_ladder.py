@@ -61,6 +61,7 @@ def began(job: ControlPlane) -> tuple[Any, ...]:
         (2, 3, {}, Climb(Rung.RESTART, 3)),
         (2, 3, {"diverged": True}, Climb(Rung.RESTART, 3)),
         (3, 3, {"diverged": True}, Climb(Rung.RESTART, 4, own=True)),
+        (0, 3, {"memory": False, "own": True}, Climb(Rung.RESTART, 3, own=True)),
         (4, 3, {}, Climb(Rung.RESTART, 5)),
         (5, 3, {}, None),
         (2, 1, {}, Climb(Rung.RESTART, 3)),
@@ -338,3 +339,31 @@ def test_a_script_without_fault_tolerance_is_started_again() -> None:
     job["node0"].say(m.Unprotected(role=0, reason="it is plain", so_far=False))
     lose(job, "node1")
     assert job.done == End(1) and "the job is not protected: it is plain" in job.said[-1]
+
+
+def leaves(role: int) -> m.Unprotected:
+    return m.Unprotected(role, reason="it does something else", so_far=False)
+
+
+def test_a_script_that_goes_on_with_something_else_begins_with_what_it_has_saved() -> None:
+    """It has trained: neither memory nor a durable checkpoint has what it does now."""
+    job = ControlPlane(nodes=2, max_restarts=1, durable_dir="/durable", durable_interval=2)
+    tell(job, {})
+    job.all_step(5)
+    job["node0"].say(leaves(0))
+    job["node0"].say(job["node0"].crash(0))
+    job["node1"].say(leaves(1))  # before it hears that it is to end
+    ends(job)
+    assert rungs(job) == ["restart"] and began(job) == (None, "initial", [0, 1])
+    assert not job.controller.numbers(0.0, 0.0).unprotected
+
+
+def test_a_script_goes_on_with_something_else_as_an_epoch_ends() -> None:
+    """The one that has takes part in no other epoch: nobody waits for it."""
+    job = ControlPlane(nodes=2, max_restarts=1)
+    job.all_step(5)
+    job["node0"].say(job["node0"].crash(0))
+    assert job.phase == "quiescing" and not rungs(job)
+    job["node1"].say(leaves(1))
+    ends(job)
+    assert rungs(job) == ["restart"] and began(job) == (None, "initial", [0, 1])

@@ -1,4 +1,4 @@
-"""A script that makes a second engine: refused whatever its configuration says, and the first trains on."""
+"""A script that makes a second engine before it trains the first: refused whatever its configuration says."""
 
 from __future__ import annotations
 
@@ -20,15 +20,11 @@ def engine(**section):
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-first = engine(fault_tolerance={"enabled": True})
+engine(fault_tolerance={"enabled": True})
 for section in ({}, {"fault_tolerance": {"enabled": False}}):
     try:
         engine(**section)
     except Exception as error:
         print(f"refused: {error}", flush=True)
-    loss = first(torch.ones(2, 4)).sum()
-    first.backward(loss)
-    first.step()
-    print(f"step {first.global_steps}", flush=True)
 engine(fault_tolerance={"enabled": True})
 sys.exit("never reached")
