@@ -81,11 +81,9 @@ def _unannounced(current: Session) -> Iterator[None]:
     """What a newcomer leaves out.
 
     A pipeline's stages send each other a zero when they are made, which does no more than connect them. A
-    newcomer's peers have done so; or they come back with it, and are connected when they take part. And stage
-    3 writes out all its parameters, for a line that it does not print.
+    newcomer's peers have done so; or they come back with it, and are connected when they take part.
     """
     with contextlib.ExitStack() as undo:
-        undo.enter_context(current.deferred.text_unread())
         for patch in patched.CONNECT_STAGES:
             undo.enter_context(patch.replaced(lambda *args, **kwargs: None))
         yield

@@ -39,10 +39,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ft_core.state.undone import Bytes, Span, span_of, storage_of, tensors_of
-from ft_core.state.watch import Below, Compiler
 from ft_deepspeed import patched
+from ft_deepspeed.below import Below, Compiler
 from ft_deepspeed.module_state import scripts
+from ft_deepspeed.spans import Bytes, Span, span_of, storage_of, tensors_of
 from ft_deepspeed.unknown import DECIDES, Unknown
 
 aten = torch.ops.aten

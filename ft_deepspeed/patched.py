@@ -22,6 +22,12 @@ CONNECT_STAGES = declare_each(
     "a newcomer's pipeline neighbours do not answer the zero that connects stages",
 )
 
+_SEEN = "while a newcomer passes steps: what it computes of them is seen"
+EVAL_FRAME = declare("torch._C._dynamo.eval_frame:set_eval_frame", _SEEN)
+EVAL_FRAME_IMPORTED = declare_each(
+    "torch._dynamo.eval_frame:", "set_eval_frame _maybe_set_eval_frame", _SEEN, optional=True
+)
+
 # -- the script's calls (protection) ---------------------------------------------------------------
 
 CALLS = declare_each(_ENGINE, "forward backward step", "a call that a failure interrupts is made again")

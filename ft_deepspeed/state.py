@@ -18,7 +18,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ft_core.adapter import Redundancy, ReplicaGroup, State, StateTensor
 from ft_core.state import rng
-from ft_core.worker import session
 from ft_deepspeed import adoption, adoption3, parts, persistent, schedule, trace, zero
 from ft_deepspeed.abandon import Baseline, abandon
 from ft_deepspeed.cpu_adam import Powers
@@ -188,8 +187,6 @@ class DeepSpeedAdapter:
             tensor.data.copy_(source.data)
         for part in self._layout.parts:
             part.restore(tensors, whole=not self.lacks_weights)
-        if self.lacks_weights and (current := session.current()) is not None:
-            current.deferred.follow(flat for _, flat, _ in self._layout.flats)
         if remade:
             self.link_again()
         self.settle(envelope)

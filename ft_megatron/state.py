@@ -168,21 +168,18 @@ class MegatronAdapter:
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
         """Copy a snapshot into the live objects; optimizer state that is not there yet is made."""
-        left_out = []
+        self._incomplete = False
         for name, parameter in self._parameters():
             if (saved := tensors.get(name)) is not None:
                 parameter.data.copy_(saved)
-            else:
-                left_out.append(parameter)
-        self._incomplete = bool(left_out)
+            else:  # `derive` makes it
+                self._incomplete = True
         for name, buffer in self._buffers():
             if buffer.dtype != tensors[name].dtype:
                 # Megatron's routers turn theirs into fp32 in the first forward pass, with what they hold.
                 buffer.data = torch.empty_like(tensors[name], device=buffer.device)
             buffer.copy_(tensors[name])
         self.restore_optimizers(self._optimizers, tensors, envelope)
-        if left_out and (current := session.current()) is not None:  # `derive` makes them
-            current.deferred.follow(parameter.data for parameter in left_out)
         for optimizer, groups, scaler in zip(
             self._optimizers, envelope["groups"], envelope["scalers"], strict=True
         ):

@@ -25,7 +25,7 @@ from urllib import request
 from forked import Forked
 from processes import in_groups
 
-from ft_core.cli import ask, flags, timeline
+from ft_core.cli import ask, flags
 from ft_core.control.recorded import ACCOUNT, ALWAYS, EVENTS
 from ft_core.history import goodput
 from ft_core.protocol.goodput import Cause
@@ -487,14 +487,6 @@ def check_survivors(result: Result, world: int) -> None:
             assert changed <= moved, f"roles {changed - moved} lost their worker without need"
             pids, moved = now, set()
     assert pids
-
-
-def check_nothing_drawn(result: Result) -> None:
-    """Newcomers have drawn no weights that the restore overwrites: all that was put off stayed undone."""
-    assert result.job_dir is not None
-    lines = [line for line in timeline.read(result.job_dir) if line.epoch > 1]
-    assert not (drawn := [line for line in lines if line.drawn]), drawn
-    assert any(line.skipped > 1000 for line in lines), "nobody has put anything off"
 
 
 def check_nothing_runs(result: Result) -> None:

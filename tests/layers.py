@@ -89,7 +89,7 @@ QUICK: dict[str, tuple[str, ...]] = {
 
 MORE = {
     "test_deepspeed_accounting.py": "what is sent, with DeepSpeed",
-    "test_deferred.py": "DeepSpeed, ZeRO 3",
+    "test_weights.py": "DeepSpeed, ZeRO 3",
     "test_deepspeed_versions.py": "other versions",
     "test_metrics.py": "drills, seen by a real Prometheus",
     "test_pretrain_errors.py": "an exception in the script",

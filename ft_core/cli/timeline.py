@@ -23,10 +23,6 @@ class Line(msgspec.Struct, frozen=True):
     phases: list[tuple[str, float]]
     """Name, and when it began: seconds since 1970 by its node's clock."""
     end: float
-    skipped: int = 0
-    """Numbers of the initialisation that were never drawn."""
-    drawn: int = 0
-    """Numbers that were put off, and then drawn after all."""
     state: int = 0
     """Bytes of state that were verified, and loaded."""
     fetch_s: float = 0.0
@@ -114,11 +110,6 @@ def shown(lines: Sequence[Line]) -> list[str]:
             rows.append("  a standby had started it ahead of need, and took it over then")
         if line.passed:
             rows.append(f"  its script passed over {line.passed:,} steps")
-        if line.skipped or line.drawn:
-            rows.append(
-                f"  initialisation: {line.skipped:,} numbers not drawn, since the restore overwrites them"
-                + (f"; {line.drawn:,} that were put off drawn after all" if line.drawn else "")
-            )
         if rates := line.rates():
             at = ", ".join(f"{what} at {rate:.1f} GB/s" for what, rate in rates.items())
             rows.append(f"  state: {line.state / 1e9:.2f} GB, {at}")

@@ -262,14 +262,6 @@ def touch(memory: SharedMemory, start: int, nbytes: int) -> None:
         np.frombuffer(memory.view[start : start + nbytes], np.uint8)[::_PAGE] = 0  # a kernel before 5.14
 
 
-def populate(address: int, nbytes: int) -> None:
-    """The same for private memory of this process, of which the content stays what it is. As far as it is
-    whole pages, and the kernel can."""
-    start = -(-address // _PAGE) * _PAGE
-    if (size := (address + nbytes) // _PAGE * _PAGE - start) > 0:
-        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _POPULATE_WRITE)
-
-
 def copy_bytes(target: memoryview, source: memoryview) -> None:
     """Copy, and let other threads of this process go on meanwhile: assigning a view would hold them up."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -21,7 +21,6 @@ from ft_core.process.timeline import timeline
 from ft_core.protocol.channel import Channel
 from ft_core.protocol.messages import TO_WORKER, Fault, ScriptFailed
 from ft_core.settings import Command
-from ft_core.state import deferred
 from ft_core.state.snapshot import has_gpu
 from ft_core.worker import (
     cuda_fork,
@@ -129,8 +128,6 @@ def _play(
 
     session = Session(shell, predecessors, Waits())
     begin(session)
-    if session.joining and deferred.is_wanted(has_gpu()):
-        session.deferred.begin()
     backend.install(session.comms)
     objects.install(session.comms.startup)
     watch = unprotected.install(session)

@@ -6,7 +6,6 @@ import logging
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -17,7 +16,6 @@ from ft_core.process.collector import Pause
 from ft_core.process.timeline import timeline
 from ft_core.protocol import messages as m
 from ft_core.state.adoption import Snapshots
-from ft_core.state.deferred import Deferred
 from ft_core.state.memory import Word
 from ft_core.worker import events as e
 from ft_core.worker.calls import Calls
@@ -48,14 +46,11 @@ class Recovery:
         groups: Groups,
         adapter: Adapter,
         redo: Callable[[], None],
-        deferred: Deferred,
         ahead: Ahead,
     ) -> None:
-        """`redo` brings the role from the version that was loaded to where its script is. `deferred`: what
-        the script's start-up has left to the first restore."""
+        """`redo` brings the role from the version that was loaded to where its script is."""
         self._ahead = ahead
         self._shell, self._groups, self._adapter, self._redo = shell, groups, adapter, redo
-        self._deferred = deferred
         self.snapshots = Snapshots(
             shell.machine.role,
             adapter,
@@ -100,8 +95,7 @@ class Recovery:
 
     def prepare(self) -> None:
         """Of a role that is started ahead of need, before anybody counts on it: have the memory that the
-        restore and the gradients take."""
-        self._deferred.prepare()
+        gradients take."""
         self._adapter.reset()
         self._ahead.is_ready()
 
@@ -200,12 +194,7 @@ class Recovery:
         without = held - {role, *(part.role for part in parts)}
         if without and (shell.version or without & set(self._groups.start.present)):
             raise FtError(f"role {role} has no copy of what roles {sorted(without)} had alone")
-        if restore.version is None or all(part.role != role for part in parts):
-            self._deferred.end("nothing is restored", logging.DEBUG)
-        load = partial(self._load_parts, parts, restore.version)
-        if self._deferred.restoring(load):
-            self.snapshots.step_begins()  # what was loaded is overwritten
-            load()
+        self._load_parts(parts, restore.version)
         if restore.version is None or all(part.role != role for part in parts):
             return False
         shell.version = shell.control[Word.STAGED] = restore.version

@@ -22,7 +22,6 @@ from ft_core.overlay import Overlay
 from ft_core.process.timeline import timeline
 from ft_core.protocol import messages as m
 from ft_core.protocol.groups import parse
-from ft_core.state.deferred import Deferred
 from ft_core.state.envelope import decode
 from ft_core.state.memory import IN_OPTIMIZER, Word, word_of_loss
 from ft_core.state.snapshot import settle
@@ -84,8 +83,6 @@ class Session:
         """Where all processes of the job write."""
         self.groups = Groups(shell)
         """The replica groups that take part."""
-        self.deferred = Deferred()
-        """Initialisation that waits for its restore, in a newcomer."""
         self.overlay = Overlay()
         """Of files, while a newcomer's script is on its way."""
 
@@ -202,7 +199,7 @@ class Session:
         if objection and not self.joining:
             raise ConfigError(objection)
         self._shell.is_at(version)
-        about_role = adapter, redo, self.deferred, self._about_ahead
+        about_role = adapter, redo, self._about_ahead
         self._recovery = recovery = Recovery(self._shell, self.groups, *about_role)
         if self._plan.apart:
             recovery.prepare()
@@ -218,7 +215,6 @@ class Session:
         """
         if not self._ahead:
             return
-        self.deferred.end("a step is rehearsed", logging.DEBUG)
         try:
             with self.comms.startup.rehearsal(), self.overlay.real():
                 step()
@@ -349,7 +345,6 @@ class Session:
             self._recovery = None
         self.comms.end_startup()
         self.overlay.end()
-        self.deferred.end("nothing is restored", logging.DEBUG)
         self._shell.handle(e.RunsUnprotected(self._unprotected))
 
     def unprotected_so_far(self, reason: str) -> None:

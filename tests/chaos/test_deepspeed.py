@@ -9,7 +9,6 @@ from harness import (
     Training,
     check_drills,
     check_identical,
-    check_nothing_drawn,
     check_random_kills,
     check_survivors,
 )
@@ -64,10 +63,6 @@ def test_every_moment(training: Training, nproc: int, nodes: int, tmp_path):
     check_identical(result, training, ITERATIONS, *EVALUATED, again=TWICE * len(injected))
     check_survivors(result, training.world)
     check_drills(result, injected.values())
-    if isinstance(
-        training, Zero
-    ):  # both roles of a stage's data parallelism may be new, and exchange weights
-        check_nothing_drawn(result)
 
 
 @pytest.mark.timeout(300)  # a minute, where the machine has nothing else to do

@@ -25,9 +25,9 @@ def written(job_dir: Path, role: int, epoch: int, *phases: str, **facts: float) 
 
 
 def test_each_phase_ends_where_the_next_begins(tmp_path: Path) -> None:
-    written(tmp_path, 3, 2, "forked", "model", "model", "step", skipped=7)
+    written(tmp_path, 3, 2, "forked", "model", "model", "step", passed=7)
     (line,) = command.read(tmp_path)
-    assert (line.role, line.epoch, line.skipped, line.drawn) == (3, 2, 7, 0)
+    assert (line.role, line.epoch, line.passed, line.state) == (3, 2, 7, 0)
     spans = line.spans()
     assert [name for name, _, _ in spans] == ["forked", "model", "step"]
     assert [end for _, _, end in spans] == [*(begin for _, begin, _ in spans[1:]), line.end]
@@ -89,7 +89,7 @@ def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path, caplog: pyte
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path, 0, 1, "forked", "step")
-    written(tmp_path, 1, 2, "forked", "model", "step", skipped=1000, drawn=10)
+    written(tmp_path, 1, 2, "forked", "model", "step", passed=1000)
     written(tmp_path, 0, 2, "unwinding", "step")
     call = ["--job-dir", str(tmp_path), "timeline"]
     assert ctl.main(call) == 0
@@ -97,7 +97,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown[0].startswith("epoch 2:")
     assert shown[1].startswith("role 0: ") and "unwinding" in shown[1]
     assert shown[2].startswith("role 1: ") and "model" in shown[2]
-    assert "1,000 numbers not drawn" in shown[3] and "10 that were put off" in shown[3]
+    assert "1,000 steps" in shown[3]
     assert ctl.main([*call, "--epoch", "1", "--json", "--trace", str(tmp_path / "trace")]) == 0
     assert json.loads(capsys.readouterr().out)["role"] == 0
     events = json.loads((tmp_path / "trace").read_text())["traceEvents"]

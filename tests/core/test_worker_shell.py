@@ -76,7 +76,7 @@ def test_records_are_kept_for_a_group_that_is_on_its_way(tmp_path: Path) -> None
     assert agent.shell.machine.hold_at == machine.NEVER
 
 
-def test_a_standby_counts_once_it_has_the_memory_of_its_role(
+def test_a_standby_counts_once_it_has_the_memory_of_its_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From then on it is not ended with the epoch: all would wait for what it still does."""
@@ -84,10 +84,9 @@ def test_a_standby_counts_once_it_has_the_memory_of_its_role(
     agent, adapter, done = Answering(tmp_path, **apart), Trained(), []
     handle = agent.shell.handle
     monkeypatch.setattr(agent.shell, "handle", lambda event: (done.append(type(event)), handle(event)))
-    monkeypatch.setattr(agent.session.deferred, "prepare", lambda: done.append("prepared"))
     monkeypatch.setattr(adapter, "reset", lambda: done.append("reset"))
     agent.session.begin(adapter, 0, lambda: None)
-    assert done[:4] == [Begins, "prepared", "reset", Registers]
+    assert done[:3] == [Begins, "reset", Registers]
 
 
 def step(agent: Answering) -> None:

@@ -1,16 +1,14 @@
-"""Who sees what a thread has torch do, and who calls compiled code, of which nothing is seen inside.
+"""Sees what a thread has torch do, and who calls compiled code, of which nothing is seen inside.
 
-What compiles is not to notice a watch: code that torch compiles in a dispatch mode's presence is another, and
-a function that it is called with for the first time may never be compiled. So there is no watch while
+What compiles is not to notice who looks: code that torch compiles in a dispatch mode's presence is another,
+and a function that it is called with for the first time may never be compiled. So there is no mode while
 compiled code is called.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.utils._python_dispatch import (
@@ -20,7 +18,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-from ft_core import patched
+from ft_deepspeed import patched
 
 Operation = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
@@ -68,15 +66,6 @@ class Below(TorchDispatchMode):
         return True
 
 
-class Watch(Below):
-    """Of what is put off."""
-
-
-def watch() -> Watch | None:
-    """This thread's."""
-    return next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Watch)), None)
-
-
 class Compiler:
     """Calls a function before one that `torch.compile` has made is called. It is to `leave`: nothing of this
     is there when that compiles."""
@@ -84,15 +73,6 @@ class Compiler:
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
         self._original = patched.EVAL_FRAME.original()
-
-    @contextmanager
-    def imported_meanwhile(self) -> Iterator[None]:
-        """Inside, what torch imports of its compiler is followed as well."""
-        with patched.EVAL_FRAME.replaced(self._set_eval_frame):
-            try:
-                yield
-            finally:
-                self.leave()
 
     def follow(self) -> None:
         """From here on."""
@@ -114,13 +94,3 @@ class Compiler:
             for patch in patched.EVAL_FRAME_IMPORTED:
                 if getattr(module, patch.name, None) == instead:
                     patch.replace(value)
-
-
-def is_traced() -> bool:
-    """Whether torch's compiler is among this thread's callers, or a mode looks at what it does."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("torch._dynamo."):
-            return True
-        frame = frame.f_back
-    return any(not isinstance(mode, Watch) for mode in _get_current_dispatch_mode_stack())
