@@ -53,6 +53,7 @@ demo: setup  ## Kill a worker of a small Megatron job and watch it go on
 lint: setup  ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.names
 	$(BIN)/mypy
 
 test: test-light test-megatron  ## Check style and types; all but most whole jobs, in both environments (15 minutes on 4 cores)
