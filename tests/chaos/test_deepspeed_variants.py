@@ -137,9 +137,6 @@ def test_an_engine_after_another_is_as_safe_as_its_own_checkpoints(tmp_path):
     assert result.recoveries == 2
     [restart], [told] = result.of("begins_anew"), result.of("unprotected")
     assert restart["rung"] == "restart" and "initialize again after step 6" in told["reason"]
-    assert (
-        result.output.count("initialize again after step 6") == 2
-    )  # as it happens, and as it costs something
 
 
 def test_a_second_engine_is_refused_by_name_and_once(tmp_path):
