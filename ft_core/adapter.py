@@ -23,8 +23,8 @@ class StateTensor:
     name: str
     """Unique within the role, and the same on all holders."""
     tensor: torch.Tensor
-    """Of any shape and dtype, on the device or on the host. It is read after this call, while the next
-    forward pass runs, and must not change before the optimizer's step."""
+    """A tensor of any shape and dtype, on the device or on the host. It is read after this call, while the
+    next forward pass runs, and must not change before the optimizer's step."""
     holders: tuple[int, ...]
     """The roles that have the same content after every step, this one included, in ascending order. All of
     them list the same tensors with these holders, in the same order: any holder's copy serves any other. What

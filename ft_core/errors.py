@@ -15,7 +15,7 @@ EXIT_CODES = {
     "143": "the job, or its part here, was told to end by SIGTERM, and its script does not handle that",
     "any other": "the script's own, of the worker that the job ended of",
 }
-"""Of `ftrun`, and what each means."""
+"""The exit codes of `ftrun`, and what each means."""
 
 FAILED_NOTE = "failed"
 """The file that says of an agent, in the directory for its sockets, that it has failed.

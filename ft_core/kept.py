@@ -24,7 +24,7 @@ from ft_core.errors import ConfigError, CorruptSnapshot
 from ft_core.state import envelope
 
 PREFIX = "kept."
-"""Of the names of tensors in a snapshot."""
+"""How the names of such tensors begin in a snapshot."""
 
 _REST = f"{PREFIX}ft/rest"
 """The tensor that has all that is no tensor, encoded."""
@@ -58,7 +58,7 @@ def has(found: Any) -> bool:
 
 
 def names() -> list[str]:
-    """Of all that is named now."""
+    """The names of all that is named now."""
     return sorted(_named)
 
 

@@ -125,7 +125,7 @@ def declare(target: str, reason: str, *, optional: bool = False, made_later: boo
 def declare_each(
     owner: str, names: str, reason: str, *, optional: bool = False, made_later: bool = False
 ) -> tuple[Patch, ...]:
-    """Of several attributes of one class or module, which are replaced for the same reason."""
+    """Declare several attributes of one class or module, which are replaced for the same reason."""
     prefix = owner if owner.endswith(":") else f"{owner}."
     options = {"optional": optional, "made_later": made_later}
     return tuple(declare(prefix + name, reason, **options) for name in names.split())

@@ -61,7 +61,7 @@ External = list[tuple[Any, dict[int, Any]]]
 
 
 def external(module: Any) -> External:
-    """As they are now."""
+    """The external parameters as they are now."""
     return [(part, dict(vars(part).get("_external_params", {}))) for part in module.modules()]
 
 

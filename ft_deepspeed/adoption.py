@@ -100,7 +100,7 @@ class Partitions:
             fragments.share(parameter, own.dp_process_group, found)
 
     def parts(self) -> Iterator[Part]:
-        """Of the weights that all peers have whole."""
+        """The parts of the weights that all peers have whole."""
         for partition in self._held:
             yield from partition.parts
 
@@ -183,7 +183,8 @@ class Adopted(DeepSpeedZeroOptimizer):
             self.__dict__ = before  # what was set beside are counters and flags, which are the role's own
 
     def _groups(self) -> list[dict[str, Any]]:
-        """As they were before this role's own partition was stepped: some optimizers count there."""
+        """The groups as they were before this role's own partition was stepped: some optimizers count
+        there."""
         own = self.own
         return list(own.groups_before or own.optimizer.param_groups)
 
@@ -196,7 +197,7 @@ class Adopted(DeepSpeedZeroOptimizer):
         return self.rank, found
 
     def forget_gradients(self) -> None:
-        """As if there had been no backward pass."""
+        """Have it as if there had been no backward pass."""
         for gradients in (self.averaged_gradients, self.all_grad_tensors):
             gradients.clear()
         for master in self.single_partition_of_fp32_groups:
@@ -278,11 +279,11 @@ class Adopter(DeepSpeedZeroOptimizer):
         self._all(DeepSpeedZeroOptimizer.finalize_gradient_accumulation_boundary)
 
     def has_overflow(self, *args: Any, **kwargs: Any) -> bool:
-        """As DeepSpeed's, over all partitions that are held here."""
+        """Do as DeepSpeed's does, over all partitions that are held here."""
         return bool(self._over_all(DeepSpeedZeroOptimizer.has_overflow, *args, **kwargs))
 
     def scaled_global_norm(self, *args: Any, **kwargs: Any) -> Any:
-        """As DeepSpeed's, over all partitions that are held here."""
+        """Do as DeepSpeed's does, over all partitions that are held here."""
         self.total_norm = self._over_all(DeepSpeedZeroOptimizer.scaled_global_norm, *args, **kwargs)
         return self.total_norm
 

@@ -55,7 +55,8 @@ class Below(TorchDispatchMode):
             _push_mode(mode)
 
     def end(self) -> bool:
-        """Of this thread's modes, also where the script has put others upon it. Whether it was there."""
+        """Take it from this thread's modes, also where the script has put others upon it. Whether it was
+        there."""
         if self not in _get_current_dispatch_mode_stack():
             return False
         above = []

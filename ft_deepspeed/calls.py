@@ -62,7 +62,7 @@ class Call:
 
     @property
     def losses(self) -> list[torch.Tensor]:
-        """Of a backward pass, those of the script's, until it is done."""
+        """The script's losses that a backward pass begins with, until it is done."""
         return []
 
     @property
@@ -122,7 +122,7 @@ class Forward(Call):
 
     @property
     def outputs(self) -> list[torch.Tensor]:
-        """Of the newest execution, those that need gradients."""
+        """Those outputs of the newest execution that need gradients."""
         return self._outputs
 
     def release(self) -> None:
@@ -245,7 +245,7 @@ class Direct(Call):
 
 
 def _cut_off(loss: torch.Tensor) -> None:
-    """As after its backward pass, it has nothing of what it was computed from."""
+    """Leave it nothing of what it was computed from, as after its backward pass."""
     if loss._base is None:
         loss.detach_()
 

@@ -193,7 +193,7 @@ def _find(config: Any, key: str) -> Any:
 
 
 def _is_on(value: Any) -> bool:
-    """As DeepSpeed's own models read a flag; "auto" is not on."""
+    """Whether a flag is on, as DeepSpeed's own models read it; "auto" is not."""
     return str(value).lower() in ("true", "1", "yes", "y", "on", "t")
 
 

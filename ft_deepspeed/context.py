@@ -14,9 +14,9 @@ from ft_deepspeed import persistent
 from ft_deepspeed.zero import inner_optimizer
 
 _FLAGS = ("_is_gradient_accumulation_boundary", "inside_no_sync_ctxt", "_manual_backward_expected")
-"""Of the engine, set by the script around its calls."""
+"""What the script sets on the engine around its calls."""
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-"""Of its configuration, where a script changes them in training."""
+"""What a script may change of its configuration in training."""
 
 
 @dataclass(frozen=True)

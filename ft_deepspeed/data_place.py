@@ -36,7 +36,7 @@ _COUNTS = ("iteration",)
 
 
 class DataPlace:
-    """Of one loader, in one iteration over it. Main thread."""
+    """The place of one loader in one iteration over it. Main thread."""
 
     def __init__(self) -> None:
         """Nothing is known until `begin`."""

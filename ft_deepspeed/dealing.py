@@ -210,8 +210,8 @@ class Dealing:
         return {"deal": deal, "epochs": dict(self._epochs)}
 
     def restore(self, version: int, saved: Any) -> bool:
-        """As a peer's was after step `version`, where the script is. Returns whether the batches that it has
-        drawn for the next step are the right ones."""
+        """Have it as a peer's was after step `version`, where the script is. Returns whether the batches that
+        it has drawn for the next step are the right ones."""
         if saved is None:
             return True
         right = not self._turns[version + 1] or (

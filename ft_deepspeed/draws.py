@@ -18,9 +18,9 @@ from ft_core.state import rng
 from ft_deepspeed import patched
 
 KEPT = 4
-"""Of iterators, the newest whose states are kept, beside those that are in use."""
+"""The newest iterators whose states are kept, beside those that are in use."""
 DRAWS = 16
-"""Of the script's own draws, the newest that are kept: of older ones little is left in what it does."""
+"""The newest of the script's own draws that are kept: of older ones little is left in what it does."""
 
 States = dict[str, dict[str, Any]]
 """By place in the script (after how many steps, and which one there) and generator."""

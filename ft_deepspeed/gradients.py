@@ -25,7 +25,7 @@ _CALLS = 24
 
 
 class Gradients:
-    """Of one engine, from when a call returns to when the next one begins."""
+    """The gradients of one engine, from when a call returns to when the next one begins."""
 
     def __init__(self, engine: Any) -> None:
         self._parameters = [p for p in engine.module.parameters() if p.requires_grad]

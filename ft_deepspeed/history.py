@@ -17,7 +17,7 @@ from ft_core.errors import CorruptSnapshot
 from ft_deepspeed.growing import Growing
 
 NAME = "script/results"
-"""Of the tensor in a snapshot."""
+"""The name of the tensor in a snapshot."""
 
 LARGEST = 64 << 20
 """Bytes. When it is full the older half goes; a newcomer that needs it does not pass (see `Results`)."""

@@ -65,7 +65,7 @@ def _not_under_ftrun(build: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _newcomers(current: Session) -> Iterator[None]:
-    """As an engine is made: what a newcomer does otherwise.
+    """What a newcomer does otherwise as an engine is made.
 
     Weights that the first rank sends are overwritten, or made alike by its start-up (see `reference`).
     """

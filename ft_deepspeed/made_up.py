@@ -67,14 +67,14 @@ _GIVES = "what is made of the model's larger outputs or its weights is given to 
 
 
 class _Mark:
-    """Of one storage."""
+    """What is made up in one storage."""
 
     def __init__(self, tensor: torch.Tensor, since: int) -> None:
         storage = tensor.untyped_storage()
         self.since = self.newest = since
         """When it was made, and when it was added to last."""
         self.output = False
-        """Of the model, as it was answered."""
+        """Whether it is an output of the model, as it was answered."""
         self._bytes = storage.nbytes()
         self._alive = StorageWeakRef(storage)
         self._overwritten = Bytes()
@@ -97,7 +97,7 @@ class _Mark:
 
 
 class MadeUp:
-    """Of one newcomer's script. Main thread."""
+    """What one newcomer's script has that is made up. Main thread."""
 
     def __init__(
         self, model: torch.nn.Module, position: Callable[[], int], refuse: Callable[[str], NoReturn]
@@ -389,7 +389,7 @@ class _Alive:
 
 
 def _is_object(container: Any) -> bool:
-    """Of the script's, and no structure that a model returns."""
+    """Whether a container is an object of the script's, and no structure that a model returns."""
     return not isinstance(container, (dict, tuple)) and not dataclasses.is_dataclass(container)
 
 

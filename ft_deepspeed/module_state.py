@@ -43,7 +43,8 @@ Place = tuple[str, dict[str, Any], str]
 
 
 class ModuleState:
-    """Of one model, and its optimizer. Values that stay what they were when training began are not kept."""
+    """The state of one model's attributes, and its optimizer's. Values that stay what they were when training
+    began are not kept."""
 
     def __init__(self, module: torch.nn.Module, optimizer: Any = None) -> None:
         """`module`: as the script begins training with it. `optimizer`: the one that steps it."""

@@ -51,7 +51,8 @@ class Part:
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, torch.Tensor], whole: bool) -> None:
-        """Of a snapshot, when the master was restored if it is in there. `whole`: the weights were."""
+        """Restore from a snapshot, once the master was restored if it is in there. `whole`: the weights
+        were."""
         self.apart = self._name in tensors
         if self.apart:
             self.weights.copy_(tensors[self._name])

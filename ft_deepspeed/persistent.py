@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 
 def parameters(engine: Any) -> list[Any]:
-    """Of this engine; none in other stages."""
+    """The persistent parameters of this engine; none in other stages."""
     if not isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
         return []
     return list(engine.optimizer.persistent_parameters)

@@ -43,7 +43,7 @@ class Script(Protocol):
         """Whether the version is what this worker's script began with, and not the outcome of a step."""
 
     def deal(self) -> Any:
-        """Of the samples."""
+        """The deal of the samples."""
 
     def interrupted(self) -> None:
         """A call is abandoned: the script must find everything as it left it."""
@@ -117,7 +117,7 @@ class ProtectedState:
         return self._engine.stepped()
 
     def results(self) -> Results:
-        """Of the role, as they were when what was loaded was saved. Raises CorruptSnapshot."""
+        """The results of the role, as they were when what was loaded was saved. Raises CorruptSnapshot."""
         return Results(self.loaded["results"], self._history)
 
     def adopt(self, roles: Sequence[int]) -> Mapping[int, State]:

@@ -237,7 +237,7 @@ class Protection:
         return load_checkpoint
 
     def _guard_save(self, method: Method) -> Method:
-        """Of a class that trains with this engine."""
+        """Guard a way to save of a class that trains with this engine."""
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if self._performing or self._phase is Phase.STARTUP:
@@ -702,7 +702,7 @@ class Protection:
         return self._session.version == self._began_at
 
     def deal(self) -> Any:
-        """Of the samples, for the envelope."""
+        """The deal of the samples, for the envelope."""
         return self.dealing.state(self._session.version) if self.dealing is not None else None
 
     def point(self, name: str) -> None:

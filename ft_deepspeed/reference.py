@@ -39,7 +39,7 @@ class Protecting(Protocol):
     """The protected engine, see `ft_deepspeed.protection`."""
 
     dealing: Any
-    """Of samples, where replica groups may be away."""
+    """Who deals the samples, where replica groups may be away."""
 
     @property
     def position(self) -> int:
@@ -114,14 +114,14 @@ class Reference:
         return isinstance(self._engine.optimizer, DeepSpeedZeRoOffload)
 
     def reset(self) -> None:
-        """As before its first pass. Nothing is communicated."""
+        """Have it as before its first pass. Nothing is communicated."""
         if self.is_in_parts:
             coordinator = self._engine.optimizer.get_param_coordinator()
             abandon_pass(self._engine.module, coordinator, self._external)
 
     @torch.no_grad()
     def sum(self) -> int:
-        """Of a few numbers of each weight."""
+        """A checksum of a few numbers of each weight."""
         module = self._engine.module
         weights = [_own(weight).detach() for weight in [*module.parameters(), *module.buffers()]]
         places = [weight.data_ptr() for weight in weights]

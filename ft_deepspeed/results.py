@@ -124,7 +124,8 @@ class Results:
         return self._read[1]
 
     def record_norm(self, version: int, engine: Any) -> None:
-        """Of the gradients of the step after `version`, which the script may ask the engine for."""
+        """Record the norm of the gradients of the step after `version`, which the script may ask the engine
+        for."""
         norm = engine._global_grad_norm
         self.record(_NORM, version, torch.tensor(norm, dtype=_NUMBER) if isinstance(norm, float) else norm)
 

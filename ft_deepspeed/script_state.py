@@ -68,7 +68,7 @@ class Opaque(Exception):  # noqa: N818 - said of a value
 
 
 class ScriptState:
-    """Of the spaces that it is given: where a script's objects and variables are."""
+    """The state of the spaces that it is given: where a script's objects and variables are."""
 
     def __init__(self, spaces: Iterable[Space], model: torch.nn.Module, known: Iterable[Any] = ()) -> None:
         """`model`: what is restored in any case. `known`: what is looked after apart."""

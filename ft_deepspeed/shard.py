@@ -26,10 +26,10 @@ class AdoptedShard:
         self._derived: list[tuple[torch.Tensor, torch.Tensor]] = []
         """(tensor, what it is a copy or a rounding of)"""
         self.parts: list[Part] = []
-        """Of the weights that all peers have whole."""
+        """The parts of the weights that all peers have whole."""
 
     def tensors(self) -> Iterator[StateTensor]:
-        """As that role would have them; buffers as the role that holds them has them."""
+        """The tensors as that role would have them; buffers as the role that holds them has them."""
         for name, tensor in self._frozen:
             yield StateTensor(name, tensor, self._holders)
         yield from self._adapter.buffers(self._holders)
@@ -38,7 +38,7 @@ class AdoptedShard:
             yield from part.tensors(self._holders)
 
     def envelope(self) -> Any:
-        """As that role would have it, which does the same as its counterpart."""
+        """The envelope as that role would have it, which does the same as its counterpart."""
         return self._adapter.envelope() | self._shard.envelope()
 
     def envelope_holders(self) -> tuple[int, ...]:

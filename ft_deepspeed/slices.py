@@ -73,7 +73,7 @@ class Adopted(AdoptedShard):
         """What is that role's: of whom, and by attribute."""
 
     def forget_gradients(self) -> None:
-        """As if there had been no backward pass."""
+        """Have it as if there had been no backward pass."""
         self._gradients.zero_()
         self._of_optimizer["averaged_gradients"] = {}
         for master in self._masters:

@@ -51,7 +51,7 @@ class Bytes:
     def __init__(self) -> None:
         self._starts: dict[int, list[int]] = {}
         self._stops: dict[int, list[int]] = {}
-        """Of each storage the ranges, in their order: between any two something is left out."""
+        """Storage -> its ranges, in their order: between any two something is left out."""
 
     def add(self, span: Span) -> None:
         """Have these among them, too."""

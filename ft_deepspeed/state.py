@@ -163,7 +163,7 @@ class DeepSpeedAdapter:
     # -- what peers have that are away ---------------------------------------------------------
 
     def adopt(self, roles: Sequence[int]) -> Mapping[int, State]:
-        """See `ft_core.adapter.Adapter.adopt`."""
+        """Adopt roles that are away, see `ft_core.adapter.Adapter.adopt`."""
         if self._adopted is None and self._holder is not None:
             self._adopted = self._holder(self)
         return self._adopted.adopt(roles) if self._adopted is not None else {}

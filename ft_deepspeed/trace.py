@@ -25,7 +25,7 @@ def order(coordinator: Any) -> list[int] | None:
 
 
 def forget(coordinator: Any) -> None:
-    """As before the first pass. What is being fetched is given up by the caller."""
+    """Have it as before the first pass. What is being fetched is given up by the caller."""
     state = vars(coordinator)
     state[f"{_PRIVATE}trace_mode"] = ZeRoTraceMode.INVALID
     coordinator._clear_trace_structures()
@@ -45,7 +45,7 @@ def forget(coordinator: Any) -> None:
 
 
 def restore(coordinator: Any, module: Any, ids: Sequence[int] | None) -> None:
-    """As after a pass through `module` that went by the trace `ids`, see `order`."""
+    """Have it as after a pass through `module` that went by the trace `ids`, see `order`."""
     forget(coordinator)
     modules = {m.ds_id: m for m in module.modules() if hasattr(m, "ds_id")}
     if ids is None or not set(ids) <= set(modules):

@@ -32,7 +32,7 @@ from ft_deepspeed.script_state import Opaque, ScriptState, variables
 log = logging.getLogger(__name__)
 
 HISTORY = "script/log history"
-"""Of the tensor in a snapshot that has what Trainer has logged."""
+"""The name of the tensor in a snapshot that has what Trainer has logged."""
 _SEEN = 2
 """Steps after which roles agree on whether their loops can be carried."""
 _IN_MEMORY = "(in memory)"
@@ -66,7 +66,7 @@ class Loop(Protocol):
 
 
 class TrainerLoop:
-    """Of the Trainer that trains with the engine that is protected."""
+    """The loop of the Trainer that trains with the engine that is protected."""
 
     def __init__(self, calls: Loop, session: Session, module: torch.nn.Module) -> None:
         """Has the hooks in place that do it."""
@@ -281,7 +281,7 @@ class TrainerLoop:
 
 
 class _Epoch:
-    """Of one Trainer, while it runs."""
+    """One epoch of a Trainer's, while it runs."""
 
     def __init__(self, loop: TrainerLoop, trainer: Any, number: int, batches: int) -> None:
         self.trainer, self.number = trainer, number

@@ -67,13 +67,13 @@ def inner_optimizer(engine: Any) -> Any:
 
 
 def inner_optimizers(engine: Any) -> list[Any]:
-    """Also the one that steps the share of stage 3's optimizer offload that stays on the device."""
+    """The inner optimizer, and the one that steps the share of stage 3's offload that stays on the device."""
     backup = vars(engine.optimizer).get("backup_optimizer")
     return [inner_optimizer(engine), *([backup] if backup is not None else [])]
 
 
 def layout(engine: Any, lean: bool) -> Layout:
-    """Of an initialised engine. Names and order depend on model and configuration alone.
+    """The layout of an initialised engine. Names and order depend on model and configuration alone.
 
     `lean`: without what only all peers together can derive.
     """

@@ -36,7 +36,7 @@ _FLAGS: dict[str, tuple[type, str]] = {
         "left out of the copies of the state (default lean)",
     ),
 }
-"""Of the settings of `ft_core.settings.FLAGS`, type and purpose. The durable tier is Megatron's `--save`."""
+"""The type and purpose of each of `ft_core.settings.FLAGS`. The durable tier is Megatron's `--save`."""
 
 
 def add_to(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -67,7 +67,7 @@ def settings(arguments: list[str]) -> dict[str, Any]:
 
 
 def of(args: Any) -> dict[str, Any] | None:
-    """As `settings`, from Megatron's validated arguments; None when they do not ask for protection.
+    """What `settings` says, from Megatron's validated arguments; None when they do not ask for protection.
 
     Raises ConfigError where flags and YAML contradict each other.
     """

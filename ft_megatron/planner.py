@@ -58,7 +58,7 @@ class Gpt:
 
     @property
     def stages(self) -> int:
-        """As many as there are pipeline stages."""
+        """How many pipeline stages there are."""
         return self.pp
 
     def stage(self, role: int) -> int:

@@ -78,7 +78,7 @@ class Loop:
         self._rerun_mode = training.get_rerun_state_machine().get_mode()
 
     def capture(self) -> dict[str, Any]:
-        """As plain data, at the end of a step."""
+        """What is there at the end of a step, as plain data."""
         args, rerun = self._training.get_args(), self._training.get_rerun_state_machine()
         return {
             "first": self.first,

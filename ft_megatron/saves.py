@@ -21,7 +21,7 @@ _PLANS = ("save_strategy", "load_strategy")
 
 
 def forget(training: ModuleType) -> bool:
-    """As if nothing had been saved yet. Whether a save was under way, which is given up.
+    """Have it as if nothing had been saved yet. Returns whether a save was under way, which is given up.
 
     Its writer is ended: the checkpoint may be written again, and must not be written twice at once.
     """

@@ -108,7 +108,8 @@ class MegatronAdapter:
     def optimizer_tensors(
         self, optimizers: list[Any], shard_holders: Holders | None = None
     ) -> Iterator[StateTensor]:
-        """Of these optimizers, of which `shard_holders` have the same: by default, as this rank's."""
+        """The tensors of these optimizers, of which `shard_holders` have the same: by default, as this
+        rank's."""
         in_model = {p.untyped_storage().data_ptr() for _, p in self._own_parameters}
         for name, main, state, holders in self._main_parameters(optimizers):
             holders = shard_holders or holders
@@ -119,7 +120,7 @@ class MegatronAdapter:
                     yield StateTensor(f"{name}.{key}", state[key], holders)
 
     def adopt(self, roles: Sequence[int]) -> Mapping[int, State]:
-        """See `adoption.Shards`."""
+        """Adopt the shards of roles that are away, see `adoption.Shards`."""
         return self._shards.adopt(roles) if self._shards is not None else {}
 
     def deal(self, dealer: Dealer) -> None:

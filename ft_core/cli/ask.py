@@ -47,7 +47,7 @@ AT_ONCE = 64
 
 
 def role_number(text: str) -> int:
-    """Of a command line."""
+    """The number of a role on a command line."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is no role: they are numbered from 0")
     return int(text)
@@ -101,19 +101,19 @@ class Line:
         return self.expect(AskStatus(), JobStatus)
 
     def roles(self) -> Iterator[RoleStatus]:
-        """Of each role of the plan, as they come. Raises as `ask`."""
+        """The status of each role of the plan, as they come. Raises as `ask`."""
         return (row for piece in self._pieces("roles", RolesStatus) for row in piece.roles)
 
     def spares(self) -> Iterator[SpareStatus]:
-        """Of each node without a role, likewise."""
+        """The status of each node without a role, likewise."""
         return (row for piece in self._pieces("spares", SparesStatus) for row in piece.spares)
 
     def nodes(self, what: Literal["nodes", "struck"]) -> Iterator[NodesStatus]:
-        """Of all nodes, or of those against which something counts, likewise; in pieces."""
+        """The status of all nodes, or of those against which something counts, likewise; in pieces."""
         return self._pieces(what, NodesStatus)
 
     def _pieces(self, what: Literal["roles", "spares", "nodes", "struck"], kind: type[P]) -> Iterator[P]:
-        """Of a list."""
+        """The pieces of a list."""
         piece = self.expect(AskRows(what), kind)
         yield piece
         while piece.more:

@@ -28,7 +28,7 @@ _WIDTH = 160
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the command."""
+    """Add the arguments of the command."""
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
@@ -83,7 +83,7 @@ def _print(found: Iterable[tuple[str, dict[str, Any]]], args: argparse.Namespace
 
 
 def _newest(found: Iterable[tuple[str, dict[str, Any]]], count: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """As lines until the last is known: an event of all roles takes ten times as much."""
+    """The newest, as lines until the last is known: an event of all roles takes ten times as much."""
     for line in deque((line for line, _ in found), maxlen=count):
         yield line, json.loads(line)
 

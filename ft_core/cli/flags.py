@@ -477,7 +477,7 @@ def _nodes(args: argparse.Namespace) -> tuple[int, int]:
 
 
 def _workers(text: str) -> int:
-    """Of a node, as torchrun counts them."""
+    """How many workers a node has, as torchrun counts them."""
     if text in ("gpu", "xpu", "auto"):
         import torch  # slow, and needed for this question only
 

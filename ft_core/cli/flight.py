@@ -22,16 +22,16 @@ from ft_core.protocol.groups import GroupId, Series, runs_of, text_of
 from ft_core.protocol.messages import Denied, DescribeFlight, RoleFlight
 
 PREFIX = "rank_"
-"""Of the files of a dump; the number of the rank follows."""
+"""How the names of a dump's files begin; the number of the rank follows."""
 VERSION = "2.10"
-"""Of PyTorch's format."""
+"""The version of PyTorch's format."""
 _BELOW = 8
 """Processes of a worker's that are shown."""
 _STATES = {"R": "running", "S": "waiting", "D": "waiting", "T": "stopped", "t": "stopped by a debugger"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the command."""
+    """Add the arguments of the command."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--role", type=role_number, metavar="N", help="show what this role has done, the newest last"

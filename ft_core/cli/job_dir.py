@@ -62,7 +62,7 @@ def check(path: Path) -> None:
 
 
 def _made_here(path: Path) -> os.stat_result:
-    """Of a file that this process makes there, and removes. Raises OSError."""
+    """What the system says of a file that this process makes there, and removes. Raises OSError."""
     file = path / f".whose-{os.getpid()}"
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

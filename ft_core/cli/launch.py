@@ -129,8 +129,8 @@ def _say_where_the_secret_is(job_dir: Path) -> None:
 
 
 def _wait_for_name(address: str) -> None:
-    """Of the controller's host: where machines are started together, their names are known a little later.
-    Raises ConfigError if that takes too long."""
+    """Wait until the name of the controller's host is known: where machines are started together, their names
+    are known a little later. Raises ConfigError if that takes too long."""
     host, began, told = split_address(address)[0] if address else "", time.monotonic(), False
     while host:
         try:

@@ -53,7 +53,7 @@ class _Started(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Of a node that has died."""
+    """The place of a node that has died."""
 
     failed_before: int
     until: float

@@ -16,7 +16,7 @@ from ft_core.protocol.messages import Forgive, Forgiven, NodesStatus, NodeStatus
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the command."""
+    """Add the arguments of the command."""
     parser.add_argument("--all", action="store_true", help=f"each node, though there are more than {FEW}")
     parser.add_argument("--json", action="store_true", help="for programs: one object, a line for each node")
     forgive = parser.add_subparsers(dest="action").add_parser(
@@ -56,7 +56,7 @@ def node_named(found: Line, text: str, gone: bool = False) -> str:
 
 
 def _plain(node: str) -> str:
-    """As `settings.unique` was given it."""
+    """The name that `settings.unique` was given."""
     return node.partition("+")[0]
 
 

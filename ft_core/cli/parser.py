@@ -13,7 +13,7 @@ DISTRIBUTION = "ft-training"
 
 
 class Parser(argparse.ArgumentParser):
-    """Of one program."""
+    """Reads the command line of one program."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=said, help="say which this is, and end")
 
     def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
-        """As argparse's."""
+        """Parse as argparse does."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown)}")

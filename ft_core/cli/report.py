@@ -20,7 +20,7 @@ from ft_core.protocol.goodput import in_words
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the command."""
+    """Add the arguments of the command."""
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
@@ -83,6 +83,6 @@ def in_lines(found: History) -> list[str]:
 
 
 def first_line(reason: str) -> str:
-    """Of a reason, as much as fits."""
+    """The first line of a reason, as much of it as fits."""
     line = reason.partition("\n")[0]
     return line if len(line) <= 100 else f"{line[:100]} ..."

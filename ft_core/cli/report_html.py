@@ -13,7 +13,7 @@ from ft_core.history.job import History, Recovery
 from ft_core.protocol.goodput import Cause, in_words
 
 POINTS = 2000
-"""Of a curve, at most; and strips of the time line."""
+"""The most points of a curve, and strips of the time line."""
 _WIDTH, _HEIGHT, _LEFT = 1000, 220, 60
 COLORS = {
     Cause.PRODUCTIVE: "#2f9e6e",
@@ -226,7 +226,7 @@ def _events(found: History) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Of HTML. A column whose name begins with `n:` has numbers."""
+    """A table of HTML. A column whose name begins with `n:` has numbers."""
     kinds = [' class="n"' * name.startswith("n:") for name in head]
     names = "".join(
         f"<th{k}>{escape(name.removeprefix('n:'))}</th>" for k, name in zip(kinds, head, strict=True)

@@ -17,7 +17,7 @@ FEW = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the command."""
+    """Add the arguments of the command."""
     parser.add_argument("--all", action="store_true", help=f"each role, though there are more than {FEW}")
     parser.add_argument("--json", action="store_true", help="for programs: one object, a line for each role")
 
@@ -60,7 +60,7 @@ def print_rows(rows: Iterable[dict[str, Any]]) -> None:
 
 
 def first_line(status: JobStatus) -> str:
-    """Of whatever is printed."""
+    """The first line of whatever is printed."""
     return f"epoch {status.epoch}  {status.phase}  controller pid {status.controller_pid}"
 
 

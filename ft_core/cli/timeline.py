@@ -56,7 +56,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the command."""
+    """Add the arguments of the command."""
     parser.add_argument("--epoch", type=int, metavar="N", help="of this epoch; else of the newest")
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write all epochs for Perfetto (Chrome's JSON) as well"
@@ -101,7 +101,7 @@ def read(job_dir: Path) -> list[Line]:
 
 
 def shown(lines: Sequence[Line]) -> list[str]:
-    """Of one epoch, for people."""
+    """The lines of one epoch, for people."""
     rows = [f"epoch {lines[0].epoch}: seconds of each role until its next step was done"]
     for line in lines:
         spent = ", ".join(f"{name} {end - begin:.3f}" for name, begin, end in line.spans())

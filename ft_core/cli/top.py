@@ -26,7 +26,7 @@ _ENTER, _LEAVE, _HOME, _LINE_END, _REST = "\x1b[?1049h", "\x1b[?1049l", "\x1b[H"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the command."""
+    """Add the arguments of the command."""
     parser.description = __doc__
     parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="between two looks; 2")
     parser.add_argument("--once", action="store_true", help="and no more, without taking the screen")

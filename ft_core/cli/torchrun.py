@@ -124,7 +124,7 @@ def node_rank(environ: Mapping[str, str]) -> tuple[int, str] | None:
 
 
 def signals(text: str) -> list[signal.Signals]:
-    """Of `--signals-to-handle`, those which end no process of ours by themselves. Raises ConfigError."""
+    """Those of `--signals-to-handle` that end no process of ours by themselves. Raises ConfigError."""
     found = []
     for name in filter(None, (part.strip() for part in text.split(","))):
         try:

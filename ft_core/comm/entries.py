@@ -45,7 +45,7 @@ class Column:
     def __init__(self, kinds: Kinds) -> None:
         self._kinds = kinds
         self._steps = array("q")
-        """Of each operation, ascending."""
+        """The step of each operation, ascending."""
         self._numbers = array("I")
         self._ends = array("q")
         """Where its results end, counted from the first that was ever put in."""

@@ -74,7 +74,7 @@ class Group:
         """Operations of this epoch: of all members, and by peer and direction."""
 
     def shown(self) -> FlightGroup:
-        """As it stands in the table."""
+        """The group as it stands in the table."""
         return FlightGroup(self.number, self.name, self.label, self.backend)
 
 

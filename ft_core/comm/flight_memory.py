@@ -16,8 +16,8 @@ HEADER = 4096
 ROLE, EPOCH, TABLE = 0, 1, 2
 """Words of the header. The valid table is number `TABLE` modulo 2."""
 TABLE_BYTES = 256 << 10
-"""Of each table: a word that says how long its JSON is, and that. A group takes some 60 bytes, more if its
-roles follow no rule."""
+"""The size of each table: a word that says how long its JSON is, and that. A group takes some 60 bytes, more
+if its roles follow no rule."""
 RING = HEADER + 2 * TABLE_BYTES
 SLOTS = 4096
 SLOT = struct.Struct("=IIqqqqqiBBBBiI")
@@ -28,7 +28,7 @@ APART = 54
 SIZE = RING + SLOTS * SLOT.size
 """Bytes of all of it."""
 NOBODY = -1
-"""Of a header whose worker has no role yet."""
+"""The role in a header whose worker has none yet."""
 
 
 def clear(memory: memoryview) -> None:

@@ -103,7 +103,7 @@ class Partial:
         return _together(works, copies)
 
     def stand_in(self, place: int) -> int:
-        """Of a rank in the group: itself, else its counterpart, else the next that is there."""
+        """Who stands for a rank of the group: itself, else its counterpart, else the next that is there."""
         role = self._absent.get(self.members[place])
         if role in self.members:
             return self.members.index(role)

@@ -46,7 +46,7 @@ CLOSE_TIMEOUT = 5.0
 
 _POINT_TO_POINT = ("send", "recv")
 _APART = (*_POINT_TO_POINT, "reduce_scatter")
-"""Of gloo's, those whose wait cannot be given a short limit. That of torch's reduce-scatter ignores it."""
+"""Operations of gloo whose wait cannot be given a short limit. That of torch's reduce-scatter ignores it."""
 
 
 class Communicators:
@@ -541,22 +541,22 @@ class Communicators:
             self.startup.end(g.identity for g in self._groups)
 
     def reached(self, step: int) -> None:
-        """See `Startup.reached`."""
+        """The script has come to a step, see `Startup.reached`."""
         with self._condition:
             self.startup.reached(step)
 
     def operations(self) -> dict[str, int]:
-        """See `Startup.operations`."""
+        """How many operations were issued, see `Startup.operations`."""
         with self._condition:
             return self.startup.operations()
 
     def newcomers_begin_at(self, step: int) -> None:
-        """See `Startup.newcomers_begin_at`."""
+        """Newcomers begin at a step, see `Startup.newcomers_begin_at`."""
         with self._condition:
             self.startup.newcomers_begin_at(step)
 
     def keep_records(self, wanted: bool) -> None:
-        """See `Startup.keep`. Any thread."""
+        """Keep records, or do so no more, see `Startup.keep`. Any thread."""
         with self._condition:
             self.startup.keep(wanted)
 

@@ -148,7 +148,7 @@ class Stores:
 
 @dataclass
 class _Meeting:
-    """Of the members of a group."""
+    """Where the members of a group meet."""
 
     came: set[int] = field(default_factory=set)
     waiting: list[tuple[_Channel, int]] = field(default_factory=list)
@@ -162,7 +162,7 @@ class _Shelf:
     values: dict[str, bytes] = field(default_factory=dict)
     nbytes: int = 0
     encoded: msgspec.Raw | None = None
-    """As a message has them, since they were asked for."""
+    """The values as a message has them, once they were asked for."""
 
 
 @dataclass
@@ -256,7 +256,7 @@ class _Store:
         _by_and_by(lambda to: _post(to[0], Answered(to[1], True)), iter(waiting))
 
     def _ask(self, group: str, roles: str) -> None:
-        """Of each group, all members ask the same, and only the first is heard."""
+        """Ask for a group: all members ask the same, and only the first is heard."""
         if (group, roles) in self._asks:
             return
         self._take(len(group) + len(roles))

@@ -259,7 +259,7 @@ class Startup:
         return self.log.counts() | {Ended(series): 1 for series in self._ended}
 
     def _series(self, group: FtProcessGroup, pair: tuple[int, int] | None = None) -> Series:
-        """Of what is issued now. `pair`: ranks in the group."""
+        """The series of what is issued now. `pair`: ranks in the group."""
         roles = None if pair is None else (group.members[pair[0]], group.members[pair[1]])
         return Series(group.identity, roles, None if self._section else self._step, self._section)
 

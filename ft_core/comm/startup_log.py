@@ -50,11 +50,11 @@ class StartupLog:
         self._in_steps = 0
         """Bytes of results of steps."""
         self._startup: dict[Series, list[Entry]] = {}
-        """Of no step."""
+        """The entries of no step."""
         self._open: dict[Series, list[Entry]] = {}
-        """Of steps that are not over."""
+        """The entries of steps that are not over."""
         self._over: dict[Series, Column] = {}
-        """Of those that are; by series without a step."""
+        """The entries of steps that are; by series without a step."""
         self._kinds = Kinds()
         self._steps = (0, 0)
 

@@ -161,8 +161,8 @@ class FtWork(dist.Work):
         return bool(done)
 
     def _wait(self, timeout: timedelta | None) -> bool:
-        """Of one that does not end once its epoch is over (`apart` says which), no more than two looks. It is
-        left where it is: what it reads and writes nobody touches any more.
+        """Wait for one that does not end once its epoch is over (`apart` says which), no more than two looks.
+        It is left where it is: what it reads and writes nobody touches any more.
         """
         if not self.looks:
             return self._finish(timeout)
@@ -254,7 +254,7 @@ class FtWork(dist.Work):
         return self._work.result()
 
     def source_rank(self) -> int:
-        """Of `recv_anysource`: who sent, as a rank in the group."""
+        """Who sent what `recv_anysource` got, as a rank in the group."""
         return self._work._source_rank()
 
     _source_rank = source_rank
@@ -309,7 +309,7 @@ class CompletedWork(dist.Work):
         return self._results
 
     def source_rank(self) -> int:
-        """Of `recv_anysource`: who sent, as a rank in the group."""
+        """Who sent what `recv_anysource` got, as a rank in the group."""
         return self._source
 
     _source_rank = source_rank

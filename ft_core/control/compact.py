@@ -12,7 +12,7 @@ from ft_core.protocol.groups import roles_in, runs_of, segment_id, text_of
 from ft_core.protocol.messages import Catalogue, Counterparts, Family, GroupFamily, Holders, SegmentId
 
 Segments = dict[SegmentId, Holders]
-"""Of a role, with their holders."""
+"""The segments of a role, with their holders."""
 
 
 def catalogue(known: Mapping[int, Segments]) -> Catalogue:
@@ -77,7 +77,7 @@ def group_of(families: Iterable[GroupFamily]) -> dict[int, int]:
 
 
 def counterparts(others: Mapping[int, int]) -> Counterparts:
-    """Of roles, with who stands for them: of a group that is away, the same places of another."""
+    """Roles with who stands for each: for a group that is away, the same places of another."""
     shifts: dict[int, list[int]] = {}
     for role, other in others.items():
         shifts.setdefault(other - role, []).append(role)

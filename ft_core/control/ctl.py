@@ -49,7 +49,7 @@ from ft_core.protocol.table import hosts_of, pieces
 Row = TypeVar("Row")
 
 ROWS = 1024
-"""Of one message."""
+"""The most rows of one message."""
 SLOWEST = 4
 """Roles that are named."""
 ANSWER = 5.0
@@ -68,7 +68,7 @@ class Question:
 
 @dataclass
 class Questions:
-    """Of `ftctl`, that an agent has yet to answer."""
+    """What `ftctl` has asked and an agent has yet to answer."""
 
     open: list[Question] = field(default_factory=list)
     _listed: dict[Peer, Iterator[Message]] = field(default_factory=dict)
@@ -197,7 +197,7 @@ def roles(facts: Facts) -> Iterator[RoleStatus]:
 
 
 def _roles(facts: Facts, places: Mapping[int, str]) -> Iterator[RoleStatus]:
-    """Of some: all nodes are looked at for copies of what they have."""
+    """The rows of some roles: all nodes are looked at for copies of what they have."""
     segments = {role: list(facts.catalogue.get(role, ())) for role in places}
     silent = {
         f"{role}x1": role for role in places if not segments[role]

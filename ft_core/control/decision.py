@@ -19,7 +19,7 @@ from ft_core.protocol.table import moved_roles
 SOURCES = 8
 """Nodes that are named of all that have a segment."""
 _FEW = 64
-"""Of so many, the least asked are chosen; of more, the next ones."""
+"""Holders among which the least asked is looked for; of more, the next ones are taken."""
 _SHOWN = 16
 """Lost segments that are named."""
 
@@ -49,7 +49,7 @@ class Held(Protocol):
 
     @property
     def stage(self) -> Literal["startup", "training"]:
-        """Of its worker."""
+        """The stage of its worker."""
 
     @property
     def versions(self) -> Sequence[int]:
@@ -57,7 +57,7 @@ class Held(Protocol):
 
     @property
     def segments(self) -> Sequence[str]:
-        """Of each of them."""
+        """The segments of each of them."""
 
 
 @dataclass
@@ -290,7 +290,7 @@ class Room:
         capacity: int,
         avoided: Collection[str] = (),
     ) -> None:
-        """As `assign`."""
+        """Takes what `assign` does."""
         load = Counter(placements.values())
         self._free: dict[tuple[bool, int, int], list[str]] = {}
         """By whether they are avoided, by how many roles and how many idle workers they have: nodes, each a
@@ -407,7 +407,7 @@ class _Holdings:
         return _There(segments, self._holders(version, set(chain.from_iterable(segments.values()))))
 
     def _segments(self, roles: list[int]) -> dict[int, Collection[str]]:
-        """Of some roles. Their own word on it is newer than what others remember of them."""
+        """The segments of some roles. Their own word on it is newer than what others remember of them."""
         found: dict[int, Collection[str]] = {}
         for role in roles:
             if (name := self._before.get(role)) is not None and name in self._all_alike:
@@ -420,7 +420,7 @@ class _Holdings:
         return {role: found.get(role) or self._catalogue.get(role, ()) for role in roles}
 
     def _holders(self, version: int | None, wanted: set[str]) -> dict[str, list[str]]:
-        """Of some segments, the nodes that have them, in order."""
+        """The nodes that have each of some segments, in order."""
         nodes: dict[str, list[str]] = {segment: [] for segment in wanted}
         for name, report in self._reports.items() if wanted else ():
             here = wanted.intersection(report.replicas)
@@ -501,8 +501,8 @@ class _Holdings:
 
 @dataclass(frozen=True)
 class _There:
-    """Of one version. `segments`: of the roles that are not known to be whole on their own nodes, in order;
-    `holders`: of those segments, the nodes that have them, in order."""
+    """What is there of one version. `segments`: of the roles that are not known to be whole on their own
+    nodes, in order; `holders`: of those segments, the nodes that have them, in order."""
 
     segments: dict[int, Collection[str]]
     holders: dict[str, list[str]]

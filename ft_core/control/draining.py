@@ -47,7 +47,7 @@ class LettingGo:
 
 
 class Draining:
-    """Of one controller. What it was asked for is in `Facts.draining`."""
+    """The drains of one controller. What it was asked for is in `Facts.draining`."""
 
     def __init__(self) -> None:
         self._going: LettingGo | None = None

@@ -22,7 +22,7 @@ class Checkpoints:
     """By node's name, over which connection."""
     names: dict[str, list[str]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
-    """Of the nodes that could not read the directory."""
+    """What the nodes said that could not read the directory."""
 
     def forgotten(self) -> Checkpoints:
         """A failure, or other settings: ask again."""

@@ -63,7 +63,7 @@ class Epochs:
     def __init__(
         self, facts: Facts, ids: Callable[[], str], recorded: Mapping[str, int], settled: float
     ) -> None:
-        """As `Controller`."""
+        """Takes what `Controller` does."""
         self.facts, self.settled = facts, settled
         self.phase: Phase = Forming()
         self.returning = Returning()
@@ -71,7 +71,7 @@ class Epochs:
         self.completion = Completion()
         self.checkpoints = Checkpoints()
         self.progress: Progress
-        """Of the epoch under way."""
+        """How far the roles have come in the epoch under way."""
         self.samples = Samples()
         self.hangs = Detector()
         self._program = explain.A_PROGRAM if facts.settings.command.no_python else ""
@@ -94,14 +94,14 @@ class Epochs:
         self.story = Story()
         """For the console."""
         self.account: Account
-        """Of the job's time."""
+        """Where the job's time goes."""
         self._cut: dict[Cause, float] = {}
         """What of it was cut off of a step, and no event has said yet."""
         self._told: tuple[Cause | None, float] = None, 0.0
         """What the newest event says that it goes to, and when that was."""
         self.now = self.wall = 0.0
         self.effects: list[Effect] = []
-        """Of the event that is being handled."""
+        """What the event that is being handled has led to."""
         self._ids, self._recorded = ids, dict(recorded)
         facts.resumed, facts.resumes = recorded.get("resumed", 0), "resumes" in recorded
         self._own: dict[m.NodeName, m.OwnPlan] = {}
@@ -203,7 +203,7 @@ class Epochs:
         return not isinstance(self.phase, Rebuilding) or self.facts.plan_epoch >= self.phase.newest
 
     def take(self, node: Node, told: m.KeptState) -> None:
-        """Of another controller, from an agent that has begun its plan."""
+        """Take over the state of another controller, from an agent that has begun its plan."""
         hosts, node.hosts = node.hosts, []
         state = plans.kept(told.state, hosts)
         if state.epoch <= self.facts.plan_epoch:

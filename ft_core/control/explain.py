@@ -13,11 +13,11 @@ from ft_core.protocol.messages import WorkerLost
 from ft_core.settings import Settings
 
 _FRAMES = re.compile(r'^  File ".*\n(?:    .*\n)*', re.M)
-"""Of a traceback."""
+"""The frames of a traceback."""
 
 
 _SHOWN = 16
-"""Of many roles or nodes, those that are named."""
+"""How many roles or nodes are named, of many."""
 
 
 def some(names: Sequence[object]) -> str:

@@ -111,7 +111,7 @@ class Facts:
     _hosted: tuple[dict[int, str], dict[str, list[int]]] = field(default_factory=lambda: ({}, {}))
     """The plan's places, and the same by node."""
     _late: tuple[int, list[str]] = field(default_factory=lambda: (0, []))
-    """Of an epoch, the nodes that had not reported when it was looked last."""
+    """An epoch, and the nodes that had not reported in it when it was looked last."""
     _sound: set[str] = field(default_factory=set)
     """Nodes whose roles were those of the plan, and had live workers, when they were heard last."""
     catalogue: dict[int, compact.Segments] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class Facts:
     strikes: Strikes = field(init=False)
     """What has failed where."""
     parts: list[int] = field(default_factory=list)
-    """Of the script, that every role has come to the end of: with which version."""
+    """The parts of the script that every role has come to the end of: with which version."""
     draining: list[str] = field(default_factory=list)
     """Live nodes that are to be taken out, in that order: none of them is given another role."""
     let_go: str = ""
@@ -152,7 +152,7 @@ class Facts:
     furthest: int = 0
     """The newest version that was ever reached when something failed: what is newer is progress."""
     entered: int = 0
-    """Of the steps that count, as many the ledger of samples has."""
+    """The newest step that the ledger of samples has."""
 
     def __post_init__(self) -> None:
         self.strikes = Strikes(self.settings.strikes, 60 * self.settings.strike_minutes)
@@ -393,8 +393,8 @@ class Facts:
                     self._learn(role, {**self.catalogue.get(role, {}), segment: holders})
 
     def remember_the_lost(self) -> None:
-        """Of roles that never said what their segments are: as many domains as copies cover may be lost, and
-        then the others name all of them."""
+        """Remember roles that never said what their segments are: as many domains as copies cover may be
+        lost, and then the others name all of them."""
         plan = self.begun
         if not self.trained or len(self.catalogue) == self.settings.world_size:
             return

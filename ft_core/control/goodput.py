@@ -37,7 +37,7 @@ class Found:
     restored: bool
     """Whether all roles are there, and have their state."""
     share: float
-    """Of the replica groups, those that take part."""
+    """The share of the replica groups that takes part."""
     step: float
     """Seconds that a step takes; 0: not known."""
     stepped: bool
@@ -53,7 +53,7 @@ class Standing:
     since: float | None
     """Seconds since a step was done last; None: none was, or none is to come."""
     limit: float
-    """Of them, as many as are usual."""
+    """How many of these seconds are usual."""
 
     @property
     def complaint(self) -> str:
@@ -118,7 +118,7 @@ class Account:
 
     @property
     def patience(self) -> float:
-        """Of them, as many as are usual for this job; in a recovery as in its start, too."""
+        """How many of these seconds are usual for this job; in a recovery as in its start, too."""
         return self.pace.patience(0.0 if self.trains else self.seconds[Cause.START_UP])
 
     def spent(self, wall: float) -> Spent:

@@ -116,7 +116,7 @@ class Groups:
         return left, "" if left else "no replica group is whole"
 
     def counterparts(self, roles: Collection[int], present: Collection[int]) -> dict[int, int]:
-        """Of each of `roles`, which are away, the role in the same place of the next replica group that is
+        """For each of `roles`, which are away, the role in the same place of the next replica group that is
         there.
 
         Groups that are away have different counterparts as far as there are enough: they may adopt a shard.
@@ -154,7 +154,8 @@ class Groups:
         return self.redundancy is not Redundancy.REPLICATED
 
     def held_alone(self, role: int, segments: compact.Segments, present: Collection[int]) -> set[str]:
-        """Of the segments (with their holders) of a role that is away, those that nobody who is there has."""
+        """The segments of a role that is away, among these (with their holders), that nobody who is there
+        has."""
         return {
             segment
             for segment, holders in segments.items()

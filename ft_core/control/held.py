@@ -24,7 +24,7 @@ from ft_core.protocol.messages import (
 
 
 class Held:
-    """Of one node, over one connection."""
+    """What one node holds, as it has said over one connection."""
 
     def __init__(self, hello: AgentHello) -> None:
         said = hello.holdings
@@ -37,11 +37,11 @@ class Held:
         self.recount = False
         """Whether a role here has another worker, of which nothing was said yet."""
         self._number = 0
-        """Of reports since the greeting."""
+        """The number of reports since the greeting."""
         self.report = NodeReport(hello.node, hello.domain)
-        """As the decision reads it: the same object, which is kept up to date."""
+        """The report that the decision reads: the same object, which is kept up to date."""
         self.roles: Mapping[Role, RoleHeld]
-        """As they were said last in full: what is so now says `report`."""
+        """The roles as they were said last in full: what is so now says `report`."""
         self._alive = True
         """Whether all roles have live workers, but for the `dead`."""
         self._take_roles(said.roles)
@@ -58,7 +58,7 @@ class Held:
 
     @property
     def newest(self) -> Version:
-        """Of these."""
+        """The newest of these."""
         found = -1
         for each in (self.report.at or (), self.report.copies_at or ()):
             for versions in each:

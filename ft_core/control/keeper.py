@@ -87,7 +87,7 @@ class Keeper:
         self._orders.put(self._resign)
 
     def leave(self, notes: Notes) -> None:
-        """As this process is about to end: lead no more, and leave these."""
+        """Lead no more, and leave these notes: this process is about to end."""
         told = threading.Event()
 
         def leave(grant: Grant) -> bool:
@@ -176,7 +176,7 @@ class Keeper:
                 time.sleep(RENEW / 4)
 
     def _next(self, until: float) -> Order | None:
-        """Of the controller's, before the lease is to be renewed again."""
+        """The controller's next order, before the lease is to be renewed again."""
         try:
             return self._orders.get(timeout=max(0.001, until - clock()))
         except queue.Empty:

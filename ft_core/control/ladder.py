@@ -45,7 +45,7 @@ class Against:
     short: str = ""
     """The same for the console."""
     fault: Fault | None = None
-    """Of which they have failed."""
+    """The class of the failure."""
     node: NodeName = ""
     """Where that was."""
 

@@ -36,7 +36,7 @@ class Broken:
 
 
 class Links:
-    """Of one epoch."""
+    """The links between nodes in one epoch."""
 
     def __init__(self) -> None:
         self._due: float | None = None

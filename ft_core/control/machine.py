@@ -121,7 +121,7 @@ class Controller:
 
     @property
     def account(self) -> Account:
-        """Of the job's time; there once anything has happened."""
+        """Where the job's time goes; there once anything has happened."""
         return self._epochs.account
 
     def numbers(self, wall: float, since_1970: float) -> Numbers:
@@ -300,7 +300,7 @@ class Controller:
                 node.sight.pulse(now, pulse.number, pulse.stalled)
 
     def _heard(self) -> None:
-        """Of somebody who knows the secret."""
+        """Somebody who knows the secret was heard."""
         if isinstance(self.phase, Rebuilding):
             self.phase.heard_at = self._epochs.now
 

@@ -34,7 +34,7 @@ _OPEN = 64
 
 
 def token_of(secret: bytes) -> str:
-    """Of a job with this secret."""
+    """The token of a job with this secret."""
     return hmac.new(secret, b"the operator's token of the page", hashlib.sha256).hexdigest()
 
 

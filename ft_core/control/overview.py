@@ -21,13 +21,14 @@ from ft_core.protocol.groups import runs_of, text_of
 from ft_core.protocol.messages import NAMED, RoleBeat
 
 State = Literal["well", "behind", "missing", "lost", "spare", "starting"]
-"""Of a node: `behind`, some role of it has done fewer steps than others have; `missing`: of one nothing is
-heard; `lost`: it is not there, and has roles by the plan; `starting`: it has neither roles nor idle workers.
+"""How a node gets on: `behind`, some role of it has done fewer steps than others have; `missing`: of one
+nothing is heard; `lost`: it is not there, and has roles by the plan; `starting`: it has neither roles nor
+idle workers.
 """
 
 
 class Node(NamedTuple):
-    """As the page has it."""
+    """A node as the page has it."""
 
     domain: str
     state: State
@@ -36,7 +37,7 @@ class Node(NamedTuple):
     marks: str
     """One for each role: `.` it is as far as the others, `b` behind, `m` not heard of, `f` finished."""
     step: int
-    """Of its slowest role; -1: none."""
+    """The step of its slowest role; -1: none."""
     idle: int
     strikes: int
     avoided: bool
@@ -45,12 +46,12 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True)
 class Overview:
-    """Of a moment. None of it changes."""
+    """The job at one moment. None of it changes."""
 
     numbers: Numbers
     nodes: list[Present]
     idle: list[int]
-    """Of the same nodes, workers without a role."""
+    """How many workers without a role each of these nodes has."""
     gone: Mapping[str, str]
     """Nodes with roles that are not there, and their domains."""
     hosts: Mapping[str, list[int]]
@@ -83,7 +84,7 @@ class Overview:
 
     @property
     def goodput(self) -> float | None:
-        """Of the job's time, what went to steps that count; None: there was no time yet."""
+        """The share of the job's time that went to steps that count; None: there was no time yet."""
         whole = sum(self.numbers.seconds.values())
         return self.numbers.seconds[Cause.PRODUCTIVE] / whole if whole else None
 
@@ -93,7 +94,7 @@ class Overview:
         return min((beat.step_s for node in self.nodes for beat in node.roles.values()), default=None)
 
     def rows(self) -> dict[str, Node]:
-        """Of all nodes, by name."""
+        """The rows of all nodes, by name."""
         newest = self.newest
         beats = dict(zip((node.name for node in self.nodes), self.nodes, strict=True))
         idle = dict(zip(beats, self.idle, strict=True))
@@ -234,7 +235,7 @@ def _state(here: bool, marks: str, idle: int) -> State:
 def overview(
     facts: Facts, numbers: Numbers, finished: set[int], suspects: tuple[int, ...], step: float, now: float
 ) -> Overview:
-    """As of now. `step`: seconds that one takes."""
+    """The overview of now. `step`: seconds that one takes."""
     settings, strikes = facts.settings, facts.strikes
     avoided = strikes.avoided(now)
     plan = facts.plan

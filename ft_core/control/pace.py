@@ -10,11 +10,11 @@ LEAST = 60.0
 STEPS, TIMES = 20, 3
 """How many usual steps' time, and how many times the longest between two, are not."""
 _USUAL, _LONGEST = 64, 4096
-"""Of the newest steps."""
+"""How many of the newest steps are remembered for the one and for the other."""
 
 
 class Pace:
-    """Of one job, as far as this controller has seen it."""
+    """How fast one job does its steps, as far as this controller has seen it."""
 
     def __init__(self, step: float) -> None:
         """`step`: seconds that one took, as a predecessor has seen; 0: not known."""

@@ -75,12 +75,12 @@ SAMPLES = 2000
 BODY = 4 << 10
 """Bytes of what is asked for."""
 RECORDS = 200
-"""Of a flight record, the newest."""
+"""The newest operations of a flight record that are shown."""
 STACKS = 8
 STACK = 32 << 10
 """Bytes of one."""
 STEPS = 50
-"""Of the ledger, the newest."""
+"""The newest steps of the ledger that are shown."""
 _STACK = re.compile(r"role-(\d{1,9})-(\d{1,9})\.txt")
 _PATIENCE = 8.0
 """Seconds for an answer that an agent has to give."""
@@ -115,7 +115,7 @@ _ACTION = msgspec.json.Decoder(Kill | ForgiveNode | Drain)
 
 
 class Page:
-    """Of one controller. It is made, and lives, in the thread that serves it."""
+    """The page of one controller. It is made, and lives, in the thread that serves it."""
 
     def __init__(
         self, job_dir: Path, secret: bytes, address: str, url: str, overviews: Numbering[Overview], ask: Ask
@@ -352,7 +352,7 @@ class Page:
         return _no(503, "the controller does not answer")
 
     async def _answer(self, question: FromCtl) -> ToCtl | None:
-        """Of the controller, or of the agent that it asks; None: it does not answer."""
+        """The answer of the controller, or of the agent that it asks; None: there is none."""
         try:
             waiting = await self._ask(question)
             async with asyncio.timeout(_PATIENCE):
@@ -362,7 +362,7 @@ class Page:
 
 
 def _event(name: str, content: object) -> bytes:
-    """Of a stream; JSON has no line's end in it."""
+    """One event of a stream; JSON has no line's end in it."""
     return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(content))
 
 
@@ -419,7 +419,7 @@ def _flight(log: FlightLog) -> dict[str, Any]:
 
 
 def _stacks(directory: Path) -> list[dict[str, Any]]:
-    """Of workers that hung, as far as they were written on this machine; the newest first."""
+    """The stacks of workers that hung, as far as they were written on this machine; the newest first."""
     found = []
     for path in directory.iterdir() if directory.is_dir() else ():
         if named := _STACK.fullmatch(path.name):

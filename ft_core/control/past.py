@@ -28,15 +28,15 @@ LINES = 2000
 SHOWN = 100
 """Recoveries, and events."""
 STRIPS = 400
-"""Of the time line."""
+"""The most strips of the time line."""
 POINTS = 1000
-"""Of the time before there was a controller that could be asked."""
+"""The most points of the time before there was a controller that could be asked."""
 REASON = 2000
 """Characters."""
 EVERY = 0.5
 """Seconds between two looks."""
 _NAMED = 8
-"""Of roles that have moved."""
+"""How many of the roles that have moved are named."""
 _KEPT = ("event", "time", "monotonic", "term", "epoch", "reason", "fault", "node", "version", "origin",
          "spent", "unfinished")  # fmt: skip
 _OF_RECOVERIES = {"detected", "decided", "resumed", *OVER}
@@ -59,7 +59,7 @@ class Told:
 
 
 class Past:
-    """Of one job."""
+    """What has happened in one job until now."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -17,16 +17,16 @@ Operations = dict[str, tuple[int, int]]
 
 
 class Records:
-    """Of the live workers of all roles."""
+    """What the live workers of all roles have on record."""
 
     def __init__(self) -> None:
         self._of: dict[Role, Counts] = {}
         self._having: dict[str, dict[int, int]] = {}
         """Operation -> how many roles have it so many times."""
         self._done: Operations = {}
-        """Of the operations that are not among the `_changed`."""
+        """How often all have done each operation that is not among the `_changed`."""
         self._lacking: set[str] = set()
-        """Of those again: operations that some role of their group has not, or not all."""
+        """Those of them that some role of their group has not done, or not as often."""
         self._names: dict[GroupId, set[str]] = {}
         """By group, its operations."""
         self._changed: set[str] = set()
@@ -131,7 +131,7 @@ class Records:
 
 
 def completed(counts: Iterable[tuple[Role, Counts]]) -> Records:
-    """Of roles that have said what they have."""
+    """The records of roles that have said what they have."""
     records = Records()
     for role, known in counts:
         records.say(role, known)

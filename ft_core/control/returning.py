@@ -32,7 +32,7 @@ from ft_core.protocol.messages import (
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""Of a group's start in a row that may fail before the job goes on without it until a node joins."""
+"""Starts of a group in a row that may fail before the job goes on without it until a node joins."""
 NOTICE = 2
 """Steps between the newest that anybody has done and the one after which all stop: enough for all to hear."""
 STEPS = 5
@@ -57,7 +57,7 @@ class Attempt:
     """The node that is drained, if so."""
     since: float = 0.0
     idle: dict[str, int] = field(default_factory=dict)
-    """Of a drained node's: where they start, the idle workers that were there before."""
+    """For roles of a drained node: where they start, the idle workers that were there before."""
     counts: dict[int, Counts] = field(default_factory=dict)
     """The others' records."""
     orders: dict[str, Prepare] = field(default_factory=dict)
@@ -252,7 +252,7 @@ class Returning:
         return self.attempt is not None and self.attempt.places.get(role) == node
 
     def taking_part(self, node: str, beats: Mapping[int, RoleBeat]) -> Mapping[int, RoleBeat]:
-        """Of the workers on a node, those whose roles do not train elsewhere yet."""
+        """Those workers on a node whose roles do not train elsewhere yet."""
         if self.attempt is None or not self.attempt.leaves or not self.attempt.on(node):
             return beats
         return {role: beat for role, beat in beats.items() if not self.concerns(role, node)}

@@ -43,7 +43,8 @@ class Loss:
 
 
 Whole = tuple[str, list[int], list[str]]
-"""Of a node: its domain, its roles that have what counts, and the segments of which it keeps that."""
+"""What is known of a node: its domain, its roles that have what counts, and the segments of which it keeps
+that."""
 
 
 @dataclass
@@ -70,7 +71,7 @@ class Held:
     places: Mapping[int, str]
     catalogue: Mapping[int, Segments]
     last: Last = field(default_factory=Last, repr=False, compare=False)
-    """Of whoever counts again and again."""
+    """What was found last, for whoever counts again and again."""
 
     @cached_property
     def below(self) -> int:
@@ -152,7 +153,7 @@ class Held:
 
 
 def held(facts: Facts, last: Last) -> Held:
-    """As of now."""
+    """What is held now."""
     plan = facts.begun
     version = (facts.initial or 0) if plan.version is None else plan.version
     return Held(facts.settings.replicas, version, present(facts), plan.roles, facts.catalogue_now(), last)

@@ -114,14 +114,14 @@ _CLIENTS = OrBundle(FROM_CLIENT)
 
 @dataclass
 class Office:
-    """Of a controller that was elected."""
+    """What a controller has by its election."""
 
     lease: Lease
     keeper: Keeper
     address: str
     """Where it is to listen."""
     notes: Notes
-    """Of its predecessors."""
+    """The notes of its predecessors."""
     settled: float
     """Seconds of its own before which it may decide nothing."""
     job: str

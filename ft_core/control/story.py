@@ -58,7 +58,7 @@ class _Nodes:
 
 
 class Story:
-    """Of one controller."""
+    """What one controller tells of what happens."""
 
     def __init__(self) -> None:
         self._recovery: _Recovery | None = None

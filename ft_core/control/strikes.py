@@ -88,10 +88,10 @@ def place(node: str) -> str:
 
 @dataclass
 class Strikes:
-    """Of one job. Times are the controller's."""
+    """The failures of one job that count against places. Times are the controller's."""
 
     limit: int
-    """As many strikes within `seconds` as make a node one to be avoided; 0: none is."""
+    """How many strikes within `seconds` make a node one to be avoided; 0: none is."""
     seconds: float
     _all: list[tuple[float, Strike]] = field(default_factory=list)
     """Oldest first, with when they were."""

@@ -34,7 +34,7 @@ _BEATS = 10
 """After so many the rhythm of a node is known."""
 _DEVIATIONS = 8.0
 _LEAST = 0.5
-"""Of the limit of silence: how much of it is less than any node is suspected for. Machines stall for seconds,
+"""The part of the limit of silence that is less than any node is suspected for. Machines stall for seconds,
 and their past does not say when."""
 _NEW = 0.1
 """The weight of one beat in the rhythm."""
@@ -72,7 +72,7 @@ class Sight:
     gone_since: float | None = None
     """When its connection broke."""
     rhythm: Rhythm = field(default_factory=Rhythm)
-    """Of the process beside its agent, or of the agent where there is none."""
+    """The rhythm of the process beside its agent, or of the agent where there is none."""
     pulsed: float = -math.inf
     """When the process beside its agent said last that the machine lives."""
     pulses: int = -1

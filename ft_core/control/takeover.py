@@ -45,7 +45,7 @@ def found(facts: Facts, progress: Progress) -> Found:
 
 
 def share(facts: Facts) -> float:
-    """Of the replica groups, those that take part."""
+    """The share of the replica groups that takes part."""
     return len(facts.places) / facts.settings.world_size
 
 

@@ -22,7 +22,7 @@ VERSIONS = 8
 """Durable checkpoints that are being written at once, at most."""
 
 PHASES = (Cause.DETECTION, Cause.DECISION, Cause.WAITING, Cause.RESTORING)
-"""Of a recovery. The first step after it comes on top."""
+"""The phases of a recovery. The first step after it comes on top."""
 
 
 @dataclass
@@ -44,18 +44,18 @@ class Durations:
 
 @dataclass
 class Tally:
-    """Of what this controller has seen."""
+    """Counts what this controller has seen."""
 
     failures: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     """By class, node and failure domain."""
     recoveries: Counter[str] = field(default_factory=Counter)
     """By the origin of the state that the job went on from."""
     rungs: Counter[str] = field(default_factory=Counter)
-    """Of the ladder that were climbed, by name."""
+    """How often each rung of the ladder was climbed, by name."""
     phases: dict[str, Durations] = field(
         default_factory=lambda: {phase: Durations() for phase in (*PHASES, "total")}
     )
-    """Of recoveries, and of all of each."""
+    """How long the phases of recoveries took, and each as a whole."""
     steps: Durations = field(default_factory=Durations)
     waited: float = 0.0
     """Seconds that all roles together have waited for copies."""
@@ -68,11 +68,11 @@ class Tally:
     loss: float | None = None
     """That some role has told last."""
     writes: Durations = field(default_factory=Durations)
-    """Of what single roles had of durable checkpoints."""
+    """How long single roles took to write what they had of durable checkpoints."""
     durable: float | None = None
     """When a durable checkpoint was whole last."""
     _parts: dict[int, int] = field(default_factory=dict)
-    """Of versions that are being written, how many are."""
+    """A version that is being written -> how many roles have written theirs."""
     _before: tuple[dict[Cause, float], float] | None = None
     """What time had gone to when the failure was noticed that is being recovered from, and since when."""
 
@@ -163,7 +163,7 @@ class Numbers:
     xids: dict[int, int]
     """Errors of GPUs, by number."""
     loss: float | None
-    """Of the script, where it tells it."""
+    """The script's newest loss, where it tells it."""
     writes: tuple[list[int], float]
     broken: set[tuple[str, int]]
     """Devices that have failed of late: the node, and the index."""

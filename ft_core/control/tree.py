@@ -44,9 +44,9 @@ class Branch:
         """By their numbers there."""
         self._parts: list[tuple[list[int], bytes]] = []
         self._of: dict[int, int] = {}
-        """Of a message, by its identity, the part that it is in."""
+        """A message, by its identity -> the part that it is in."""
         self._newest: dict[int, int] = {}
-        """Of a member, the last part that is for it: what is said to it stays in order."""
+        """A member -> the last part that is for it: what is said to it stays in order."""
         self._size = 0
 
     def post(self, number: int, body: bytes) -> None:
@@ -215,7 +215,7 @@ class Tree:
         self._tell()
 
     def _tell(self) -> None:
-        """Of what was said until now: what is heard next comes after it."""
+        """Pass on what was said until now: what is heard next comes after it."""
         if self._said:
             said, self._said = self._said, []
             self._heard(said)

@@ -15,8 +15,8 @@ from ft_core.control.suspicion import ASK, ASK_AGAIN, Steps, chosen
 from ft_core.protocol.messages import NodeName, NodesProbed, PlanId, ProbeNodes, Version
 
 LOOK = 1 / 20
-"""Of the limit of silence: so often are all nodes looked at for those that are silent; whose connection is
-gone is seen at once."""
+"""As a part of the limit of silence: so often are all nodes looked at for those that are silent; whose
+connection is gone is seen at once."""
 
 
 class Watch:

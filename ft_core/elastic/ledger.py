@@ -29,7 +29,7 @@ class Record(NamedTuple):
     samples: tuple[tuple[int, tuple[Range, ...]], ...]
     """By group, in the order of the groups."""
     waiting: tuple[tuple[int, ...], ...]
-    """As `Deal.waiting`, after the step."""
+    """What `Deal.waiting` is after the step."""
     next: int
 
     @classmethod

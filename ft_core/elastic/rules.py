@@ -67,8 +67,8 @@ def intervened(param_groups: Sequence[dict[str, Any]], factor: float) -> Iterato
 
 
 CHANGES = 128
-"""Of who takes part, that are known: plans have them, and a job that lives for months has thousands. Nobody
-goes back to before so many."""
+"""The most changes of who takes part that are known: plans have them, and a job that lives for months has
+thousands. Nobody goes back to before so many."""
 TELLERS = 8
 """Replica groups that tell the controller of a step's samples; all know the same."""
 
@@ -95,7 +95,7 @@ class Membership:
         return cls(found.groups, tuple((since, tuple(_members(text))) for since, text in found.changes))
 
     def value(self) -> MembershipChanges:
-        """As plans have it."""
+        """The changes as plans have them."""
         return MembershipChanges(
             self.groups, tuple((since, _text(members)) for since, members in self.changes)
         )
@@ -106,7 +106,7 @@ class Membership:
         return cls.of(msgspec.convert(data, MembershipChanges))
 
     def to_json(self) -> dict[str, Any]:
-        """As the ledger has it."""
+        """The changes as the ledger has them."""
         found: dict[str, Any] = msgspec.to_builtins(self.value())
         return found
 
@@ -193,7 +193,7 @@ class Start:
         return [role for role in range(self.roles) if self._place(role) < self.there]
 
     def counterpart(self, role: int) -> int:
-        """Of a role that is missing, one that starts, in the same place of another group."""
+        """A role that starts, in the same place of another group as this one, which is missing."""
         return role - self._place(role) + self._place(role) % self.there
 
     def group(self, role: int, groups: int) -> int:
@@ -275,7 +275,7 @@ class Deal:
         return positions(turn.get(group) or next(iter(turn.values())))
 
     def copy(self) -> Deal:
-        """As it is between two steps."""
+        """A copy of the deal as it is between two steps."""
         return Deal.from_json(self.to_json())
 
     def ledger_entry(self, step: int, membership: Membership) -> Dealt:

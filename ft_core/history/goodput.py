@@ -17,7 +17,7 @@ import msgspec
 from ft_core.protocol.goodput import Cause, Spent
 
 Line = dict[str, Any]
-"""Of `events.jsonl`."""
+"""A line of `events.jsonl`."""
 _END = ("finished", "stopped")
 
 

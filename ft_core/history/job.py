@@ -33,7 +33,7 @@ class Phase:
     seconds: float
     epoch: int
     reason: str
-    """Of the event that it began with."""
+    """The reason of the event that it began with."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Recovery:
 
 @dataclass(frozen=True)
 class History:
-    """Of one job."""
+    """What has happened in one job."""
 
     directory: str
     lines: list[Line]
@@ -102,7 +102,7 @@ class History:
 
 
 def read(directory: Path, others: Iterable[Path] = ()) -> History:
-    """Of a job's directory. Raises ConfigError where nothing is in it, and OSError."""
+    """The history in a job's directory. Raises ConfigError where nothing is in it, and OSError."""
     paths = [each / "events.jsonl" for each in (directory, *others)]
     found = [line for line in goodput.read(path for path in paths if path.exists()) if whole(line)]
     if not found:
@@ -111,7 +111,7 @@ def read(directory: Path, others: Iterable[Path] = ()) -> History:
 
 
 def of(directory: str, found: list[Line]) -> History:
-    """Of these events, in order; there is one at least."""
+    """The history that these events make, in order; there is one at least."""
     phases = list(_phases(found))
     counts = Counter(line["event"] for line in found)
     over = next((line for line in reversed(found) if line["event"] in OVER), None)

@@ -23,7 +23,7 @@ class Tail:
         and OSError."""
         self.path = path
         self.number = 0
-        """Of the line that was read last."""
+        """The number of the line that was read last."""
         self.over = False
         """Whether the job is, by what was read."""
         self._part = b""

@@ -57,7 +57,7 @@ class Grant:
     seconds: float
     """That it lasts from one renewal to the next."""
     notes: Notes
-    """Of predecessors."""
+    """The notes of predecessors."""
     key: Any = field(repr=False)
     """By which the lease is known where it is kept."""
 
@@ -91,7 +91,7 @@ class Leadership(Protocol):
 
 
 def new_id() -> str:
-    """Of a job: no other has it."""
+    """The id of a job: no other has it."""
     return secrets.token_hex(8)
 
 

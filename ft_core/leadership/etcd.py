@@ -48,7 +48,7 @@ class Job(Struct, frozen=True):
     over: int | None = None
 
     def next(self, job: str, floor: int) -> Job:
-        """As the next leader finds it, of the job with that id, if it is known. Of another, or of one that is
+        """What the next leader finds of the job with that id, if it is known. Of another, or of one that is
         over and begins anew, it keeps no more than the term, so that nobody obeys what is left of it."""
         goes_on = self.id if self.over is None else ""
         notes = self.notes if goes_on and job in ("", goes_on) else Notes()
@@ -63,12 +63,12 @@ class _Kept(Struct, frozen=True):
 
 
 _MOST = 1 << 32
-"""Of a term that somebody else has written."""
+"""The highest term that is believed if somebody else has written it."""
 
 
 @dataclass
 class _Key:
-    """Of a grant."""
+    """The key of a grant."""
 
     lease: str
     revision: str
@@ -77,7 +77,7 @@ class _Key:
 
 
 class Etcd:
-    """As `base.Leadership`."""
+    """Leadership (`base.Leadership`) by a lease in etcd."""
 
     def __init__(
         self, servers: list[tuple[str, int]], name: str, key: str, nodes: int, tls: bool = False

@@ -38,14 +38,14 @@ Object = dict[str, Any]
 
 @dataclass
 class _Key:
-    """Of a grant: the object as it was written last, and the annotations of ours."""
+    """What belongs to a grant: the object as it was written last, and the annotations of ours."""
 
     written: Object
     own: dict[str, str]
 
 
 class Kubernetes:
-    """As `base.Leadership`."""
+    """Leadership (`base.Leadership`) by a Lease of Kubernetes."""
 
     def __init__(
         self, namespace: str, name: str, key: str, nodes: int, client: Client, near: tuple[str, int]
@@ -223,5 +223,5 @@ def _notes(found: Object) -> Notes:
 
 
 def _now() -> str:
-    """As the API's MicroTime."""
+    """The time as the API's MicroTime."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

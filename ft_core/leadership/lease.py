@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass, field
 
 SECONDS = 2.0
-"""Of a lease. etcd grants no shorter ones, as it is configured by default."""
+"""How long a lease lasts. etcd grants no shorter ones, as it is configured by default."""
 RENEW = SECONDS / 4
 """Between two renewals."""
 DRIFT = 0.1

@@ -10,7 +10,7 @@ import hmac
 
 
 class Seal:
-    """Of one job, by a key that only its processes have."""
+    """Seals what one job's processes write, by a key that only they have."""
 
     def __init__(self, key: str, name: str) -> None:
         """`name`: of the job, where this is kept."""

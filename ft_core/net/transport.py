@@ -120,7 +120,7 @@ class Transport(Protocol):
         progress raise TransportError."""
 
     def close(self) -> None:
-        """Also stop serving. Returns when the server's threads have ended."""
+        """Close, and stop serving. Returns when the server's threads have ended."""
 
 
 class _Deadline:

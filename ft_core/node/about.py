@@ -29,8 +29,9 @@ class About:
     """What its workers have in theirs, where the job's settings do not say."""
 
     def environment_of(self, role: int, local_rank: int, master: str, settings: Settings) -> dict[str, str]:
-        """Of a worker here that plays `role`: the variables torchrun sets, those by which a program that it
-        executes could find us, and the settings' own. `master`: of the node with role 0, "HOST:PORT"."""
+        """What a worker here that plays `role` finds: the variables torchrun sets, those by which a program
+        that it executes could find us, and the settings' own. `master`: of the node with role 0,
+        "HOST:PORT"."""
         host, port = master.rsplit(":", 1)
         return {
             "RANK": str(role),

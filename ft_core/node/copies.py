@@ -37,7 +37,7 @@ class _Copying:
 
 
 class Copies:
-    """Of all snapshots of this epoch, and of what is being written."""
+    """The copies of all snapshots of this epoch, and what is being written."""
 
     def __init__(self, node: str) -> None:
         self._node = node

@@ -66,12 +66,12 @@ class Epochs:
         """The newest epoch before which no worker here is inside a step any more."""
         self.plan: m.NodePlan | None = None
         self.parts: list[m.Version] = []
-        """Of the script, that all roles have come to the end of, as far as is known here."""
+        """The parts of the script that all roles have come to the end of, as far as is known here."""
         self.crew = crew
         self.said = Said()
         self.now = 0.0
         self.effects: list[Effect] = []
-        """Of the event that is being handled."""
+        """What the event that is being handled has led to."""
         self._view = view
         self._copies = Copies(about.node)
         self.ready = Ready(about, crew, view)
@@ -136,7 +136,7 @@ class Epochs:
         return [adopted for role in self.roles_here() for adopted in self.adopted_by(role)]
 
     def read_flight(self, question: m.SendFlight | m.DescribeFlight) -> None:
-        """Of the workers here."""
+        """Have the flight records of the workers here read."""
         playing = {worker.number: worker.role for worker in self.crew.playing()}
         epoch = self.epoch if self.epoch == self.begun else -1
         self.do(ReadFlight(question, self._at_end(), playing, epoch))

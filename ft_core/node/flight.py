@@ -56,8 +56,8 @@ class Recorded:
 def answer(
     asked: ReadFlight, there: Sequence[Recorded], fetching: Collection[int]
 ) -> m.Flights | m.RoleFlight:
-    """Of `there`, where the newest of a role stands last. For roles `fetching` their state is brought. Takes
-    some milliseconds for each role, and a second at most for one that is looked at closely.
+    """The flight records of `there`, where the newest of a role stands last. For roles `fetching` their state
+    is brought. Takes some milliseconds for each role, and a second at most for one that is looked at closely.
 
     Who has begun nothing in the epoch that it should be in has an empty record: a standby that was stopped
     before it was given a role, and does not take it, is to be found as well.
@@ -205,7 +205,7 @@ def _moved(pid: int | None) -> int:
 
 
 def _state(pid: int | None) -> str:
-    """Of the main thread."""
+    """The state of the main thread."""
     if pid is None:
         return _ENDED
     try:

@@ -14,7 +14,7 @@ K = TypeVar("K")
 
 
 def roles_held(here: Iterable[int], crew: Crew, view: View) -> dict[int, m.RoleHeld]:
-    """Of the roles that are `here`, by the plan."""
+    """What is held of the roles that are `here`, by the plan."""
     found = {}
     for role in here:
         worker = crew.of_role(role)

@@ -80,8 +80,8 @@ _TRAINED = 256
 
 
 SAME = 0.2
-"""Of the limit of silence: after so long a heartbeat says again what the last one said. That the node lives
-is said by the process beside its agent."""
+"""As a part of the limit of silence: after so long a heartbeat says again what the last one said. That the
+node lives is said by the process beside its agent."""
 
 
 class Phase(Enum):
@@ -107,7 +107,7 @@ class Agent:
         """When this node has beaten last, over this connection, and what it said."""
         self._connected = False
         self._session = ""
-        """Of the controller that leads, or has led last."""
+        """The session of the controller that leads, or has led last."""
         self._outage = Outage(about.node, settings.meeting)
         self._termination = Termination()
         self._asking: dict[int, m.Configure] = {}

@@ -78,7 +78,7 @@ def _is_ending(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Of /proc/PID/stat, what follows the program's name: state, parent, ... Raises OSError."""
+    """What follows the program's name in /proc/PID/stat: state, parent, ... Raises OSError."""
     text = Path(f"/proc/{pid}/stat").read_bytes()  # its name is any bytes
     return text.rpartition(b")")[2].decode().split()
 

@@ -27,7 +27,7 @@ EVERY = 2.0
 APART = 0.04
 """Between two looks at any: of a node's roles one at a time is looked at."""
 STEPS = 5
-"""Of so many the median counts: a step now and then has an evaluation in it, or a checkpoint."""
+"""Steps of which the median counts: one now and then has an evaluation in it, or a checkpoint."""
 NOTABLE = 0.1
 """Part of what was told by which it must differ to be told anew."""
 
@@ -44,7 +44,7 @@ _SLOTS = np.dtype(
         ),
     ]
 )
-"""As `flight_memory.SLOT`."""
+"""The fields of `flight_memory.SLOT`."""
 _PLACES = np.arange(flight.SLOTS)
 
 
@@ -60,7 +60,7 @@ class _Role:
 
 
 class OwnTimes:
-    """Of a node's workers."""
+    """The own times of a node's workers."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -96,7 +96,7 @@ class OwnTimes:
 
 
 def own_seconds(control: ControlBlock) -> float | None:
-    """Of the last step; None if its record is not all there, or is being written."""
+    """The own time of the last step; None if its record is not all there, or is being written."""
     version, took = control[Word.VERSION], control[Word.STEP_NS]
     if version <= 0 or took <= 0:
         return None

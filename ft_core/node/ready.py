@@ -36,7 +36,7 @@ them that those whom it guards train."""
 
 
 class Ready:
-    """Of one agent."""
+    """The standbys of one agent that have started a role."""
 
     def __init__(self, about: About, crew: Crew, view: View) -> None:
         self._about, self._crew, self._view = about, crew, view

@@ -30,9 +30,9 @@ _PIECE = 4 << 20
 _LOOK = 64 << 20
 """Bytes after which the room that is left is looked at again."""
 _KEEP_FREE = 1 / 4
-"""Of all memory: nothing is made ready that would leave less."""
+"""The part of all memory that stays free: nothing is made ready that would leave less."""
 _GIVE_BACK = 1 / 8
-"""Of all memory: with less than that free, what is ready goes to those who need it now."""
+"""The part of all memory: with less free, what is ready goes to those who need it now."""
 _PAUSE = 1.0
 """Seconds between two looks at the room, and for how large buffers are."""
 _SETTLES = 5.0
@@ -77,7 +77,7 @@ class _Buffer:
 
 
 class ReadyMemory:
-    """Of one agent."""
+    """The memory that one agent has made ready."""
 
     def __init__(
         self, store: NodeStore, transport: TcpTransport, places: int, room: Callable[[], Room] = room
@@ -88,7 +88,7 @@ class ReadyMemory:
         self._plan: NodePlan | None = None
         self._node = ""
         self._lock = threading.Lock()
-        """Of the list alone."""
+        """It guards the list alone."""
         self._buffers: list[_Buffer] = []
         self._size = 0
         self._ask_in = self._pauses = 0

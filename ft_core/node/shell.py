@@ -79,7 +79,8 @@ _STACKS = 10.0
 _LEFT_BEHIND = 10.0
 """Seconds that what workers had started has to end."""
 PATIENCE = 0.25
-"""Of the limit of silence: for so long an agent waits for a word of the controller through another agent."""
+"""As a part of the limit of silence: how long an agent waits for the controller's word through another
+agent."""
 _PORTS = 64
 """That are tried for metrics."""
 _END = 15.0

@@ -56,7 +56,7 @@ Channel = AsyncChannel[m.ToAgent | m.GoThrough | m.RelayLives | Bundle]
 
 
 class Uplink:
-    """Of one agent."""
+    """One agent's connection to the controller."""
 
     def __init__(
         self,
@@ -255,7 +255,8 @@ class Uplink:
         self._job = first.job
 
     async def _address(self, term: int, leader: str) -> str:
-        """Of the leader of that term: who speaks for this agent may have heard of a new one before."""
+        """The address of the leader of that term: who speaks for this agent may have heard of a new one
+        before."""
         try:
             async with asyncio.timeout(self._looker.patience):
                 while 0 < self._looker.leader.term < term:

@@ -9,14 +9,14 @@ from ft_core.state.manifest import Segment
 
 
 class Words(NamedTuple):
-    """Of a worker's control block, what it has written there itself; see `state.memory.Word`."""
+    """What a worker itself has written into its control block; see `state.memory.Word`."""
 
     version: int
     tag: int
     step_s: float
     waited_s: float
     own_s: float = 0.0
-    """See `node.own_time`."""
+    """Seconds of a step outside process groups, see `node.own_time`."""
     loss: float | None = None
     passed: int = 0
 
@@ -41,7 +41,7 @@ class View(Protocol):
         """By segment, the versions that are kept for others, ascending."""
 
     def holders(self, segment: str) -> Sequence[int]:
-        """Of one of those; empty if it is just gone."""
+        """Who holds one of those; empty if it is just gone."""
 
     def sent(self, role: int) -> tuple[int, int]:
         """Payload bytes that were sent for a role, and for how many snapshots."""

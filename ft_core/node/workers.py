@@ -90,7 +90,7 @@ class WorkerPool:
         self._processes: dict[int, Process] = {}
         """All that have not ended."""
         self._ended_with_role: list[Recorded] = []
-        """Of this epoch: what they did last is of interest until they are replaced."""
+        """Those that ended in this epoch: what they did last is of interest until they are replaced."""
         self._tee: Tee
         self._server: int | None = None
 
@@ -225,7 +225,7 @@ class WorkerPool:
         return worker.log_dir if worker else None
 
     def pid(self, number: int) -> int | None:
-        """Of that worker, or None if it has ended."""
+        """The pid of that worker, or None if it has ended."""
         worker = self._processes.get(number)
         return worker.pid if worker else None
 

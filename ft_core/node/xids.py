@@ -13,7 +13,7 @@ MOST = 64
 
 
 class Xids:
-    """Of this machine, since this object was made."""
+    """Errors of this machine's GPUs, since this object was made."""
 
     def __init__(self, kernel_log: str = PATH) -> None:
         self._log = KernelLog(kernel_log)

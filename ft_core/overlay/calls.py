@@ -51,7 +51,7 @@ _LOWER = (
 )
 """What changes files: turned in the module below `os`, too."""
 _PROGRAMS = ("posix_spawn", "posix_spawnp", "execv", "execve")
-"""Of `os`; its other ways to run one come down to these."""
+"""The functions of `os` that run a program; its other ways come down to these."""
 
 
 class Calls:
@@ -336,7 +336,7 @@ class Calls:
         return call
 
     def _removing(self, original: Function) -> Function:
-        """Of a whole directory, which may have been removed when the step was done."""
+        """Remove a whole directory, which may have been removed when the step was done."""
 
         @functools.wraps(original)
         def rmtree(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -440,7 +440,7 @@ class _Scan(AbstractContextManager["_Scan"], Iterator["_Seen"]):
 
 
 class _Seen(os.PathLike[Any]):
-    """As `os.DirEntry`."""
+    """Stands for an `os.DirEntry`."""
 
     def __init__(self, directory: Any, name: Any) -> None:
         self.name, self.path = name, os.path.join(os.fspath(directory), name)

@@ -37,8 +37,8 @@ class Place(NamedTuple):
 
 
 def begun_anew(written: bytes, real: bytes, whole: bool) -> Place:
-    """Of a file that both have begun anew. `written`: by the newcomer until now. `whole`: it has passed every
-    step that the other had done.
+    """Where a file goes on that both have begun anew. `written`: by the newcomer until now. `whole`: it has
+    passed every step that the other had done.
 
     What the other has written beyond will be written again. Nothing is cut off where the two differ, as lines
     that tell the time do.
@@ -51,7 +51,7 @@ def begun_anew(written: bytes, real: bytes, whole: bool) -> Place:
 
 
 def appended_to(written: bytes, real: bytes) -> Place:
-    """Of a file that both have appended to, and others may have.
+    """Where a file goes on that both have appended to, and others may have.
 
     `real`: what is there at its end. What of `written` is missing there, since it stayed in a buffer, is
     added.
@@ -63,7 +63,7 @@ def appended_to(written: bytes, real: bytes) -> Place:
 
 
 def gone_on(written: bytes, real: bytes) -> Place:
-    """Of a file that the newcomer goes on with where another has, without all that came before.
+    """Where a file goes on that the newcomer goes on with where another has, without all that came before.
 
     `real`: what is there at its end. `written` is there, or its beginning, or nothing of it.
     """

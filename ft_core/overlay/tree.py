@@ -35,7 +35,7 @@ _COPIED = 1 << 30
 """Bytes of a file that is copied up, at most. What changes parts of a larger one is not passed over."""
 
 _LONGEST = 16
-"""Of a suffix of a file's name."""
+"""The most characters of a suffix of a file's name."""
 
 # What the interpreter has; `ft_core.overlay.calls` puts others in their places.
 _open, _stat, _lstat, _listdir, _readlink = os.open, os.stat, os.lstat, os.listdir, os.readlink
@@ -163,7 +163,7 @@ class Tree:
         return False
 
     def is_real(self, path: str) -> bool:
-        """Of a canonical name: whether this layer leaves it alone."""
+        """Whether this layer leaves a canonical name alone."""
         if path.startswith(self._untouched):
             return True
         while self._owned and path != "/":
@@ -173,7 +173,7 @@ class Tree:
         return False
 
     def covers(self, path: str) -> bool:
-        """Of a canonical name: whether there, or right below, something else is seen than is real."""
+        """Whether at a canonical name, or right below, something else is seen than is real."""
         return self._linked or path in self._entries or path in self._names or self._hidden(path)
 
     def find(self, path: str) -> Entry | None:
@@ -193,7 +193,7 @@ class Tree:
             return name if self._linked else None
 
     def kind(self, name: str) -> int:
-        """Of what is seen under a canonical name: its type as in `st_mode`; 0: nothing is there."""
+        """The type, as in `st_mode`, of what is seen under a canonical name; 0: nothing is there."""
         found = self.find(name)
         if isinstance(found, Link):
             return stat.S_IFLNK
@@ -227,7 +227,7 @@ class Tree:
     # -- changes -------------------------------------------------------------------------------
 
     def open(self, path: PathLike, flags: int, mode: int = 0o777, dir_fd: int | None = None) -> int | None:
-        """As `os.open`; None: the layer has nothing to do with it."""
+        """Do as `os.open` does; None: the layer has nothing to do with it."""
         with self.lock:
             writes = bool(flags & (_WRITES | os.O_TRUNC))
             name = self.canonical(path, not flags & os.O_NOFOLLOW, dir_fd)
@@ -316,7 +316,7 @@ class Tree:
             self._owned.add(os.path.realpath(os.fsdecode(path)))
 
     def mkdir(self, path: PathLike, dir_fd: int | None = None) -> bool:
-        """As `os.mkdir`. False, here and below: it is to be done for real."""
+        """Do as `os.mkdir` does. False, here and below: it is to be done for real."""
         with self.lock:
             if (name := self._to_make(path, dir_fd)) is None:
                 return False
@@ -327,7 +327,7 @@ class Tree:
             return True
 
     def symlink(self, target: PathLike, path: PathLike, dir_fd: int | None = None) -> bool:
-        """As `os.symlink`."""
+        """Do as `os.symlink` does."""
         with self.lock:
             if (name := self._to_make(path, dir_fd)) is None:
                 return False
@@ -335,7 +335,7 @@ class Tree:
             return True
 
     def remove(self, path: PathLike, directory: bool, dir_fd: int | None = None) -> bool:
-        """As `os.unlink` or `os.rmdir`."""
+        """Do as `os.unlink` or `os.rmdir` does."""
         with self.lock:
             name = self.canonical(path, False, dir_fd)
             if self.is_real(name):
@@ -356,7 +356,7 @@ class Tree:
     def rename(
         self, source: PathLike, target: PathLike, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
     ) -> bool:
-        """As `os.replace`."""
+        """Do as `os.replace` does."""
         with self.lock:
             old = self.canonical(source, False, src_dir_fd)
             new = self.canonical(target, False, dst_dir_fd)
@@ -412,7 +412,7 @@ class Tree:
             yield new, File(old, False)
 
     def link(self, source: PathLike, target: PathLike, follow: bool = True) -> bool:
-        """As `os.link`."""
+        """Do as `os.link` does."""
         with self.lock:
             old, new = self.canonical(source, follow), self.canonical(target, False)
             if self.is_real(old) and self.is_real(new):

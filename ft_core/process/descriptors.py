@@ -16,7 +16,7 @@ _ENOUGH = 1 << 20
 _OWN = 128
 """Files and connections that a process has by itself."""
 _PER_WORKER = 32
-"""Of an agent: snapshots and replicas in memory, logs, connections to other agents."""
+"""Files of an agent for each worker: snapshots and replicas in memory, logs, connections to other agents."""
 
 
 def raise_limit() -> int:

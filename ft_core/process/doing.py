@@ -56,15 +56,15 @@ _POLLFD = struct.Struct("=ihh")
 _POLLED = 16
 """Descriptors that are looked at, at most, of those that a thread waits for."""
 _THREADS = 64
-"""Of a process, at most, and ..."""
+"""The most threads of a process that are looked at."""
 _PROCESSES = 64
-"""... processes below another one."""
+"""The most processes below another one that are looked at."""
 _TEXT = 200
 """Characters of a path or a name."""
 
 
 class Seen(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Of a process. `what`: the file, or who is at the other end, where that is known."""
+    """What a process was seen to do. `what`: the file, or who is at the other end, where that is known."""
 
     pid: Annotated[int, Meta(ge=0, lt=1 << 31)]
     name: str

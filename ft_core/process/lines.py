@@ -16,7 +16,7 @@ About = Mapping[str, Any]
 
 
 class Voice:
-    """Of this process: how it says what, and who it is."""
+    """How this process says what, and who it is."""
 
     def __init__(self) -> None:
         self.json = False

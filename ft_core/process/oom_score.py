@@ -7,7 +7,7 @@ from pathlib import Path
 
 _OWN = Path("/proc/self/oom_score_adj")
 _MOST = 1000
-"""As much as all of the memory that there is."""
+"""The highest score: it counts for as much as all of the memory that there is."""
 
 
 def go_first() -> None:

@@ -43,7 +43,7 @@ class Outlet:
         self._changed = threading.Condition()
         self._waiting: deque[bytes] = deque()
         self._size = 0
-        """Of what waits, and of what is being written."""
+        """Bytes of what waits, and of what is being written."""
         self._lost = 0
         self._closed = False
         threading.Thread(target=self._run, name=f"ft-{name}", daemon=True).start()
@@ -192,7 +192,7 @@ class Console(Outlet):
         return done
 
     def close(self) -> None:
-        """Of both."""
+        """Close both."""
         super().close()
         if self._file is not None:
             self._file.close()
@@ -200,7 +200,7 @@ class Console(Outlet):
 
 @cache
 def console() -> Console:
-    """Of this process."""
+    """The console of this process."""
     return Console()
 
 

@@ -28,14 +28,14 @@ _TOOL = 5.0
 _ANSWER = 1.0
 """Seconds that the process itself has."""
 _FRAME = re.compile(r'^  File "(.*)", line \d+ in (.*)$', re.MULTILINE)
-"""As faulthandler writes it."""
+"""A frame as faulthandler writes it."""
 _FRAMES = 100
 _TEXT = 512
 """Characters of a path or a name, as faulthandler has them at most."""
 
 
 class Frame(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Of a stack of Python."""
+    """One frame of a stack of Python."""
 
     path: str
     function: str
@@ -80,7 +80,7 @@ def _tool(pid: int) -> str:
 
 
 def frames(text: str) -> list[Frame]:
-    """Of what `own` has brought, the innermost first."""
+    """The frames of what `own` has brought, the innermost first."""
     found = _FRAME.findall(text)[:_FRAMES]
     return [Frame(path[-_TEXT:], function[:_TEXT]) for path, function in found]
 

@@ -19,7 +19,7 @@ _MOST = 64
 
 
 class Timeline:
-    """Of one process. Marks are made by its main thread."""
+    """The time line of one process. Marks are made by its main thread."""
 
     def __init__(self) -> None:
         self._path: Path | None = None
@@ -28,7 +28,7 @@ class Timeline:
         """What else the next line says."""
 
     def begin(self, directory: Path) -> None:
-        """Of this process, which begins; its logs are in `directory`."""
+        """The time line of this process begins; its logs are in `directory`."""
         self._path = directory / NAME
         self._marks = []
 

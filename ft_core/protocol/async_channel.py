@@ -222,7 +222,7 @@ class AsyncChannel(Generic[T]):
         return ConnectionResetError(f"{self.peer} closed the connection")
 
     def ends_first(self) -> None:
-        """See `Connection.ends_first`."""
+        """Have the other end end first, see `Connection.ends_first`."""
         self._connection.ends_first()
 
     def say_no_more(self) -> None:

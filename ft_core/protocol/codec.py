@@ -16,10 +16,10 @@ import msgspec
 from ft_core.errors import ProtocolError
 
 MAX_BYTES = 64 << 20
-"""Of what is sent as one. A message takes up to 64 times as much once it is decoded. The checksums of a 256
-GiB segment take about 6 MiB."""
+"""The most that is sent as one. A message takes up to 64 times as much once it is decoded. The checksums of a
+256 GiB segment take about 6 MiB."""
 BESIDE = 1 << 20
-"""Of these, what a message leaves to others that are sent with it (see `bundle`)."""
+"""The part of these that a message leaves to others that are sent with it (see `bundle`)."""
 
 _ZLIB = b"x"
 """What is compressed begins with it, and JSON does not."""

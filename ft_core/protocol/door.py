@@ -41,7 +41,7 @@ MAX_KNOWN = 1024
 MAX_SILENT = MAX_GUESTS // 4
 """Connections to one listener that have not said what members say first."""
 STRANGERS = 100
-"""Of them that come into the handshake in a second, if they have said something else."""
+"""How many of them come into the handshake in a second, if they have said something else."""
 
 _REMEMBERED = 1 << 16
 """Members' first bytes: who says the same again is a stranger."""
@@ -116,8 +116,8 @@ class _Lobby:
                 self._known.pop(number, None)
 
     def _silent(self) -> int | None:
-        """Of those who say nothing, the oldest of where most come from: so many connections of one machine
-        are in the way of each other, and of nobody else."""
+        """The oldest of those who say nothing, from where most of them come: so many connections of one
+        machine are in the way of each other, and of nobody else."""
         of_source = Counter(guest.source for guest in self._strangers.values())
         crowded = sorted(self._strangers.items(), key=lambda each: (-of_source[each[1].source], each[0]))
         return next((number for number, guest in crowded if not guest.unread()), None)

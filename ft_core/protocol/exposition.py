@@ -29,7 +29,7 @@ def metrics(families: Iterable[Metric]) -> Answer:
 
 @cache
 def version() -> str:
-    """Of this software; empty where it was not installed."""
+    """The version of this software; empty where it was not installed."""
     try:
         return metadata.version("ft-training")
     except metadata.PackageNotFoundError:

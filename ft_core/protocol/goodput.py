@@ -37,7 +37,7 @@ class Cause(StrEnum):
 
 
 class Spent(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Of a job, until some moment."""
+    """How the time of a job was spent, until some moment."""
 
     now: Cause
     """What its time goes to from then on; `PRODUCTIVE` stands for all that training is."""
@@ -50,7 +50,7 @@ class Spent(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     reached: Version = 0
     """The same in any: what is below is done again."""
     share: float = 1.0
-    """Of the replica groups, those that take part."""
+    """The share of the replica groups that takes part."""
     step: float = 0.0
     """Seconds that a step has taken last; 0 before any."""
     redone: float = 0.0

@@ -113,7 +113,7 @@ class Series:
 
     group: GroupId
     pair: tuple[int, int] | None = None
-    """Of point-to-point operations: the roles that send and receive. None: of the whole group."""
+    """For point-to-point operations: the roles that send and receive. None: for the whole group."""
     step: int | None = None
     """Where a script issues operations between training steps: how many it had done."""
     section: str = ""

@@ -29,7 +29,7 @@ SECONDS = 5.0
 PATIENCE = 30.0
 """The same for members: thousands of them may come at once to a machine that is slow."""
 VERSION = 21
-"""Of the protocol: another number as soon as any message, or the way it is sent, is another."""
+"""The version of the protocol: another number as soon as any message, or the way it is sent, is another."""
 
 FRESH = 60.0
 """Seconds for which a nonce shows who is known. A machine whose clock is wrong by more is a stranger until it

@@ -74,7 +74,7 @@ class Site(Protocol):
     """What is served beside numbers."""
 
     def routes(self) -> list[Route]:
-        """Of starlette."""
+        """The routes, as starlette has them."""
 
     async def run(self) -> None:
         """What it does while it is served."""

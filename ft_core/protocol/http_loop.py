@@ -28,7 +28,7 @@ CONNECTIONS = 32
 TAKES = 15.0
 """Seconds that a client has to take what it is sent."""
 REQUEST_BYTES = 16 << 10
-"""Of a request's line and headers, at most."""
+"""The most bytes of a request's line and headers."""
 _ENDS = 2.0
 """Seconds that answers have to end in when nothing is served any more."""
 HEADERS = {
@@ -41,11 +41,11 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
 }
-"""Of every answer. There is one to a connection."""
+"""Headers of every answer. There is one to a connection."""
 
 
 class Connection(H11Protocol):
-    """Of a client that is not waited for."""
+    """The connection of a client that is not waited for."""
 
     def __init__(self, config: Config, state: ServerState, known: dict[Connection, None]) -> None:
         """`known`: all, the oldest first."""
@@ -156,7 +156,7 @@ def _app(routes: Iterable[Route]) -> ASGIApp:
 
 
 def response(answer: Answer) -> Response:
-    """As starlette has it."""
+    """The answer as starlette has it."""
     return Response(answer.body, answer.code, media_type=answer.kind)
 
 

@@ -27,7 +27,8 @@ _WORD = (1 << 62) - 1
 Role = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Epoch = Annotated[int, Meta(ge=0, le=_WORD)]
 Term = Annotated[int, Meta(ge=1, lt=1 << 40)]
-"""Of a leadership: the number of a controller among all that the job has had (`leadership.lease`)."""
+"""The term of a leadership: the number of a controller among all that the job has had
+(`leadership.lease`)."""
 Version = Annotated[int, Meta(ge=-1, le=_WORD)]
 """Steps that a state has seen; -1 where none."""
 Roles = Annotated[str, Meta(pattern=rf"^{RUNS}\Z")]
@@ -53,13 +54,13 @@ Address = Annotated[str, Meta(pattern=rf"^{_HOST}:{_PORT}\Z")]
 CheckpointName = Annotated[
     str, Meta(pattern=r"^step-[0-9]{1,18}-[0-9]{1,19}-[0-9A-Za-z_]{1,64}-[0-9]{1,10}\Z")
 ]
-"""Of a durable checkpoint, see `state.durable`."""
+"""The name of a durable checkpoint, see `state.durable`."""
 Stage = Literal["startup", "training"]
 """Whether a worker has reached its first train step in this job."""
 Origin = Literal["memory", "initial", "durable"]
 """Where the state of an epoch comes from, see `control.decision.Choice`."""
 Reach = Literal["reached", "refused", "silent"]
-"""Of a node, seen from another: its agent answers; nobody listens at its port any more, so its process has
+"""How a node is seen from another: its agent answers; nobody listens at its port any more, so its process has
 ended; or nothing comes."""
 Setting = str | int | float | bool
 """A value of `ft_core.settings.Settings` that a script may bring."""
@@ -68,7 +69,7 @@ Counts = dict[str, Number]
 
 
 class Message(Struct, frozen=True, forbid_unknown_fields=True, gc=False, tag_field="type"):
-    """Of all of them. The tag on the wire is the class's name."""
+    """The base of all messages. The tag on the wire is the class's name."""
 
     compressed: ClassVar[bool] = False
     """Whether it is large, and as repetitive as to be worth it."""
@@ -80,7 +81,8 @@ class Value(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
 
 def check_texts(parsed: Callable[[str], object], texts: Iterable[str]) -> None:
-    """Of groups and series, see `protocol.groups`. Raises ValueError, as a message's checks do."""
+    """Check names of groups and series, see `protocol.groups`. Raises ValueError, as a message's checks
+    do."""
     for text in texts:
         try:
             parsed(text)
@@ -124,7 +126,7 @@ class Item(Value, frozen=True, array_like=True):
 
 
 class Layout(Value, frozen=True):
-    """As `state.manifest.Segment`: a segment's holders and its tensors."""
+    """A segment's holders and its tensors, as `state.manifest.Segment` has them."""
 
     holders: Holders
     items: tuple[Item, ...]
@@ -134,8 +136,8 @@ class Layout(Value, frozen=True):
 
 
 class MembershipChanges(Value, frozen=True):
-    """As `elastic.rules.Membership`, with groups as roles are said. The change that a job begins with is of a
-    version before all others."""
+    """What `elastic.rules.Membership` has, with groups as roles are said. The change that a job begins with
+    is of a version before all others."""
 
     groups: Number
     changes: tuple[tuple[Number, Roles], ...] = ()
@@ -273,7 +275,7 @@ class ReplicaGroup(Value, frozen=True):
 
 
 class BeganWith(Value, frozen=True):
-    """As `elastic.rules.Start`: the roles that the job began with."""
+    """The roles that the job began with, as `elastic.rules.Start` has them."""
 
     roles: Number
     stages: Number
@@ -302,12 +304,12 @@ class StartupEntry(Value, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Of the results that are kept."""
+        """Bytes of the results that are kept."""
         return sum(map(len, self.tensors or ()))
 
 
 class RoleHeld(Value, frozen=True):
-    """Of a role played on a node: what the node could give to a recovery."""
+    """What a node could give to a recovery of a role that is played there."""
 
     alive: bool
     stage: Stage
@@ -332,7 +334,8 @@ class RoleBeat(Value, frozen=True):
     h2h_bytes: Number
     h2h_snapshots: Number
     own_s: float = 0.0
-    """Of a step, what is not spent in operations of process groups; 0: not known. See `node.own_time`."""
+    """Seconds of a step that are not spent in operations of process groups; 0: not known. See
+    `node.own_time`."""
     loss: float | None = None
     """That the script has told last."""
     ready: Number = 0
@@ -374,10 +377,10 @@ class WorkerPlan(Value, frozen=True):
     completed: dict[str, tuple[Number, Role]]
     """By group, how many start-up operations somebody who takes part has on record, and who."""
     parts: list[Version]
-    """Of the script, that all roles have come to the end of: with which version."""
+    """The parts of the script that all roles have come to the end of: with which version."""
     started_over: Epoch
     counterparts: Counterparts
-    """Of the roles that are away."""
+    """Who stands for the roles that are away."""
     adopting: bool
     """Whether these hold what those had alone."""
     newcomers: list[Role]
@@ -387,7 +390,7 @@ class WorkerPlan(Value, frozen=True):
     snapshot: str
     began_with: BeganWith
     entered: Version
-    """Of the steps before it, as many the ledger has."""
+    """The newest step that the ledger has."""
     standing_in: Counterparts = Counterparts()
     """For roles that start while others train: those that come back, and those that move, which train
     themselves, elsewhere."""
@@ -402,7 +405,7 @@ class WorkerPlan(Value, frozen=True):
 
     @property
     def adopted(self) -> Mapping[Role, Role]:
-        """Of those, the ones whose counterparts hold what they had alone."""
+        """Those of the absent whose counterparts hold what they had alone."""
         return self.absent if self.adopting else {}
 
     @property
@@ -445,7 +448,7 @@ class JobState(Value, frozen=True):
     height: Number
     furthest: Version
     entered: Version
-    """Of its steps, as many the ledger has."""
+    """The newest step that the ledger has."""
     start: tuple[Version | None, Origin]
     """Version and origin that the job began with."""
 
@@ -456,17 +459,17 @@ class Plan(JobState, frozen=True):
     roles: dict[Role, NodeName]
     nodes: dict[NodeName, NodeAddress]
     sources: dict[Role, dict[SegmentId, list[NodeName]]]
-    """Of roles that do not have all they go on from on their own node."""
+    """Who holds what roles go on from that do not have all of it on their own node."""
     completed: dict[str, tuple[Number, Role]]
 
     @property
     def absent(self) -> Mapping[Role, Role]:
-        """As of `WorkerPlan`."""
+        """The same as `WorkerPlan.absent`."""
         return self.counterparts.expanded()
 
     @property
     def adopted(self) -> Mapping[Role, Role]:
-        """As of `WorkerPlan`."""
+        """The same as `WorkerPlan.adopted`."""
         return self.absent if self.adopting else {}
 
 
@@ -482,10 +485,10 @@ class NodePlan(Value, frozen=True):
     durable: str
     """Name of the durable checkpoint to read, if any."""
     sources: dict[Role, dict[SegmentId, list[NodeName]]]
-    """Of the roles played and adopted on this node alone: who holds what they go on from. Not of those whose
+    """Who holds what the roles played and adopted on this node alone go on from. Not for those whose
     snapshot is here."""
     away: dict[Role, list[SegmentId]]
-    """Of the roles in `worker.absent` whose counterparts are on this node: all of their segments, by the
+    """For the roles in `worker.absent` whose counterparts are on this node: all of their segments, by the
     catalogue. A durable checkpoint has their parts too."""
     worker: WorkerPlan
     state: JobState
@@ -874,7 +877,7 @@ class Pulse(Message, frozen=True):
     """The node lives. A datagram: see `protocol.pulses`."""
 
     session: Session
-    """Of the controller that its agent has met."""
+    """The session of the controller that its agent has met."""
     node: NodeName
     number: Size
     """Higher than that of all that the node has sent before."""
@@ -996,7 +999,7 @@ class Release(Message, frozen=True):
 
 
 class SendCounts(Message, frozen=True):
-    """Of the start-up operations of all roles here."""
+    """Say the counts of the start-up operations of all roles here."""
 
 
 class SendIssued(Message, frozen=True):
@@ -1129,7 +1132,7 @@ class DrainNode(Message, frozen=True):
 
 
 class RoleStatus(Value, frozen=True):
-    """Of a role: None where nothing is known of its worker."""
+    """The status of a role: None where nothing is known of its worker."""
 
     role: Role
     node: NodeName
@@ -1144,11 +1147,11 @@ class RoleStatus(Value, frozen=True):
     h2h_bytes: Number | None
     h2h_snapshots: Number | None
     ready: Number | None = None
-    """As of `RoleBeat`."""
+    """The same as `RoleBeat.ready`."""
 
 
 class SpareStatus(Value, frozen=True):
-    """Of a node without a role."""
+    """The status of a node without a role."""
 
     node: NodeName
     agent_pid: Number
@@ -1232,14 +1235,14 @@ class RolesStatus(Message, frozen=True):
 
 
 class SparesStatus(Message, frozen=True):
-    """As `RolesStatus`."""
+    """A piece of the list of spares, as `RolesStatus` is of that of roles."""
 
     spares: list[SpareStatus]
     more: bool
 
 
 class NodeStatus(Value, frozen=True):
-    """Of a node that is there, or of one that is not and has a record. `strikes`: what counts against it;
+    """The status of a node that is there, or that is not and has a record. `strikes`: what counts against it;
     `avoided`: that is as many as the limit, so it is not used while there is another."""
 
     node: NodeName
@@ -1254,7 +1257,8 @@ class NodeStatus(Value, frozen=True):
 
 
 class NodesStatus(Message, frozen=True):
-    """As `RolesStatus`. `limit`: strikes within `seconds`."""
+    """A piece of the list of nodes, as `RolesStatus` is of that of roles. `limit`: strikes within
+    `seconds`."""
 
     limit: Number
     seconds: float
@@ -1303,7 +1307,7 @@ class Denied(Message, frozen=True):
 
 
 NAMED = 16
-"""Of what there is too much of to be listed, so many are named."""
+"""How many are named of what there is too much of to be listed."""
 
 FromCtl = (
     CtlHello | AskStatus | AskRows | AskMore | AskHosts | Inject | DescribeRole | DescribeFlight | Forgive
@@ -1647,7 +1651,7 @@ FROM_CONTROLLER = Decoder[ToAgent](ToAgent)
 FROM_CLIENT = Decoder[FromAgent | FromCtl | Calls | GoesElsewhere](
     FromAgent | FromCtl | Calls | GoesElsewhere
 )
-"""Of the controller: an agent, or `ftctl`."""
+"""Who is a peer of the controller: an agent, or `ftctl`."""
 TO_AGENT = Decoder[ToAgent | GoThrough | RelayLives](ToAgent | GoThrough | RelayLives)
 """From the controller, or from who passes on what that says."""
 FROM_PULSE = Decoder[Pulse](Pulse)

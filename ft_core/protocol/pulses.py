@@ -18,7 +18,7 @@ from ft_core.protocol.messages import FROM_PULSE, Pulse
 from ft_core.protocol.sockets import family_of, split_address
 
 MAX_BYTES = 1024
-"""Of a datagram."""
+"""The most bytes of a datagram."""
 
 _MAGIC = b"FTP1"
 _HEAD = len(_MAGIC) + 32
@@ -27,7 +27,7 @@ _BUFFER = 8 << 20
 
 
 class Seal:
-    """Of one job's pulses."""
+    """The seal of one job's pulses."""
 
     def __init__(self, secret: bytes) -> None:
         if not secret:

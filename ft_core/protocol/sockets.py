@@ -17,7 +17,7 @@ BACKLOG = 4096
 """Connections that wait until they are accepted: as many as a system allows, as a rule."""
 
 _CREDENTIALS = struct.Struct("3i")
-"""Of a Unix socket's peer: pid, user, group."""
+"""What is known of a Unix socket's peer: pid, user, group."""
 
 ENDS_FIRST = 4096
 """The number of a descriptor beyond those of an agent's memory files."""
@@ -26,7 +26,7 @@ ENDS_BEFORE = 2 * ENDS_FIRST
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """Of an internet address, or a name."""
+    """The family of an internet address, or of a name."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 

@@ -32,7 +32,7 @@ Token = Annotated[str, Meta(min_length=1, max_length=64)]
 Seconds = Annotated[float, Meta(gt=0)]
 """Until the caller gives up."""
 Index = Annotated[int, Meta(ge=0, lt=1 << 40)]
-"""Of a chunk."""
+"""The index of a chunk."""
 RUN = 4
 """Chunks in one message at most. To take each by itself costs as much again on cores that train, in whose
 caches other things are; with more, training waits longer for a network that has just been taken."""

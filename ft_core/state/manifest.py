@@ -57,7 +57,7 @@ class Segment:
 
     @classmethod
     def of(cls, layout: Layout) -> Segment:
-        """As it came in a message."""
+        """The segment of a layout that came in a message."""
         return cls(tuple(role for run in roles_in(layout.holders) for role in run), layout.items)
 
     @property
@@ -85,7 +85,7 @@ class Room(NamedTuple):
     data: memoryview
     """Writable, of the segment's size."""
     checksums: Sequence[int]
-    """Of the chunks that are in it, an older copy of the same layout; none where that is not known."""
+    """The checksums of the chunks in it, an older copy of the same layout; none where that is not known."""
 
 
 def layout(holders: tuple[int, ...], tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> Segment:

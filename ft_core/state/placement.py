@@ -96,7 +96,7 @@ class Places:
         self.guarded = guarded
 
     def ring(self, roles: Sequence[int]) -> Ring:
-        """Of some of the roles."""
+        """The ring of some of the roles."""
         return Ring(roles, self.role_nodes, self.domains)
 
     @cached_property

@@ -70,7 +70,7 @@ def moved(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def state_of(generator: Any) -> Any:
-    """Of one generator, as plain data; None of anything else."""
+    """The state of one generator, as plain data; None of anything else."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
@@ -105,4 +105,4 @@ def _same(one: Any, other: Any) -> bool:
 
 
 KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-"""Of generators that a script may have."""
+"""The classes of generators that a script may have."""

@@ -91,7 +91,7 @@ class NodeStore:
         """Memory of so many bytes, for a buffer."""
         self.roles: dict[int, RoleMemory] = {}
         self.adopted: dict[int, RoleMemory] = {}
-        """Of roles that are away: what they alone had, which is not all that one needs who plays them."""
+        """What roles that are away alone had, which is not all that one needs who plays them."""
         self._lock = threading.Lock()
 
     def memory(self, role: int, adopted: bool = False) -> RoleMemory:
@@ -111,7 +111,7 @@ class NodeStore:
         give_up(given_up)
 
     def envelope(self, role: int) -> bytes:
-        """Of the role's newest version here. Raises FtError if there is none."""
+        """The envelope of the role's newest version here. Raises FtError if there is none."""
         with self._lock:
             memory = self.roles.get(role, RoleMemory())  # to ask for it must not make it
         for version in reversed(memory.versions()):
@@ -150,15 +150,15 @@ class NodeStore:
     # -- SegmentStore --------------------------------------------------------------------------
 
     def begin(self, segment: Segment, version: int, epoch: int, checksums: Sequence[int]) -> Room | None:
-        """See `transport_server.SegmentStore`."""
+        """Begin to receive a segment, see `transport_server.SegmentStore`."""
         return self.replicas.begin(segment, version, epoch, checksums)
 
     def commit(self, segment: Segment, version: int) -> None:
-        """See `transport_server.SegmentStore`."""
+        """What was received is whole, see `transport_server.SegmentStore`."""
         self.replicas.commit(segment, version)
 
     def discard(self, segment: Segment, version: int) -> None:
-        """See `transport_server.SegmentStore`."""
+        """What was received is of no use, see `transport_server.SegmentStore`."""
         self.replicas.discard(segment, version)
 
     def strike(self, segment_id: str, version: int) -> None:

@@ -23,7 +23,7 @@ _MAY_NICE = 23
 
 
 class Backstage:
-    """Of this process, from when it is made until `leave`."""
+    """This process in the background, from when it is made until `leave`."""
 
     def __init__(self, directory: Path) -> None:
         """`directory`: of its logs."""

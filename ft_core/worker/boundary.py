@@ -21,7 +21,7 @@ Method = Callable[..., Any]
 
 
 class Boundary:
-    """Of one engine's steps."""
+    """The boundary of one engine's steps."""
 
     def __init__(self, session: Session, own_barrier: bool, device: Callable[[], Any]) -> None:
         """`own_barrier`: the framework has no such reduction here, and one of one element is added."""

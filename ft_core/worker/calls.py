@@ -12,7 +12,7 @@ from ft_core.errors import ConfigError
 
 
 class Calls:
-    """Of one role."""
+    """The calls to `keep` that one role has made."""
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter

@@ -37,11 +37,11 @@ _VARIES = re.compile(
 
 
 Output = tuple[Path, int]
-"""Of a worker: its log directory, and the stream."""
+"""One output of a worker: its log directory, and the stream."""
 
 
 class Console:
-    """Of one agent."""
+    """What the workers of one agent have written, on its terminal."""
 
     def __init__(
         self,

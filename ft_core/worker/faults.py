@@ -29,7 +29,8 @@ _STORAGE = (
     errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS, errno.ENXIO, errno.ENODEV,
     errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENOTCONN,
 )  # fmt: skip
-"""Of an OSError with a path. The last two are those of a network's file system, and else of a socket."""
+"""Numbers of an OSError with a path. The last two are those of a network's file system, and else of a
+socket."""
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?")
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
 _reserve = [bytearray(32 << 20)]
@@ -102,7 +103,7 @@ def own(error: BaseException) -> ScriptFailed:
 
 
 def classify(error: BaseException) -> Fault:
-    """Of an error, or of what it comes of: what it was raised from, or the errors of a group."""
+    """The class of an error, or of what it comes of: what it was raised from, or the errors of a group."""
     return _of(_culprit(error))
 
 
@@ -130,7 +131,8 @@ def exit_call(stop: SystemExit) -> str:
 
 
 def printable(text: str, limit: int) -> str:
-    """As it can be sent and shown: in UTF-8, and of no more than so many characters, but for a note."""
+    """The text as it can be sent and shown: in UTF-8, and of no more than so many characters, but for a
+    note."""
     if (more := len(text) - limit) > 0:
         half = limit // 2
         text = f"{text[:half]} ... ({more} characters) ... {text[-half:]}"
@@ -138,7 +140,7 @@ def printable(text: str, limit: int) -> str:
 
 
 def signature(error: BaseException) -> str:
-    """Of the same error the same: type, text without numbers and addresses, the script's innermost frame.
+    """The same for the same error: type, text without numbers and addresses, the script's innermost frame.
 
     Frames of libraries are passed over where there are others.
     """

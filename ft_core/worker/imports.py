@@ -33,7 +33,7 @@ def package_of(module: str) -> str:
 
 @dataclass
 class Package:
-    """As it was imported in a fork server."""
+    """A package as it was imported in a fork server."""
 
     reads: dict[str, str | None] = field(default_factory=dict)
     """What it read of the environment."""
@@ -51,7 +51,7 @@ class Package:
 _NATIVE = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "KMP_AFFINITY")
 """What torch's libraries read as they are loaded."""
 _packages: dict[str, Package] = {}
-"""Of this process, or of that which it was forked from."""
+"""The packages of this process, or of that which it was forked from."""
 _written: set[str] = set()
 """What packages have set in the environment as they were imported: it is there in workers as well."""
 _before: frozenset[str] = frozenset()
@@ -197,7 +197,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Back(Loader):
-    """Of a module that has run."""
+    """Loads a module that has run."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__

@@ -225,7 +225,7 @@ class Copier:
         self._put(stream, self._console.finish(directory, stream))
 
     def succeed(self, players: Path) -> None:
-        """Of workers that have ended, wherever they ran, if their logs can be seen."""
+        """Go on with the logs of workers that have ended, wherever they ran, if these can be seen."""
         try:
             found = [line.split()[-1] for line in players.read_text().splitlines()]
         except FileNotFoundError:

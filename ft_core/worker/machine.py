@@ -78,10 +78,11 @@ _IN_PLANS = ("policy", "lr_intervention", "snapshot")
 
 
 class WorkerMachine:
-    """Of one process. What is public is read by the main thread at any time, and changed here alone."""
+    """The machine of one process. What is public is read by the main thread at any time, and changed here
+    alone."""
 
     plan: m.WorkerPlan
-    """Of `epoch`; from when there is a role."""
+    """The plan of `epoch`; from when there is a role."""
 
     def __init__(self) -> None:
         self.state: State = NoRole()
@@ -99,9 +100,9 @@ class WorkerMachine:
         """The version at whose end this role is to stop, for those who come back."""
         self._hold = _NO_HOLD
         self._next: m.WorkerPlan | None = None
-        """Of the epoch that was announced, while the main thread has yet to leave the one before."""
+        """The plan of the epoch that was announced, while the main thread has yet to leave the one before."""
         self._restore: m.Restore | None = None
-        """Of the newest epoch."""
+        """What is to be restored in the newest epoch."""
         self._exits = False
         self._now = 0.0
         self._effects: list[Effect] = []

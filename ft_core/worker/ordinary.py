@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 _Main = type(process.current_process())
-"""Of the process that first imports this module, which nobody has started by `multiprocessing`."""
+"""The class of a process that nobody has started by `multiprocessing`, as the one that first imports this."""
 
 _PATIENCE = 30.0
 """Seconds that a script which has failed has for its threads and exit handlers; its peers wait meanwhile."""

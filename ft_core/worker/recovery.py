@@ -38,7 +38,7 @@ class Ahead:
 
 
 class Recovery:
-    """Of one role whose training is protected. Main thread."""
+    """The recoveries of one role whose training is protected. Main thread."""
 
     def __init__(
         self,
@@ -94,8 +94,8 @@ class Recovery:
         self.persist(self.catch_up, self.quiesce)
 
     def prepare(self) -> None:
-        """Of a role that is started ahead of need, before anybody counts on it: have the memory that the
-        gradients take."""
+        """Have the memory that the gradients take, before anybody counts on a role that is started ahead of
+        need."""
         self._adapter.reset()
         self._ahead.is_ready()
 

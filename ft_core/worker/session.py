@@ -84,7 +84,7 @@ class Session:
         self.groups = Groups(shell)
         """The replica groups that take part."""
         self.overlay = Overlay()
-        """Of files, while a newcomer's script is on its way."""
+        """The layer above real files, while a newcomer's script is on its way."""
 
     @property
     def role(self) -> int:

@@ -44,7 +44,7 @@ class WorkerShell:
     """One worker's. It is there before the worker has a role."""
 
     comms: Communicators
-    """Of the role, from when there is one."""
+    """The role's process groups, from when there is a role."""
 
     def __init__(self, channel: Channel[m.ToWorker], secret: bytes, job_dir: Path, worker: int) -> None:
         """Greets the agent. `worker` is the number that it has given this process."""
@@ -274,5 +274,5 @@ class WorkerShell:
 
 
 def _texts(counts: Mapping[Tally, int] | Mapping[Series, int]) -> dict[str, int]:
-    """As they travel."""
+    """Counts as they travel."""
     return {str(what): count for what, count in counts.items()}

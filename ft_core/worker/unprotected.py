@@ -29,7 +29,7 @@ _WHY = (
 
 
 class Watch:
-    """Of one worker's script."""
+    """Notices that one worker's script trains unprotected."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

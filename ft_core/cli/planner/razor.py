@@ -61,7 +61,7 @@ class PlanRow:
 
     @property
     def nbytes(self) -> int:
-        """Of all its state: parameters, main copies, optimizer."""
+        """Bytes of all its state: parameters, main copies, optimizer."""
         return self.weights + self.main + self.optimizer
 
 
@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Of all state of the rank."""
+        """Bytes of all state of the rank."""
         return sum(row.nbytes for row in self.rows)
 
     @property

@@ -137,7 +137,7 @@ class PlannedJob:
     model: Model
     storage: Storage
     tokens: int = 0
-    """Of a step, all roles together."""
+    """Tokens of a step, all roles together."""
 
     @property
     def data_parallel(self) -> int:

@@ -51,7 +51,7 @@ BUSY = 1 << 16
 _STEPS = 1000
 """The newest steps, of which is known what they took."""
 _EXCUSES = 64
-"""Of so many of those who have held the others up for a while is known for how long."""
+"""The most of those who have held the others up for a while of whom is known for how long."""
 _UNUSUAL = 1 << 16
 """Operations that took long for a reason, of which that is known."""
 _RECORDS = 16384
@@ -101,7 +101,7 @@ class Usual:
 
 
 class Detector:
-    """Of one job."""
+    """The detector of hangs of one job."""
 
     def __init__(self) -> None:
         self._steps = Usual(deque(maxlen=_STEPS))

@@ -29,7 +29,7 @@ _PRIME, _MASK = 1_000_003, (1 << 61) - 1
 _POWERS = {length: pow(_PRIME, length, _MASK + 1) for length in _CONTEXTS}
 
 Place = tuple[int, int]
-"""Of an operation: the role, and which one of its sequence."""
+"""The place of an operation: the role, and which one of its sequence."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ _MANY = 8
 """Operations of which is known what sizes they have."""
 
 _RUNS = 8
-"""Of roles that are named, at most."""
+"""The most runs of roles that are named."""
 
 Signature = tuple[str, str, int, str, int]
 """Group, kind, size, type, peer: what makes two operations of a role the same."""
@@ -58,7 +58,7 @@ class Operation(NamedTuple):
 
     group: str
     pair: tuple[int, int] | None
-    """Of a point-to-point operation: who sends, or -1 for whoever does, and who receives."""
+    """For a point-to-point operation: who sends, or -1 for whoever does, and who receives."""
     number: int
 
     @property
