@@ -256,7 +256,7 @@ class Agent(Client):
             direct = False
         else:
             direct = True
-        self.send(m.Calls(self._relay.address, direct))
+        self.send(m.RouteRequest(self._relay.address, direct))
 
     def _greet(self) -> None:
         self._shaken.set_result(None)
@@ -419,9 +419,9 @@ class Agent(Client):
                 told.wrong.append(f"{self.name}: {body[:200]!r}")
                 self.die()
             case b"Leads":
-                self._led_by(msgspec.json.decode(body, type=m.Leads).session)
+                self._led_by(msgspec.json.decode(body, type=m.LeaderHello).session)
             case b"GoThrough":
-                self._answered(msgspec.json.decode(body, type=m.GoThrough).relay)
+                self._answered(msgspec.json.decode(body, type=m.UseRelay).relay)
             case b"SendCounts" | b"Prepare" | b"SendHeartbeat" | b"Hold" | b"Withdraw" as kind:
                 self._return(kind, body)
             case b"RelayLives" | b"NodesChanged" | b"KeepStrikes" | b"Release":
@@ -477,7 +477,7 @@ class Agent(Client):
             self._beat = 0.0, None
             self.beat()
         elif kind == b"Hold" and (epoch := _number(_EPOCH, body)):
-            self.send(*(m.Held(epoch, role) for role in self.roles))
+            self.send(*(m.PausedAtStep(epoch, role) for role in self.roles))
         elif kind == b"Withdraw":
             fleet.told.wrong.append(f"{self.name}: {body[:200]!r}")
 

@@ -27,7 +27,7 @@ _HEAD = struct.Struct("<IH")
 _CALL = struct.Struct("<HH")
 """Before a call: its code, and how many numbers."""
 
-Calls = dict[str, list[list[Any]]]
+CallColumns = dict[str, list[list[Any]]]
 """Kind -> for each call the index of its shape, and its numbers."""
 
 
@@ -53,7 +53,7 @@ class History:
     def __bool__(self) -> bool:
         return bool(self._bytes.used)
 
-    def append(self, version: int, calls: Calls) -> None:
+    def append(self, version: int, calls: CallColumns) -> None:
         """The step after `version`."""
         if len(self._codes) > _CODES:  # shapes that never come again: of what is that old nothing is known
             self._codes, self._next = [], (0, 0)
@@ -70,7 +70,7 @@ class History:
             self._halve()
         self._bytes.append(data)
 
-    def read(self, version: int) -> Calls | None:
+    def read(self, version: int) -> CallColumns | None:
         """Calls of the step after `version`; None: they are not known."""
         at, reached = self._next
         if version < reached:
@@ -93,11 +93,11 @@ class History:
         """What goes into the snapshot beside it."""
         yield from self._bytes.tensors(holders)
 
-    def _step(self, at: int) -> tuple[int, Calls, int]:
+    def _step(self, at: int) -> tuple[int, CallColumns, int]:
         data = self._bytes.view()
         version, many = _HEAD.unpack_from(data, at)
         at += _HEAD.size
-        calls: Calls = {}
+        calls: CallColumns = {}
         for _ in range(many):
             code, numbers = _CALL.unpack_from(data, at)
             at += _CALL.size

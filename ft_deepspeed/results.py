@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ft_core.errors import CorruptSnapshot
-from ft_deepspeed.history import Calls, History
+from ft_deepspeed.history import CallColumns, History
 
 RECENT = 3072
 """How many results go with the envelope, so that a role that starts ahead of need has them."""
@@ -43,11 +43,11 @@ class Results:
         """The different ones; most scripts have one or two."""
         self._known: dict[str, int] = {}
         """By what it looks like: its index."""
-        self._calls: dict[int, Calls] = {}
+        self._calls: dict[int, CallColumns] = {}
         """By version, the newest."""
         self.history = History()
         """All others."""
-        self._read: tuple[int, Calls] = -1, {}
+        self._read: tuple[int, CallColumns] = -1, {}
         """A version, and what is known of it."""
         try:
             if state is not None:
@@ -116,7 +116,7 @@ class Results:
             return {}
         return {key: value.item() for key, value in self.answer(kind, version, 0, _HOST).items()}
 
-    def _of(self, version: int) -> Calls:
+    def _of(self, version: int) -> CallColumns:
         if (found := self._calls.get(version)) is not None:
             return found
         if self._read[0] != version:

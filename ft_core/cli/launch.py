@@ -20,7 +20,7 @@ from ft_core.cli.flags import parse, settings_of
 from ft_core.cli.job_dir import check, prepared
 from ft_core.cli.launcher import Launcher, tell
 from ft_core.errors import ConfigError
-from ft_core.process.lines import VOICE
+from ft_core.process.lines import LOG_CONTEXT
 from ft_core.protocol.sockets import listen, split_address
 from ft_core.settings import (
     ANY_RANK,
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     variables: dict[str, str] = {}
     try:
         args = parse(argv)
-        VOICE.json, variables = args.ft_log_format == "json", args.variables
+        LOG_CONTEXT.json, variables = args.ft_log_format == "json", args.variables
         like_sigterm = [signal.SIGTERM, *torchrun.signals(args.signals_to_handle)]
         for note in torchrun.notes(args):
             tell(f"ftrun: {note}")
@@ -169,7 +169,7 @@ def _join(args: argparse.Namespace) -> Launcher:
         check(job_dir)
         read_secret(job_dir)
         _take_secret(job_dir)
-        VOICE.json = settings.log_format == "json"
+        LOG_CONTEXT.json = settings.log_format == "json"
     if settings.meeting != args.join:
         raise ConfigError(f"--join {args.join}: the job in {job_dir} is at {settings.meeting}")
     launcher = Launcher(job_dir)

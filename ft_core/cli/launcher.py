@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TextIO
 
 from ft_core.errors import FAILED, FAILED_NOTE, ConfigError
 from ft_core.process import last_line
-from ft_core.process.lines import VOICE
+from ft_core.process.lines import LOG_CONTEXT
 from ft_core.process.sigterm import ENDED
 from ft_core.protocol.sockets import reserve, split_address
 
@@ -255,7 +255,7 @@ class Launcher:
 
 def tell(text: str, level: str = "INFO") -> None:
     """To the person at the console, by this process itself."""
-    print(VOICE.line(level, text), file=sys.stderr, flush=True)
+    print(LOG_CONTEXT.line(level, text), file=sys.stderr, flush=True)
 
 
 def place_for_sockets() -> str:

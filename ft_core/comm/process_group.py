@@ -33,7 +33,7 @@ from ft_core.comm.startup_log import CountsByRole
 from ft_core.comm.watchdog import InFlight, Watchdog
 from ft_core.comm.works import ApartWork, FtWork, Promise, is_the_scripts, is_transport_error
 from ft_core.errors import EpochChanged, FtError
-from ft_core.protocol.groups import GroupId, Series, Tally
+from ft_core.protocol.groups import GroupId, RecordCount, Series
 from ft_core.protocol.messages import StartupEntry
 
 log = logging.getLogger(__name__)
@@ -560,7 +560,7 @@ class Communicators:
         with self._condition:
             self.startup.keep(wanted)
 
-    def startup_counts(self) -> dict[Tally, int]:
+    def startup_counts(self) -> dict[RecordCount, int]:
         """What is on record here, see `StartupLog.counts`. Any thread."""
         with self._condition:
             return self.startup.counts()

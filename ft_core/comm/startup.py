@@ -58,7 +58,7 @@ from ft_core.comm.startup_log import (
 )
 from ft_core.comm.works import CompletedWork, FtWork
 from ft_core.errors import EpochChanged, ReplayMismatch
-from ft_core.protocol.groups import Ended, GroupId, Series, Tally
+from ft_core.protocol.groups import Ended, GroupId, RecordCount, Series
 
 Fetch = Callable[[int, Series, int], Mapping[Series, Sequence[Entry]]]
 """(holder's role, series, first sequence number) -> see `StartupLog.entries`."""
@@ -254,7 +254,7 @@ class Startup:
         self._completed.learn(completed)
         self._strict = True
 
-    def counts(self) -> dict[Tally, int]:
+    def counts(self) -> dict[RecordCount, int]:
         """With the lock: what the log tells, and a 1 for each series that gets no more."""
         return self.log.counts() | {Ended(series): 1 for series in self._ended}
 

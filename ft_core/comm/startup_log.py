@@ -19,7 +19,7 @@ import torch
 
 from ft_core.comm.entries import Column, Entry, Kinds
 from ft_core.errors import ReplayMismatch
-from ft_core.protocol.groups import Ended, Series, Steps, Tally
+from ft_core.protocol.groups import Ended, RecordCount, Series, Steps
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ and it must not crowd out the small results that steer the script."""
 AT_ONCE = 256 << 10
 """Bytes of results, and some for each operation, that a newcomer is given at a time: its peer is training."""
 
-CountsByRole = Mapping[Tally, tuple[int, int]]
+CountsByRole = Mapping[RecordCount, tuple[int, int]]
 """What roles have on record, as `StartupLog.counts`: the largest count, and a role that told it."""
 
 _IN_PLACE = ("allreduce", "broadcast", "reduce")
@@ -101,10 +101,10 @@ class StartupLog:
         over = column.count(series.step) if column is not None and series.step is not None else 0
         return over or len(self._startup.get(series) or self._open.get(series) or ())
 
-    def counts(self) -> dict[Tally, int]:
+    def counts(self) -> dict[RecordCount, int]:
         """Completed operations by series, and steps that are over; merged by maximum."""
         first, until = self._steps
-        over: dict[Tally, int] = {Steps(first, series): until for series in self._over}
+        over: dict[RecordCount, int] = {Steps(first, series): until for series in self._over}
         return over | {s: len(entries) for s, entries in [*self._startup.items(), *self._open.items()]}
 
     def entries(self, series: Series, start: int) -> dict[Series, list[Entry]]:

@@ -13,7 +13,7 @@ from ft_core.control.shell import LAST_LINES, Shell
 from ft_core.errors import FAILED, ConfigError
 from ft_core.process import collector, last_line, parent
 from ft_core.process.descriptors import check_limit
-from ft_core.process.lines import VOICE
+from ft_core.process.lines import LOG_CONTEXT
 from ft_core.process.outlet import console, log_to_console, say
 from ft_core.settings import Settings
 
@@ -31,13 +31,13 @@ def main() -> int:
     args = parser.parse_args()
     parent.expect(args.parent)
     last_line.share(args.last_line)
-    VOICE.component = "controller"
+    LOG_CONTEXT.component = "controller"
     log_to_console()
     console().keep(args.job_dir / "logs" / "controller.log")
     collector.exempt()
     try:
         settings = Settings.read(args.job_dir)
-        VOICE.json = settings.log_format == "json"
+        LOG_CONTEXT.json = settings.log_format == "json"
         check_limit("the controller", *settings.size)
         if settings.leadership:
             return asyncio.run(candidate.serve(settings, args.job_dir, not args.spare))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ft_core.control import explain
-from ft_core.control.events import Say
-from ft_core.control.facts import Facts
+from ft_core.control.events import PrintConsole
+from ft_core.control.facts import ClusterState
 from ft_core.control.forming import ranked
 from ft_core.control.phases import Done, Forming, Phase, Quiescing, Rebuilding, Running, Waiting
 from ft_core.control.progress import Progress
@@ -14,7 +14,7 @@ FIRST = 10.0
 hours fills no console."""
 
 
-class Bulletin:
+class ProgressReporter:
     """Says nothing while all is well."""
 
     def __init__(self) -> None:
@@ -24,21 +24,23 @@ class Bulletin:
         self._starts = False
         """Whether it was the job's start: of a recovery it is said elsewhere that all is well again."""
 
-    def tick(self, facts: Facts, phase: Phase, progress: Progress | None, now: float) -> list[Say]:
+    def tick(
+        self, facts: ClusterState, phase: Phase, progress: Progress | None, now: float
+    ) -> list[PrintConsole]:
         """`progress`: of the epoch under way; None where nobody says how far it is."""
         if _well(phase, progress):
             said, since = self._wait > FIRST, self._since
             self._since, self._wait = None, FIRST
             if not said or since is None or not self._starts or isinstance(phase, Done):
                 return []
-            return [Say(f"ftrun: all roles train, after {now - since:.0f} s")]
+            return [PrintConsole(f"ftrun: all roles train, after {now - since:.0f} s")]
         if self._since is None:
             self._since, self._starts = now, not facts.trained
         # Each is said when as much time has passed as all before it together.
         if now - self._since < self._wait:
             return []
         self._wait *= 2
-        return [Say(f"ftrun: {_doing(facts, phase, progress)} ({now - self._since:.0f} s)")]
+        return [PrintConsole(f"ftrun: {_doing(facts, phase, progress)} ({now - self._since:.0f} s)")]
 
 
 def _well(phase: Phase, progress: Progress | None) -> bool:
@@ -46,7 +48,7 @@ def _well(phase: Phase, progress: Progress | None) -> bool:
     return running or isinstance(phase, Done)
 
 
-def _doing(facts: Facts, phase: Phase, progress: Progress | None) -> str:
+def _doing(facts: ClusterState, phase: Phase, progress: Progress | None) -> str:
     settings = facts.settings
     match phase:
         case Forming():

@@ -13,8 +13,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from ft_core import leadership
-from ft_core.control.keeper import Granted, Keeper, Over
-from ft_core.control.shell import Office, Shell
+from ft_core.control.keeper import Granted, LeaseRenewer, Over
+from ft_core.control.shell import LeaderContext, Shell
 from ft_core.errors import ConfigError
 from ft_core.leadership.base import Notes
 from ft_core.leadership.lease import clock, settled_after
@@ -41,20 +41,20 @@ async def serve(settings: Settings, job_dir: Path, begins: bool) -> int:
         raise ConfigError(f"{elected.near}, where it is kept who leads, is nowhere: {error}") from None
     with reserve(host) as port:
         address = join_address(host, port.getsockname()[1])
-        keeper = Keeper(elected, address, begins)
+        keeper = LeaseRenewer(elected, address, begins)
         while (granted := await _next(keeper)) is not None:
             if isinstance(granted, Over):
                 return granted.code
             log.info("this node leads the job, in term %d", granted.lease.term)
             about = granted.lease, keeper, address, granted.notes, settled_after(elected.every)
-            office = Office(*about, granted.job)
+            office = LeaderContext(*about, granted.job)
             code = await _lead(Shell(settings, job_dir, granted.notes.failed, office), keeper, granted.notes)
             if code is not None:
                 return code
     return 1  # `ftrun` is gone
 
 
-async def _next(keeper: Keeper) -> Granted | Over | None:
+async def _next(keeper: LeaseRenewer) -> Granted | Over | None:
     """News, once there are some; None if `ftrun` is gone."""
     while not parent.gone():
         try:
@@ -67,7 +67,7 @@ async def _next(keeper: Keeper) -> Granted | Over | None:
     return None
 
 
-async def _lead(shell: Shell, keeper: Keeper, notes: Notes) -> int | None:
+async def _lead(shell: Shell, keeper: LeaseRenewer, notes: Notes) -> int | None:
     """The job's exit code; None once it leads no more."""
     began = clock()
     try:

@@ -14,7 +14,7 @@ from itertools import chain, islice
 from typing import TypeVar
 
 from ft_core.control.events import Effect, Peer, Record, Send
-from ft_core.control.facts import Facts
+from ft_core.control.facts import ClusterState
 from ft_core.control.phases import Phase
 from ft_core.control.strikes import place
 from ft_core.protocol.groups import runs_of, text_of
@@ -74,7 +74,7 @@ class Questions:
     _listed: dict[Peer, Iterator[Message]] = field(default_factory=dict)
     """What is left of the list that somebody reads."""
 
-    def list_rows(self, facts: Facts, peer: Peer, asked: AskRows, now: float) -> list[Effect]:
+    def list_rows(self, facts: ClusterState, peer: Peer, asked: AskRows, now: float) -> list[Effect]:
         """Its first piece."""
         match asked.what:
             case "roles":
@@ -92,7 +92,9 @@ class Questions:
             return [Send(peer, Denied(error="there is no list of which there is more"))]
         return [Send(peer, piece)]
 
-    def ask(self, facts: Facts, peer: Peer, asked: DescribeRole | DescribeFlight, now: float) -> list[Effect]:
+    def ask(
+        self, facts: ClusterState, peer: Peer, asked: DescribeRole | DescribeFlight, now: float
+    ) -> list[Effect]:
         """Ask the agent of the role."""
         node = facts.nodes.get(facts.places.get(asked.role, ""))
         if node is None:
@@ -100,7 +102,7 @@ class Questions:
         self.open.append(Question(peer, asked, node.name, now + ANSWER))
         return [Send(node.peer, asked)]
 
-    def described(self, facts: Facts, state: RoleState) -> list[Effect]:
+    def described(self, facts: ClusterState, state: RoleState) -> list[Effect]:
         """An agent has said what a role's state consists of."""
         answer = RoleDescribed(state=state, replicas=facts.settings.replicas)
         return self._answered(DescribeRole(role=state.role), answer)
@@ -129,7 +131,7 @@ class Questions:
         self._listed.pop(peer, None)
 
 
-def inject(facts: Facts, peer: Peer, asked: Inject) -> list[Effect]:
+def inject(facts: ClusterState, peer: Peer, asked: Inject) -> list[Effect]:
     """Kill a role's worker, or a whole node."""
     role = asked.role
     node = facts.nodes.get(facts.places.get(role, "") if role is not None else asked.node or "")
@@ -144,7 +146,7 @@ def inject(facts: Facts, peer: Peer, asked: Inject) -> list[Effect]:
     ]
 
 
-def hosts(facts: Facts, peer: Peer) -> list[Effect]:
+def hosts(facts: ClusterState, peer: Peer) -> list[Effect]:
     """Where all roles are."""
     if facts.plan is None:
         return [Send(peer, Denied(error="no role is anywhere yet"))]
@@ -152,7 +154,7 @@ def hosts(facts: Facts, peer: Peer) -> list[Effect]:
     return [Send(peer, HostsFollow(len(found))), *(Send(peer, piece) for piece in found)]
 
 
-def nodes(facts: Facts, now: float, struck: bool) -> Iterator[NodesStatus]:
+def nodes(facts: ClusterState, now: float, struck: bool) -> Iterator[NodesStatus]:
     """All that are there, and those of which something is known; or those against which something counts."""
     known, limit = facts.strikes, facts.settings
     against = {where: known.against(where, now) for where in sorted(known.places())}
@@ -175,7 +177,7 @@ def nodes(facts: Facts, now: float, struck: bool) -> Iterator[NodesStatus]:
     return (NodesStatus(*about, rows, more) for rows, more in _pieces(chain(there(), gone())))
 
 
-def forgive(facts: Facts, peer: Peer, node: str, now: float) -> list[Effect]:
+def forgive(facts: ClusterState, peer: Peer, node: str, now: float) -> list[Effect]:
     """Forget what counts against a node."""
     where = place(node)
     if where not in facts.strikes.places() | {place(name) for name in facts.nodes}:
@@ -189,14 +191,14 @@ def forgive(facts: Facts, peer: Peer, node: str, now: float) -> list[Effect]:
     ]
 
 
-def roles(facts: Facts) -> Iterator[RoleStatus]:
+def roles(facts: ClusterState) -> Iterator[RoleStatus]:
     """What there is of each role, and where it is."""
     left = iter(list(facts.places.items()))
     while places := dict(islice(left, ROWS)):
         yield from _roles(facts, places)
 
 
-def _roles(facts: Facts, places: Mapping[int, str]) -> Iterator[RoleStatus]:
+def _roles(facts: ClusterState, places: Mapping[int, str]) -> Iterator[RoleStatus]:
     """The rows of some roles: all nodes are looked at for copies of what they have."""
     segments = {role: list(facts.catalogue.get(role, ())) for role in places}
     silent = {
@@ -230,14 +232,14 @@ def _roles(facts: Facts, places: Mapping[int, str]) -> Iterator[RoleStatus]:
         )
 
 
-def spares(facts: Facts) -> Iterator[SpareStatus]:
+def spares(facts: ClusterState) -> Iterator[SpareStatus]:
     """The nodes without a role."""
     for node in list(facts.nodes.values()):
         if node.name not in facts.hosts:
             yield SpareStatus(node.name, node.hello.pid, node.idle, list(node.guarding))
 
 
-def status(facts: Facts, phase: Phase, finished: set[int], pid: int, now: float) -> JobStatus:
+def status(facts: ClusterState, phase: Phase, finished: set[int], pid: int, now: float) -> JobStatus:
     """In a few words."""
     settings = facts.settings
     missing: list[RoleNamed] = []
@@ -288,7 +290,7 @@ def status(facts: Facts, phase: Phase, finished: set[int], pid: int, now: float)
     )
 
 
-def _struck(facts: Facts, now: float) -> list[Struck]:
+def _struck(facts: ClusterState, now: float) -> list[Struck]:
     """The most often first."""
     avoided = facts.strikes.avoided(now)
     found = [

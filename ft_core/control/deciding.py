@@ -13,7 +13,7 @@ from functools import partial
 
 from ft_core.control import decision
 from ft_core.control.compact import contains
-from ft_core.control.facts import ALL_IS_LOST, Facts, Node, copies
+from ft_core.control.facts import ALL_IS_LOST, ClusterState, Node, copies
 from ft_core.control.groups import Places
 from ft_core.control.ladder import Climb, Rung
 from ft_core.errors import Unrecoverable
@@ -90,7 +90,7 @@ Outcome = StandbyComes | AskStorage | Shortage | Start | StartOver | GiveUp
 
 
 def decide(
-    facts: Facts,
+    facts: ClusterState,
     starting: Places,
     durable: Durable,
     standby_overdue: bool,
@@ -169,7 +169,7 @@ def decide(
     return Start(roles, chosen.version, chosen.origin, chosen.sources, newcomers, name)
 
 
-def _takers(facts: Facts, places: Places, lost: Collection[int]) -> Iterator[Node]:
+def _takers(facts: ClusterState, places: Places, lost: Collection[int]) -> Iterator[Node]:
     """The nodes that have room for roles."""
     capacity, hosts, homes = facts.settings.nproc_per_node, facts.hosts, {places[role] for role in lost}
     for name, node in facts.nodes.items():
@@ -177,7 +177,7 @@ def _takers(facts: Facts, places: Places, lost: Collection[int]) -> Iterator[Nod
             yield node
 
 
-def can_be_spared(facts: Facts, name: str) -> bool:
+def can_be_spared(facts: ClusterState, name: str) -> bool:
     """Whether the other nodes hold what the job would go on from, or nobody does: by their heartbeats."""
 
     def suffice(nodes: Iterable[Node]) -> bool:
@@ -195,10 +195,10 @@ def can_be_spared(facts: Facts, name: str) -> bool:
     return suffice(node for node in nodes if node.name != name) or not suffice(nodes)
 
 
-def _as_of_beats(node: Node, facts: Facts) -> decision.NodeReport:
+def _as_of_beats(node: Node, facts: ClusterState) -> decision.NodeReport:
     """What it holds now: it has reported when the epoch before ended."""
     known = node.holdings.report
-    roles: dict[int, decision.Held] = {
+    roles: dict[int, decision.RoleHoldings] = {
         role: RoleHeld(own.alive, own.stage, list(versions), list(own.segments))
         for role, own, versions in known.each_role()
     }
@@ -209,7 +209,7 @@ def _as_of_beats(node: Node, facts: Facts) -> decision.NodeReport:
     return decision.NodeReport(node.name, node.hello.domain, roles, copies)
 
 
-def older_than_promised(facts: Facts, version: int | None) -> bool:
+def older_than_promised(facts: ClusterState, version: int | None) -> bool:
     """Whether more than one finished step would be done again."""
     return facts.initial is not None and (version or 0) < facts.reached - 1
 
@@ -221,7 +221,7 @@ class _Choice:
     sources: Sources
 
 
-def _choose(facts: Facts, roles: Places, places: Places, durable: Durable) -> _Choice | AskStorage:
+def _choose(facts: ClusterState, roles: Places, places: Places, durable: Durable) -> _Choice | AskStorage:
     """What to go on from. Raises Unrecoverable."""
     nodes = frozenset(roles.values())
     if facts.initial is None:
@@ -258,7 +258,7 @@ def _choose(facts: Facts, roles: Places, places: Places, durable: Durable) -> _C
     return _Choice(choice.version, choice.origin, sources)
 
 
-def _as_begun(facts: Facts, nodes: frozenset[str], durable: Durable) -> _Choice | AskStorage:
+def _as_begun(facts: ClusterState, nodes: frozenset[str], durable: Durable) -> _Choice | AskStorage:
     """Nobody who is left has ever reached training: start-up goes on towards what it was begun with."""
     version, origin = facts.start
     if facts.forgotten:
@@ -283,7 +283,7 @@ def _as_begun(facts: Facts, nodes: frozenset[str], durable: Durable) -> _Choice 
 
 
 def _from_storage(
-    facts: Facts, nodes: frozenset[str], durable: Durable, climb: Climb
+    facts: ClusterState, nodes: frozenset[str], durable: Durable, climb: Climb
 ) -> _Choice | AskStorage | None:
     """The newest durable checkpoint, if one is to be used; None: what scripts begin with by themselves."""
     if climb.own:
@@ -295,18 +295,18 @@ def _from_storage(
     return _Choice(max(found), "durable", {}) if found else None
 
 
-def _all_are_damaged(facts: Facts) -> str:
+def _all_are_damaged(facts: ClusterState) -> str:
     return (
         f"Every durable checkpoint in {facts.settings.durable_dir} is damaged (see the errors above). "
         "Nothing has been trained since. To start without one, give another one."
     )
 
 
-def _durable(facts: Facts, nodes: frozenset[str], durable: Durable) -> Mapping[int, str] | None:
+def _durable(facts: ClusterState, nodes: frozenset[str], durable: Durable) -> Mapping[int, str] | None:
     return durable(nodes) if facts.settings.durable_dir else {}
 
 
-def _segments(facts: Facts, roles: Places, places: Places) -> Mapping[int, Collection[str]]:
+def _segments(facts: ClusterState, roles: Places, places: Places) -> Mapping[int, Collection[str]]:
     """What each role's state consists of; of those that are away, what they had alone."""
     joining, away = roles.keys() - places.keys(), facts.groups.adopted(roles)
     if not joining and not away:
@@ -324,7 +324,7 @@ def _segments(facts: Facts, roles: Places, places: Places) -> Mapping[int, Colle
     return known
 
 
-def _never_copied(facts: Facts, roles: Places, sources: Sources) -> set[int]:
+def _never_copied(facts: ClusterState, roles: Places, sources: Sources) -> set[int]:
     """Roles that are away, and began with the job, of whose state nobody has a copy.
 
     Those that were missing from the start have theirs made by the roles that adopt it.
@@ -333,7 +333,7 @@ def _never_copied(facts: Facts, roles: Places, sources: Sources) -> set[int]:
     return {role for role in facts.groups.adopted(roles) if role in began and not sources.get(role)}
 
 
-def _without(facts: Facts, placed: Places, unplaced: Sequence[int]) -> Places | Shortage:
+def _without(facts: ClusterState, placed: Places, unplaced: Sequence[int]) -> Places | Shortage:
     """Policy `shrink`: the roles that go on without the groups of those that have no place."""
     lacking = list(unplaced)
     if facts.settings.policy != "shrink":

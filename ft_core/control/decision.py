@@ -40,7 +40,7 @@ class RoleReport:
     segments: tuple[str, ...]
 
 
-class Held(Protocol):
+class RoleHoldings(Protocol):
     """A `RoleReport`, or a message that says the same."""
 
     @property
@@ -70,7 +70,7 @@ class NodeReport:
 
     node: str
     domain: str
-    roles: Mapping[int, Held] = field(default_factory=dict)
+    roles: Mapping[int, RoleHoldings] = field(default_factory=dict)
     replicas: Mapping[str, Sequence[int]] = field(default_factory=dict)
     segments: Mapping[str, Sequence[int]] = field(default_factory=dict)
     at: Sequence[Sequence[int]] | None = None
@@ -82,7 +82,7 @@ class NodeReport:
     home: bool = False
     """Whether it is known that its roles are those that were placed there when the failure came."""
 
-    def each_role(self) -> Iterator[tuple[int, Held, Sequence[int]]]:
+    def each_role(self) -> Iterator[tuple[int, RoleHoldings, Sequence[int]]]:
         """With its versions."""
         if self.at is None:
             return ((role, own, own.versions) for role, own in self.roles.items())
@@ -279,7 +279,7 @@ def _assign(
     return Assignment(roles, tuple(sorted(unplaced)))
 
 
-class Room:
+class PlacementCapacity:
     """Idle workers, for one set of roles after the other that begins without a node: with places as from
     `assign`, and nodes looked at only where they are taken."""
 

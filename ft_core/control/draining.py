@@ -14,11 +14,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ft_core.control import explain
-from ft_core.control.decision import Room
+from ft_core.control.decision import PlacementCapacity
 from ft_core.control.events import Close, Effect, Peer, Record, Send
-from ft_core.control.facts import Facts, Node, to
+from ft_core.control.facts import ClusterState, Node, to
 from ft_core.control.groups import Places
-from ft_core.control.returning import ATTEMPTS, Returning
+from ft_core.control.returning import ATTEMPTS, Prestart
 from ft_core.control.strikes import place
 from ft_core.protocol.messages import (
     Denied,
@@ -47,7 +47,7 @@ class LettingGo:
 
 
 class Draining:
-    """The drains of one controller. What it was asked for is in `Facts.draining`."""
+    """The drains of one controller. What it was asked for is in `ClusterState.draining`."""
 
     def __init__(self) -> None:
         self._going: LettingGo | None = None
@@ -56,7 +56,7 @@ class Draining:
     # -- who is drained ----------------------------------------------------------------------------
 
     def ask(
-        self, facts: Facts, returning: Returning, peer: Peer, asked: NodeName, why_not: str
+        self, facts: ClusterState, returning: Prestart, peer: Peer, asked: NodeName, why_not: str
     ) -> list[Effect]:
         """Somebody wants this node out. `why_not`: why nothing can begin at present; empty, as a rule."""
         names = [name for name in facts.nodes if asked in (name, place(name))]
@@ -77,7 +77,7 @@ class Draining:
         before = facts.draining[: facts.draining.index(name)]
         return [*effects, Send(peer, Drains(name, len(roles), before))]
 
-    def greeted(self, facts: Facts, node: Node, known: bool) -> list[Effect]:
+    def greeted(self, facts: ClusterState, node: Node, known: bool) -> list[Effect]:
         """It has come, and says whether it is drained; if it was `known`, it may have missed that."""
         wanted = node.name in facts.draining
         if node.hello.draining and not wanted and not known:
@@ -90,7 +90,7 @@ class Draining:
             effects.append(Send(node.peer, SendHeartbeat(self._number)))
         return effects
 
-    def lost(self, facts: Facts, node: NodeName) -> list[Effect]:
+    def lost(self, facts: ClusterState, node: NodeName) -> list[Effect]:
         """A node is about to be forgotten as lost."""
         if node not in facts.draining:
             return []
@@ -98,7 +98,7 @@ class Draining:
 
     # -- its roles move ----------------------------------------------------------------------------
 
-    def tick(self, facts: Facts, returning: Returning, now: float) -> list[Effect]:
+    def tick(self, facts: ClusterState, returning: Prestart, now: float) -> list[Effect]:
         """All roles have finished a step in this epoch, and none of them has come to the end of training."""
         attempt = returning.attempt
         if attempt is not None:
@@ -121,7 +121,7 @@ class Draining:
             return self._give_up(facts, returning, name, _no_room(facts, len(facts.hosts[name])))
         return returning.begin(facts, places, now, leaves=name)
 
-    def _give_up(self, facts: Facts, returning: Returning, name: NodeName, why: str) -> list[Effect]:
+    def _give_up(self, facts: ClusterState, returning: Prestart, name: NodeName, why: str) -> list[Effect]:
         """It is used as before."""
         returning.moves_failed = 0
         facts.draining.remove(name)
@@ -132,13 +132,13 @@ class Draining:
 
     # -- it ends -----------------------------------------------------------------------------------
 
-    def epoch_begins(self, facts: Facts) -> None:
+    def epoch_begins(self, facts: ClusterState) -> None:
         """Each may have what others go on from."""
         self._going, facts.let_go = None, ""
 
-    def _let_go(self, facts: Facts, now: float) -> list[Effect]:
-        """The first that has no role. Who calls this tells all of `Facts.let_go` before it sends what is
-        returned."""
+    def _let_go(self, facts: ClusterState, now: float) -> list[Effect]:
+        """The first that has no role. Who calls this tells all of `ClusterState.let_go` before it sends what
+        is returned."""
         going = self._going
         if going is None or going.name not in facts.nodes:
             name = next((name for name in facts.draining if _enough_without(facts, [name])), None)
@@ -173,7 +173,7 @@ class Draining:
             going.newest = max([going.newest, *(each.step for each in beat.roles.values())])
 
 
-def _objection(facts: Facts, name: NodeName) -> str:
+def _objection(facts: ClusterState, name: NodeName) -> str:
     """Why a node cannot be taken out, if so. Those that are drained already go first."""
     going = [*facts.draining, name]
     roles = [role for each in going for role in facts.hosts.get(each, ())]
@@ -189,7 +189,7 @@ def _objection(facts: Facts, name: NodeName) -> str:
     return ""
 
 
-def _no_room(facts: Facts, roles: int, going: list[NodeName] | None = None) -> str:
+def _no_room(facts: ClusterState, roles: int, going: list[NodeName] | None = None) -> str:
     left = _room(facts, facts.draining if going is None else going).left
     return (
         f"{roles} roles would have to move, and other nodes have workers for {left}; have another node join "
@@ -197,18 +197,18 @@ def _no_room(facts: Facts, roles: int, going: list[NodeName] | None = None) -> s
     )
 
 
-def _room(facts: Facts, going: list[NodeName], avoided: Collection[str] = ()) -> Room:
+def _room(facts: ClusterState, going: list[NodeName], avoided: Collection[str] = ()) -> PlacementCapacity:
     idle = {name: node.idle for name, node in facts.nodes.items() if name not in going}
-    return Room(facts.places, idle, facts.settings.nproc_per_node, avoided)
+    return PlacementCapacity(facts.places, idle, facts.settings.nproc_per_node, avoided)
 
 
-def _elsewhere(facts: Facts, roles: list[int], now: float) -> Places | None:
+def _elsewhere(facts: ClusterState, roles: list[int], now: float) -> Places | None:
     """Places for these on nodes that stay, if there is room."""
     room = _room(facts, facts.draining, facts.avoided(now))
     return room.take(roles) if len(roles) <= room.left else None
 
 
-def _enough_without(facts: Facts, going: list[NodeName]) -> bool:
+def _enough_without(facts: ClusterState, going: list[NodeName]) -> bool:
     """Whether as many failure domains are left as copies are kept in, or as there are now."""
     there = {node.hello.domain for node in facts.nodes.values()}
     left = {node.hello.domain for name, node in facts.nodes.items() if name not in going}

@@ -23,21 +23,21 @@ from ft_core.control.deciding import (
 )
 from ft_core.control.draining import Draining
 from ft_core.control.durable_names import Checkpoints
-from ft_core.control.events import Close, Effect, End, Peer, Record, Say, Send
-from ft_core.control.facts import ALL_IS_LOST, Facts, Node, epoch_of
+from ft_core.control.events import Close, Effect, End, Peer, PrintConsole, Record, Send
+from ft_core.control.facts import ALL_IS_LOST, ClusterState, Node, epoch_of
 from ft_core.control.forming import first_places
 from ft_core.control.goodput import Account, Standing
-from ft_core.control.hangs.detector import Blame, Detector, Puzzle, Stalled
+from ft_core.control.hangs.detector import Culprit, Detector, Inconclusive, Stalled
 from ft_core.control.hangs.finding import Finding
 from ft_core.control.ladder import Against, Climb, Rung
 from ft_core.control.links import Broken, Pair
 from ft_core.control.phases import Done, Forming, Phase, Quiescing, Rebuilding, Running, Waiting
 from ft_core.control.progress import Progress
-from ft_core.control.returning import Returning
+from ft_core.control.returning import Prestart
 from ft_core.control.samples import Samples
 from ft_core.control.story import Story
-from ft_core.control.tally import Tally
-from ft_core.control.watch import Watch
+from ft_core.control.tally import JobMetrics
+from ft_core.control.watch import FailureDetector
 from ft_core.protocol import messages as m
 from ft_core.protocol.goodput import Cause, in_words
 from ft_core.protocol.table import changes, hosts_of, pieces
@@ -57,16 +57,16 @@ GOODPUT = 60.0
 longer."""
 
 
-class Epochs:
+class RecoveryCoordinator:
     """The epoch under way, or what comes between two."""
 
     def __init__(
-        self, facts: Facts, ids: Callable[[], str], recorded: Mapping[str, int], settled: float
+        self, facts: ClusterState, ids: Callable[[], str], recorded: Mapping[str, int], settled: float
     ) -> None:
         """Takes what `Controller` does."""
         self.facts, self.settled = facts, settled
         self.phase: Phase = Forming()
-        self.returning = Returning()
+        self.returning = Prestart()
         self.draining = Draining()
         self.completion = Completion()
         self.checkpoints = Checkpoints()
@@ -80,7 +80,7 @@ class Epochs:
         """Why scripts run without fault tolerance, if so."""
         self._so_far = ""
         """The same of those that may yet ask for it."""
-        self.watch = Watch(facts)
+        self.watch = FailureDetector(facts)
         self.strikes_changed = False
         """Whether the agents have yet to be told."""
         self.climb: Climb | None = None
@@ -89,7 +89,7 @@ class Epochs:
         """Roles whose workers were told to end for that, and their nodes."""
         self.leaving = False
         """Whether SIGTERM has come: what ends because of it is not replaced."""
-        self.tally = Tally()
+        self.tally = JobMetrics()
         """For metrics."""
         self.story = Story()
         """For the console."""
@@ -611,7 +611,7 @@ class Epochs:
             self._ending.popleft()
         return False
 
-    def _strike(self, strike: m.Strike, domain: str) -> None:
+    def _strike(self, strike: m.FailureRecord, domain: str) -> None:
         """Count a failure, here and for a successor."""
         facts, before = self.facts, self.facts.strikes.avoided(self.now)
         if not facts.strikes.add(strike, self.now):
@@ -803,13 +803,13 @@ class Epochs:
         verdict = self.hangs.tick(facts, self.progress, self.now)
         if isinstance(verdict, m.SendFlight):
             self.do(*facts.to_all(verdict))
-        elif isinstance(verdict, Blame):
+        elif isinstance(verdict, Culprit):
             self._replace(verdict.finding)
         elif isinstance(verdict, Stalled):
             found = verdict.finding
             log.warning("others wait for what is no hang, and nothing is replaced: %s", found.words)
             self.record("stalled", found.words, found.roles)
-        elif isinstance(verdict, Puzzle):
+        elif isinstance(verdict, Inconclusive):
             found = verdict.finding
             self.account.wrong(self.wall - self.hangs.quiet(self.now))
             log.warning("nothing moves, and it is not clear who is to blame: %s", found.words)
@@ -1067,5 +1067,5 @@ class Epochs:
         self.record("goodput", in_words(self.account.seconds), **about)
         self.record("finished" if code == 0 else "stopped", reason)
         if code:
-            self.do(Say(f"ftrun: the job stops: {shown or reason}", "ERROR"))
+            self.do(PrintConsole(f"ftrun: the job stops: {shown or reason}", "ERROR"))
         self.do(*self.facts.to_all(m.Shutdown(code=code)), End(code))

@@ -38,7 +38,7 @@ class Received:
 
 
 @dataclass(frozen=True)
-class Together:
+class MessageBatch:
     """Messages of agents that have greeted, which came at once, in order for each."""
 
     messages: Sequence[tuple[Peer, Message]]
@@ -100,8 +100,8 @@ class Failed:
 
 
 Event = (
-    Greeted | Received | Together | Pulsed | Disconnected | Admitted | Arriving | Refused | Tick | Terminate
-    | LauncherGone | Failed
+    Greeted | Received | MessageBatch | Pulsed | Disconnected | Admitted | Arriving | Refused | Tick
+    | Terminate | LauncherGone | Failed
 )  # fmt: skip
 
 
@@ -134,14 +134,14 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Enter:
+class AppendLedger:
     """A line of the ledger of samples."""
 
     line: str
 
 
 @dataclass(frozen=True)
-class Say:
+class PrintConsole:
     """To the person at the console."""
 
     text: str
@@ -169,4 +169,4 @@ class Resign:
     term: int
 
 
-Effect = Send | Close | Record | Enter | Say | End | Refuse | Resign
+Effect = Send | Close | Record | AppendLedger | PrintConsole | End | Refuse | Resign

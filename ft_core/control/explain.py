@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from ft_core.control.deciding import GiveUp, Outcome, Shortage, Start
-from ft_core.control.facts import Facts
+from ft_core.control.facts import ClusterState
 from ft_core.control.ladder import Climb, Rung
 from ft_core.control.strikes import TRIES
 from ft_core.protocol.messages import WorkerLost
@@ -50,7 +50,7 @@ def avoided(place: str, strikes: int, settings: Settings) -> str:
     )
 
 
-def in_vain(facts: Facts, reason: str, roles: Iterable[int]) -> str:
+def in_vain(facts: ClusterState, reason: str, roles: Iterable[int]) -> str:
     """Recoveries that lead nowhere. `reason`: of the last failure; `roles`: those that were lost in it."""
     text = (
         f"{TRIES} recoveries in a row without a new step after step {facts.goal}; the last failure: {reason}"
@@ -78,7 +78,7 @@ def begins_anew(climb: Climb, reason: str, settings: Settings) -> str:
     )
 
 
-def shortage(facts: Facts, found: Shortage) -> tuple[str, list[str]]:
+def shortage(facts: ClusterState, found: Shortage) -> tuple[str, list[str]]:
     """That there are too few workers; and the lost nodes, if that is why."""
     nodes = sorted({facts.places[role] for role in found.roles} - set(facts.nodes))
     what = f"no worker for roles [{some(found.roles)}] (lost nodes: {some(nodes) or 'none'})"
@@ -92,12 +92,12 @@ def loses(outcome: Outcome) -> str:
     return "the memory of the others does not suffice"
 
 
-def how_to_join(facts: Facts) -> str:
+def how_to_join(facts: ClusterState) -> str:
     """The command for another node."""
     return f"ftrun --join {facts.settings.meeting} --job-dir {facts.job_dir}"
 
 
-def what_is_left(facts: Facts) -> str:
+def what_is_left(facts: ClusterState) -> str:
     """While the job waits for nodes."""
     if any(facts.alive(role, node) for role, node in facts.places.items()):
         return "survivors hold their state until a node joins"
@@ -114,7 +114,7 @@ def missing_at_the_start(ranks: Sequence[int]) -> str:
     return f"the job waits to begin: there is no node of rank {some(ranks)}, and no spare for it"
 
 
-def the_end(facts: Facts, outcome: GiveUp, unread: Iterable[str]) -> str:
+def the_end(facts: ClusterState, outcome: GiveUp, unread: Iterable[str]) -> str:
     """Nothing helps. `unread`: why checkpoints cannot be read."""
     if not outcome.unrecoverable:
         return outcome.reason

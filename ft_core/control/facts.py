@@ -9,10 +9,10 @@ from functools import cached_property
 from ft_core.control import compact
 from ft_core.control.events import Effect, Peer, Send
 from ft_core.control.groups import Groups
-from ft_core.control.held import Held
+from ft_core.control.held import NodeInventory
 from ft_core.control.records import Records
 from ft_core.control.strikes import Strikes, place
-from ft_core.control.suspicion import Sight
+from ft_core.control.suspicion import NodeLiveness
 from ft_core.leadership.lease import first_epoch
 from ft_core.protocol.messages import (
     AgentHello,
@@ -47,8 +47,8 @@ class Node:
 
     peer: Peer
     hello: AgentHello
-    sight: Sight
-    holdings: Held
+    sight: NodeLiveness
+    holdings: NodeInventory
     idle: int
     begun: str
     """The plan that it had begun when it was heard last."""
@@ -66,8 +66,8 @@ class Node:
     @classmethod
     def of(cls, peer: Peer, hello: AgentHello, now: float) -> Node:
         """The node that greets at `now`, by its greeting."""
-        held = Held(hello)
-        return cls(peer, hello, Sight(now), held, held.idle, held.begun, list(hello.said))
+        held = NodeInventory(hello)
+        return cls(peer, hello, NodeLiveness(now), held, held.idle, held.begun, list(hello.said))
 
     @property
     def name(self) -> str:
@@ -91,7 +91,7 @@ class Node:
 
 
 @dataclass
-class Facts:
+class ClusterState:
     """What is known of the job."""
 
     settings: Settings

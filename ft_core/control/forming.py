@@ -3,7 +3,7 @@ a rank take the places that nobody has, in the order in which they come."""
 
 from __future__ import annotations
 
-from ft_core.control.facts import Facts, Node
+from ft_core.control.facts import ClusterState, Node
 from ft_core.control.groups import Places
 from ft_core.settings import ANY_RANK
 
@@ -12,7 +12,7 @@ GRACE = 120.0
 pulled and imports are done at each machine's own pace."""
 
 
-def ranked(facts: Facts) -> dict[int, Node]:
+def ranked(facts: ClusterState) -> dict[int, Node]:
     """The nodes that the job is to begin with, of those that are there, by their ranks."""
     wanted, nodes = range(facts.settings.first_nodes), facts.nodes.values()
     found = {node.hello.node_rank: node for node in nodes if node.hello.node_rank in wanted}
@@ -20,7 +20,7 @@ def ranked(facts: Facts) -> dict[int, Node]:
     return found | dict(zip([rank for rank in wanted if rank not in found], anywhere, strict=False))
 
 
-def first_places(facts: Facts, quiet: float) -> tuple[Places | None, list[int]]:
+def first_places(facts: ClusterState, quiet: float) -> tuple[Places | None, list[int]]:
     """The places to begin with, once there are workers for all; and the ranks of nodes that are waited for
     in vain. `quiet`: seconds without a new node."""
     settings = facts.settings

@@ -23,7 +23,7 @@ from ft_core.protocol.messages import (
 )
 
 
-class Held:
+class NodeInventory:
     """What one node holds, as it has said over one connection."""
 
     def __init__(self, hello: AgentHello) -> None:

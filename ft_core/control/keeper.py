@@ -46,7 +46,7 @@ Order = Callable[[Grant], bool]
 """What is to be done with a lease, that others must see; False once it is there no more."""
 
 
-class Keeper:
+class LeaseRenewer:
     """Campaigns, and renews. What it has to say is put into `news`, of the event loop that it was made in; an
     error of its own as well."""
 

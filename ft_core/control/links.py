@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from ft_core.protocol.messages import NodeName, Reach
+from ft_core.protocol.messages import NodeName, ProbeResult
 
 SETTLE = 1.0
 """Seconds after connections broke in which who has died is noticed."""
@@ -64,7 +64,7 @@ class Links:
         """Whether it is being found out whether a link is broken."""
         return self._due is not None
 
-    def answered(self, witness: NodeName, reach: dict[NodeName, Reach]) -> None:
+    def answered(self, witness: NodeName, reach: dict[NodeName, ProbeResult]) -> None:
         """A node says whom it reaches."""
         for name, found in reach.items():
             if name in self._asked.get(witness, ()):

@@ -5,7 +5,7 @@ Its state is soft: everything it knows it was told by the agents, and a new one 
 next greetings. Training does not notice its absence.
 
 Here is what comes from outside: connections, messages, signals, time. What it means for the job is in
-`control.epochs`: there is also what happens when a node dies (`Epochs.node_lost`).
+`control.epochs`: there is also what happens when a node dies (`RecoveryCoordinator.node_lost`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, assert_never
 from msgspec.structs import replace
 
 from ft_core.control import ctl, risk, takeover
-from ft_core.control.bulletin import Bulletin
-from ft_core.control.epochs import Epochs
+from ft_core.control.bulletin import ProgressReporter
+from ft_core.control.epochs import RecoveryCoordinator
 from ft_core.control.events import (
     Admitted,
     Arriving,
@@ -29,19 +29,19 @@ from ft_core.control.events import (
     Failed,
     Greeted,
     LauncherGone,
+    MessageBatch,
     Peer,
+    PrintConsole,
     Pulsed,
     Received,
     Refuse,
     Refused,
     Resign,
-    Say,
     Send,
     Terminate,
     Tick,
-    Together,
 )
-from ft_core.control.facts import Facts, Node, epoch_of
+from ft_core.control.facts import ClusterState, Node, epoch_of
 from ft_core.control.goodput import Account
 from ft_core.control.groups import Groups
 from ft_core.control.ladder import Against
@@ -86,13 +86,13 @@ class Controller:
         It leads in `term`, and decides nothing before the time `settled`: until then somebody may obey
         another. `spent`: what the job's time went to until so many seconds `ago`, as a predecessor has noted
         it."""
-        self.facts = Facts(settings, job_dir, Groups(settings.start), term)
-        self._epochs = Epochs(self.facts, ids, recorded, settled)
+        self.facts = ClusterState(settings, job_dir, Groups(settings.start), term)
+        self._epochs = RecoveryCoordinator(self.facts, ids, recorded, settled)
         self._script = ScriptSettings()
         self._spent = spent, ago
         self._began = False
         self._questions = ctl.Questions()
-        self._bulletin = Bulletin()
+        self._bulletin = ProgressReporter()
         self._counted = risk.Last()
         self._termination = Termination()
         self._job, self._pid = job, pid
@@ -188,7 +188,7 @@ class Controller:
             self._greet(event.peer, event.hello)
         elif isinstance(event, Received):
             self._receive(event.peer, event.message)
-        elif isinstance(event, Together):
+        elif isinstance(event, MessageBatch):
             for peer, message in event.messages:
                 self._receive(peer, message)
         elif isinstance(event, Pulsed):
@@ -228,7 +228,7 @@ class Controller:
         if hello.term > facts.term:
             self._epochs.do(Resign(hello.term))
             return
-        self._epochs.do(Send(peer, m.Leads(facts.term, self._session, self._job)))
+        self._epochs.do(Send(peer, m.LeaderHello(facts.term, self._session, self._job)))
         self._heard()
         if isinstance(self.phase, Done):  # it has come while the others are told
             self._epochs.do(Send(peer, m.Shutdown(code=self.phase.code)), Close(peer))
@@ -290,7 +290,7 @@ class Controller:
         if len(others) > 1:
             names = " and ".join(sorted(others))
             said = f"ftrun: {names} were all started with --node-rank {rank}: one trains, the others stand by"
-            self._epochs.do(Say(said, "WARNING"))
+            self._epochs.do(PrintConsole(said, "WARNING"))
 
     def _pulsed(self, pulses: Iterable[m.Pulse]) -> None:
         """Nodes that have greeted live, unless this was said to another controller."""
@@ -417,7 +417,7 @@ class Controller:
                 running = isinstance(self.phase, Running)
                 started = self._epochs.returning.prepared(facts, node.name, role, counts, running, now)
                 self._epochs.do(*started)
-            case m.Held(epoch=facts.epoch, role=role):
+            case m.PausedAtStep(epoch=facts.epoch, role=role):
                 self._epochs.do(*self._epochs.returning.held(facts, role, now))
                 self._epochs.return_if_due()
             case m.Unprotected():
@@ -453,7 +453,7 @@ class Controller:
             case m.Left():
                 node.sight.leaves = True
                 self._termination.node_left(node.name, now)
-            case m.RestoreFailed() | m.NoIdleWorker() | m.Held():
+            case m.RestoreFailed() | m.NoIdleWorker() | m.PausedAtStep():
                 pass  # of an epoch that is over
             case m.Flights():
                 self._epochs.hangs.answered(node.name, message)

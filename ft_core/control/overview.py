@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from ft_core.control import stragglers
-from ft_core.control.facts import Facts
-from ft_core.control.risk import Held, Present, present
+from ft_core.control.facts import ClusterState
+from ft_core.control.risk import ClusterHoldings, Present, present
 from ft_core.control.strikes import place
 from ft_core.control.tally import Numbers
 from ft_core.protocol.goodput import Cause
@@ -73,7 +73,7 @@ class Overview:
     """Steps that roles may differ by in what is heard of them, as it is not of one moment."""
 
     @property
-    def held(self) -> Held | None:
+    def held(self) -> ClusterHoldings | None:
         """Who has what of the state."""
         return self.numbers.held
 
@@ -233,7 +233,12 @@ def _state(here: bool, marks: str, idle: int) -> State:
 
 
 def overview(
-    facts: Facts, numbers: Numbers, finished: set[int], suspects: tuple[int, ...], step: float, now: float
+    facts: ClusterState,
+    numbers: Numbers,
+    finished: set[int],
+    suspects: tuple[int, ...],
+    step: float,
+    now: float,
 ) -> Overview:
     """The overview of now. `step`: seconds that one takes."""
     settings, strikes = facts.settings, facts.strikes

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ft_core.control import compact
 from ft_core.control.deciding import Start
-from ft_core.control.facts import Facts
+from ft_core.control.facts import ClusterState
 from ft_core.control.groups import Places, by_node
 from ft_core.control.records import Records
 from ft_core.protocol.messages import (
@@ -31,7 +31,7 @@ from ft_core.protocol.table import placed
 from ft_core.settings import Settings
 
 
-def make(facts: Facts, start: Start, name: str, job: str) -> Plan:
+def make(facts: ClusterState, start: Start, name: str, job: str) -> Plan:
     """The next epoch's. `name`: the plan's id."""
     ordered = sorted(start.roles)
     lead = facts.nodes[start.roles[ordered[0]]].holdings
@@ -90,7 +90,7 @@ def worker_plan(state: JobState, settings: Settings) -> WorkerPlan:
     )
 
 
-def own_plans(facts: Facts, plan: Plan) -> dict[NodeName, OwnPlan]:
+def own_plans(facts: ClusterState, plan: Plan) -> dict[NodeName, OwnPlan]:
     """What single nodes must know."""
     known, without = facts.records.roles, set(plan.newcomers) - facts.records.roles
     if len(known) + len(without) < len(plan.roles) + len(plan.absent):
@@ -148,7 +148,7 @@ def prepare(state: Plan, settings: Settings, roles: Places, records: Records) ->
     }
 
 
-def nodes_changed(facts: Facts) -> tuple[Plan, NodesChanged] | None:
+def nodes_changed(facts: ClusterState) -> tuple[Plan, NodesChanged] | None:
     """Whether nodes without a role have come or gone since the plan: it as it is now, and what to tell."""
     state, hosts = facts.begun, facts.hosts
     here = {node.name: node.address for node in facts.nodes.values() if node.name != facts.let_go}

@@ -14,14 +14,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from ft_core.control.events import Effect, Record, Send
-from ft_core.control.facts import Facts, Node, to
+from ft_core.control.facts import ClusterState, Node, to
 from ft_core.control.groups import Places, by_node
 from ft_core.control.plans import prepare
 from ft_core.control.records import completed
 from ft_core.protocol.messages import (
     Counts,
-    Hold,
     OperationCounts,
+    PauseAfterStep,
     Prepare,
     RoleBeat,
     SendCounts,
@@ -47,7 +47,7 @@ ASK_AGAIN = 2.5
 
 
 @dataclass
-class Attempt:
+class PrestartAttempt:
     """To start roles: of replica groups that are away, or of a node that is drained. One at a time."""
 
     places: Places
@@ -102,10 +102,10 @@ class Returned:
 
 
 @dataclass
-class Returning:
+class Prestart:
     """The attempt under way, and what came of the last ones."""
 
-    attempt: Attempt | None = None
+    attempt: PrestartAttempt | None = None
     failed: int = 0
     """Attempts in a row."""
     returned: Returned = field(default_factory=lambda: Returned(set(), 0.0))
@@ -116,7 +116,7 @@ class Returning:
     _emptied: dict[str, int] = field(default_factory=dict)
     """Nodes where newcomers were ended that others may need the workers of: how many were idle before."""
 
-    def tick(self, facts: Facts, now: float) -> list[Effect]:
+    def tick(self, facts: ClusterState, now: float) -> list[Effect]:
         """All roles have finished a step in this epoch: if there are workers for all roles of a group that is
         away, begin."""
         if self.attempt is not None or self.failed >= ATTEMPTS or now < self.not_before:
@@ -133,14 +133,14 @@ class Returning:
         places = facts.groups.returning(here, idle, capacity, facts.avoided(now))
         return self.begin(facts, places, now) if places else []
 
-    def begin(self, facts: Facts, places: Places, now: float, leaves: str = "") -> list[Effect]:
+    def begin(self, facts: ClusterState, places: Places, now: float, leaves: str = "") -> list[Effect]:
         """Start the roles there. `leaves`: the node that they are to leave, if they are not away."""
         idle = {name: facts.nodes[name].idle for name in set(places.values())} if leaves else {}
         here = set(facts.places)
-        self.attempt = Attempt(places, set(here), leaves, now, idle, unheld=here)
+        self.attempt = PrestartAttempt(places, set(here), leaves, now, idle, unheld=here)
         return to(facts.playing(), SendCounts())
 
-    def counted(self, facts: Facts, message: OperationCounts) -> list[Effect]:
+    def counted(self, facts: ClusterState, message: OperationCounts) -> list[Effect]:
         """A role that takes part says which operations of the start-up phase it has on record."""
         attempt = self.attempt
         if attempt is None or message.role not in attempt.uncounted:
@@ -187,7 +187,7 @@ class Returning:
         return [Send(node.peer, order)] if order is not None and set(order.roles) - set(shown) else []
 
     def prepared(
-        self, facts: Facts, node: str, role: int, counts: Counts, running: bool, now: float
+        self, facts: ClusterState, node: str, role: int, counts: Counts, running: bool, now: float
     ) -> list[Effect]:
         """A role's worker has started there, and waits for its state."""
         attempt = self.attempt
@@ -196,7 +196,7 @@ class Returning:
         attempt.ready[role] = counts
         return self._ask_to_stop(facts, attempt, now) if attempt.complete and running else []
 
-    def ask_again(self, facts: Facts, now: float) -> list[Effect]:
+    def ask_again(self, facts: ClusterState, now: float) -> list[Effect]:
         """Where nobody's step is to be cut off, and not all have stopped after the same one."""
         attempt = self.attempt
         if attempt is None or not attempt.leaves or not attempt.complete or now <= attempt.no_later_than:
@@ -204,7 +204,7 @@ class Returning:
         attempt.held, attempt.unheld = False, set(facts.places)
         return self._ask_to_stop(facts, attempt, now)
 
-    def _ask_to_stop(self, facts: Facts, attempt: Attempt, now: float) -> list[Effect]:
+    def _ask_to_stop(self, facts: ClusterState, attempt: PrestartAttempt, now: float) -> list[Effect]:
         # A step that is cut off is done again: the others are asked to stop where one of theirs ends,
         # and all after the same one, which has to lie ahead of everybody.
         longest = max((beat.step_s for beat in _beats(facts)), default=0.0)
@@ -212,7 +212,7 @@ class Returning:
         attempt.unheard = {node.name for node in facts.playing()}
         return to(facts.playing(), SendHeartbeat())
 
-    def beat(self, facts: Facts, node: str) -> list[Effect]:
+    def beat(self, facts: ClusterState, node: str) -> list[Effect]:
         """A node's heartbeat says how far its roles have come."""
         attempt = self.attempt
         if attempt is None or node not in attempt.unheard:
@@ -221,9 +221,9 @@ class Returning:
         if attempt.unheard:
             return []
         newest = max((beat.step for beat in _beats(facts)), default=0)
-        return to(facts.playing(), Hold(epoch=facts.epoch, step=newest + NOTICE))
+        return to(facts.playing(), PauseAfterStep(epoch=facts.epoch, step=newest + NOTICE))
 
-    def held(self, facts: Facts, role: int, now: float) -> list[Effect]:
+    def held(self, facts: ClusterState, role: int, now: float) -> list[Effect]:
         """A role that takes part has stopped at the end of its step. So do all, or hardly later."""
         attempt = self.attempt
         if attempt is None or not attempt.complete:
@@ -235,7 +235,7 @@ class Returning:
         attempt.no_later_than = now + (ASK_AGAIN if attempt.leaves else SKEW)
         return [Record("held", facts.epoch, "the others stop at the end of a step", (role,))]
 
-    def due(self, facts: Facts, now: float) -> list[int]:
+    def due(self, facts: ClusterState, now: float) -> list[int]:
         """The roles with which the next epoch is to begin now, since nobody would be disturbed by it."""
         attempt = self.attempt
         if attempt is None or not attempt.complete:
@@ -261,7 +261,7 @@ class Returning:
         """The roles that are starting on this node."""
         return self.attempt.on(node) if self.attempt is not None else []
 
-    def fail(self, facts: Facts, reason: str) -> list[Effect]:
+    def fail(self, facts: ClusterState, reason: str) -> list[Effect]:
         """A worker or node of those who start is lost: nobody else notices."""
         if self.attempt is None:
             return []
@@ -271,25 +271,25 @@ class Returning:
         self._failed(facts, self.attempt.places)
         return self._end(facts, self.attempt, "not_returning", reason)
 
-    def _end(self, facts: Facts, attempt: Attempt, event: str, reason: str) -> list[Effect]:
+    def _end(self, facts: ClusterState, attempt: PrestartAttempt, event: str, reason: str) -> list[Effect]:
         self.attempt, self._emptied = None, attempt.idle
         return [
             Record(event, facts.epoch, reason, tuple(sorted(attempt.places))),
-            *to(facts.playing(), Hold(epoch=0, step=0)),
+            *to(facts.playing(), PauseAfterStep(epoch=0, step=0)),
             *_withdraw(facts, attempt.places),
         ]
 
-    def clears(self, facts: Facts) -> bool:
+    def clears(self, facts: ClusterState) -> bool:
         """Whether there will soon be more idle workers: in the places of newcomers that were ended."""
         nodes = facts.nodes
         return any(name in nodes and nodes[name].idle < count for name, count in self._emptied.items())
 
-    def give_up(self, facts: Facts, places: Places) -> list[Effect]:
+    def give_up(self, facts: ClusterState, places: Places) -> list[Effect]:
         """End the workers that play these roles; others take their places."""
         self._failed(facts, places)
         return _withdraw(facts, places)
 
-    def _failed(self, facts: Facts, places: Places) -> None:
+    def _failed(self, facts: ClusterState, places: Places) -> None:
         self.failed += 1
         if self.failed >= ATTEMPTS:
             log.warning(
@@ -307,7 +307,7 @@ class Returning:
         """The plan is another controller's."""
         self.returned, self.attempt, self._emptied = Returned(set(), now), None, {}
 
-    def epoch_ends(self, facts: Facts, now: float) -> list[Effect]:
+    def epoch_ends(self, facts: ClusterState, now: float) -> list[Effect]:
         """If no step has ended since groups came back, it was in vain. The places of those who only begin to
         move may be needed."""
         if self.returned.roles:
@@ -328,7 +328,7 @@ class Returning:
         self.failed = 0
 
 
-def _withdraw(facts: Facts, places: Places) -> list[Effect]:
+def _withdraw(facts: ClusterState, places: Places) -> list[Effect]:
     """End the workers that play these roles; others take their places."""
     return [
         Send(facts.nodes[name].peer, Withdraw(roles=roles))
@@ -337,6 +337,6 @@ def _withdraw(facts: Facts, places: Places) -> list[Effect]:
     ]
 
 
-def _beats(facts: Facts) -> list[RoleBeat]:
+def _beats(facts: ClusterState) -> list[RoleBeat]:
     """What the heartbeats say of those who train."""
     return [beat for node in facts.playing() for beat in node.beats.values()]

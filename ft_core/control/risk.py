@@ -11,7 +11,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from ft_core.control.compact import Segments
-from ft_core.control.facts import Facts
+from ft_core.control.facts import ClusterState
 from ft_core.protocol.groups import roles_in
 from ft_core.protocol.messages import RoleBeat
 
@@ -60,7 +60,7 @@ class Last:
 
 
 @dataclass(frozen=True)
-class Held:
+class ClusterHoldings:
     """Who holds what, at a moment. None of it changes."""
 
     replicas: int
@@ -152,13 +152,15 @@ class Held:
         return len(domains) > self.replicas
 
 
-def held(facts: Facts, last: Last) -> Held:
+def held(facts: ClusterState, last: Last) -> ClusterHoldings:
     """What is held now."""
     plan = facts.begun
     version = (facts.initial or 0) if plan.version is None else plan.version
-    return Held(facts.settings.replicas, version, present(facts), plan.roles, facts.catalogue_now(), last)
+    return ClusterHoldings(
+        facts.settings.replicas, version, present(facts), plan.roles, facts.catalogue_now(), last
+    )
 
 
-def present(facts: Facts) -> list[Present]:
+def present(facts: ClusterState) -> list[Present]:
     """The live nodes."""
     return [Present(node.name, node.hello.domain, node.beats, node.replicas) for node in facts.nodes.values()]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ft_core.control.events import Effect, Enter, Record
-from ft_core.control.facts import Facts
+from ft_core.control.events import AppendLedger, Effect, Record
+from ft_core.control.facts import ClusterState
 from ft_core.elastic.ledger import Ledger
 from ft_core.elastic.rules import Membership
 from ft_core.protocol.messages import Trained
@@ -21,7 +21,7 @@ class Samples:
         self._unknown: dict[int, int | None] = {}
         """The versions of epochs that began before all roles had told of their groups."""
 
-    def begin(self, facts: Facts) -> list[Effect]:
+    def begin(self, facts: ClusterState) -> list[Effect]:
         """Enter that an epoch has begun; later for the first, in which roles tell of their groups."""
         state = facts.begun
         if not facts.groups.known:
@@ -35,7 +35,7 @@ class Samples:
             self._ledger.epoch(state.epoch, state.version, _json(facts.groups.membership))
         return self._entered()
 
-    def trained(self, facts: Facts, message: Trained) -> list[Effect]:
+    def trained(self, facts: ClusterState, message: Trained) -> list[Effect]:
         """A role has trained a step's samples."""
         self._waiting.append(message)
         effects = self.begin(facts)
@@ -56,7 +56,7 @@ class Samples:
 
     def _entered(self) -> list[Effect]:
         lines, self._lines[:] = list(self._lines), []
-        return [Enter(line) for line in lines]
+        return [AppendLedger(line) for line in lines]
 
 
 def _json(membership: Membership) -> dict[str, object]:

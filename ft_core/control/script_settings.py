@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ft_core.control.events import Effect, Peer, Send
-from ft_core.control.facts import Facts, Node
+from ft_core.control.facts import ClusterState, Node
 from ft_core.errors import ConfigError
 from ft_core.protocol.messages import Configure, ConfigureAnswer, UseSettings
 
@@ -29,7 +29,7 @@ class ScriptSettings:
     values: Mapping[str, Any] | None = None
     asking: list[tuple[Peer, Configure]] = field(default_factory=list)
 
-    def take(self, facts: Facts, values: Mapping[str, Any]) -> bool:
+    def take(self, facts: ClusterState, values: Mapping[str, Any]) -> bool:
         """Use `values` from now on. Returns whether they are news.
 
         Raises ConfigError if they cannot be had, or are not the first.
@@ -51,7 +51,7 @@ class ScriptSettings:
             return []
         return [Send(node.peer, UseSettings(settings=dict(self.values)))]
 
-    def used_by_all(self, facts: Facts) -> bool:
+    def used_by_all(self, facts: ClusterState) -> bool:
         """Whether somebody waits, and the agents of all roles use the settings."""
         playing = (facts.nodes.get(name) for name in facts.hosts)
         return bool(self.asking) and all(
@@ -70,12 +70,12 @@ def answer(question: Configure, error: str = "") -> ConfigureAnswer:
     return ConfigureAnswer(worker=question.worker, id=question.id, error=error)
 
 
-def spares_started(facts: Facts) -> int:
+def spares_started(facts: ClusterState) -> int:
     """Those that `ftrun` has started, or that have joined since."""
     return max(facts.settings.spares, len(facts.nodes.keys() - facts.hosts.keys()))
 
 
-def warn_of_spares(facts: Facts, started: int) -> None:
+def warn_of_spares(facts: ClusterState, started: int) -> None:
     """The script asks for more than there are."""
     log.warning(
         "%s asks for %d spares; there are %d: bring more with `ftrun --join %s --job-dir %s` "

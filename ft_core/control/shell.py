@@ -24,31 +24,31 @@ import msgspec
 from ft_core.control import pulses
 from ft_core.control.events import (
     Admitted,
+    AppendLedger,
     Arriving,
     Close,
     Disconnected,
     Effect,
     End,
-    Enter,
     Event,
     Failed,
     Greeted,
     LauncherGone,
+    MessageBatch,
     Peer,
+    PrintConsole,
     Pulsed,
     Received,
     Record,
     Refuse,
     Refused,
     Resign,
-    Say,
     Send,
     Terminate,
     Tick,
-    Together,
 )
 from ft_core.control.inside import Reply
-from ft_core.control.keeper import Keeper
+from ft_core.control.keeper import LeaseRenewer
 from ft_core.control.machine import FAILURES, Controller
 from ft_core.control.metrics import PAGES
 from ft_core.control.tree import BEATS, Branch, Client, Member, Other, Said, Tree
@@ -59,7 +59,7 @@ from ft_core.leadership.lease import Lease, clock
 from ft_core.process import parent, sigterm
 from ft_core.process.awake import AwakeClock
 from ft_core.process.collector import WhenQuiet
-from ft_core.process.lines import VOICE
+from ft_core.process.lines import LOG_CONTEXT
 from ft_core.process.outlet import FileOutlet, say
 from ft_core.process.refusals import Refusals
 from ft_core.process.tasks import Tasks
@@ -74,16 +74,16 @@ from ft_core.protocol.http_server import Server
 from ft_core.protocol.messages import (
     FROM_CLIENT,
     AgentHello,
-    Calls,
     CtlHello,
     Denied,
     FromAgent,
     FromCtl,
-    GoThrough,
     Hosts,
     Message,
     Pulse,
+    RouteRequest,
     ToCtl,
+    UseRelay,
 )
 from ft_core.protocol.pulses import receiver
 from ft_core.protocol.sockets import listen
@@ -113,11 +113,11 @@ _CLIENTS = OrBundle(FROM_CLIENT)
 
 
 @dataclass
-class Office:
+class LeaderContext:
     """What a controller has by its election."""
 
     lease: Lease
-    keeper: Keeper
+    keeper: LeaseRenewer
     address: str
     """Where it is to listen."""
     notes: Notes
@@ -136,7 +136,7 @@ class Shell:
         settings: Settings,
         job_dir: Path,
         failed_before: int | None = None,
-        office: Office | None = None,
+        office: LeaderContext | None = None,
     ) -> None:
         """`failed_before`: None for the job's first controller; else how many in a row have failed until now
         of an error of their own. `office`: of a controller that was elected."""
@@ -194,7 +194,7 @@ class Shell:
         listener, datagrams = await self._listen()
         tasks.spawn(door.serve(listener, self._secret, "the controller", self._accept))
         self._handle(Arriving(0))  # it begins
-        VOICE.about = lambda: {"epoch": self.machine.facts.epoch, "step": self.machine.account.version}
+        LOG_CONTEXT.about = lambda: {"epoch": self.machine.facts.epoch, "step": self.machine.account.version}
         http = self._serve_http()
         if self._office is None:  # or it goes when its node does, see `control.candidate`
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._handle, Terminate())
@@ -367,9 +367,9 @@ class Shell:
                 case Record():
                     self.events.write(_line(effect, self._lease.term))
                     self._note(effect)
-                case Enter(line):
+                case AppendLedger(line):
                     self._samples.write(line)
-                case Say(text, level):
+                case PrintConsole(text, level):
                     say(text, level)
                 case End(code):
                     if not self._done.done():
@@ -430,18 +430,18 @@ class Shell:
 
     async def _admit(self, connection: Connection) -> None:
         """Shake hands, hear who it is, and serve it until it leaves, unless another is to speak for it."""
-        calls: Calls | None = None
+        calls: RouteRequest | None = None
         try:
             self._arrive(1)
             try:
                 channel = await AsyncChannel.accept(connection, self._secret, _CLIENTS)
                 self._handle(Admitted())
                 hello = await channel.recv()
-                if isinstance(hello, Calls):
+                if isinstance(hello, RouteRequest):
                     if there := await self._tree.place(hello):
-                        return await channel.send(GoThrough(there))
+                        return await channel.send(UseRelay(there))
                     calls = hello
-                    channel.post(GoThrough(""))
+                    channel.post(UseRelay(""))
                     async with asyncio.timeout(handshake.PATIENCE):  # it has somebody's place
                         hello = await channel.recv()
             finally:
@@ -453,7 +453,9 @@ class Shell:
             if calls is not None:
                 self._tree.leaves()
 
-    async def _serve_client(self, channel: Client, hello: AgentHello | CtlHello, calls: Calls | None) -> None:
+    async def _serve_client(
+        self, channel: Client, hello: AgentHello | CtlHello, calls: RouteRequest | None
+    ) -> None:
         says, peer = _MAY_SAY[type(hello)], self._enter(channel)
         branch: Branch | None = None
 
@@ -496,7 +498,7 @@ class Shell:
         self._handle(Disconnected(peer))
 
     def _heard_together(self, messages: Sequence[tuple[Peer, FromAgent]]) -> None:
-        self._handle(Together(messages))
+        self._handle(MessageBatch(messages))
 
     def _pulsed(self, pulses: Sequence[Pulse]) -> None:
         self._handle(Pulsed(pulses))

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ft_core.control.events import Effect, Record, Say
+from ft_core.control.events import Effect, PrintConsole, Record
 from ft_core.control.explain import some
-from ft_core.control.facts import Facts
+from ft_core.control.facts import ClusterState
 from ft_core.control.phases import Forming, Phase, Rebuilding
 from ft_core.protocol.goodput import Cause
 
@@ -67,23 +67,23 @@ class Story:
         """Whether anything has: before, a spare that comes is what is expected."""
 
     def tell(
-        self, effects: Iterable[Effect], facts: Facts, phase: Phase, now: float, wall: float
-    ) -> list[Say]:
+        self, effects: Iterable[Effect], facts: ClusterState, phase: Phase, now: float, wall: float
+    ) -> list[PrintConsole]:
         """What is to be said of the events among these effects, and of those that have waited for it."""
-        said: list[Say] = []
+        said: list[PrintConsole] = []
         for effect in effects:
             if type(effect) is Record:
                 level = "WARNING" if effect.event in (*_WARNINGS, "detected") else "INFO"
                 lines = self._lines(effect, facts, phase, now, wall)
-                said += [Say(f"ftrun: {line}", level) for line in lines]
+                said += [PrintConsole(f"ftrun: {line}", level) for line in lines]
         for name, nodes in self._nodes.items():
             if nodes.waiting and now >= nodes.until:
                 text = f"{len(nodes.waiting):,} nodes have {_NODES[name]}: {some(nodes.waiting)}"
-                said.append(Say(f"ftrun: {text}"))
+                said.append(PrintConsole(f"ftrun: {text}"))
                 nodes.waiting, nodes.until = [], now + TOGETHER
         return said
 
-    def _lines(self, record: Record, facts: Facts, phase: Phase, now: float, wall: float) -> list[str]:
+    def _lines(self, record: Record, facts: ClusterState, phase: Phase, now: float, wall: float) -> list[str]:
         reason, node = record.reason.partition("\n")[0], record.more.get("node", "")
         self._failed |= record.event in _FAILURES
         match record.event:
@@ -117,7 +117,7 @@ class Story:
                 return [reason]
         return []
 
-    def _ended(self, record: Record, reason: str, facts: Facts, wall: float) -> list[str]:
+    def _ended(self, record: Record, reason: str, facts: ClusterState, wall: float) -> list[str]:
         """An epoch has ended, or ends already."""
         if "spent" in record.more and self._recovery is None:
             noticing = record.more.get("unfinished", {}).get(Cause.DETECTION, 0.0)
@@ -136,7 +136,7 @@ class Story:
         where = f" in step {facts.reached + 1:,}" if facts.trained else ""
         return [f"failure{where}: {what}"]
 
-    def _decided(self, record: Record, facts: Facts) -> list[str]:
+    def _decided(self, record: Record, facts: ClusterState) -> list[str]:
         found = self._recovery
         if found is None:
             return []

@@ -14,7 +14,7 @@ from enum import Enum, auto
 from msgspec.structs import replace
 
 from ft_core.errors import FAILED
-from ft_core.protocol.messages import Fault, Strike, WorkerLost
+from ft_core.protocol.messages import FailureRecord, Fault, WorkerLost
 
 TRIES = 8
 """Recoveries in a row without a step that nobody had done before, after which the job ends."""
@@ -93,10 +93,10 @@ class Strikes:
     limit: int
     """How many strikes within `seconds` make a node one to be avoided; 0: none is."""
     seconds: float
-    _all: list[tuple[float, Strike]] = field(default_factory=list)
+    _all: list[tuple[float, FailureRecord]] = field(default_factory=list)
     """Oldest first, with when they were."""
 
-    def add(self, strike: Strike, now: float) -> bool:
+    def add(self, strike: FailureRecord, now: float) -> bool:
         """Whether it is news: a controller that was restarted is told again."""
         if any(_same(strike, known) for _, known in self._all):
             return False
@@ -105,16 +105,16 @@ class Strikes:
         ]
         return True
 
-    def take(self, strikes: Iterable[Strike], now: float) -> None:
+    def take(self, strikes: Iterable[FailureRecord], now: float) -> None:
         """What another controller knew."""
         for strike in strikes:
             self.add(strike, now)
 
-    def value(self, now: float) -> list[Strike]:
+    def value(self, now: float) -> list[FailureRecord]:
         """For a successor."""
         return [replace(strike, age=max(0.0, now - at)) for at, strike in self._current(now)]
 
-    def against(self, where: str, now: float) -> list[Strike]:
+    def against(self, where: str, now: float) -> list[FailureRecord]:
         """What counts against a place. What has followed its role to another one, in the same step, does not.
 
         A strike of its device counts against the node: its roles go elsewhere, and the device is named.
@@ -179,26 +179,28 @@ class Strikes:
         """The places where a role has failed in this step."""
         return sorted({s.place for _, s in self._all if s.role == role and s.step == step})
 
-    def _follows(self, strike: Strike) -> bool:
+    def _follows(self, strike: FailureRecord) -> bool:
         if strike.role < 0 or strike.step < 0:
             return False
         return len(self.everywhere(strike.role, strike.step)) > 1
 
-    def _current(self, now: float) -> list[tuple[float, Strike]]:
+    def _current(self, now: float) -> list[tuple[float, FailureRecord]]:
         return [(at, strike) for at, strike in self._all if now - at <= self.seconds]
 
 
-def of_worker(lost: WorkerLost, node: str, trained: bool = True) -> Strike:
+def of_worker(lost: WorkerLost, node: str, trained: bool = True) -> FailureRecord:
     """The end of a worker. `trained`: somebody has come through what an exception in start-up comes of: then
     that counts against the node."""
     script = lost.fault is Fault.EXCEPTION and not trained
     step = max(lost.step, 0) if script else lost.step
-    return Strike(place(node), lost.device, lost.role, lost.pid, step, lost.fault, lost.signature, lost.age)
+    return FailureRecord(
+        place(node), lost.device, lost.role, lost.pid, step, lost.fault, lost.signature, lost.age
+    )
 
 
-def of_node(node: str, agent: int, fault: Fault) -> Strike:
+def of_node(node: str, agent: int, fault: Fault) -> FailureRecord:
     """The loss of a node. `agent`: its pid."""
-    return Strike(place(node), -1, -1, agent, -1, fault, "", age=0.0)
+    return FailureRecord(place(node), -1, -1, agent, -1, fault, "", age=0.0)
 
 
 def ends(lost: WorkerLost, trained: bool, same_again: bool) -> str:
@@ -218,5 +220,5 @@ def exit_code(lost: WorkerLost) -> int:
     return lost.code if lost.code > 0 and lost.code != FAILED else 1
 
 
-def _same(a: Strike, b: Strike) -> bool:
+def _same(a: FailureRecord, b: FailureRecord) -> bool:
     return (a.place, a.role, a.pid, a.fault) == (b.place, b.role, b.pid, b.fault)

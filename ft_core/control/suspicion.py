@@ -17,7 +17,7 @@ from bisect import bisect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from ft_core.protocol.messages import NodeName, Reach, Version
+from ft_core.protocol.messages import NodeName, ProbeResult, Version
 
 RETURN_GRACE = 0.3
 """Seconds that an agent whose connection broke has to come back before its node counts as lost."""
@@ -64,7 +64,7 @@ class Rhythm:
 
 
 @dataclass
-class Sight:
+class NodeLiveness:
     """What is seen of one node, over one connection."""
 
     heard: float
@@ -77,7 +77,7 @@ class Sight:
     """When the process beside its agent said last that the machine lives."""
     pulses: int = -1
     """The number of that word."""
-    answers: dict[NodeName, Reach] = field(default_factory=dict)
+    answers: dict[NodeName, ProbeResult] = field(default_factory=dict)
     """By witness, whether it reaches the node, since that was heard last, or its connection broke."""
     counts_from: int = 0
     """The first round of questions whose answers are no older than that."""
@@ -112,7 +112,7 @@ class Sight:
         `asked_next`: the next round of questions."""
         self.gone_since, self.answers, self.counts_from = now, {}, asked_next
 
-    def answered(self, witness: NodeName, reach: Reach, asked: int) -> None:
+    def answered(self, witness: NodeName, reach: ProbeResult, asked: int) -> None:
         """A witness says whether it reaches the node, of which it was `asked` in that round."""
         if asked >= self.counts_from:
             self.answers = {**self.answers, witness: reach}

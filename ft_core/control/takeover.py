@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ft_core.control.events import Effect, Send
-from ft_core.control.facts import Facts, epoch_of
+from ft_core.control.facts import ClusterState, epoch_of
 from ft_core.control.goodput import Found
 from ft_core.control.phases import Rebuilding
 from ft_core.control.progress import Progress
@@ -18,12 +18,12 @@ REPEAT = 1.0
 """Seconds after which another is asked for the plan."""
 
 
-def newest(facts: Facts) -> int:
+def newest(facts: ClusterState) -> int:
     """The epoch of the newest plan that a node has begun."""
     return max((epoch_of(node.greeted_with) for node in facts.nodes.values()), default=0)
 
 
-def ask(facts: Facts, phase: Rebuilding, now: float) -> list[Effect]:
+def ask(facts: ClusterState, phase: Rebuilding, now: float) -> list[Effect]:
     """Ask one of those who have begun the newest plan what it is."""
     if now - phase.asked_at < REPEAT:
         return []
@@ -33,7 +33,7 @@ def ask(facts: Facts, phase: Rebuilding, now: float) -> list[Effect]:
     return [Send(asked.peer, SendState())]
 
 
-def found(facts: Facts, progress: Progress) -> Found:
+def found(facts: ClusterState, progress: Progress) -> Found:
     """How far the epoch under way is."""
     plan, nodes = facts.begun, facts.playing()
     base = (facts.initial or 0) if plan.version is None else plan.version
@@ -44,12 +44,12 @@ def found(facts: Facts, progress: Progress) -> Found:
     return Found(plan.epoch, base, newest, *about)
 
 
-def share(facts: Facts) -> float:
+def share(facts: ClusterState) -> float:
     """The share of the replica groups that takes part."""
     return len(facts.places) / facts.settings.world_size
 
 
-def complete(facts: Facts, phase: Rebuilding, arriving: int, now: float) -> bool:
+def complete(facts: ClusterState, phase: Rebuilding, arriving: int, now: float) -> bool:
     """Whether it has heard from everybody, spares with their copies included, or it is clear who does not
     come."""
     missing = facts.begun.nodes.keys() - facts.nodes.keys()
@@ -63,12 +63,12 @@ def complete(facts: Facts, phase: Rebuilding, arriving: int, now: float) -> bool
     return now - phase.began > GRACE and quiet > rest and not waits
 
 
-def unbegun(facts: Facts, plan: Plan) -> bool:
+def unbegun(facts: ClusterState, plan: Plan) -> bool:
     """Whether a node has yet to begin the plan: what its roles go on from only the former controller knew."""
     return any(node.begun != plan.id for node in facts.playing())
 
 
-def dead(facts: Facts, plan: Plan) -> list[int]:
+def dead(facts: ClusterState, plan: Plan) -> list[int]:
     """Roles without a worker. Nodes that have not begun the plan are sent it, and give its newcomers some."""
     behind = {node.name for node in facts.nodes.values() if node.begun != plan.id}
     given = {role for role in plan.newcomers if plan.roles.get(role) in behind}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ft_core.control.goodput import Standing
-from ft_core.control.risk import Held
+from ft_core.control.risk import ClusterHoldings
 from ft_core.protocol.goodput import Cause
 from ft_core.protocol.messages import Fault, RoleBeat
 
@@ -43,7 +43,7 @@ class Durations:
 
 
 @dataclass
-class Tally:
+class JobMetrics:
     """Counts what this controller has seen."""
 
     failures: Counter[tuple[str, str, str]] = field(default_factory=Counter)
@@ -167,7 +167,7 @@ class Numbers:
     writes: tuple[list[int], float]
     broken: set[tuple[str, int]]
     """Devices that have failed of late: the node, and the index."""
-    held: Held | None
+    held: ClusterHoldings | None
     """Who has what of the roles' state; None before anybody plays a role."""
     standing: Standing
     unprotected: str

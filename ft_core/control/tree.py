@@ -23,7 +23,7 @@ from ft_core.protocol.bundle import FULL, OWN, Bundle, pack
 from ft_core.settings import Settings
 
 Said = m.FromAgent | m.FromCtl
-Other = m.Calls | m.GoesElsewhere
+Other = m.RouteRequest | m.LeavingRelay
 """What is said about the way that something takes."""
 Client = AsyncChannel[Said | Other | Bundle]
 
@@ -138,7 +138,7 @@ class Tree:
 
     # -- who goes where ----------------------------------------------------------------------------
 
-    async def place(self, calls: m.Calls) -> str:
+    async def place(self, calls: m.RouteRequest) -> str:
         """Where the agent that calls is to go; empty: it stays, until `leaves`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _GATHER
@@ -225,7 +225,7 @@ class Tree:
         if peer is not None and type(message) in _AGENT and type(message) is not m.AgentHello:
             self._said.append((peer, cast(m.FromAgent, message)))
             return
-        if isinstance(message, m.GoesElsewhere):
+        if isinstance(message, m.LeavingRelay):
             if peer is not None:
                 del branch.members[number]
                 self._may_return(peer)

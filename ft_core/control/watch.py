@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection
 
 from ft_core.control.events import Effect, Send
-from ft_core.control.facts import Facts, Node
+from ft_core.control.facts import ClusterState, Node
 from ft_core.control.links import Links
 from ft_core.control.suspicion import ASK, ASK_AGAIN, Steps, chosen
 from ft_core.protocol.messages import NodeName, NodesProbed, PlanId, ProbeNodes, Version
@@ -19,10 +19,10 @@ LOOK = 1 / 20
 connection is gone is seen at once."""
 
 
-class Watch:
+class FailureDetector:
     """One controller's."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: ClusterState) -> None:
         self._facts = facts
         self.doubting: set[NodeName] = set()
         """Nodes of which a worker, or the agent, saw a connection to a peer break in this epoch."""

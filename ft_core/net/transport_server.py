@@ -44,7 +44,7 @@ from ft_core.protocol.transfers import (
     Request,
     SegmentLent,
 )
-from ft_core.state.manifest import CHUNK, Room, Segment
+from ft_core.state.manifest import CHUNK, CopyTarget, Segment
 
 log = logging.getLogger(__name__)
 _Channel = Channel[Request]
@@ -60,7 +60,9 @@ class SegmentStore(Protocol):
     followed by `discard`. Methods may raise FtError: its text goes to the sender.
     """
 
-    def begin(self, segment: Segment, version: int, epoch: int, checksums: Sequence[int]) -> Room | None:
+    def begin(
+        self, segment: Segment, version: int, epoch: int, checksums: Sequence[int]
+    ) -> CopyTarget | None:
         """Room for a copy, or None: a verified one is here already."""
 
     def commit(self, segment: Segment, version: int) -> None:
@@ -117,7 +119,7 @@ class _Push:
         segment: Segment,
         version: int,
         epoch: int,
-        room: Room,
+        room: CopyTarget,
         checksums: Sequence[int],
         end: float,
     ) -> None:

@@ -21,7 +21,7 @@ from ft_core.node import orphans, pulse
 from ft_core.node.shell import LAST_WORD, NodeShell, kill_node
 from ft_core.process import collector, last_line, parent
 from ft_core.process.descriptors import check_limit
-from ft_core.process.lines import VOICE
+from ft_core.process.lines import LOG_CONTEXT
 from ft_core.process.outlet import console, log_to_console
 from ft_core.settings import Settings, read_secret
 
@@ -53,8 +53,8 @@ def main() -> int:
     settings, loop = Settings.read(args.job_dir), pulse.Loop()
     about = read_secret(args.job_dir), args.node, settings.pulse
     orphans.own(pulse.start(loop, *about))  # before there is any thread
-    VOICE.json, VOICE.component = settings.log_format == "json", "agent"
-    VOICE.about = lambda: {"node": args.node}
+    LOG_CONTEXT.json, LOG_CONTEXT.component = settings.log_format == "json", "agent"
+    LOG_CONTEXT.about = lambda: {"node": args.node}
     log_to_console()
     console().keep(args.job_dir / "logs" / f"{args.node}-{os.getpid()}" / "agent.log")
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -26,7 +26,7 @@ NONE = -1
 """The version of a state that is not there."""
 
 
-class Doing(Enum):
+class WorkerState(Enum):
     """What a worker is there for."""
 
     STARTING = auto()
@@ -51,7 +51,7 @@ class Worker:
     device: int
     """-1: a standby, for any."""
     pid: int = 0
-    doing: Doing = Doing.STARTING
+    doing: WorkerState = WorkerState.STARTING
     role: int = -1
     """If it has one."""
     quiesced: int = 0
@@ -89,12 +89,12 @@ class Worker:
     @property
     def plays(self) -> bool:
         """Whether it has a role."""
-        return self.doing in (Doing.PLAYING, Doing.FINISHED)
+        return self.doing in (WorkerState.PLAYING, WorkerState.FINISHED)
 
     @property
     def is_ready(self) -> bool:
         """Whether it has started a role ahead of need, and waits for its state."""
-        return self.doing is Doing.AHEAD and self.stage == "training"
+        return self.doing is WorkerState.AHEAD and self.stage == "training"
 
     @property
     def state_is_replicated(self) -> bool:
@@ -102,7 +102,7 @@ class Worker:
         return self.group is not None and self.group.redundancy is Redundancy.REPLICATED
 
 
-class Crew:
+class WorkerTable:
     """All of a node's workers, by number."""
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class Crew:
     def ahead(self) -> list[Worker]:
         """Workers that start up a role ahead of need, have done so, or are about to; no others of them."""
         there = (worker for worker in self._workers.values() if worker.meant_for >= 0)
-        return [w for w in there if not w.ordered and w.doing in (Doing.STARTING, Doing.AHEAD)]
+        return [w for w in there if not w.ordered and w.doing in (WorkerState.STARTING, WorkerState.AHEAD)]
 
     def playing(self) -> list[Worker]:
         """Workers with a role."""
@@ -156,7 +156,7 @@ class Crew:
 
     def idle(self) -> list[Worker]:
         """Workers that wait for a role, those tied to a device first."""
-        found = (worker for worker in self._workers.values() if worker.doing is Doing.IDLE)
+        found = (worker for worker in self._workers.values() if worker.doing is WorkerState.IDLE)
         return sorted(found, key=lambda worker: (worker.device < 0, worker.number))
 
     def choose(self, device: int, devices: int) -> Worker | None:

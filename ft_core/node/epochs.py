@@ -1,7 +1,7 @@
 """A node in the job's epochs: which one it is in, who plays its roles in it, and what it holds of them.
 
-Here is what a plan means for a node (`Epochs.begin`), and what it could give to the next one
-(`Epochs.holdings`).
+Here is what a plan means for a node (`EpochExecutor.begin`), and what it could give to the next one
+(`EpochExecutor.holdings`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ import msgspec
 from ft_core.node import holdings
 from ft_core.node.about import About
 from ft_core.node.copies import Copies
-from ft_core.node.crew import NONE, Crew, Doing, Worker
+from ft_core.node.crew import NONE, Worker, WorkerState, WorkerTable
 from ft_core.node.events import (
     BeginEpoch,
-    Bring,
-    Brought,
     Commit,
     DropAfter,
     DurableDone,
     Effect,
+    FetchState,
     KeepOnly,
     Kill,
     ReadFlight,
@@ -34,6 +33,7 @@ from ft_core.node.events import (
     Report,
     Say,
     ShowRest,
+    StateFetched,
     ToController,
     ToWorker,
     UsePlan,
@@ -41,7 +41,7 @@ from ft_core.node.events import (
     WriteStacks,
 )
 from ft_core.node.ready import Ready
-from ft_core.node.said import OfRole, Said
+from ft_core.node.said import OfRole, PendingReports
 from ft_core.node.view import View
 from ft_core.protocol import messages as m
 from ft_core.protocol.groups import runs_of, text_of
@@ -54,10 +54,10 @@ ANSWERS = 10.0
 """Seconds in which a standby that was ready answers once it has a role: until then it has only waited."""
 
 
-class Epochs:
+class EpochExecutor:
     """The epoch under way on one node, or what comes between two."""
 
-    def __init__(self, about: About, settings: Settings, crew: Crew, view: View) -> None:
+    def __init__(self, about: About, settings: Settings, crew: WorkerTable, view: View) -> None:
         self.about, self.settings = about, settings
         self.configured: dict[str, Any] | None = None
         """Settings that the script has brought; `settings` has them in it."""
@@ -68,14 +68,14 @@ class Epochs:
         self.parts: list[m.Version] = []
         """The parts of the script that all roles have come to the end of, as far as is known here."""
         self.crew = crew
-        self.said = Said()
+        self.said = PendingReports()
         self.now = 0.0
         self.effects: list[Effect] = []
         """What the event that is being handled has led to."""
         self._view = view
         self._copies = Copies(about.node)
         self.ready = Ready(about, crew, view)
-        self._strikes: tuple[float, list[m.Strike]] = 0.0, []
+        self._strikes: tuple[float, list[m.FailureRecord]] = 0.0, []
         """For a successor of the controller: failures, and when it has told of them."""
         self._stuck_at = math.inf
         """When workers are killed that have not left their step for this epoch."""
@@ -146,7 +146,7 @@ class Epochs:
 
         def waits(worker: Worker) -> bool:
             epoch, part = worker.completed
-            return worker.doing is Doing.FINISHED or (epoch == self.epoch and part > len(self.parts))
+            return worker.doing is WorkerState.FINISHED or (epoch == self.epoch and part > len(self.parts))
 
         return frozenset(worker.role for worker in self.crew.playing() if waits(worker))
 
@@ -209,7 +209,7 @@ class Epochs:
             strikes = [msgspec.structs.replace(s, age=s.age + self.now - at) for s in kept]
             self.post(m.KeptState(plan.state, strikes))
 
-    def keep_strikes(self, strikes: list[m.Strike]) -> None:
+    def keep_strikes(self, strikes: list[m.FailureRecord]) -> None:
         """What the controller knows of failures."""
         self._strikes = self.now, strikes
 
@@ -337,7 +337,7 @@ class Epochs:
         for worker in self.crew.playing():
             if worker.role in roles:
                 self.said.forget([worker.role])
-                worker.doing = Doing.WITHDRAWN
+                worker.doing = WorkerState.WITHDRAWN
                 self.do(Kill(worker.number))
 
     def _withdraw_all_but(self, roles: Collection[int]) -> None:
@@ -375,7 +375,7 @@ class Epochs:
         if (worker := self.crew.choose(role % nproc, nproc)) is None:
             self.say(m.NoIdleWorker(self.epoch, role))
             return None
-        worker.doing, worker.role = Doing.PLAYING, role
+        worker.doing, worker.role = WorkerState.PLAYING, role
         environment = self.about.environment_of(role, worker.device, master, self.settings)
         assign = m.Assign(
             role, self.settings.world_size, environment, self._with_settings(plan), self.crew.ending
@@ -417,11 +417,11 @@ class Epochs:
                 if there or plan.worker.origin != "initial" or plan.sources.get(role):
                     held.append(role)  # else its script makes the initial state by itself
         if held:
-            self.do(Bring(worker.number, worker.role, tuple(held), plan))
+            self.do(FetchState(worker.number, worker.role, tuple(held), plan))
         else:
             self.do(ToWorker(worker.number, m.Restore(plan.epoch, version, [])))
 
-    def brought(self, event: Brought) -> None:
+    def brought(self, event: StateFetched) -> None:
         """What a role goes on from is in memory here, or nobody had it whole. If its epoch is over, the
         worker knows that."""
         order, plan = event.order, event.order.plan

@@ -112,10 +112,10 @@ class Replicated:
 
 
 @dataclass(frozen=True)
-class Brought:
+class StateFetched:
     """What was wanted is in memory here; `failed`: why it is not."""
 
-    order: Bring
+    order: FetchState
     copies: tuple[CopyHere, ...] = ()
     failed: str = ""
 
@@ -151,7 +151,7 @@ class Probed:
     """Which nodes this one reaches, as `Probe` wanted it."""
 
     round: int
-    reach: dict[str, m.Reach]
+    reach: dict[str, m.ProbeResult]
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class RecordsFound:
 
 Event = (
     Begin | Connected | NotConnected | FromController | Forked | WorkerReady | FromWorker | WorkerEnded
-    | WorkerGone | Signalled | Replicated | Brought | DurableDone | DurableListed | FlightRead | Probed
+    | WorkerGone | Signalled | Replicated | StateFetched | DurableDone | DurableListed | FlightRead | Probed
     | Examined | PeerAsks | RecordsFound | Tick | Terminate | LauncherGone
 )  # fmt: skip
 
@@ -214,8 +214,8 @@ class ToController:
 
 @dataclass(frozen=True)
 class Report:
-    """To the controller: `Epochs.report()`, once what stands before this is done. From `BeginEpoch` on no
-    copy comes in that would push out another; what is reported stays."""
+    """To the controller: `EpochExecutor.report()`, once what stands before this is done. From `BeginEpoch` on
+    no copy comes in that would push out another; what is reported stays."""
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ class Reserve:
 
 
 @dataclass(frozen=True)
-class Strike:
+class InvalidateCopy:
     """Never use a copy again: it is corrupt."""
 
     role: int
@@ -342,9 +342,9 @@ class Replicate:
 
 
 @dataclass(frozen=True)
-class Bring:
+class FetchState:
     """Have the plan's version of the roles `held`, the worker's own and those that it has adopted, in
-    memory here: `Brought`."""
+    memory here: `StateFetched`."""
 
     worker: Number
     role: int
@@ -450,7 +450,7 @@ class End:
 
 Effect = (
     ToController | Report | ToWorker | Start | Kill | Signal | ShowRest | SetApart | Commit | BeginEpoch
-    | UsePlan | UseSettings | DropAfter | KeepOnly | Reserve | Strike | Replicate | Bring | WriteDurable
-    | LookForDurable | ReadFlight | WriteStacks | Probe | AskPeer | AnswerPeer | AskRecords | KillNode
-    | BecomeSpare | Say | End
+    | UsePlan | UseSettings | DropAfter | KeepOnly | Reserve | InvalidateCopy | Replicate | FetchState
+    | WriteDurable | LookForDurable | ReadFlight | WriteStacks | Probe | AskPeer | AnswerPeer | AskRecords
+    | KillNode | BecomeSpare | Say | End
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-from ft_core.node.crew import Crew
+from ft_core.node.crew import WorkerTable
 from ft_core.node.view import View
 from ft_core.protocol import messages as m
 from ft_core.protocol.groups import runs_of, text_of
@@ -13,7 +13,7 @@ from ft_core.protocol.groups import runs_of, text_of
 K = TypeVar("K")
 
 
-def roles_held(here: Iterable[int], crew: Crew, view: View) -> dict[int, m.RoleHeld]:
+def roles_held(here: Iterable[int], crew: WorkerTable, view: View) -> dict[int, m.RoleHeld]:
     """What is held of the roles that are `here`, by the plan."""
     found = {}
     for role in here:
@@ -86,7 +86,7 @@ def _versions(held: Mapping[K, list[m.Version]]) -> list[tuple[m.Version, ...]]:
     return each[:1] if all(one == each[0] for one in each) else each
 
 
-def beats(crew: Crew, view: View) -> dict[m.Role, m.RoleBeat]:
+def beats(crew: WorkerTable, view: View) -> dict[m.Role, m.RoleBeat]:
     """How far the workers that have roles have come."""
     found = {}
     ready = {worker.meant_for: worker.pid for worker in crew.ahead() if worker.is_ready}
@@ -110,7 +110,7 @@ def beats(crew: Crew, view: View) -> dict[m.Role, m.RoleBeat]:
     return found
 
 
-def role_state(role: int, crew: Crew, view: View) -> m.RoleState:
+def role_state(role: int, crew: WorkerTable, view: View) -> m.RoleState:
     """A role's segments and what protecting them has taken so far, for `ftctl plan`."""
     worker = crew.of_role(role)
     return m.RoleState(

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 _WARN_EVERY = 60.0
 
 
-class Looker:
+class LeaderWatcher:
     """Whom this agent obeys: the leader, as it was found last. For the event loop that it was made in."""
 
     def __init__(

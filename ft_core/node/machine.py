@@ -20,14 +20,13 @@ from msgspec.structs import replace
 
 from ft_core.node import holdings
 from ft_core.node.about import About
-from ft_core.node.crew import Crew, Doing, Worker, in_words, lost
-from ft_core.node.epochs import Epochs
+from ft_core.node.crew import Worker, WorkerState, WorkerTable, in_words, lost
+from ft_core.node.epochs import EpochExecutor
 from ft_core.node.events import (
     AnswerPeer,
     AskPeer,
     BecomeSpare,
     Begin,
-    Brought,
     Connected,
     DurableDone,
     DurableListed,
@@ -39,6 +38,7 @@ from ft_core.node.events import (
     Forked,
     FromController,
     FromWorker,
+    InvalidateCopy,
     Kill,
     KillNode,
     LauncherGone,
@@ -52,7 +52,7 @@ from ft_core.node.events import (
     Reserve,
     Signalled,
     Start,
-    Strike,
+    StateFetched,
     Terminate,
     Tick,
     ToWorker,
@@ -99,8 +99,8 @@ class Agent:
     def __init__(self, about: About, settings: Settings, view: View) -> None:
         self.about = about
         self.phase = Phase.SERVING
-        self.crew = Crew()
-        self.epochs = Epochs(about, settings, self.crew, view)
+        self.crew = WorkerTable()
+        self.epochs = EpochExecutor(about, settings, self.crew, view)
         self._view = view
         self._plans = Received()
         self._beat: tuple[float, m.Heartbeat | None] = -math.inf, None
@@ -134,7 +134,7 @@ class Agent:
         """For metrics, as of now."""
         beat = self.epochs.heartbeat()
         workers = Counter(worker.doing.name.lower() for worker in self.crew)
-        states = {doing.name.lower(): workers[doing.name.lower()] for doing in Doing}
+        states = {doing.name.lower(): workers[doing.name.lower()] for doing in WorkerState}
         about = self.about.node, self.about.domain, self._connected, self.epochs.epoch
         return NodeNumbers(*about, states, beat.roles, len(beat.replicas))
 
@@ -160,7 +160,7 @@ class Agent:
                 worker = self.crew.get(number)
                 if worker is not None and worker.plays:
                     self._on_worker(worker, said)
-                elif worker is not None and worker.doing is Doing.AHEAD:
+                elif worker is not None and worker.doing is WorkerState.AHEAD:
                     self._on_standby(worker, said)
             case WorkerEnded():
                 self._worker_ended(event)
@@ -170,7 +170,7 @@ class Agent:
                 self._termination.passed_on(number)
             case Replicated():
                 self.epochs.replicated(event)
-            case Brought():
+            case StateFetched():
                 self.epochs.brought(event)
             case DurableDone():
                 self.epochs.written(event)
@@ -251,7 +251,7 @@ class Agent:
 
     def _on_controller(self, message: m.ToAgent) -> None:
         match message:
-            case m.Leads(session=session):
+            case m.LeaderHello(session=session):
                 if session != self._session:
                     self._session = session
                     self.epochs.end_starts()
@@ -292,7 +292,7 @@ class Agent:
             case m.Release(parts):
                 self.epochs.parts = parts
                 self._tell_players(message)
-            case m.SendCounts() | m.SendIssued() | m.Hold():
+            case m.SendCounts() | m.SendIssued() | m.PauseAfterStep():
                 self._tell_players(message)
             case m.Prepare():
                 self.epochs.prepare(message)
@@ -340,7 +340,7 @@ class Agent:
         if worker.meant_for >= 0:
             self.epochs.prepare_standby(worker)
             return
-        worker.doing = Doing.IDLE
+        worker.doing = WorkerState.IDLE
         self.epochs.post(m.Idle(self.epochs.idle))
 
     def _start(self, device: int) -> None:
@@ -358,7 +358,7 @@ class Agent:
             case m.Registered(version, ring, resumes, group, counts):
                 worker.stage, worker.initial, worker.ring = "training", version, ring
                 worker.resumes, worker.group, worker.counts = resumes, group, counts
-                if worker.doing is Doing.AHEAD:
+                if worker.doing is WorkerState.AHEAD:
                     self.epochs.ready.registered(worker)
                 elif role not in self.epochs.roles_here():
                     self.epochs.say(m.Prepared(role, counts))
@@ -381,7 +381,7 @@ class Agent:
             case m.WorkerUnprotected(reason, so_far):
                 self.epochs.say(m.Unprotected(role, reason, so_far))
             case m.WorkerHeld(epoch):
-                self.epochs.say(m.Held(epoch, role))
+                self.epochs.say(m.PausedAtStep(epoch, role))
             case m.WorkerCompleted(epoch, part, version, last):
                 worker.completed = epoch, part
                 self.epochs.say(m.Completed(epoch, role, part, version, last))
@@ -395,7 +395,7 @@ class Agent:
                 self._trained.append(m.Trained(epoch, since, step, role, samples))
                 self.epochs.post(self._trained[-1])
             case m.CorruptCopy(of, slot, reason):
-                self.epochs.do(Strike(of, slot, adopted=of != role))
+                self.epochs.do(InvalidateCopy(of, slot, adopted=of != role))
                 self.epochs.say(m.RestoreFailed(self.epochs.epoch, role, reason))
             case m.AskStartupEntries() | m.AskProgress():
                 self._ask_peer(worker, message)
@@ -408,7 +408,7 @@ class Agent:
                 worker.failed = message
                 self.epochs.do(ToWorker(worker.number, m.FailureNoted()))
             case m.WorkerFinished():
-                worker.doing = Doing.FINISHED
+                worker.doing = WorkerState.FINISHED
                 self.epochs.say(m.Finished(role))
             case _:
                 assert_never(message)
@@ -478,13 +478,13 @@ class Agent:
             else:
                 self._leave()
             return
-        if worker.doing is Doing.PLAYING:
+        if worker.doing is WorkerState.PLAYING:
             self.epochs.say(lost(worker, code, event.version, event.out_of_memory))
             replaced, effects = self.epochs.ready.needed(worker.role)
             self.epochs.do(*effects)
             if not replaced:
                 self._start(-1)
-        elif worker.doing is not Doing.FINISHED:
+        elif worker.doing is not WorkerState.FINISHED:
             self._start(worker.device)
         self.epochs.report_if_quiet()
 
@@ -508,7 +508,7 @@ class Agent:
         self._end_if_alone()
 
     def _end_if_alone(self) -> None:
-        left = any(worker.doing is Doing.FINISHED for worker in self.crew)
+        left = any(worker.doing is WorkerState.FINISHED for worker in self.crew)
         if not left or self.epochs.now >= self._farewell_until:
             self.phase = Phase.OVER
             self.epochs.do(End(self._code))

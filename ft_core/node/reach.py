@@ -8,20 +8,20 @@ from collections.abc import Mapping
 from ft_core.errors import AuthenticationError, ProtocolError
 from ft_core.protocol import transfers as t
 from ft_core.protocol.async_channel import AsyncChannel
-from ft_core.protocol.messages import Reach
+from ft_core.protocol.messages import ProbeResult
 
 PROBE = 2.0
 """Seconds that a node has to answer."""
 
 
-async def probe(nodes: Mapping[str, str], secret: bytes, stalled: float) -> dict[str, Reach]:
-    """By name: see `Reach`. `nodes`: addresses of their agents. One that has done nothing for `stalled`
+async def probe(nodes: Mapping[str, str], secret: bytes, stalled: float) -> dict[str, ProbeResult]:
+    """By name: see `ProbeResult`. `nodes`: addresses of their agents. One that has done nothing for `stalled`
     seconds does not count as reached, though a thread of it answers."""
     found = await asyncio.gather(*(_probe(address, secret, stalled) for address in nodes.values()))
     return dict(zip(nodes, found, strict=True))
 
 
-async def _probe(address: str, secret: bytes, stalled: float) -> Reach:
+async def _probe(address: str, secret: bytes, stalled: float) -> ProbeResult:
     try:
         async with asyncio.timeout(PROBE):
             channel = await AsyncChannel.connect(address, secret, t.ANSWER)

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from msgspec.structs import replace
 
 from ft_core.node.about import About
-from ft_core.node.crew import NONE, Crew, Doing, Worker
+from ft_core.node.crew import NONE, Worker, WorkerState, WorkerTable
 from ft_core.node.events import AskRecords, Effect, Kill, RecordsFound, SetApart, Start, ToWorker
 from ft_core.node.view import View
 from ft_core.protocol import messages as m
@@ -38,7 +38,7 @@ them that those whom it guards train."""
 class Ready:
     """The standbys of one agent that have started a role."""
 
-    def __init__(self, about: About, crew: Crew, view: View) -> None:
+    def __init__(self, about: About, crew: WorkerTable, view: View) -> None:
         self._about, self._crew, self._view = about, crew, view
         self._failed: Counter[int] = Counter()
         """By role, starts in a row that have."""
@@ -153,7 +153,7 @@ class Ready:
             counts, device = player.counts, player.device
         if plan is None or counts is None:
             return self.end(worker)
-        worker.role, worker.doing, worker.device = role, Doing.AHEAD, device
+        worker.role, worker.doing, worker.device = role, WorkerState.AHEAD, device
         worker.began_with = replace(
             plan,
             store="",
@@ -206,7 +206,7 @@ class Ready:
         if worker.is_ready:
             worker.needed = True
             return True, []
-        if worker.doing is Doing.STARTING:  # then it is a standby like any other
+        if worker.doing is WorkerState.STARTING:  # then it is a standby like any other
             worker.meant_for = -1
             return True, []
         return False, self.end(worker)
@@ -253,7 +253,7 @@ class Ready:
             for idle in self._crew.idle():
                 if idle.device == worker.device:
                     idle.device = -1  # it is a standby now
-        worker.doing, worker.needed, worker.meant_for, worker.records = Doing.PLAYING, False, -1, None
+        worker.doing, worker.needed, worker.meant_for, worker.records = WorkerState.PLAYING, False, -1, None
         effects: list[Effect] = [SetApart(worker.number, apart=False)]
         effects += [ToWorker(worker.number, m.Abort(plan.epoch)), ToWorker(worker.number, m.PlanBegins(plan))]
         return worker, effects
@@ -261,7 +261,7 @@ class Ready:
 
 def _trains(worker: Worker, plan: m.NodePlan) -> bool:
     """Whether it has done a step in this epoch, of which there are the copies that there must be."""
-    if worker.doing is not Doing.PLAYING or worker.stage != "training":
+    if worker.doing is not WorkerState.PLAYING or worker.stage != "training":
         return False
     begun = plan.worker.version
     return worker.committed > (begun if begun is not None else worker.initial or 0)

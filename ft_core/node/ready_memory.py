@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from ft_core.errors import FtError
 from ft_core.net.transport import TcpTransport
-from ft_core.process.host_memory import Room, room
+from ft_core.process.host_memory import HostMemory, room
 from ft_core.protocol.messages import NodePlan
 from ft_core.protocol.transfers import DescribeBuffers, LargestBuffer
 from ft_core.state.memory import SharedMemory, snapshot_memory, touch
@@ -80,7 +80,7 @@ class ReadyMemory:
     """The memory that one agent has made ready."""
 
     def __init__(
-        self, store: NodeStore, transport: TcpTransport, places: int, room: Callable[[], Room] = room
+        self, store: NodeStore, transport: TcpTransport, places: int, room: Callable[[], HostMemory] = room
     ) -> None:
         """`places`: roles that this node may play."""
         self._store, self._transport, self._places, self._room = store, transport, places, room

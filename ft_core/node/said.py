@@ -10,11 +10,11 @@ from ft_core.protocol import messages as m
 
 OfRole = (
     m.WorkerLost | m.NoIdleWorker | m.RestoreFailed | m.Restored | m.Stepped | m.Reopened | m.RoleLayout
-    | m.Prepared | m.Held | m.Unprotected | m.Suspect | m.Completed | m.Finished
+    | m.Prepared | m.PausedAtStep | m.Unprotected | m.Suspect | m.Completed | m.Finished
 )  # fmt: skip
 
 
-class Said:
+class PendingReports:
     """It may not have been heard: the connection breaks, a controller is restarted. So all of it is repeated
     with each greeting, which does no harm. Of each kind the newest counts; a role's next worker begins anew.
     """

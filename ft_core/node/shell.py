@@ -47,7 +47,7 @@ from ft_core.node.workers import WorkerPool
 from ft_core.process import last_line, parent, sigterm, stacks
 from ft_core.process.awake import AwakeClock
 from ft_core.process.inject import Injector
-from ft_core.process.lines import VOICE
+from ft_core.process.lines import LOG_CONTEXT
 from ft_core.process.outlet import console, say
 from ft_core.process.refusals import Refusals
 from ft_core.process.stalls import Stalls
@@ -128,7 +128,7 @@ class NodeShell:
             },
         )
         self.machine = Agent(about, settings, MemoryView(self.store, self.pool, self.replicator))
-        VOICE.about = lambda: {"node": node, "epoch": self.machine.epochs.epoch}
+        LOG_CONTEXT.about = lambda: {"node": node, "epoch": self.machine.epochs.epoch}
         self._refusals = Refusals(lambda reason: log.warning("node %s refused: %s", self.node, reason))
         self._events: deque[e.Event] = deque()
         self._handling = False
@@ -350,13 +350,13 @@ class NodeShell:
             case e.KeepOnly(roles, adopted):
                 self.store.keep_only(roles, adopted)
                 self.pool.forget_ended()
-            case e.Strike(role, slot, of_another):
+            case e.InvalidateCopy(role, slot, of_another):
                 self.store.memory(role, of_another).strike(slot)
             case e.Reserve():
                 self._reserve(effect)
             case e.Replicate():
                 self._tasks.spawn(self._replicate(effect))
-            case e.Bring():
+            case e.FetchState():
                 self._tasks.spawn(self._bring(effect))
             case e.WriteDurable():
                 self._tasks.spawn(self._write_durable(effect))
@@ -417,7 +417,7 @@ class NodeShell:
             failed = str(error)
         self._handle(e.Replicated(order, failed))
 
-    async def _bring(self, order: e.Bring) -> None:
+    async def _bring(self, order: e.FetchState) -> None:
         plan, copies, failed = order.plan, [], ""
         version = plan.worker.version
         assert version is not None
@@ -444,7 +444,7 @@ class NodeShell:
             failed = str(error)
         finally:
             self._fetching -= Counter((order.role,))
-        self._handle(e.Brought(order, tuple(copies), failed))
+        self._handle(e.StateFetched(order, tuple(copies), failed))
 
     async def _write_durable(self, order: e.WriteDurable) -> None:
         roles, failed = [], ""

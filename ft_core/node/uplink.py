@@ -18,7 +18,7 @@ from collections.abc import Callable
 from ft_core.errors import AuthenticationError, ProtocolError
 from ft_core.leadership.base import Leadership
 from ft_core.node import events as e
-from ft_core.node.looker import Looker
+from ft_core.node.looker import LeaderWatcher
 from ft_core.node.pulse import Loop
 from ft_core.node.relay import Relay
 from ft_core.protocol import handshake
@@ -52,7 +52,7 @@ class _MisreadError(ProtocolError):
     """What the controller answers cannot be understood."""
 
 
-Channel = AsyncChannel[m.ToAgent | m.GoThrough | m.RelayLives | Bundle]
+Channel = AsyncChannel[m.ToAgent | m.UseRelay | m.RelayLives | Bundle]
 
 
 class Uplink:
@@ -77,7 +77,7 @@ class Uplink:
         this one looks for another way. `handle` is told what happens."""
         self._node, self._secret, self._job, self._relay, self._loop = node, secret, job, relay, loop
         self._patience, self._handle, self._refused = patience, handle, refused
-        self._looker = Looker(leadership, self.hang_up, failed)
+        self._looker = LeaderWatcher(leadership, self.hang_up, failed)
         self._channel: Channel | None = None
         self._through = ""
         """Where somebody speaks for it; empty: nobody does."""
@@ -92,7 +92,7 @@ class Uplink:
         """Whether the controller answers, as was looked last while nothing was heard of it."""
         self._ends = False
 
-    def post(self, message: m.FromAgent | m.GoesElsewhere) -> None:
+    def post(self, message: m.FromAgent | m.LeavingRelay) -> None:
         """Say something to the controller; nothing happens if there is no connection."""
         if self._channel is not None:
             with contextlib.suppress(ConnectionError):  # it just died: its reader notices
@@ -102,7 +102,7 @@ class Uplink:
         """Whoever it is connected to leads no more, or is of no use."""
         if (channel := self._channel) is not None:
             if self._through:  # which is not to take this for the end of the agent
-                self.post(m.GoesElsewhere())
+                self.post(m.LeavingRelay())
             channel.close()
 
     def ends(self) -> None:
@@ -173,10 +173,10 @@ class Uplink:
         while True:
             channel = await self._connect(leader, leader, handshake.SECONDS, handshake.PATIENCE)
             try:
-                channel.post(m.Calls(self._relay.address, self._direct))
+                channel.post(m.RouteRequest(self._relay.address, self._direct))
                 async with asyncio.timeout(handshake.PATIENCE):
                     answer = await channel.recv()
-                if not isinstance(answer, m.GoThrough):
+                if not isinstance(answer, m.UseRelay):
                     raise ProtocolError(f"{leader} does not say who is to speak for this node")
             except BaseException as error:
                 channel.close()
@@ -221,20 +221,20 @@ class Uplink:
         self._handle(e.Connected(max(1, follower.term), self._job))
         self._in_vain = bool(self._through)
         first = await self._first(channel, leader)
-        if isinstance(first, m.Leads | m.OtherJob) and first.job != self._job:
+        if isinstance(first, m.LeaderHello | m.OtherJob) and first.job != self._job:
             self._is_led(leader, first)
-        if not isinstance(first, m.Leads):
+        if not isinstance(first, m.LeaderHello):
             raise ProtocolError(f"{channel.peer} does not say in which term it leads")
         self._in_vain = self._named = False
         follower.led_by(first.term)
         self._loop.met(await self._address(first.term, leader), first.session)
         if not self._through:
             self._relay.connected(channel.post_encoded)
-        message: m.ToAgent | m.GoThrough | Bundle = first
+        message: m.ToAgent | m.UseRelay | Bundle = first
         while True:
             if not await self._looker.counts():
                 raise ConnectionAbortedError(f"{leader} leads no more, or that is not clear")
-            if isinstance(message, m.GoThrough):
+            if isinstance(message, m.UseRelay):
                 raise ProtocolError(f"{channel.peer} says who is to speak for this node, which did not ask")
             if not isinstance(message, Bundle):
                 self._handle(e.FromController(message))
@@ -244,7 +244,7 @@ class Uplink:
                 self._relay.deliver(message)
             message = await self._word(channel, leader)
 
-    def _is_led(self, leader: str, first: m.Leads | m.OtherJob) -> None:
+    def _is_led(self, leader: str, first: m.LeaderHello | m.OtherJob) -> None:
         """The controller says of which job it is. Raises _OtherJobError if that is not this node's."""
         if self._job or isinstance(first, m.OtherJob):
             raise _OtherJobError(
@@ -265,7 +265,7 @@ class Uplink:
             raise ConnectionAbortedError(f"it is not clear where the leader of term {term} is") from None
         return self._looker.leader.address or leader
 
-    async def _first(self, channel: Channel, leader: str) -> m.ToAgent | m.GoThrough | Bundle:
+    async def _first(self, channel: Channel, leader: str) -> m.ToAgent | m.UseRelay | Bundle:
         """What the controller says first. Raises ConnectionError if it says nothing through another agent."""
         try:
             async with asyncio.timeout(handshake.PATIENCE if self._through else None):
@@ -273,13 +273,13 @@ class Uplink:
         except TimeoutError:
             raise ConnectionAbortedError(f"{channel.peer} is not heard by the controller") from None
 
-    async def _word(self, channel: Channel, leader: str) -> m.ToAgent | m.GoThrough | Bundle:
+    async def _word(self, channel: Channel, leader: str) -> m.ToAgent | m.UseRelay | Bundle:
         """What the controller says next. Raises as `_next`."""
         while isinstance(message := await self._next(channel, leader), m.RelayLives):
             pass
         return message
 
-    async def _next(self, channel: Channel, leader: str) -> m.ToAgent | m.GoThrough | m.RelayLives | Bundle:
+    async def _next(self, channel: Channel, leader: str) -> m.ToAgent | m.UseRelay | m.RelayLives | Bundle:
         """What it is told next. Raises ConnectionError if who speaks for it hears nothing any more, and the
         controller can be talked to."""
         silent = sure = 0

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
-from ft_core.overlay.calls import Calls
+from ft_core.overlay.calls import FileCalls
 from ft_core.overlay.handover import complete, forget, hand_over, jump
 from ft_core.overlay.tree import CannotPass, Tree
 
@@ -28,7 +28,7 @@ class Overlay:
 
     def __init__(self) -> None:
         """Files are as they are."""
-        self._calls: Calls | None = None
+        self._calls: FileCalls | None = None
         self._cannot: Callable[[str], NoReturn] | None = None
 
     def begin(self, job_dir: Path, place: Path, cannot: Callable[[str], NoReturn]) -> None:
@@ -41,7 +41,7 @@ class Overlay:
         upper = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=place)
         _sweep(place)
         tree = Tree(upper, (*_KERNELS, f"{top}/logs/", f"{top}/injected-"))
-        self._calls, self._cannot = Calls(tree, cannot), cannot
+        self._calls, self._cannot = FileCalls(tree, cannot), cannot
 
     def passes(self) -> None:
         """From here on the script passes steps that are done."""

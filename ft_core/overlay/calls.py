@@ -54,7 +54,7 @@ _PROGRAMS = ("posix_spawn", "posix_spawnp", "execv", "execve")
 """The functions of `os` that run a program; its other ways come down to these."""
 
 
-class Calls:
+class FileCalls:
     """From construction to `close` this process sees files through `tree`."""
 
     def __init__(self, tree: Tree, cannot: Callable[[str], NoReturn]) -> None:

@@ -11,14 +11,14 @@ from typing import NamedTuple
 _UNLIMITED = 1 << 60
 
 
-class Room(NamedTuple):
+class HostMemory(NamedTuple):
     """In bytes."""
 
     free: int
     total: int
 
 
-def room(root: Path = Path("/")) -> Room:
+def room(root: Path = Path("/")) -> HostMemory:
     """What can be had without another losing it; cgroups' limits are counted in."""
     text = (root / "proc/meminfo").read_text()
     meminfo = {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+): +(\d+) kB", text, re.M)}
@@ -26,7 +26,7 @@ def room(root: Path = Path("/")) -> Room:
     for limit, used in _limits(root):
         total = min(total, limit)
         free = min(free, max(0, limit - used))
-    return Room(free, total)
+    return HostMemory(free, total)
 
 
 def cgroup(root: Path, controller: str) -> Iterator[Path]:

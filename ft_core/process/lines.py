@@ -15,7 +15,7 @@ _BARE = logging.Formatter("%(message)s")
 About = Mapping[str, Any]
 
 
-class Voice:
+class LogContext:
     """How this process says what, and who it is."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Voice:
         return entry(record.created, record.levelname, self.component, self.about(), _BARE.format(record))
 
 
-VOICE = Voice()
+LOG_CONTEXT = LogContext()
 
 
 def entry(at: float, level: str, component: str, about: About, message: str) -> str:

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from ft_core.process import last_line
-from ft_core.process.lines import VOICE
+from ft_core.process.lines import LOG_CONTEXT
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ CONSOLE_LIMIT = 1 << 20
 _RETRY = 0.5
 
 
-class Outlet:
+class AsyncWriter:
     """Writes to a descriptor, in the order of the calls, in a thread of its own.
 
     What waits beyond `limit` bytes is dropped, and so is what cannot be written.
@@ -92,7 +92,7 @@ class Outlet:
             put(self._descriptor, data)
 
 
-class FileOutlet(Outlet):
+class FileOutlet(AsyncWriter):
     """Appends to a file, which is made with the first line. What cannot be written is tried again and again.
 
     The file begins and goes on with whole lines, also where a former writer was killed in the middle of one.
@@ -148,7 +148,7 @@ def _open(path: Path) -> int:
     return descriptor
 
 
-class _LogFile(Outlet):
+class _LogFile(AsyncWriter):
     """What it does not take is on the console only: a disk that is full costs nothing else."""
 
     def __init__(self, path: Path) -> None:
@@ -164,12 +164,12 @@ class _LogFile(Outlet):
             put(self._descriptor, data)
 
 
-class Console(Outlet):
+class Console(AsyncWriter):
     """This process's stderr; and a file that has what was said there."""
 
     def __init__(self) -> None:
         super().__init__("console", 2)
-        self._file: Outlet | None = None
+        self._file: AsyncWriter | None = None
 
     def keep(self, path: Path) -> None:
         """In this file, from now on. It is made once there is something to say."""
@@ -206,12 +206,12 @@ def console() -> Console:
 
 def say(text: str, level: str = "INFO") -> None:
     """To this process's stderr."""
-    console().write(VOICE.line(level, text) + "\n")
+    console().write(LOG_CONTEXT.line(level, text) + "\n")
 
 
 class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        console().write(VOICE.record(record) + "\n")
+        console().write(LOG_CONTEXT.record(record) + "\n")
 
 
 def log_to_console() -> None:
@@ -222,7 +222,7 @@ def log_to_console() -> None:
 
 class _BesideScript(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        print(VOICE.record(record), file=sys.stderr)  # whatever the script has made of it
+        print(LOG_CONTEXT.record(record), file=sys.stderr)  # whatever the script has made of it
 
 
 def log_beside_script(packages: Iterable[str]) -> None:

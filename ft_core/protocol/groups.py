@@ -164,17 +164,17 @@ class Ended:
         return f"{self.series}/end"
 
 
-Tally = Series | Steps | Ended
+RecordCount = Series | Steps | Ended
 """What a role counts of its start-up operations: operations on record, steps that are over, ends."""
 
 
-def series_of(tally: Tally) -> Series:
+def series_of(tally: RecordCount) -> Series:
     """That it is about."""
     return tally if isinstance(tally, Series) else tally.series
 
 
 @lru_cache(maxsize=1 << 17)  # the same come with every report; of the largest jobs, tens of thousands
-def parse(text: str) -> Tally:
+def parse(text: str) -> RecordCount:
     """What `str` made a text of. Raises ProtocolError."""
     try:
         return _parsed(text)
@@ -182,7 +182,7 @@ def parse(text: str) -> Tally:
         raise ProtocolError(f"{text[:200]!r} is not a process group: {error}") from None
 
 
-def _parsed(text: str) -> Tally:
+def _parsed(text: str) -> RecordCount:
     match = _TALLY.fullmatch(text)
     if match is None:
         raise ValueError("it reads otherwise")

@@ -59,7 +59,7 @@ Stage = Literal["startup", "training"]
 """Whether a worker has reached its first train step in this job."""
 Origin = Literal["memory", "initial", "durable"]
 """Where the state of an epoch comes from, see `control.decision.Choice`."""
-Reach = Literal["reached", "refused", "silent"]
+ProbeResult = Literal["reached", "refused", "silent"]
 """How a node is seen from another: its agent answers; nobody listens at its port any more, so its process has
 ended; or nothing comes."""
 Setting = str | int | float | bool
@@ -240,7 +240,7 @@ class Fault(StrEnum):
     """The whole node was lost."""
 
 
-class Strike(Value, frozen=True):
+class FailureRecord(Value, frozen=True):
     """A failure, as it is kept of the node where it was. `place`: the node, whichever process is its agent.
     `age`: seconds."""
 
@@ -577,7 +577,7 @@ class Idle(Message, frozen=True):
 
 class WorkerLost(Message, frozen=True):
     """A worker with a role has ended. `exit` in words; `code` as of `subprocess`. `device`: its index, -1 for
-    none. `step`, `signature`: as of `Strike`. `age`: seconds since, where it is said again."""
+    none. `step`, `signature`: as of `FailureRecord`. `age`: seconds since, where it is said again."""
 
     role: Role
     pid: Number
@@ -690,7 +690,7 @@ class Prepared(Message, frozen=True):
     counts: Counts
 
 
-class Held(Message, frozen=True):
+class PausedAtStep(Message, frozen=True):
     """A role has stopped at the end of a step for those who come back."""
 
     epoch: Epoch
@@ -747,7 +747,7 @@ class NodesProbed(Message, frozen=True):
     """Which of these nodes this one reaches; answers `ProbeNodes`."""
 
     round: Number
-    reach: dict[NodeName, Reach]
+    reach: dict[NodeName, ProbeResult]
 
 
 class DurableNames(Message, frozen=True):
@@ -811,7 +811,7 @@ class KeptState(Message, frozen=True):
     `NodesChanged` has changed them since."""
 
     state: JobState
-    strikes: list[Strike] = field(default_factory=list)
+    strikes: list[FailureRecord] = field(default_factory=list)
 
 
 class AgentHello(Message, frozen=True):
@@ -833,7 +833,7 @@ class AgentHello(Message, frozen=True):
 
 FromRoles = (
     WorkerLost | NoIdleWorker | RestoreFailed | Restored | Stepped | Reopened | RoleLayout | Prepared
-    | Held | Unprotected | Suspect | Completed | Finished | Configure | Trained
+    | PausedAtStep | Unprotected | Suspect | Completed | Finished | Configure | Trained
 )  # fmt: skip
 """What an agent says of its roles, and says again with each greeting."""
 
@@ -847,7 +847,7 @@ FromAgent = (
 # -- on the way between an agent and the controller -----------------------------------------------------
 
 
-class Calls(Message, frozen=True):
+class RouteRequest(Message, frozen=True):
     """An agent's first word to the controller: may it stay, or is another to speak for it? `relay`: where it
     would take those for which it is to speak. `direct`: it may not be sent away, since it has others already,
     or could not use who was to speak for it."""
@@ -856,7 +856,7 @@ class Calls(Message, frozen=True):
     direct: bool
 
 
-class GoThrough(Message, frozen=True):
+class UseRelay(Message, frozen=True):
     """The answer. `relay`: where it finds who speaks for it; empty: it is to greet here."""
 
     relay: str
@@ -866,7 +866,7 @@ class RelayLives(Message, frozen=True):
     """To an agent, from who speaks for it: the controller has just said something."""
 
 
-class GoesElsewhere(Message, frozen=True):
+class LeavingRelay(Message, frozen=True):
     """From an agent, over the connection with who speaks for it: that ends, and the agent lives."""
 
 
@@ -888,7 +888,7 @@ class Pulse(Message, frozen=True):
 # -- the controller to an agent ------------------------------------------------------------------------
 
 
-class Leads(Message, frozen=True):
+class LeaderHello(Message, frozen=True):
     """The first word to an agent: in which term this controller leads, and which job."""
 
     term: Term
@@ -1023,7 +1023,7 @@ class DescribeFlight(Message, frozen=True):
     role: Role
 
 
-class Hold(Message, frozen=True):
+class PauseAfterStep(Message, frozen=True):
     """Stop at the end of this step, in this epoch; epoch 0: go on."""
 
     epoch: Epoch
@@ -1066,7 +1066,7 @@ class ConfigureAnswer(Message, frozen=True):
 class KeepStrikes(Message, frozen=True):
     """All failures that count, for a successor of the controller."""
 
-    strikes: list[Strike]
+    strikes: list[FailureRecord]
 
 
 class Shutdown(Message, frozen=True):
@@ -1076,10 +1076,10 @@ class Shutdown(Message, frozen=True):
 
 
 ToAgent = (
-    Leads | OtherJob | Hosts | OwnPlan | SharedPlan | Abort | NodesChanged | KillWorker | Examine
+    LeaderHello | OtherJob | Hosts | OwnPlan | SharedPlan | Abort | NodesChanged | KillWorker | Examine
     | DescribeRole | ListDurable | ProbeNodes | SendHeartbeat | SendState | Release | SendCounts | SendIssued
-    | SendFlight | DescribeFlight | Hold | Prepare | Withdraw | GivenUp | UseSettings | ConfigureAnswer
-    | KeepStrikes | Drain | Shutdown
+    | SendFlight | DescribeFlight | PauseAfterStep | Prepare | Withdraw | GivenUp | UseSettings
+    | ConfigureAnswer | KeepStrikes | Drain | Shutdown
 )  # fmt: skip
 
 
@@ -1250,7 +1250,7 @@ class NodeStatus(Value, frozen=True):
     alive: bool
     roles: list[Role]
     idle: Number
-    strikes: list[Strike]
+    strikes: list[FailureRecord]
     avoided: bool
     draining: bool = False
     """It is being taken out."""
@@ -1639,7 +1639,7 @@ class Exit(Message, frozen=True):
 
 
 ToWorker = (
-    Welcome | Abort | PlanBegins | Assign | Restore | Release | SendCounts | SendIssued | Hold
+    Welcome | Abort | PlanBegins | Assign | Restore | Release | SendCounts | SendIssued | PauseAfterStep
     | Allocated | Refused | SettingsTaken | EntriesBrought | ProgressBrought | SendStartupEntries
     | SendProgress | FailureNoted | Exit
 )  # fmt: skip
@@ -1648,11 +1648,11 @@ ToWorker = (
 # -- what each end of a connection decodes -------------------------------------------------------------
 
 FROM_CONTROLLER = Decoder[ToAgent](ToAgent)
-FROM_CLIENT = Decoder[FromAgent | FromCtl | Calls | GoesElsewhere](
-    FromAgent | FromCtl | Calls | GoesElsewhere
+FROM_CLIENT = Decoder[FromAgent | FromCtl | RouteRequest | LeavingRelay](
+    FromAgent | FromCtl | RouteRequest | LeavingRelay
 )
 """Who is a peer of the controller: an agent, or `ftctl`."""
-TO_AGENT = Decoder[ToAgent | GoThrough | RelayLives](ToAgent | GoThrough | RelayLives)
+TO_AGENT = Decoder[ToAgent | UseRelay | RelayLives](ToAgent | UseRelay | RelayLives)
 """From the controller, or from who passes on what that says."""
 FROM_PULSE = Decoder[Pulse](Pulse)
 TO_CTL = Decoder[ToCtl](ToCtl)

@@ -36,7 +36,7 @@ Index = Annotated[int, Meta(ge=0, lt=1 << 40)]
 RUN = 4
 """Chunks in one message at most. To take each by itself costs as much again on cores that train, in whose
 caches other things are; with more, training waits longer for a network that has just been taken."""
-Held = Annotated[int, Meta(ge=0, lt=1 << 62)]
+HeldVersion = Annotated[int, Meta(ge=0, lt=1 << 62)]
 """A version that somebody has."""
 
 
@@ -47,7 +47,7 @@ class PushSegment(Message, frozen=True):
     """May I leave a copy of this segment with you? Answered by `PushBegun`."""
 
     segment: Layout
-    version: Held
+    version: HeldVersion
     epoch: Epoch
     checksums: list[Checksum]
     seconds: Seconds
@@ -76,7 +76,7 @@ class FetchSegment(Message, frozen=True):
     """Lend me a copy. Answered by `SegmentLent`."""
 
     segment: SegmentId
-    version: Held
+    version: HeldVersion
     seconds: Seconds
 
 

@@ -79,7 +79,7 @@ class Segment:
         return cls(tuple(map(int, data["holders"])), items)
 
 
-class Room(NamedTuple):
+class CopyTarget(NamedTuple):
     """Where a copy comes."""
 
     data: memoryview

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ft_core.errors import TransportError
-from ft_core.state.manifest import Room, Segment
+from ft_core.state.manifest import CopyTarget, Segment
 from ft_core.state.memory import anonymous
 
 
@@ -65,7 +65,9 @@ class ReplicaStore:
         self._lock = threading.Lock()
         self._slots: dict[str, tuple[_Slot, _Slot]] = {}
 
-    def begin(self, segment: Segment, version: int, epoch: int, checksums: Sequence[int]) -> Room | None:
+    def begin(
+        self, segment: Segment, version: int, epoch: int, checksums: Sequence[int]
+    ) -> CopyTarget | None:
         """Room for a copy, or None if an equal one (version, layout, checksums) is here and valid.
 
         Raises TransportError: stale epoch, another push of the segment in progress, no memory.
@@ -99,7 +101,7 @@ class ReplicaStore:
             there = slot.checksums if same and slot.memory is before else ()
             slot.state = _State.WRITING
             slot.segment, slot.version, slot.epoch, slot.checksums = segment, version, epoch, wanted[2]
-            return Room(view, there)
+            return CopyTarget(view, there)
 
     def commit(self, segment: Segment, version: int) -> None:
         """Make the copy valid. Raises TransportError if it was dropped, or its epoch ended, meanwhile."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from ft_core.errors import CorruptSnapshot, FtError
-from ft_core.state.manifest import Room, Segment
+from ft_core.state.manifest import CopyTarget, Segment
 from ft_core.state.memory import TORN, SharedMemory, SnapshotBuffer, snapshot_memory
 from ft_core.state.replicas import ReplicaStore
 from ft_core.state.snapshot import ENVELOPE, verify
@@ -149,7 +149,9 @@ class NodeStore:
 
     # -- SegmentStore --------------------------------------------------------------------------
 
-    def begin(self, segment: Segment, version: int, epoch: int, checksums: Sequence[int]) -> Room | None:
+    def begin(
+        self, segment: Segment, version: int, epoch: int, checksums: Sequence[int]
+    ) -> CopyTarget | None:
         """Begin to receive a segment, see `transport_server.SegmentStore`."""
         return self.replicas.begin(segment, version, epoch, checksums)
 

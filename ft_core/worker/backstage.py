@@ -22,7 +22,7 @@ _MAY_NICE = 23
 """CAP_SYS_NICE: to take a nice value back."""
 
 
-class Backstage:
+class StandbyIsolation:
     """This process in the background, from when it is made until `leave`."""
 
     def __init__(self, directory: Path) -> None:

@@ -11,7 +11,7 @@ from ft_core.adapter import Adapter
 from ft_core.errors import ConfigError
 
 
-class Calls:
+class KeepCalls:
     """The calls to `keep` that one role has made."""
 
     def __init__(self, adapter: Adapter) -> None:

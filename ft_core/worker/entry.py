@@ -15,7 +15,7 @@ from ft_core import plugins
 from ft_core.comm import backend, objects
 from ft_core.errors import ConfigError
 from ft_core.process import oom_score, stacks
-from ft_core.process.lines import VOICE
+from ft_core.process.lines import LOG_CONTEXT
 from ft_core.process.outlet import log_beside_script
 from ft_core.process.timeline import timeline
 from ft_core.protocol.channel import Channel
@@ -34,7 +34,7 @@ from ft_core.worker import (
     tracking,
     unprotected,
 )
-from ft_core.worker.backstage import Backstage
+from ft_core.worker.backstage import StandbyIsolation
 from ft_core.worker.logs import played, redirect, take_over
 from ft_core.worker.ordinary import exit_code
 from ft_core.worker.recovery import Ahead
@@ -67,9 +67,9 @@ def main(
     timeline.mark("forked")
     oom_score.go_first()
     ordinary.begin()
-    VOICE.json, VOICE.component = json, "worker"
+    LOG_CONTEXT.json, LOG_CONTEXT.component = json, "worker"
     node = Path(logs[1]).parent.name.rpartition("-")[0]
-    VOICE.about = lambda: {"node": node}
+    LOG_CONTEXT.about = lambda: {"node": node}
     redirect(logs[0], Path(logs[1]))
     stacks.register(Path(logs[1]))
     log_beside_script(plugins.packages())
@@ -95,9 +95,9 @@ def _play(
     timeline.mark("standing by")
     assignment = shell.wait_for_role()
     timeline.mark("role taken")
-    VOICE.about = lambda: {"node": node, **shell.about}
+    LOG_CONTEXT.about = lambda: {"node": node, **shell.about}
     role, apart, started_over = assignment.role, assignment.plan.apart, assignment.plan.started_over
-    backstage = Backstage(logs) if apart else None
+    backstage = StandbyIsolation(logs) if apart else None
     if backstage is None:
         predecessors = take_over(logs, role, started_over)
     else:

@@ -15,7 +15,7 @@ from ft_core.protocol import messages as m
 from ft_core.protocol.messages import Setting, Stage, Version, WorkerPlan
 
 Order = (
-    m.Assign | m.Abort | m.PlanBegins | m.Restore | m.Release | m.Hold | m.SendCounts | m.SendIssued
+    m.Assign | m.Abort | m.PlanBegins | m.Restore | m.Release | m.PauseAfterStep | m.SendCounts | m.SendIssued
     | m.SendProgress | m.SendStartupEntries | m.Exit
 )  # fmt: skip
 """A message of the agent that answers no question of this worker's."""

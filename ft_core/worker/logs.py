@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_core.process import last_line
-from ft_core.process.lines import VOICE
+from ft_core.process.lines import LOG_CONTEXT
 from ft_core.process.outlet import put
 from ft_core.worker.console import Console
 
@@ -69,7 +69,7 @@ def redirected(stream: int, directory: Path) -> bool:
     except OSError as error:
         name = _NAMES[stream].partition(".")[0]
         text = f"ftrun: no log file for a worker's {name}, which is shown here ({error})"
-        print(VOICE.line("WARNING", text), file=sys.stderr)
+        print(LOG_CONTEXT.line("WARNING", text), file=sys.stderr)
         return False
     os.dup2(descriptor, stream)
     os.close(descriptor)
@@ -115,7 +115,7 @@ def take_over(directory: Path, role: int, started_over: int) -> list[Path]:
         link.symlink_to(own)
     except (OSError, ValueError) as error:
         text = f"ftrun: {logs}/role-{role}: {error}; lines may come twice on the console"
-        print(VOICE.line("WARNING", text), file=sys.stderr)
+        print(LOG_CONTEXT.line("WARNING", text), file=sys.stderr)
     return found
 
 

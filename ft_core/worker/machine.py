@@ -72,7 +72,7 @@ HOLD_LIMIT = 2.0
 """Seconds that a role waits at the end of a step for those who come back, should the controller be gone."""
 NEVER = sys.maxsize
 """No version is that new."""
-_NO_HOLD = m.Hold(0, 0)
+_NO_HOLD = m.PauseAfterStep(0, 0)
 _IN_PLANS = ("policy", "lr_intervention", "snapshot")
 """Settings that a plan tells its workers."""
 
@@ -206,7 +206,7 @@ class WorkerMachine:
             case m.Release(parts):
                 self.parts = len(parts)
                 self._leave_part()
-            case m.Hold(epoch):
+            case m.PauseAfterStep(epoch):
                 if not epoch:  # they do not come after all
                     self._do(KeepRecords(False))
                 self._hold = message

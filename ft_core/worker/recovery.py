@@ -18,7 +18,7 @@ from ft_core.protocol import messages as m
 from ft_core.state.adoption import Snapshots
 from ft_core.state.memory import Word
 from ft_core.worker import events as e
-from ft_core.worker.calls import Calls
+from ft_core.worker.calls import KeepCalls
 from ft_core.worker.groups import Groups
 from ft_core.worker.shell import WorkerShell
 from ft_core.worker.states import AtEnd, Holding, Loading, Quiet, Restoring, Stuck, Trained
@@ -59,7 +59,7 @@ class Recovery:
             on_copy=lambda: shell.point("d2h"),
             epoch_is_over=lambda: shell.epoch_is_over,
         )
-        self.calls = Calls(adapter)
+        self.calls = KeepCalls(adapter)
         self.pause = Pause()
         """From the end of an epoch to the end of the next one's first step."""
         self.left = 0

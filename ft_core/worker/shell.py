@@ -25,7 +25,7 @@ from ft_core.process.inject import ENV as INJECT_ENV
 from ft_core.process.inject import Injector
 from ft_core.protocol import messages as m
 from ft_core.protocol.channel import Channel
-from ft_core.protocol.groups import Series, Tally, parse
+from ft_core.protocol.groups import RecordCount, Series, parse
 from ft_core.state.manifest import Segment
 from ft_core.state.memory import ControlBlock, SharedMemory, Word
 from ft_core.worker import events as e
@@ -273,6 +273,6 @@ class WorkerShell:
         self.control[Word.TRAFFIC] = in_flight
 
 
-def _texts(counts: Mapping[Tally, int] | Mapping[Series, int]) -> dict[str, int]:
+def _texts(counts: Mapping[RecordCount, int] | Mapping[Series, int]) -> dict[str, int]:
     """Counts as they travel."""
     return {str(what): count for what, count in counts.items()}

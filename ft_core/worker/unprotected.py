@@ -28,7 +28,7 @@ _WHY = (
 )
 
 
-class Watch:
+class UnprotectedWatch:
     """Notices that one worker's script trains unprotected."""
 
     def __init__(self, session: Session) -> None:
@@ -62,7 +62,7 @@ class Watch:
         self._said = True
 
 
-def install(session: Session) -> Watch:
+def install(session: Session) -> UnprotectedWatch:
     """Have the session know when a model is wrapped, and the user when nothing is protected. Once per
     process."""
 
@@ -80,4 +80,4 @@ def install(session: Session) -> Watch:
 
     patched.DDP.wrap(partial(noticing, "DistributedDataParallel"))
     after_import("torch.distributed.fsdp", patch)
-    return Watch(session)
+    return UnprotectedWatch(session)

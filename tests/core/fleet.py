@@ -31,7 +31,7 @@ from typing import Any
 from msgspec.structs import replace
 from ports import free_port
 
-from ft_core.control.facts import Facts
+from ft_core.control.facts import ClusterState
 from ft_core.control.shell import Shell
 from ft_core.node.holdings import changed
 from ft_core.protocol import messages as m
@@ -340,9 +340,9 @@ class Node:
                     self.say(m.Prepared(role=role, counts={}))
             case m.Withdraw(roles=roles):
                 self._withdraw(roles)
-            case m.Hold():
+            case m.PauseAfterStep():
                 for role in self.workers:
-                    self.say(m.Held(epoch=self.epoch, role=role))
+                    self.say(m.PausedAtStep(epoch=self.epoch, role=role))
             case m.Release():
                 for role in self.workers:
                     if (m.Completed, role) in self._said:
@@ -515,7 +515,7 @@ class Fleet:
         return found
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> ClusterState:
         """What the controller in this process knows."""
         assert self.controller is not None
         return self.controller.machine.facts

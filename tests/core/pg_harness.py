@@ -18,7 +18,7 @@ from ft_core.comm import backend
 from ft_core.comm.process_group import Communicators
 from ft_core.comm.rendezvous import Stores
 from ft_core.errors import EpochChanged
-from ft_core.protocol.groups import Series, Tally
+from ft_core.protocol.groups import RecordCount, Series
 from ft_core.state.memory import ControlBlock
 
 CONTEXT = get_context("forkserver")
@@ -210,7 +210,7 @@ class GroupJob:
         survivors = [r for r in range(self.world) if r not in lost]
         for role in survivors:
             self._controls[role].send(("abort", self.epoch))
-        completed: dict[Tally, tuple[int, int]] = {}
+        completed: dict[RecordCount, tuple[int, int]] = {}
         for role, (_, counts) in self.wait("counts", survivors, self.epoch).items():
             for name, count in counts.items():
                 if count > completed.get(name, (0, -1))[0]:

@@ -14,7 +14,7 @@ from ft_core.control import compact
 from ft_core.node import events as e
 from ft_core.node import outage
 from ft_core.node.about import About
-from ft_core.node.crew import Doing, in_words
+from ft_core.node.crew import WorkerState, in_words
 from ft_core.node.machine import FAREWELL, SAME, Agent, Phase
 from ft_core.node.view import Words
 from ft_core.process.sigterm import ENDED, GRACE
@@ -157,7 +157,7 @@ def training() -> Node:
 def test_a_node_begins_with_a_worker_for_each_device_and_a_standby():
     node = Node(nproc_per_node=2)
     assert [(worker.device, worker.doing) for worker in node.agent.crew] == [
-        *((device, Doing.IDLE) for device in (0, 1, -1))
+        *((device, WorkerState.IDLE) for device in (0, 1, -1))
     ]
 
 
@@ -422,12 +422,12 @@ def test_a_worker_keeps_its_role_in_the_next_epoch(training: Node):
     training.memory.held[0, False] = [0, 1]
     training.hear(following)
     assert e.DropAfter(0) in training.done
-    [bring] = training.effects(e.Bring)
-    assert bring == e.Bring(number, 0, (0,), following)
+    [bring] = training.effects(e.FetchState)
+    assert bring == e.FetchState(number, 0, (0,), following)
     copy = m.CopyHere(0, 0, [1, 2, 3, 4], [LAYOUT])
-    training.handle(e.Brought(bring, (copy,)))
+    training.handle(e.StateFetched(bring, (copy,)))
     assert training.done == [e.ToWorker(number, m.Restore(2, 0, [copy]))]
-    training.handle(e.Brought(bring, failed="no holder"))
+    training.handle(e.StateFetched(bring, failed="no holder"))
     assert training.said(m.RestoreFailed) == [m.RestoreFailed(2, 0, "no holder")]
 
 
@@ -542,21 +542,21 @@ def test_scripts_that_start_over_keep_nothing(training: Node):
 def test_state_that_the_script_makes_is_not_brought(training: Node):
     training.hear(m.Abort(2))
     training.hear(plan(2, version=0, origin="initial"))
-    assert not training.effects(e.Bring) and training.told(m.Restore) == [m.Restore(2, 0, [])]
+    assert not training.effects(e.FetchState) and training.told(m.Restore) == [m.Restore(2, 0, [])]
     sources = {0: {segment(0).id: ["node1"]}}
     training.hear(plan(3, version=0, origin="initial", sources=sources))
-    assert [bring.held for bring in training.effects(e.Bring)] == [(0,)]
+    assert [bring.held for bring in training.effects(e.FetchState)] == [(0,)]
 
 
 def test_what_a_role_adopts_is_brought_unless_every_group_has_all(training: Node):
     elastic = {"version": 0, "origin": "memory", "roles": {0: "node0"}, "absent": {1: 0}, "adopting": True}
     training.hear(plan(2, **elastic))
-    assert [bring.held for bring in training.effects(e.Bring)] == [(0, 1)]
+    assert [bring.held for bring in training.effects(e.FetchState)] == [(0, 1)]
     assert training.effects(e.KeepOnly) == [e.KeepOnly(frozenset([0]), frozenset([1]))]
     whole = m.ReplicaGroup(0, 1, m.Redundancy.REPLICATED)
     training.worker(m.Registered(0, [0], False, whole, {}))
     training.hear(plan(3, **elastic))
-    assert [bring.held for bring in training.effects(e.Bring)] == [(0,)]
+    assert [bring.held for bring in training.effects(e.FetchState)] == [(0,)]
 
 
 # -- roles that come back while others train ---------------------------------------------------------------
@@ -580,7 +580,7 @@ def test_roles_that_come_back_prepare_ahead_of_their_epoch(node: Node):
 def test_what_starts_ahead_ends_with_the_controller_that_wanted_it():
     """A successor would take who has records for one that has none, and its peers would wait for it."""
     node = Node(nproc_per_node=2)
-    node.hear(m.Leads(1, "first", "job"))
+    node.hear(m.LeaderHello(1, "first", "job"))
     node.hear(plan(roles={0: "node0", 1: "node1"}))
     node.train()
     done = {"0-1:1#0": (2, 1)}
@@ -590,8 +590,8 @@ def test_what_starts_ahead_ends_with_the_controller_that_wanted_it():
     node.worker(m.Registered(0, [], False, GROUP, {"0-1:1#0": 2}), role=1)
     number = node.number(1)
     assert m.Prepared in map(type, node.greeting().said)
-    assert not node.hear(m.Leads(1, "first", "job")), "the connection broke, and is there again"
-    assert node.hear(m.Leads(1, "second", "job")) == [e.Kill(number)]
+    assert not node.hear(m.LeaderHello(1, "first", "job")), "the connection broke, and is there again"
+    assert node.hear(m.LeaderHello(1, "second", "job")) == [e.Kill(number)]
     assert node.agent.crew.of_role(0) and m.Prepared not in map(type, node.greeting().said)
     node.hear(plan(2, roles={0: "node0", 1: "node0"}, newcomers=[1]))
     [assign] = node.told(m.Assign)
@@ -661,7 +661,7 @@ def test_what_arrives_after_its_epoch_counts_for_nothing(failed: str, training: 
 
 def test_a_corrupt_copy_is_struck_off_and_the_role_cannot_be_restored(training: Node):
     training.worker(m.CorruptCopy(1, 0, "chunk 3"))
-    assert training.effects(e.Strike) == [e.Strike(1, 0, adopted=True)]
+    assert training.effects(e.InvalidateCopy) == [e.InvalidateCopy(1, 0, adopted=True)]
     assert training.said(m.RestoreFailed) == [m.RestoreFailed(1, 0, "chunk 3")]
 
 
@@ -758,7 +758,7 @@ def test_what_a_worker_says_that_has_no_role_any_more_is_not_heard(training: Nod
 
 def test_words_for_all_workers_are_passed_on(training: Node):
     number = training.number()
-    words: list[m.ToAgent] = [m.Release([3]), m.SendCounts(), m.SendIssued(3), m.Hold(1, 4)]
+    words: list[m.ToAgent] = [m.Release([3]), m.SendCounts(), m.SendIssued(3), m.PauseAfterStep(1, 4)]
     for word in words:
         assert training.hear(word) == [e.ToWorker(number, word)]  # type: ignore[arg-type]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ft_core.control import decision
 from ft_core.control.decision import NodeReport
 from ft_core.control.facts import hosts_now
-from ft_core.control.held import Held
+from ft_core.control.held import NodeInventory
 from ft_core.control.records import completed
 from ft_core.errors import Unrecoverable
 from ft_core.node.holdings import changed, more_than_versions
@@ -60,9 +60,9 @@ def held_by(draw: random.Random, names: list[str], roles: int) -> dict[str, m.Ho
     return found
 
 
-def held(name: str, *said: m.Holdings) -> Held:
+def held(name: str, *said: m.Holdings) -> NodeInventory:
     """As the controller has it: what was said first, and by difference, over the wire."""
-    found = Held(m.AgentHello(name, 1, 1, 0, f"of {name}", "x", said[0], [], False, ""))
+    found = NodeInventory(m.AgentHello(name, 1, 1, 0, f"of {name}", "x", said[0], [], False, ""))
     for number, (before, now) in enumerate(pairwise(said)):
         message = m.FROM_CLIENT.decode(encode(changed(before, now, number)), "a node")
         assert isinstance(message, m.HoldingsChanged) and found.change(message)

@@ -14,7 +14,7 @@ from ft_core import kept
 from ft_core.adapter import StateTensor
 from ft_core.errors import ConfigError
 from ft_core.worker import unprotected
-from ft_core.worker.calls import Calls
+from ft_core.worker.calls import KeepCalls
 from ft_core.worker.session import Session
 
 
@@ -32,7 +32,7 @@ class Adapter:
 
 def loop(adapter: Adapter) -> None:
     """Three steps."""
-    calls = Calls(cast(Any, adapter))
+    calls = KeepCalls(cast(Any, adapter))
     for _ in range(3):
         calls.step_done()
 
@@ -56,7 +56,7 @@ def trained(steps: int, clock: Callable[[int], float] = lambda step: 0.0, **abou
         **about,
     }
     session = SimpleNamespace(**about)
-    watch = unprotected.Watch(cast(Session, session))
+    watch = unprotected.UnprotectedWatch(cast(Session, session))
     try:
         weight = torch.nn.Parameter(torch.ones(1))
         optimizer = torch.optim.SGD([weight], 0.1)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from harness import environment
 
-from ft_core.process.lines import VOICE, Voice, entry, is_entry
+from ft_core.process.lines import LOG_CONTEXT, LogContext, entry, is_entry
 from ft_core.worker.console import Console
 from ft_core.worker.logs import take_over
 
@@ -155,14 +155,18 @@ def test_of_a_worker_without_a_role_none_is_said(workers: list[Path]) -> None:
 
 
 @pytest.fixture
-def voice(monkeypatch: pytest.MonkeyPatch) -> Iterator[Voice]:
+def voice(monkeypatch: pytest.MonkeyPatch) -> Iterator[LogContext]:
     for name in ("json", "component", "about"):
-        monkeypatch.setattr(VOICE, name, getattr(VOICE, name))
-    VOICE.json, VOICE.component, VOICE.about = True, "agent", lambda: {"node": "n1", "epoch": 2}
-    yield VOICE
+        monkeypatch.setattr(LOG_CONTEXT, name, getattr(LOG_CONTEXT, name))
+    LOG_CONTEXT.json, LOG_CONTEXT.component, LOG_CONTEXT.about = (
+        True,
+        "agent",
+        lambda: {"node": "n1", "epoch": 2},
+    )
+    yield LOG_CONTEXT
 
 
-def test_what_is_logged(voice: Voice) -> None:
+def test_what_is_logged(voice: LogContext) -> None:
     try:
         raise ValueError("no\nthing")
     except ValueError:

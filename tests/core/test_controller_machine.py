@@ -21,12 +21,12 @@ from ft_core.control.events import (
     End,
     Event,
     Greeted,
+    PrintConsole,
     Pulsed,
     Received,
     Record,
     Refuse,
     Resign,
-    Say,
     Send,
     Terminate,
     Tick,
@@ -56,8 +56,6 @@ from ft_core.protocol.messages import (
     Finished,
     GivenUp,
     Heartbeat,
-    Held,
-    Hold,
     Holdings,
     Hosts,
     Idle,
@@ -66,7 +64,7 @@ from ft_core.protocol.messages import (
     Issued,
     KeptState,
     KillWorker,
-    Leads,
+    LeaderHello,
     Leaving,
     Left,
     ListDurable,
@@ -77,11 +75,13 @@ from ft_core.protocol.messages import (
     OperationCounts,
     OtherJob,
     OwnPlan,
+    PauseAfterStep,
+    PausedAtStep,
     Prepare,
     Prepared,
     ProbeNodes,
+    ProbeResult,
     Pulse,
-    Reach,
     Redundancy,
     Release,
     ReplicaGroup,
@@ -361,7 +361,7 @@ class ControlPlane:
                     self.spent = effect.more["spent"], self.now
             elif isinstance(effect, End):
                 self.done = effect
-            elif isinstance(effect, Say):
+            elif isinstance(effect, PrintConsole):
                 self.said.append(effect.text)
         return effects
 
@@ -443,7 +443,7 @@ def test_a_node_dies_and_a_spare_takes_its_roles() -> None:
     peer = next(job.peers)
     gone.peer = peer
     effects = job.happens(Greeted(peer, gone.hello()))
-    done = [effect for effect in effects if not isinstance(effect, Say)]
+    done = [effect for effect in effects if not isinstance(effect, PrintConsole)]
     assert done[-2:] == [Send(peer, GivenUp()), Close(peer)], "it comes back, too late"
 
 
@@ -565,7 +565,7 @@ def test_a_spare_whose_process_has_ended_is_lost_at_once() -> None:
 
 
 @pytest.mark.parametrize("reach", ["silent", "reached"])
-def test_whatever_else_others_find_a_node_has_time_to_come_back(reach: Reach) -> None:
+def test_whatever_else_others_find_a_node_has_time_to_come_back(reach: ProbeResult) -> None:
     job = ControlPlane(nodes=2)
     job.all_step(1)
     effects, rounds = job["node1"].hangs_up(), []
@@ -673,7 +673,7 @@ def test_silence_is_the_loss_of_a_node() -> None:
     assert "no heartbeat for 10.0 s" in job.records_of("detected")[0].reason
 
 
-def silenced(job: ControlPlane, name: str, reach: Reach) -> None:
+def silenced(job: ControlPlane, name: str, reach: ProbeResult) -> None:
     """A node that beats regularly is silent from now on, and the others say of it what `reach` says."""
     job.wait(6)
     job[name].silent = True
@@ -774,7 +774,9 @@ def answer_probes(job: ControlPlane, seconds: float, *broken: tuple[str, str]) -
     while job.now < end:
         for peer, asked in sent(job.wait(0.1), ProbeNodes).items():
             name = next(a.name for a in job.agents.values() if a.peer == peer)
-            reach: dict[str, Reach] = {n: "silent" if (name, n) in broken else "reached" for n in asked.nodes}
+            reach: dict[str, ProbeResult] = {
+                n: "silent" if (name, n) in broken else "reached" for n in asked.nodes
+            }
             job[name].say(NodesProbed(asked.round, reach))
             count += 1
     return count
@@ -1036,7 +1038,7 @@ def test_a_leader_decides_nothing_while_somebody_may_obey_another() -> None:
     job.start_controller(term=2, settled=job.now + 5)
     for name in ("node0", "node2"):
         effects = job[name].greet()
-        assert effects[0] == Send(job[name].peer, Leads(2, job.controller._session, ""))
+        assert effects[0] == Send(job[name].peer, LeaderHello(2, job.controller._session, ""))
     job.wait(0.1)
     tell(job)
     assert not sent(job.wait(4.5), Abort) and job.phase == "rebuilding"
@@ -1100,7 +1102,7 @@ def test_an_agent_of_this_job_or_of_none_yet_is_let_in_and_hears_its_id() -> Non
         agent = Agent(job, f"node{peer}", peer)
         greeting = replace(agent.hello(), job=known)
         assert job.happens(Greeted(peer, greeting))[0] == Send(
-            peer, Leads(1, job.controller._session, "this")
+            peer, LeaderHello(1, job.controller._session, "this")
         )
 
 
@@ -1494,9 +1496,9 @@ def test_a_replica_group_comes_back_between_two_steps() -> None:
     assert prepare.worker.completed == {"0-1:1#0": (3, 0)}
     effects = spare.say(Prepared(role=1, counts={}))
     assert sent(effects, SendHeartbeat).keys() == {job["node0"].peer}
-    [hold] = sent(job["node0"].beat(), Hold).values()
+    [hold] = sent(job["node0"].beat(), PauseAfterStep).values()
     assert (hold.epoch, hold.step) == (2, 1 + 2), "two steps after the newest"
-    job["node0"].say(Held(epoch=2, role=0))
+    job["node0"].say(PausedAtStep(epoch=2, role=0))
     assert job.phase == "quiescing" and job.records_of("returning")
     job.all_report()
     assert job.records_of("returned")[0].roles == (1,)
@@ -1517,7 +1519,7 @@ def test_who_comes_back_in_vain_does_not_keep_the_others_from_training() -> None
         job["node0"].say(OperationCounts(role=0, counts={}))
         spare.say(Prepared(role=1, counts={}))
         job["node0"].beat()
-        job["node0"].say(Held(epoch=job.controller.facts.epoch, role=0))
+        job["node0"].say(PausedAtStep(epoch=job.controller.facts.epoch, role=0))
         job.all_report()
         assert spare.plan is not None and spare.plan.roles[1] == spare.name
         if number < 2:
@@ -1691,7 +1693,7 @@ def test_all_come_to_the_end() -> None:
     job.agents["late"] = late
     effects, peer = late.greet(), late.peer
     assert effects == [
-        Send(peer, Leads(1, job.controller._session, "")),
+        Send(peer, LeaderHello(1, job.controller._session, "")),
         Send(peer, Shutdown(code=0)),
         Close(peer),
     ]

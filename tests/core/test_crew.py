@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ft_core.node.crew import Crew, Doing
+from ft_core.node.crew import WorkerState, WorkerTable
 
 
-def crew(*workers: tuple[int, Doing]) -> Crew:
+def crew(*workers: tuple[int, WorkerState]) -> WorkerTable:
     """Of these devices, and what they do."""
-    found = Crew()
+    found = WorkerTable()
     for device, doing in workers:
         found.add(device).doing = doing
     return found
@@ -18,26 +18,31 @@ def crew(*workers: tuple[int, Doing]) -> Crew:
 @pytest.mark.parametrize(
     ("workers", "device", "chosen", "takes"),
     [
-        ([(0, Doing.IDLE), (1, Doing.IDLE), (-1, Doing.IDLE)], 1, 1, 1),
-        ([(0, Doing.STARTING), (1, Doing.IDLE), (-1, Doing.IDLE)], 0, 2, 0),  # the other's is its own role's
-        ([(0, Doing.PLAYING), (1, Doing.IDLE), (-1, Doing.IDLE)], 0, 2, 1),
-        ([(0, Doing.STARTING), (1, Doing.IDLE)], 0, 1, 1),
-        ([(0, Doing.PLAYING), (1, Doing.PLAYING), (-1, Doing.IDLE)], 1, 2, 1),
+        ([(0, WorkerState.IDLE), (1, WorkerState.IDLE), (-1, WorkerState.IDLE)], 1, 1, 1),
+        (
+            [(0, WorkerState.STARTING), (1, WorkerState.IDLE), (-1, WorkerState.IDLE)],
+            0,
+            2,
+            0,
+        ),  # the other's is its own role's
+        ([(0, WorkerState.PLAYING), (1, WorkerState.IDLE), (-1, WorkerState.IDLE)], 0, 2, 1),
+        ([(0, WorkerState.STARTING), (1, WorkerState.IDLE)], 0, 1, 1),
+        ([(0, WorkerState.PLAYING), (1, WorkerState.PLAYING), (-1, WorkerState.IDLE)], 1, 2, 1),
     ],
 )
 def test_a_worker_of_the_roles_own_device_is_chosen(
-    workers: list[tuple[int, Doing]], device: int, chosen: int, takes: int
+    workers: list[tuple[int, WorkerState]], device: int, chosen: int, takes: int
 ) -> None:
     worker = crew(*workers).choose(device, 2)
     assert worker is not None and (worker.number, worker.device) == (chosen, takes)
 
 
 def test_roles_that_begin_while_a_worker_still_starts_have_a_device_each() -> None:
-    found = crew((0, Doing.STARTING), (1, Doing.IDLE), (-1, Doing.IDLE))
+    found = crew((0, WorkerState.STARTING), (1, WorkerState.IDLE), (-1, WorkerState.IDLE))
     devices = []
     for device in range(2):
         worker = found.choose(device, 2)
         assert worker is not None
-        worker.doing = Doing.PLAYING
+        worker.doing = WorkerState.PLAYING
         devices.append(worker.device)
     assert devices == [0, 1]

@@ -132,7 +132,7 @@ def lose_some(large: Large) -> list[str]:
     slow = large.facts.nodes[large.names[7]]
     slow.beats = {**slow.beats, 57: msgspec.structs.replace(slow.beats[57], step=498, step_s=9.5)}
     for pid in range(3):
-        strike = m.Strike("node-00011", -1, 88, pid, 400 + pid, m.Fault.CRASHED, f"{pid}", age=5.0)
+        strike = m.FailureRecord("node-00011", -1, 88, pid, 400 + pid, m.Fault.CRASHED, f"{pid}", age=5.0)
         large.facts.strikes.add(strike, 10.0)
     return gone
 

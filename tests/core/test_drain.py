@@ -18,12 +18,12 @@ from ft_core.protocol.messages import (
     Drain,
     DrainNode,
     Drains,
-    Held,
-    Hold,
     JobStatus,
     NodesChanged,
     NodesStatus,
     OperationCounts,
+    PauseAfterStep,
+    PausedAtStep,
     Prepare,
     Prepared,
     SendCounts,
@@ -67,10 +67,10 @@ def stop(job: ControlPlane, *roles: int) -> None:
         job[name].beat()
     epoch = job.controller.facts.epoch
     for name in playing:
-        hold = [message for message in job[name].heard if isinstance(message, Hold)][-1]
+        hold = [message for message in job[name].heard if isinstance(message, PauseAfterStep)][-1]
         assert hold.epoch == epoch and hold.step > max(agent.step_now for agent in job.agents.values()) - 1
     for role in roles:
-        job[job.controller.facts.places[role]].say(Held(epoch=epoch, role=role))
+        job[job.controller.facts.places[role]].say(PausedAtStep(epoch=epoch, role=role))
 
 
 def moved(**settings: Any) -> ControlPlane:
@@ -112,7 +112,7 @@ def test_roles_move_between_two_steps_and_then_the_node_ends() -> None:
     assert sent(effects, SendHeartbeat).keys() == {job["node0"].peer, job["node1"].peer}
     stop(job, 0)
     assert job.phase == "running", "the role that moves trains on until all stop"
-    job["node1"].say(Held(epoch=1, role=1))
+    job["node1"].say(PausedAtStep(epoch=1, role=1))
     assert job.records_of("moving")[0].roles == (1,)
     job.all_report()
     plan = job["node2"].plan

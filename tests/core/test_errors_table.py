@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ft_core import plugins
 from ft_core.control.events import End
-from ft_core.node.crew import Doing, Worker, lost
+from ft_core.node.crew import Worker, WorkerState, lost
 from ft_core.protocol.messages import Fault, ScriptFailed, WorkerLost
 from ft_core.settings import Command
 from ft_core.worker import entry
@@ -27,7 +27,7 @@ def ended(case: Script | Killed | Own, path: Path, monkeypatch: pytest.MonkeyPat
     """The script is run, as a worker does, and its agent says how it has ended."""
     step = case.step if isinstance(case, Script) else -1 if isinstance(case, Own) else STEP
     worker = Worker(
-        0, device=2, pid=7, doing=Doing.PLAYING, role=1, stage="training" if step >= 0 else "startup"
+        0, device=2, pid=7, doing=WorkerState.PLAYING, role=1, stage="training" if step >= 0 else "startup"
     )
     if isinstance(case, Killed):
         worker.ordered = case.ordered

@@ -72,14 +72,16 @@ def test_a_fetch_of_an_epoch_that_is_over_is_nobody_s(tmp_path: Path) -> None:
             agent._handle = told.append  # type: ignore[assignment,method-assign]
             with holder(fleet.secret) as first, holder(fleet.secret) as second:
                 first.ask = silent
-                orders = [e.Bring(1, 0, (0,), of([other], n)) for n, other in ((1, first), (2, second))]
+                orders = [e.FetchState(1, 0, (0,), of([other], n)) for n, other in ((1, first), (2, second))]
                 agent.machine.epochs.plan = orders[0].plan
                 late = asyncio.create_task(agent._bring(orders[0]))
                 await asyncio.to_thread(asked.wait, 60)
                 agent.machine.epochs.plan = orders[1].plan
                 await agent._bring(orders[1])
                 [brought] = told
-                assert isinstance(brought, e.Brought) and brought.order is orders[1] and not brought.failed
+                assert (
+                    isinstance(brought, e.StateFetched) and brought.order is orders[1] and not brought.failed
+                )
                 memory = agent.store.memory(0)
                 before, files = list(memory.slots), memory_files(os.getpid())
                 answers.set()

@@ -51,7 +51,7 @@ TIMES = 64
 
 LISTENERS: dict[str, tuple[Any, Decoder[Any]]] = {
     "controller": (
-        messages.FromAgent | messages.FromCtl | messages.Calls | messages.GoesElsewhere,
+        messages.FromAgent | messages.FromCtl | messages.RouteRequest | messages.LeavingRelay,
         messages.FROM_CLIENT,
     ),
     "agent": (messages.FromWorker, messages.FROM_WORKER),
@@ -61,7 +61,7 @@ LISTENERS: dict[str, tuple[Any, Decoder[Any]]] = {
 }
 """By who listens, what it takes."""
 CLIENTS: dict[str, tuple[Any, Decoder[Any]]] = {
-    "to an agent": (messages.ToAgent | messages.GoThrough | messages.RelayLives, messages.TO_AGENT),
+    "to an agent": (messages.ToAgent | messages.UseRelay | messages.RelayLives, messages.TO_AGENT),
     "to a worker": (messages.ToWorker, messages.TO_WORKER),
     "to ftctl": (messages.ToCtl, messages.TO_CTL),
     "of a transport": (transfers.Answer, transfers.ANSWER),

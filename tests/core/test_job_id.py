@@ -82,7 +82,9 @@ def test_an_agent_obeys_no_controller_of_another_job(tmp_path: Path) -> None:
 
         def lets_in(event: Any, *about: Any) -> Any:
             done = happens(event, *about)
-            leads = (each for each in done if isinstance(each, Send) and isinstance(each.message, m.Leads))
+            leads = (
+                each for each in done if isinstance(each, Send) and isinstance(each.message, m.LeaderHello)
+            )
             others = {id(each): Send(each.peer, replace(each.message, job="other")) for each in leads}
             return [others.get(id(each), each) for each in done]
 

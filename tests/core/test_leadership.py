@@ -24,8 +24,8 @@ from ports import free_port
 from ft_core import leadership
 from ft_core.control import keeper as keeping
 from ft_core.control.events import LauncherGone, Record
-from ft_core.control.keeper import Granted, Keeper, Over
-from ft_core.control.shell import Office, Shell
+from ft_core.control.keeper import Granted, LeaseRenewer, Over
+from ft_core.control.shell import LeaderContext, Shell
 from ft_core.errors import ConfigError
 from ft_core.leadership import etcd, http, kubernetes, lease
 from ft_core.leadership.base import Fixed, Leader, Leadership, LeadershipError, Notes
@@ -33,7 +33,7 @@ from ft_core.leadership.http import Client
 from ft_core.leadership.kubernetes import Kubernetes
 from ft_core.leadership.lease import DRIFT, Follower, Lease, first_epoch
 from ft_core.node import looker as looking
-from ft_core.node.looker import Looker
+from ft_core.node.looker import LeaderWatcher
 from ft_core.protocol import messages as m
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.goodput import Cause, Spent
@@ -582,7 +582,7 @@ def run(test: Any) -> None:
 
 def test_a_keeper_leads_keeps_its_lease_and_says_that_the_job_is_over(tmp_path: Path) -> None:
     async def test(kept: Kept) -> None:
-        one, other = (Keeper(kept.client(), f"{name}:1", begins=True) for name in ("one", "other"))
+        one, other = (LeaseRenewer(kept.client(), f"{name}:1", begins=True) for name in ("one", "other"))
         waits = [asyncio.ensure_future(keeper.news.get()) for keeper in (one, other)]
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         leads, follows = (one, waits[1]) if waits[0] in done else (other, waits[0])
@@ -604,7 +604,7 @@ def test_a_keeper_leads_keeps_its_lease_and_says_that_the_job_is_over(tmp_path: 
 
 def test_a_keeper_whose_controller_resigns_leads_again_in_a_newer_term(tmp_path: Path) -> None:
     async def test(kept: Kept) -> None:
-        keeper = Keeper(kept.client(), "one:1", begins=True)
+        keeper = LeaseRenewer(kept.client(), "one:1", begins=True)
         first = await keeper.news.get()
         assert isinstance(first, Granted)
         keeper.resign(floor=40)
@@ -625,7 +625,7 @@ def test_a_keeper_takes_nothing_old_for_the_jobs_end(tmp_path: Path) -> None:
         assert one.resign(one.acquire("one:1", 0), 0)
         over = kept.server.objects["llm"]
         leads = one.acquire("one:1", 0)
-        other = Keeper(kept.client(), "other:1", begins=False)
+        other = LeaseRenewer(kept.client(), "other:1", begins=False)
         while not other._job:
             await asyncio.sleep(0.01)
         now = kept.server.objects["llm"]
@@ -646,7 +646,7 @@ def test_a_keeper_of_a_job_whose_name_another_has_ends(tmp_path: Path) -> None:
     async def test(kept: KeptInKubernetes) -> None:
         one = kept.client()
         first = one.acquire("one:1", 0)
-        other = Keeper(kept.client(), "other:1", begins=True)
+        other = LeaseRenewer(kept.client(), "other:1", begins=True)
         while not other._job:
             await asyncio.sleep(0.01)
         kept.delete()
@@ -662,10 +662,10 @@ def test_a_spare_begins_no_job_that_is_over(tmp_path: Path) -> None:
     async def test(kept: Kept) -> None:
         one = kept.client()
         assert one.resign(one.acquire("one:1", 0), 0)
-        spare = Keeper(kept.client(), "spare:1", begins=False)
+        spare = LeaseRenewer(kept.client(), "spare:1", begins=False)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(spare.news.get(), 3 * lease.LOOK)
-        first = Keeper(kept.client(), "first:1", begins=True)
+        first = LeaseRenewer(kept.client(), "first:1", begins=True)
         assert isinstance(await first.news.get(), Granted)
 
     with api_server(tmp_path) as kept:
@@ -702,8 +702,8 @@ class Elected:
         self.secret, self.orders = read_secret(directory), Orders()
         self.address = f"127.0.0.1:{free_port()}"
         self.lease = Lease(5, 1000.0, lease.clock())
-        about = (self.lease, cast(Keeper, self.orders), self.address, PAST, 0.0, "itsid")
-        self.shell = Shell(settings, directory, 0, Office(*about))
+        about = (self.lease, cast(LeaseRenewer, self.orders), self.address, PAST, 0.0, "itsid")
+        self.shell = Shell(settings, directory, 0, LeaderContext(*about))
         self.running = asyncio.ensure_future(self.shell.run())
 
     async def node(self, term: int = 5) -> AsyncChannel[m.ToAgent]:
@@ -732,7 +732,7 @@ def test_a_controller_without_its_lease_decides_nothing_and_hangs_up(tmp_path: P
     async def test() -> None:
         elected = Elected(tmp_path)
         node = await elected.node()
-        assert isinstance(first := await node.recv(), m.Leads) and first.term == 5
+        assert isinstance(first := await node.recv(), m.LeaderHello) and first.term == 5
         for epoch in (3, 4):
             elected.shell._note(Record("resumed", epoch))
         assert elected.orders.noted == [replace(PAST, recorded={"resumed": 4})]  # of epoch 3 one has
@@ -763,7 +763,7 @@ def test_nobody_hears_of_the_jobs_end_before_that_is_written_down(tmp_path: Path
     async def test() -> None:
         elected = Elected(tmp_path)
         node = await elected.node()
-        assert isinstance(first := await node.recv(), m.Leads) and first.term == 5
+        assert isinstance(first := await node.recv(), m.LeaderHello) and first.term == 5
         elected.shell._handle(LauncherGone())
         [(code, agreed)] = elected.orders.ends
         late = await elected.node()  # greets meanwhile, and is not told either
@@ -773,7 +773,7 @@ def test_nobody_hears_of_the_jobs_end_before_that_is_written_down(tmp_path: Path
         agreed()
         elected.lease.ends()
         assert await elected.running == 1
-        assert isinstance(first := await waits, m.Leads) and first.term == 5
+        assert isinstance(first := await waits, m.LeaderHello) and first.term == 5
         assert m.Shutdown(code=1) in await said(late)
 
     run(test())
@@ -795,7 +795,7 @@ class Told(Fixed):
 def test_an_agent_waits_for_a_look_where_it_is_not_clear_whom_it_obeys(monkeypatch: Any) -> None:
     async def test() -> None:
         place, hung_up = Told(Leader(3, "a:1")), asyncio.Event()
-        looker = Looker(cast(Leadership, place), hung_up.set, lambda error: None)
+        looker = LeaderWatcher(cast(Leadership, place), hung_up.set, lambda error: None)
         await looker.next()
         assert looker.leader.address == "a:1"
         looker.follower.connected()
@@ -819,7 +819,7 @@ def test_an_agent_waits_for_a_look_where_it_is_not_clear_whom_it_obeys(monkeypat
 def test_an_agent_that_cannot_look_hangs_up_after_a_while(monkeypatch: Any) -> None:
     async def test() -> None:
         place = Told(Leader(3, "a:1"))
-        looker = Looker(cast(Leadership, place), lambda: None, lambda error: None)
+        looker = LeaderWatcher(cast(Leadership, place), lambda: None, lambda error: None)
         await looker.next()
         looker.follower.led_by(3)
         place.fails = True

@@ -30,8 +30,8 @@ from waiting import wait_for_value
 from ft_core.control import stragglers
 from ft_core.control import tally as tallied
 from ft_core.control.metrics import PAGES
-from ft_core.control.risk import Held, Last, Loss, Present, Whole
-from ft_core.control.tally import Durations, Numbers, Tally
+from ft_core.control.risk import ClusterHoldings, Last, Loss, Present, Whole
+from ft_core.control.tally import Durations, JobMetrics, Numbers
 from ft_core.node.metrics import PAGES as OF_NODE
 from ft_core.node.metrics import NodeNumbers
 from ft_core.protocol import http as served
@@ -105,7 +105,7 @@ def test_of_many_roles_there_is_no_more_to_read() -> None:
 
 def test_places_are_told_apart_as_far_as_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tallied, "PLACES", 3)
-    tally = Tally()
+    tally = JobMetrics()
     for number in (0, 1, 2, 3, 4, 0):
         tally.failed(Fault.NODE, f"node{number}", "rack")
     assert tally.failures == {
@@ -126,7 +126,7 @@ def test_durations() -> None:
 
 
 def test_a_durable_checkpoint_is_whole_once_all_parts_are() -> None:
-    tally = Tally()
+    tally = JobMetrics()
     for version, at in ((10, 1.0), (10, 2.0), (20, 3.0)):
         tally.written(version, 2, 0.5, at)
     assert tally.durable == 2.0 and (tally.writes.total, tally.writes.cumulative()[-1]) == (1.5, 3)
@@ -187,7 +187,7 @@ def beat(*held: int, committed: int) -> RoleBeat:
     return RoleBeat(1, 5, 5, list(held), committed, 0.1, 0.0, 0, 0)
 
 
-def held(**changed: Any) -> Held:
+def held(**changed: Any) -> ClusterHoldings:
     """Of four roles in three failure domains; the first two have a segment in common."""
     nodes = [
         Present("a", "rack0", {0: beat(4, 5, committed=4), 1: beat(4, 5, committed=4)}, {"2x1": [4]}),
@@ -196,7 +196,7 @@ def held(**changed: Any) -> Held:
     ]
     places = {0: "a", 1: "a", 2: "b", 3: "c"}
     catalogue = {0: {"0x2": "0,1"}, 1: {"0x2": "0,1"}, 2: {"2x1": "2"}, 3: {"3x1": "3"}}
-    return replace(Held(1, 3, nodes, places, catalogue), **changed)
+    return replace(ClusterHoldings(1, 3, nodes, places, catalogue), **changed)
 
 
 def test_parts_of_the_state_with_too_few_copies_are_counted() -> None:
@@ -211,13 +211,17 @@ def test_parts_of_the_state_with_too_few_copies_are_counted() -> None:
 def test_what_is_as_it_was_is_not_counted_again() -> None:
     last, counted = Last(), []
 
-    class Counted(Held):
+    class Counted(ClusterHoldings):
         def _below(self, whole: list[Whole]) -> int:
             counted.append(self)
             return super()._below(whole)
 
     def now(**changed: Any) -> int:
-        about = {each.name: getattr(first, each.name) for each in fields(Held)} | {"last": last} | changed
+        about = (
+            {each.name: getattr(first, each.name) for each in fields(ClusterHoldings)}
+            | {"last": last}
+            | changed
+        )
         return Counted(**about).below
 
     first = held()

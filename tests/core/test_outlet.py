@@ -16,7 +16,7 @@ from harness import environment
 from waiting import wait_for_value
 
 from ft_core.process import last_line, refusals
-from ft_core.process.outlet import Console, FileOutlet, Outlet
+from ft_core.process.outlet import AsyncWriter, Console, FileOutlet
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.messages import FROM_CONTROLLER
 
@@ -68,7 +68,7 @@ def fill(pipe: int) -> int:
 def test_an_unread_console_keeps_nobody_waiting():
     reader, writer = os.pipe()
     before = fill(writer)
-    outlet = Outlet("test", writer, limit=100_000)
+    outlet = AsyncWriter("test", writer, limit=100_000)
     for number in range(40):
         outlet.write(f"{number:04000}\n")
     assert not outlet.flush(0.1)

@@ -41,23 +41,23 @@ from ft_core.protocol.messages import (
     TO_CTL,
     AgentHello,
     AskStatus,
-    Calls,
     CtlHello,
     Denied,
     FromAgent,
     FromCtl,
-    GoThrough,
     Heartbeat,
     Holdings,
     HoldingsChanged,
     Idle,
     Inject,
     JobStatus,
-    Leads,
+    LeaderHello,
     NodePlan,
     RoleLayout,
+    RouteRequest,
     Shutdown,
     ToCtl,
+    UseRelay,
     Welcome,
 )
 from ft_core.protocol.sockets import listen, reserve
@@ -143,7 +143,7 @@ def test_an_agent_that_cannot_do_what_it_is_told_ends_with_the_traceback(agent: 
 def test_the_end_of_the_fork_server_is_not_the_end_of_the_script(agent: Agent):
     """It takes down the pipes by which the end of workers is told, though they may live."""
     Path(agent.settings.command.target).write_text("import time; time.sleep(1000)")
-    heard: list[FromAgent | FromCtl | Calls] = []
+    heard: list[FromAgent | FromCtl | RouteRequest] = []
 
     async def controller() -> None:
         async for connection in agent.connections():
@@ -193,11 +193,11 @@ def test_workers_that_end_at_once_cost_no_node(agent: Agent):
 
 async def ready(
     agent: Agent, connection: Connection
-) -> tuple[AsyncChannel[FromAgent | FromCtl | Calls], FromAgent | FromCtl | Calls]:
+) -> tuple[AsyncChannel[FromAgent | FromCtl | RouteRequest], FromAgent | FromCtl | RouteRequest]:
     """The agent's connection once both of its workers wait for a role, and its newest message."""
     channel = await AsyncChannel.accept(connection, agent.secret, FROM_CLIENT)
-    channel.post(GoThrough(""))
-    channel.post(Leads(1, "a", ""))
+    channel.post(UseRelay(""))
+    channel.post(LeaderHello(1, "a", ""))
     message = await channel.recv()
     while not (isinstance(message, Heartbeat | Idle) and message.idle == 2):
         message = await channel.recv()
@@ -232,8 +232,8 @@ def test_whatever_answers_at_the_controllers_port_costs_no_node(agent: Agent):
                     await AsyncChannel.accept(connection, b"another job's secret", FROM_CLIENT)
             else:
                 channel = await AsyncChannel.accept(connection, agent.secret, FROM_CLIENT)
-                assert isinstance(await channel.recv(), Calls)
-                channel.post(GoThrough(""))
+                assert isinstance(await channel.recv(), RouteRequest)
+                channel.post(UseRelay(""))
                 assert isinstance(await channel.recv(), AgentHello)
             connection.close()
             if not answers:

@@ -219,7 +219,16 @@ def test_what_an_agent_says_while_its_connection_breaks_is_said_again(tmp_path: 
 
 
 RETURNING = (
-    *(m.SendCounts, m.OperationCounts, m.Prepare, m.Prepared, m.Hold, m.Held, m.SharedPlan, m.Abort),
+    *(
+        m.SendCounts,
+        m.OperationCounts,
+        m.Prepare,
+        m.Prepared,
+        m.PauseAfterStep,
+        m.PausedAtStep,
+        m.SharedPlan,
+        m.Abort,
+    ),
     m.HoldingsChanged,
 )
 

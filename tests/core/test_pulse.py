@@ -19,7 +19,7 @@ from processes import alive
 from waiting import wait_for_value
 
 from ft_core.control.pulses import BATCH, heard
-from ft_core.control.suspicion import Sight
+from ft_core.control.suspicion import NodeLiveness
 from ft_core.errors import AuthenticationError, ProtocolError
 from ft_core.protocol.messages import Pulse
 from ft_core.protocol.pulses import MAX_BYTES, Seal, receiver, sender
@@ -128,7 +128,7 @@ def test_a_large_job_says_less_often_that_it_lives_and_never_so_seldom_as_to_be_
 
     assert [every(nodes) for nodes in (1, 5000, 10_000, 12_500, 100_000)] == [0.5, 0.5, 1.0, 1.25, 1.25]
     assert every(100_000, heartbeats_missed=2) == 0.5
-    sight, now = Sight(0.0), 0.0
+    sight, now = NodeLiveness(0.0), 0.0
     for number in range(40):
         now = number * 1.25
         if number % 3:  # every third is lost

@@ -12,7 +12,7 @@ from core.test_agent_machine import GROUP, Memory, Node, segment
 from ft_core.errors import ConfigError
 from ft_core.node import events as e
 from ft_core.node import room
-from ft_core.node.crew import Doing, Worker
+from ft_core.node.crew import Worker, WorkerState
 from ft_core.node.epochs import ANSWERS
 from ft_core.node.ready import ATTEMPTS, PAUSE, SETTLED, covers, serves
 from ft_core.protocol import messages as m
@@ -101,7 +101,7 @@ def test_it_takes_the_role_when_its_worker_dies():
     node.hear(next_epoch())
     assert node.number() == number and not node.told(m.Assign) and node.told(m.PlanBegins)
     assert e.SetApart(number, apart=False) in node.done
-    [bring] = node.effects(e.Bring)
+    [bring] = node.effects(e.FetchState)
     assert bring.worker == number
     node.worker(m.WorkerRestored(2, 1, loaded=True))
     [layout] = node.said(m.RoleLayout)
@@ -196,7 +196,7 @@ def test_one_that_has_not_begun_is_a_standby_like_any_other():
     assert not node.effects(e.Start)
     node.handle(e.WorkerReady(begun.worker))
     worker = node.agent.crew.get(begun.worker)
-    assert worker is not None and worker.doing is Doing.IDLE
+    assert worker is not None and worker.doing is WorkerState.IDLE
 
 
 def test_one_that_fails_is_replaced_quietly_and_left_in_the_end(caplog: pytest.LogCaptureFixture):

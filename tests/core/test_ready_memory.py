@@ -24,7 +24,7 @@ from ft_core.node.fetch import bring
 from ft_core.node.inquiries import Inquiries
 from ft_core.node.ready_memory import ReadyMemory
 from ft_core.node.workers import use_huge_pages
-from ft_core.process.host_memory import Room, room
+from ft_core.process.host_memory import HostMemory, room
 from ft_core.protocol import messages as m
 from ft_core.settings import Command, Settings
 from ft_core.state import memory as memory_module
@@ -36,7 +36,7 @@ SECRET = b"s" * 32
 SIZE = 5 * CHUNK + 100
 SEGMENT = layout((0,), [("w", "uint8", (SIZE,), SIZE)])
 BUFFER = SnapshotBuffer.size([SEGMENT])
-PLENTY = Room(90 << 30, 100 << 30)
+PLENTY = HostMemory(90 << 30, 100 << 30)
 
 
 def pages(memory: SharedMemory) -> int:
@@ -65,7 +65,7 @@ class Two:
     transport: TcpTransport
     ready: ReadyMemory
     plan: m.NodePlan
-    room: Room = PLENTY
+    room: HostMemory = PLENTY
     """That the spare's machine has."""
 
     def look(self) -> None:
@@ -134,10 +134,10 @@ def test_who_plays_all_its_roles_makes_nothing_ready():
 def test_a_quarter_of_the_memory_stays_free():
     with two() as t:
         fill(t.peer)
-        t.room = Room((25 << 30) + BUFFER - 1, 100 << 30)
+        t.room = HostMemory((25 << 30) + BUFFER - 1, 100 << 30)
         t.look()
         assert t.ready.nbytes == 0
-        t.room = Room((25 << 30) + BUFFER, 100 << 30)
+        t.room = HostMemory((25 << 30) + BUFFER, 100 << 30)
         t.look()
         assert t.ready.nbytes == 2 * BUFFER
 
@@ -147,7 +147,7 @@ def test_memory_is_given_back_to_a_host_that_is_short_of_it():
         fill(t.peer)
         t.look()
         descriptors = [b.memory._fd for b in t.ready._buffers]
-        t.room = Room(12 << 30, 100 << 30)
+        t.room = HostMemory(12 << 30, 100 << 30)
         t.look()
         assert t.ready.nbytes == 0
         for fd in descriptors:  # those that are there now have no pages
@@ -265,11 +265,11 @@ def test_a_cgroups_limit_counts(tmp_path: Path):
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 900 kB\n")
     (tmp_path / "proc/self/cgroup").write_text("0::/a\n")
-    assert room(tmp_path) == Room(900 << 10, 1000 << 10)
+    assert room(tmp_path) == HostMemory(900 << 10, 1000 << 10)
     (tmp_path / "sys/fs/cgroup/a").mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup/a/memory.max").write_text(f"{500 << 10}\n")
     (tmp_path / "sys/fs/cgroup/a/memory.current").write_text(f"{100 << 10}\n")
-    assert room(tmp_path) == Room(400 << 10, 500 << 10)
+    assert room(tmp_path) == HostMemory(400 << 10, 500 << 10)
 
 
 def test_a_spare_takes_roles_over_into_memory_that_was_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -386,7 +386,7 @@ def test_who_waits_at_a_relay_is_heard_by_the_next_controller_as_well():
 
 @pytest.mark.parametrize("address", ["", "nonsense", ":80", "host:0", "host:x", "host:\u00b2"])
 def test_an_address_that_is_none_is_refused(address: str):
-    body = encode(m.Calls("127.0.0.1:80", direct=False)).replace(b"127.0.0.1:80", address.encode())
+    body = encode(m.RouteRequest("127.0.0.1:80", direct=False)).replace(b"127.0.0.1:80", address.encode())
     with pytest.raises(ProtocolError):
         m.FROM_CLIENT.decode(body, "x")
 

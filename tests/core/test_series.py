@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ft_core.errors import ProtocolError
-from ft_core.protocol.groups import Ended, GroupId, Series, Steps, Tally, parse
+from ft_core.protocol.groups import Ended, GroupId, RecordCount, Series, Steps, parse
 
 MEMBERS = [(0,), (0, 1), (1, 2, 3), (0, 4, 8, 12), (0, 1, 2, 8, 9, 30), tuple(range(0, 512, 3))]
 
@@ -18,7 +18,7 @@ def test_a_group_has_a_text_and_comes_back_from_it(members: tuple[int, ...]) -> 
 
 
 GROUP = GroupId.of(range(4), 1)
-TALLIES: dict[str, Tally] = {
+TALLIES: dict[str, RecordCount] = {
     "0-3:1#1": Series(GROUP),
     "12/0-3:1#1": Series(GROUP, step=12),
     "0/0-3:1#1": Series(GROUP, step=0),

@@ -22,6 +22,7 @@ from ft_core.node.oom import OomKiller, own_cgroup
 from ft_core.protocol.messages import (
     AskRows,
     Denied,
+    FailureRecord,
     Fault,
     Forgive,
     Forgiven,
@@ -29,7 +30,6 @@ from ft_core.protocol.messages import (
     Left,
     NodesStatus,
     RoleLayout,
-    Strike,
     WorkerLost,
 )
 
@@ -38,8 +38,8 @@ HOUR = 3600.0
 
 def strike(
     place: str = "a", pid: int = 1, fault: Fault = Fault.CRASHED, step: int = 4, role: int = 0
-) -> Strike:
-    return Strike(place, 0, role, pid, step, fault, "", 0.0)
+) -> FailureRecord:
+    return FailureRecord(place, 0, role, pid, step, fault, "", 0.0)
 
 
 def test_strikes_are_forgotten_after_their_time_and_at_once_when_forgiven() -> None:

@@ -11,8 +11,8 @@ from ft_core.control.suspicion import (
     ASK_AGAIN,
     PATIENCE,
     RETURN_GRACE,
+    NodeLiveness,
     Rhythm,
-    Sight,
     Steps,
     chosen,
 )
@@ -20,16 +20,18 @@ from ft_core.control.suspicion import (
 BOUND = 10.0
 
 
-def regular(beats: int = 20, every: float = 0.5) -> Sight:
+def regular(beats: int = 20, every: float = 0.5) -> NodeLiveness:
     """A node that was heard at 0.5, 1.0 and so on."""
-    sight = Sight(0.0)
+    sight = NodeLiveness(0.0)
     for number in range(1, beats + 1):
         sight.hear(number * every)
         sight.rhythm.beat(number * every)
     return sight
 
 
-def lost(sight: Sight, now: float, lived: float = -math.inf, doubted: bool = False, *witnesses: str) -> str:
+def lost(
+    sight: NodeLiveness, now: float, lived: float = -math.inf, doubted: bool = False, *witnesses: str
+) -> str:
     return sight.lost(now, lived, BOUND, doubted, witnesses or ("b", "c"))
 
 
@@ -147,7 +149,7 @@ def test_not_all_ask_the_same() -> None:
     assert chosen("n0", ["n0"], anybody) == chosen("n0", [], anybody) == []
 
 
-def beside(sight: Sight, until: float, stalled_since: float) -> None:
+def beside(sight: NodeLiveness, until: float, stalled_since: float) -> None:
     """The process beside its agent beats on, and says since when that has done nothing."""
     now = sight.heard
     while now < until:
@@ -175,7 +177,7 @@ def test_a_machine_that_is_silent_is_judged_by_the_rhythm_of_what_is_beside_its_
 
 def test_where_no_pulse_comes_through_the_agents_heartbeats_are_its_rhythm() -> None:
     """They come every two seconds while nothing changes, of a limit of ten."""
-    sight, now = Sight(0.0), 0.0
+    sight, now = NodeLiveness(0.0), 0.0
     for number in range(1, 40):
         before, now = now, now + (2.0 if number % 3 else 0.5)
         assert sight.lively(now - 1e-6, BOUND) and not lost(sight, now - 1e-6), before

@@ -353,14 +353,14 @@ def test_records_are_kept_from_when_a_group_is_announced() -> None:
 
 def test_records_are_dropped_again_when_the_group_does_not_come() -> None:
     worker = Worker().train()
-    worker.hear(m.Hold(1, 5))
+    worker.hear(m.PauseAfterStep(1, 5))
     assert worker.machine.hold_at == 5
-    assert worker.hear(m.Hold(0, 0)) == [e.KeepRecords(False)] and worker.machine.hold_at == NEVER
-    assert worker.hear(m.Hold(1, 7)) == [], "the records of a group that comes stay"
+    assert worker.hear(m.PauseAfterStep(0, 0)) == [e.KeepRecords(False)] and worker.machine.hold_at == NEVER
+    assert worker.hear(m.PauseAfterStep(1, 7)) == [], "the records of a group that comes stay"
 
 
 def hold(worker: Worker) -> None:
-    worker.hear(m.Hold(1, 5))
+    worker.hear(m.PauseAfterStep(1, 5))
     assert worker.do(e.StepSafe(4)) == [] and worker.state == Training()
     assert worker.do(e.StepSafe(5)) == [e.Send(m.WorkerHeld(1))]
     assert worker.state == Holding(worker.now + HOLD_LIMIT) and worker.machine.deadline is not None
@@ -378,9 +378,9 @@ def test_a_hold_ends_with_the_epoch() -> None:
 def test_a_hold_ends_when_the_group_does_not_come() -> None:
     worker = Worker().train()
     hold(worker)
-    worker.hear(m.Hold(1, 5))
+    worker.hear(m.PauseAfterStep(1, 5))
     assert isinstance(worker.state, Holding), "it is said again"
-    assert worker.hear(m.Hold(0, 0)) == [e.KeepRecords(False)] and worker.state == Training()
+    assert worker.hear(m.PauseAfterStep(0, 0)) == [e.KeepRecords(False)] and worker.state == Training()
 
 
 def test_a_hold_ends_after_its_time() -> None:
@@ -395,7 +395,7 @@ def test_a_hold_ends_after_its_time() -> None:
 
 def test_a_hold_of_another_epoch_holds_nobody() -> None:
     worker = Worker().train(epoch=2)
-    worker.hear(m.Hold(1, 0))
+    worker.hear(m.PauseAfterStep(1, 0))
     assert worker.machine.hold_at == NEVER
 
 
@@ -464,7 +464,7 @@ def of_the_agent(worker: Worker, dice: random.Random) -> e.Order:
             m.PlanBegins(plan(epoch, [4] * worker.machine.parts)),
             restore(epoch, 3, (COPY,)),
             m.Release([4] * (worker.machine.parts + dice.choice([0, 1]))),
-            m.Hold(dice.choice([0, epoch]), 5),
+            m.PauseAfterStep(dice.choice([0, epoch]), 5),
             m.SendIssued(1),
             m.SendCounts(),
             m.Exit(),

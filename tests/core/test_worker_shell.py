@@ -18,8 +18,8 @@ from ft_core.protocol.messages import (
     AskStartupEntries,
     BringSettings,
     Counterparts,
-    Hold,
     Message,
+    PauseAfterStep,
     PlanBegins,
     Quiesced,
     Refused,
@@ -68,10 +68,10 @@ def test_records_are_kept_for_a_group_that_is_on_its_way(tmp_path: Path) -> None
     agent.channel.send(SendCounts())
     wait_for_value(lambda: agent.of(WorkerCounts), [WorkerCounts({})])
     assert startup._keep, "what was told is there when it is asked for"
-    agent.channel.send(Hold(1, 7))
+    agent.channel.send(PauseAfterStep(1, 7))
     wait_for_value(lambda: agent.shell.machine.hold_at, 7)
     assert startup._keep
-    agent.channel.send(Hold(0, 0))
+    agent.channel.send(PauseAfterStep(0, 0))
     wait_for_value(lambda: startup._keep, False)
     assert agent.shell.machine.hold_at == machine.NEVER
 
@@ -132,7 +132,7 @@ def test_a_step_ends_though_nobody_comes_back(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(machine, "HOLD_LIMIT", 0.01)
     agent = Answering(tmp_path)
     agent.train()
-    agent.channel.send(Hold(1, 2))
+    agent.channel.send(PauseAfterStep(1, 2))
     wait_for_value(lambda: agent.shell.machine.hold_at, 2)
     step(agent)
     assert agent.shell.machine.hold_at == 2

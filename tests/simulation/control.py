@@ -200,7 +200,7 @@ class SimController(Process):
     def _take_together(self) -> None:
         messages, self._together = [said for said in self._together if said[0] in self.links], []
         if messages:
-            self.handle(ev.Together(messages))
+            self.handle(ev.MessageBatch(messages))
 
     def _ended(self, peer: int) -> None:
         if peer in self.links:
@@ -216,11 +216,11 @@ class SimController(Process):
         if not self._lease.holds(self.clock):
             self._resign("its lease may have run out")
             return
-        if not isinstance(event, ev.Tick | ev.Received | ev.Together | ev.Pulsed) or (
+        if not isinstance(event, ev.Tick | ev.Received | ev.MessageBatch | ev.Pulsed) or (
             isinstance(event, ev.Received) and not isinstance(event.message, m.Heartbeat)
         ):
             self.world.trace(f"{self.name} <- ", event)
-        if isinstance(event, ev.Together):
+        if isinstance(event, ev.MessageBatch):
             for peer, message in event.messages:
                 if not isinstance(message, m.Heartbeat):
                     self.world.trace(f"{self.name} <- ", ev.Received(peer, message))
@@ -267,10 +267,10 @@ class SimController(Process):
                 self._write(lambda: self.job.time.write(line))
                 number = self.job.time.said  # notes reach where they are kept in order, or not at all
                 self._note(lambda: self._recorded(effect, handled, number))
-            case ev.Enter(line):
+            case ev.AppendLedger(line):
                 part = self.job.ledger.setdefault(self.term, [])  # on its own machine
                 self._write(lambda: part.append(line))
-            case ev.Say(text):
+            case ev.PrintConsole(text):
                 self.world.trace(f"{self.name} says {text}")
             case ev.End(code):
                 self.world.trace(f"{self.name} ends the job with {code}")

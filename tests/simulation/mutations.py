@@ -12,20 +12,20 @@ from msgspec.structs import replace
 
 from ft_core.control import decision, ladder, plans
 from ft_core.control.draining import Draining
-from ft_core.control.epochs import Epochs
+from ft_core.control.epochs import RecoveryCoordinator
 from ft_core.control.events import Record
-from ft_core.control.facts import Facts
+from ft_core.control.facts import ClusterState
 from ft_core.control.goodput import Account
 from ft_core.control.machine import Controller
 from ft_core.control.phases import Rebuilding
-from ft_core.control.returning import Returning
+from ft_core.control.returning import Prestart
 from ft_core.control.strikes import Strikes
-from ft_core.control.suspicion import Sight
-from ft_core.control.watch import Watch
+from ft_core.control.suspicion import NodeLiveness
+from ft_core.control.watch import FailureDetector
 from ft_core.leadership.lease import Follower, Lease
 from ft_core.node import epochs as node
 from ft_core.node import ready, said
-from ft_core.node.crew import Crew
+from ft_core.node.crew import WorkerTable
 from ft_core.node.events import Commit, DropAfter
 from ft_core.node.machine import Agent
 from ft_core.protocol import messages as m
@@ -56,51 +56,51 @@ def a_pause_of_the_controller_counts() -> None:
 
 def silence_alone_is_a_verdict() -> None:
     """Neither other nodes that reach it nor steps that go on speak for a node that is not heard."""
-    lost = Sight.lost
+    lost = NodeLiveness.lost
 
-    def mutated(self: Sight, now: float, lived: float, *about: Any) -> str:
+    def mutated(self: NodeLiveness, now: float, lived: float, *about: Any) -> str:
         self.answers = {}
         return lost(self, now, float("-inf"), *about)
 
-    Sight.lost = mutated  # type: ignore[method-assign]
+    NodeLiveness.lost = mutated  # type: ignore[method-assign]
 
 
 def a_busy_agent_is_a_silent_machine() -> None:
     """That something on the machine goes on says nothing for its agent."""
-    pulse = Sight.pulse
+    pulse = NodeLiveness.pulse
 
-    def mutated(self: Sight, now: float, number: int, stalled: float) -> None:
+    def mutated(self: NodeLiveness, now: float, number: int, stalled: float) -> None:
         pulse(self, now, number, stalled)
         self.pulsed = 0.0
 
-    Sight.pulse = mutated  # type: ignore[method-assign]
+    NodeLiveness.pulse = mutated  # type: ignore[method-assign]
 
 
 def who_cannot_be_reached_has_ended() -> None:
     """Of a node whose connection broke, an answer that it is not reached is taken for its end."""
-    answered = Sight.answered
+    answered = NodeLiveness.answered
 
-    def mutated(self: Sight, witness: str, reach: m.Reach, asked: int) -> None:
+    def mutated(self: NodeLiveness, witness: str, reach: m.ProbeResult, asked: int) -> None:
         answered(self, witness, "refused" if reach == "silent" else reach, asked)
 
-    Sight.answered = mutated  # type: ignore[method-assign]
+    NodeLiveness.answered = mutated  # type: ignore[method-assign]
 
 
 def out_of_sight_is_dead() -> None:
     """What nodes hold whose connections broke does not count, before the job is given up."""
-    Epochs._waits_for_sight = lambda self, outcome: False  # type: ignore[method-assign]
+    RecoveryCoordinator._waits_for_sight = lambda self, outcome: False  # type: ignore[method-assign]
 
 
 def broken_links_are_not_looked_for() -> None:
     """Where connections break and nobody has died, nobody asks why."""
-    Watch.question_links = lambda self, now: []  # type: ignore[method-assign]
+    FailureDetector.question_links = lambda self, now: []  # type: ignore[method-assign]
 
 
 def both_ends_of_a_link_are_replaced() -> None:
     """Not one."""
-    mend = Epochs._mend
+    mend = RecoveryCoordinator._mend
 
-    def mutated(self: Epochs) -> None:
+    def mutated(self: RecoveryCoordinator) -> None:
         count = len(self.effects)
         mend(self)
         for effect in self.effects[count:]:
@@ -108,40 +108,40 @@ def both_ends_of_a_link_are_replaced() -> None:
                 for name in set(effect.more["nodes"]) & set(self.facts.nodes):
                     self.node_lost(self.facts.nodes[name], "its link is broken", m.Fault.TRANSPORT)
 
-    Epochs._mend = mutated  # type: ignore[method-assign]
+    RecoveryCoordinator._mend = mutated  # type: ignore[method-assign]
 
 
 def any_step_is_progress() -> None:
     """A step that is done again resets the count of futile recoveries."""
-    progressed = Epochs.progressed
+    progressed = RecoveryCoordinator.progressed
 
-    def mutated(self: Epochs, message: Any) -> None:
+    def mutated(self: RecoveryCoordinator, message: Any) -> None:
         progressed(self, message)
         if isinstance(message, m.Stepped):
             self.facts.futile = 0
 
-    Epochs.progressed = mutated  # type: ignore[method-assign]
+    RecoveryCoordinator.progressed = mutated  # type: ignore[method-assign]
 
 
 def a_report_is_final() -> None:
     """A worker that dies after its node's report still counts as alive in the decision."""
-    Facts.worker_died = lambda self, node, role: None  # type: ignore[method-assign]
+    ClusterState.worker_died = lambda self, node, role: None  # type: ignore[method-assign]
 
 
 def nothing_is_said_twice() -> None:
     """What a node has not heard, since its connection broke, it is not told again."""
-    Epochs.remind = lambda self, node, epoch, shown: None  # type: ignore[method-assign]
+    RecoveryCoordinator.remind = lambda self, node, epoch, shown: None  # type: ignore[method-assign]
 
 
 def a_successor_is_not_told_of_steps() -> None:
     """Agents do not repeat to a new controller which roles have finished a step in the epoch."""
-    keep = said.Said.keep
+    keep = said.PendingReports.keep
 
-    def mutated(self: said.Said, message: Any, now: float) -> None:
+    def mutated(self: said.PendingReports, message: Any, now: float) -> None:
         if not isinstance(message, m.Stepped):
             keep(self, message, now)
 
-    said.Said.keep = mutated  # type: ignore[method-assign]
+    said.PendingReports.keep = mutated  # type: ignore[method-assign]
 
 
 def a_successor_waits_for_nobody() -> None:
@@ -157,36 +157,36 @@ def a_successor_waits_for_nobody() -> None:
 
 def a_report_before_all_are_quiet() -> None:
     """A greeting counts as a report of the new epoch though workers are still in their steps."""
-    holdings = node.Epochs.holdings
+    holdings = node.EpochExecutor.holdings
 
-    def mutated(self: node.Epochs) -> m.Holdings:
+    def mutated(self: node.EpochExecutor) -> m.Holdings:
         self.reported = self.epoch
         return holdings(self)
 
-    node.Epochs.holdings = mutated  # type: ignore[method-assign]
+    node.EpochExecutor.holdings = mutated  # type: ignore[method-assign]
 
 
 def a_report_differs_from_the_greeting() -> None:
     """An agent leaves out of a report what is as it greeted, though it has said otherwise since."""
-    report = node.Epochs.report
+    report = node.EpochExecutor.report
 
-    def mutated(self: node.Epochs) -> m.HoldingsChanged:
+    def mutated(self: node.EpochExecutor) -> m.HoldingsChanged:
         greeting, found = self._reported[0], report(self)
         self._reported = greeting, self._reported[1]
         return found
 
-    node.Epochs.report = mutated  # type: ignore[method-assign]
+    node.EpochExecutor.report = mutated  # type: ignore[method-assign]
 
 
 def one_copy_is_enough() -> None:
     """The commit word is set as soon as a snapshot is whole, before it is anywhere else."""
-    staged = node.Epochs.staged
+    staged = node.EpochExecutor.staged
 
-    def mutated(self: node.Epochs, worker: Any, role: int, version: int) -> None:
+    def mutated(self: node.EpochExecutor, worker: Any, role: int, version: int) -> None:
         staged(self, worker, role, version)
         self.do(Commit(worker.number, version))
 
-    node.Epochs.staged = mutated  # type: ignore[method-assign]
+    node.EpochExecutor.staged = mutated  # type: ignore[method-assign]
 
 
 def the_newest_version_of_anybody() -> None:
@@ -207,17 +207,17 @@ def copies_of_another_past_are_kept() -> None:
 
 def what_to_prepare_is_said_once() -> None:
     """A node that had not begun the plan when it was told to bring a group back is not told again."""
-    Returning.remind = lambda self, node, shown: []  # type: ignore[method-assign]
+    Prestart.remind = lambda self, node, shown: []  # type: ignore[method-assign]
 
 
 def newcomers_have_no_records() -> None:
     """Roles that are ready to come back do not count among those that have start-up operations on record."""
-    Returning.records = lambda self: []  # type: ignore[method-assign]
+    Prestart.records = lambda self: []  # type: ignore[method-assign]
 
 
 def what_was_lost_on_the_way_is_unknown() -> None:
     """Of a role whose word on its segments was lost with its node, what others hold for it does not count."""
-    Facts.remember_the_lost = lambda self: None  # type: ignore[method-assign]
+    ClusterState.remember_the_lost = lambda self: None  # type: ignore[method-assign]
 
 
 def goes_on_without_unwinding() -> None:
@@ -270,8 +270,8 @@ def strikes_never_decay() -> None:
 
 def a_death_is_as_new_as_the_word_of_it() -> None:
     """What has failed long before a controller hears of it counts as if it had failed just then."""
-    again = said.Said.again
-    said.Said.again = lambda self, now: (  # type: ignore[method-assign]
+    again = said.PendingReports.again
+    said.PendingReports.again = lambda self, now: (  # type: ignore[method-assign]
         replace(each, age=0.0) if isinstance(each, m.WorkerLost) else each for each in again(self, now)
     )
 
@@ -284,15 +284,15 @@ def strikes_are_forgotten_by_a_new_controller() -> None:
 
 def an_older_epochs_report_counts() -> None:
     """The controller takes a node's report for one of the epoch under way."""
-    decide = Epochs.decide_if_ready
+    decide = RecoveryCoordinator.decide_if_ready
 
-    def mutated(self: Epochs) -> None:
+    def mutated(self: RecoveryCoordinator) -> None:
         for each in self.facts.nodes.values():
             if each.holdings.reported:
                 each.holdings.reported = self.facts.epoch
         decide(self)
 
-    Epochs.decide_if_ready = mutated  # type: ignore[method-assign]
+    RecoveryCoordinator.decide_if_ready = mutated  # type: ignore[method-assign]
 
 
 def an_older_epochs_abort_is_obeyed() -> None:
@@ -309,80 +309,80 @@ def an_older_epochs_abort_is_obeyed() -> None:
 
 def a_part_stays_over() -> None:
     """Also where the job goes back to a durable checkpoint of before its end."""
-    start = Epochs._start
+    start = RecoveryCoordinator._start
 
-    def mutated(self: Epochs, decided: Any, done: Any) -> None:
+    def mutated(self: RecoveryCoordinator, decided: Any, done: Any) -> None:
         self.facts.parts = [-1] * len(self.facts.parts)
         start(self, decided, done)
 
-    Epochs._start = mutated  # type: ignore[method-assign]
+    RecoveryCoordinator._start = mutated  # type: ignore[method-assign]
 
 
 def the_first_plan_is_all_there_is() -> None:
     """Where nobody is left who knows of training, there was none."""
-    Facts.forgotten = property(lambda self: False)  # type: ignore[assignment,method-assign]
+    ClusterState.forgotten = property(lambda self: False)  # type: ignore[assignment,method-assign]
 
 
 def an_older_epochs_progress_counts() -> None:
     """What a role has done in an epoch that is over, and repeats, is taken for one step of this."""
-    progressed = Epochs.progressed
+    progressed = RecoveryCoordinator.progressed
 
-    def mutated(self: Epochs, message: Any) -> None:
+    def mutated(self: RecoveryCoordinator, message: Any) -> None:
         progressed(self, replace(message, epoch=self.facts.epoch))
 
-    Epochs.progressed = mutated  # type: ignore[method-assign]
+    RecoveryCoordinator.progressed = mutated  # type: ignore[method-assign]
 
 
 def what_is_staged_between_epochs_is_sent() -> None:
     """Nobody takes it, which looks like a broken link."""
 
-    def mutated(self: node.Epochs, worker: Any, role: int, version: int) -> None:
+    def mutated(self: node.EpochExecutor, worker: Any, role: int, version: int) -> None:
         self.do(*self._copies.staged(worker, role, version, self.epoch))
 
-    node.Epochs.staged = mutated  # type: ignore[method-assign]
+    node.EpochExecutor.staged = mutated  # type: ignore[method-assign]
 
 
 def a_role_comes_back_to_an_older_epoch() -> None:
     """A node brings a replica group back by the plan of another epoch than it is in."""
-    prepare = node.Epochs.prepare
+    prepare = node.EpochExecutor.prepare
 
-    def mutated(self: node.Epochs, message: m.Prepare) -> None:
+    def mutated(self: node.EpochExecutor, message: m.Prepare) -> None:
         plan, epoch = self.plan, self.epoch
         if plan is not None:
             self.plan, self.epoch = replace(plan, epoch=message.epoch), message.epoch
             prepare(self, message)
             self.plan, self.epoch = plan, epoch
 
-    node.Epochs.prepare = mutated  # type: ignore[method-assign]
+    node.EpochExecutor.prepare = mutated  # type: ignore[method-assign]
 
 
 def where_scripts_begin_is_unknown() -> None:
     """All go back to what is left, though newcomers' scripts have loaded a newer checkpoint of their own."""
-    lay_out = Facts.lay_out
+    lay_out = ClusterState.lay_out
 
-    def mutated(self: Facts, message: m.RoleLayout) -> None:
+    def mutated(self: ClusterState, message: m.RoleLayout) -> None:
         lay_out(self, message)
         self.begins_at = 0
 
-    Facts.lay_out = mutated  # type: ignore[method-assign]
+    ClusterState.lay_out = mutated  # type: ignore[method-assign]
 
 
 def a_drained_node_is_used_again() -> None:
     """Where roles need a place, it is a node like any other."""
-    decide = Epochs._decide
+    decide = RecoveryCoordinator._decide
 
-    def mutated(self: Epochs, *about: Any) -> Any:
+    def mutated(self: RecoveryCoordinator, *about: Any) -> Any:
         going, self.facts.draining = self.facts.draining, []
         outcome = decide(self, *about)
         self.facts.draining = going
         return outcome
 
-    Epochs._decide = mutated  # type: ignore[method-assign]
+    RecoveryCoordinator._decide = mutated  # type: ignore[method-assign]
 
 
 def roles_move_at_any_time() -> None:
     """Not between two steps, but once their newcomers are ready."""
-    Returning.due = lambda self, facts, now: sorted(self.places())  # type: ignore[method-assign]
+    Prestart.due = lambda self, facts, now: sorted(self.places())  # type: ignore[method-assign]
 
 
 def who_is_drained_is_forgotten_by_a_new_controller() -> None:
@@ -434,14 +434,14 @@ def steps_are_done_again_unseen() -> None:
 
 def who_has_ended_is_gone() -> None:
     """Who takes a role over does not hear whose device and ports the kernel is still taking back."""
-    Crew.ending = ()  # type: ignore[assignment]
+    WorkerTable.ending = ()  # type: ignore[assignment]
 
 
 def steps_that_nobody_told_of_stay_unknown() -> None:
     """Those who were to tell of their samples are lost, and the plan says that the ledger has them."""
     original = plans.make
 
-    def mutated(facts: Facts, start: decision.Start, name: str, job: str) -> m.Plan:
+    def mutated(facts: ClusterState, start: decision.Start, name: str, job: str) -> m.Plan:
         return replace(original(facts, start, name, job), entered=start.version or 0)
 
     plans.make = mutated
@@ -460,13 +460,13 @@ def what_a_standby_has_from_records_is_done() -> None:
 def a_step_that_is_done_again_is_progress() -> None:
     """The ladder is climbed from below after it, and the job goes round for ever."""
 
-    original = Facts.note_progress
+    original = ClusterState.note_progress
 
-    def mutated(self: Facts) -> None:
+    def mutated(self: ClusterState) -> None:
         self.furthest = min(self.furthest, self.reached - 1)
         original(self)
 
-    Facts.note_progress = mutated  # type: ignore[method-assign]
+    ClusterState.note_progress = mutated  # type: ignore[method-assign]
 
 
 def there_is_no_rung_above_memory() -> None:

@@ -183,7 +183,7 @@ class SimNode(Process):
         if self.link is not link:
             return
         self.world.trace(f"{self.name} <- ", message)
-        if isinstance(message, m.Leads):
+        if isinstance(message, m.LeaderHello):
             self.follower.led_by(message.term)
             self._led = message.term
             controller = link.ends[1]
@@ -347,11 +347,11 @@ class SimNode(Process):
                 self.store.allocate(request.role, request.slot, adopted)
                 if (worker := self.workers.get(number)) is not None:
                     worker.later(0.001, lambda: worker.hear(m.Allocated(request.id, [0])))
-            case ev.Strike(role, slot, adopted):
+            case ev.InvalidateCopy(role, slot, adopted):
                 self.store.memory(role, adopted).held[slot] = (-1, 0)
             case ev.Replicate():
                 self._replicate(effect)
-            case ev.Bring():
+            case ev.FetchState():
                 self._bring(effect)
             case ev.LookForDurable(number):
                 self.job.storage.list(self, number)
@@ -487,16 +487,16 @@ class SimNode(Process):
         other.later(self.world.delay(), begins)
         self.later(0.3, watch)
 
-    def _bring(self, wanted: ev.Bring) -> None:
+    def _bring(self, wanted: ev.FetchState) -> None:
         """Have a version here, from another's memory or from storage if it is not."""
         self._bring_next(wanted, list(wanted.held) if wanted.plan.worker.version is not None else [], ())
 
-    def _bring_next(self, wanted: ev.Bring, held: list[int], copies: tuple[m.CopyHere, ...]) -> None:
+    def _bring_next(self, wanted: ev.FetchState, held: list[int], copies: tuple[m.CopyHere, ...]) -> None:
         """The rest of what is `held`, one after the other."""
         plan = wanted.plan
         version = plan.worker.version
         if not held:
-            self.later(0.03 * self.world.rng.random(), lambda: self.handle(ev.Brought(wanted, copies)))
+            self.later(0.03 * self.world.rng.random(), lambda: self.handle(ev.StateFetched(wanted, copies)))
             return
         assert version is not None
         role, rest = held[0], held[1:]
@@ -508,7 +508,7 @@ class SimNode(Process):
 
         def found(content: int | None, problem: str) -> None:
             if content is None:
-                self.later(0.1, lambda: self.handle(ev.Brought(wanted, (), problem)))
+                self.later(0.1, lambda: self.handle(ev.StateFetched(wanted, (), problem)))
                 return
             slot = memory.free()
             memory.held[slot] = (version, content)
@@ -560,10 +560,10 @@ class SimNode(Process):
 
     def _probe(self, order: ev.Probe) -> None:
         """Answered once all that was asked is answered, or the time for it is over."""
-        reach: dict[str, m.Reach] = {}
+        reach: dict[str, m.ProbeResult] = {}
         over = False
 
-        def answers(name: str, found: m.Reach) -> None:
+        def answers(name: str, found: m.ProbeResult) -> None:
             reach[name] = found
             if len(reach) == len(order.nodes):
                 end()
@@ -582,7 +582,7 @@ class SimNode(Process):
             nonlocal over
             if not over:
                 over = True
-                silent: dict[str, m.Reach] = dict.fromkeys(order.nodes, "silent")
+                silent: dict[str, m.ProbeResult] = dict.fromkeys(order.nodes, "silent")
                 self.handle(ev.Probed(order.round, silent | reach))
 
         for name in order.nodes:

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
-from ft_core.control.facts import Facts
+from ft_core.control.facts import ClusterState
 from ft_core.control.hangs.finding import Case, Finding
 from ft_core.control.hangs.operations import Operation
 from ft_core.control.hangs.waiting import For, Wait, waits_for
@@ -59,7 +59,7 @@ _RECORDS = 16384
 
 
 @dataclass(frozen=True)
-class Blame:
+class Culprit:
     """These roles hold the job up: their workers are to be replaced."""
 
     finding: Finding
@@ -73,7 +73,7 @@ class Stalled:
 
 
 @dataclass(frozen=True)
-class Puzzle:
+class Inconclusive:
     """Nothing moves, and to replace somebody does not help: who is to blame is not clear, or it was tried.
     `hopeless`: for so long that it has to end."""
 
@@ -81,7 +81,7 @@ class Puzzle:
     hopeless: bool
 
 
-Verdict = SendFlight | Blame | Stalled | Puzzle
+Verdict = SendFlight | Culprit | Stalled | Inconclusive
 
 
 @dataclass
@@ -190,7 +190,7 @@ class Detector:
         if answer.number == self._number:
             self._answers[node] = answer.logs
 
-    def tick(self, facts: Facts, progress: Progress, now: float) -> Verdict | None:
+    def tick(self, facts: ClusterState, progress: Progress, now: float) -> Verdict | None:
         """What is to be done now."""
         if facts.begun.id != self._plan:
             self.rests(now)
@@ -209,11 +209,11 @@ class Detector:
         newest = max(4, min(NEWEST, _RECORDS // max(len(facts.places), 1)))
         return SendFlight(self._number, newest, self._closely)
 
-    def limit(self, facts: Facts) -> float:
+    def limit(self, facts: ClusterState) -> float:
         """Seconds after which a step takes too long."""
         return facts.settings.hang_after or max(FLOOR, FACTOR * self._steps.long)
 
-    def _judge(self, facts: Facts, progress: Progress, now: float) -> Verdict | None:
+    def _judge(self, facts: ClusterState, progress: Progress, now: float) -> Verdict | None:
         """All have answered, or it is gone on without those who have not."""
         self._asked = None
         quiet = now - self._moved
@@ -245,7 +245,7 @@ class Detector:
             if quiet < facts.settings.hang_limit or self._said == shown or not self._training:
                 return None
             self._said = shown
-            return Puzzle(case.alone(), hopeless=False)
+            return Inconclusive(case.alone(), hopeless=False)
         if quiet < facts.settings.hang_limit and any(
             self._bytes[role] - before.get(role, 0) >= BUSY for role in finding.roles if role in self._bytes
         ):
@@ -255,7 +255,7 @@ class Detector:
         if finding.culprits and waited >= limit:
             if not _may_wait(facts, finding):
                 in_vain = finding.proven and facts.settings.max_restarts and self._again(finding)
-                return Puzzle(finding, hopeless=False) if in_vain else self._blame(finding, now)
+                return Inconclusive(finding, hopeless=False) if in_vain else self._blame(finding, now)
             if not looked.issuperset(finding.culprits):
                 self._next = now
                 return None
@@ -270,17 +270,17 @@ class Detector:
             return self._stalled(case, finding)
         if not finding.culprits and waited >= limit and (hopeless or self._said != shown):
             self._said = shown
-            return Puzzle(finding, hopeless)
+            return Inconclusive(finding, hopeless)
         return None
 
-    def _blame(self, finding: Finding, now: float) -> Blame:
+    def _blame(self, finding: Finding, now: float) -> Culprit:
         self._forget()
         self._next = now + TREATMENT
         self._blamed |= dict.fromkeys(finding.culprits, self._newest)
-        return Blame(finding)
+        return Culprit(finding)
 
     def _excused(
-        self, facts: Facts, logs: Iterable[FlightLog], finding: Finding, waited: float
+        self, facts: ClusterState, logs: Iterable[FlightLog], finding: Finding, waited: float
     ) -> dict[int, Wait]:
         """Those who would be to blame, and wait for what others in their place would wait for."""
         found: dict[int, Wait] = {}
@@ -305,7 +305,7 @@ class Detector:
         self._long_step = self._newest + 1
         return Stalled(finding)
 
-    def _patience(self, facts: Facts, finding: Finding, starting: Set[int]) -> float:
+    def _patience(self, facts: ClusterState, finding: Finding, starting: Set[int]) -> float:
         """Seconds that others have to wait before somebody is to blame for it. `starting`: roles that do what
         has been done before, on their way to the first step of this epoch."""
         usual, limit = self.limit(facts), facts.settings.hang_limit
@@ -320,7 +320,7 @@ class Detector:
         excuse = min(limit, FACTOR * self._excuses.get(finding.culprits, 0.0))
         return max(usual, FACTOR * finding.usual, excuse)
 
-    def _patience_at_start(self, facts: Facts, finding: Finding, starting: Set[int]) -> float:
+    def _patience_at_start(self, facts: ClusterState, finding: Finding, starting: Set[int]) -> float:
         """The same, while the first step of the epoch is under way."""
         if finding.proven:
             return START_FLOOR
@@ -336,7 +336,7 @@ class Detector:
         return bool(self._replaced.keys() & set(finding.culprits))
 
 
-def _may_wait(facts: Facts, finding: Finding) -> bool:
+def _may_wait(facts: ClusterState, finding: Finding) -> bool:
     """Whether those to blame may themselves wait for what ends by itself."""
     return finding.kind == "absent" and not facts.settings.hang_after
 
@@ -346,12 +346,12 @@ def _waited(finding: Finding, quiet: float) -> float:
     return quiet if finding.kind == "stopped" else min(quiet, finding.waited)
 
 
-def _starting(facts: Facts, progress: Progress) -> set[int]:
+def _starting(facts: ClusterState, progress: Progress) -> set[int]:
     """Newcomers, and survivors without the state of this epoch."""
     return set(facts.places) - (progress.restored.keys() - set(facts.begun.newcomers))
 
 
-def _held_up(facts: Facts, progress: Progress) -> list[int]:
+def _held_up(facts: ClusterState, progress: Progress) -> list[int]:
     """Roles whose newest state is whole on their node, and not yet safe elsewhere. Who is still without the
     state of this epoch has nothing that could be: it waits for its own."""
     beats = ((role, beat) for node in facts.nodes.values() for role, beat in node.beats.items())
