@@ -10,10 +10,10 @@ from typing import Any
 from prometheus_client.metrics_core import Metric
 
 from ft_core.cli.flags import parser
-from ft_core.control.goodput import Standing
-from ft_core.control.metrics import families
-from ft_core.control.recorded import ACCOUNT, ALWAYS, EVENTS
-from ft_core.control.tally import SECONDS, Numbers
+from ft_core.control.observe.goodput import Standing
+from ft_core.control.observe.job_metrics import SECONDS, Numbers
+from ft_core.control.observe.metrics import families
+from ft_core.control.observe.recorded import ACCOUNT, ALWAYS, EVENTS
 from ft_core.errors import EXIT_CODES
 from ft_core.node.metrics import NodeNumbers
 from ft_core.node.metrics import families as node_families

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from benchmarks import hangs_real
 from benchmarks.hangs_simulated import Fault, Layout, hang
-from ft_core.control.hangs.finding import Case
+from ft_core.control.liveness.hangs.finding import Case
 from ft_core.protocol.flight import FlightLog
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 
 from benchmarks.simulated import AGAIN, AT_ONCE, PER_NODE, Client, Layout
-from ft_core.node.holdings import changed, more_than_versions
+from ft_core.node.link.relay import Relay
 from ft_core.node.machine import SAME
-from ft_core.node.relay import Relay
+from ft_core.node.memory.holdings import changed, more_than_versions
 from ft_core.protocol import messages as m
 from ft_core.protocol.bundle import KIND, unpack
 from ft_core.protocol.codec import encode
@@ -195,7 +195,7 @@ class Agent(Client):
 
     async def connect(self) -> None:
         """Until there is a connection: with who speaks for it, or with the controller, by turns (see
-        `node.uplink`)."""
+        `node.link.uplink`)."""
         loop, fleet = asyncio.get_running_loop(), self.fleet
         while not self.killed:
             self._shaken, self._calls = loop.create_future(), not self._through or self._in_vain

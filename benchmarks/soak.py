@@ -41,8 +41,8 @@ TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 
 STEPS = 8
 """For each fault: more than the job does meanwhile."""
 IN_A_ROW = 4
-"""Recoveries that are cut short by more faults. `control.strikes.TRIES` end a job, which a slow machine would
-come to."""
+"""Recoveries that are cut short by more faults. `control.liveness.strikes.TRIES` end a job, which a slow
+machine would come to."""
 LONG = 5.0
 """Seconds of a recovery above which its cause is looked for."""
 _HUNG = 240.0

@@ -54,9 +54,9 @@ class CorruptSnapshot(FtError):  # noqa: N818 - a noun for the thing found, as i
 
 class ReplayMismatch(FtError):  # noqa: N818
     """A newcomer's start-up collectives differ from what its peers recorded: the script is not deterministic.
-    The message names the operation on both sides. All roles begin anew (`control.ladder`)."""
+    The message names the operation on both sides. All roles begin anew (`control.decide.ladder`)."""
 
 
 class Unrecoverable(FtError):  # noqa: N818
     """No version exists that every role could have. The message names what was lost. All scripts are started
-    again, with checkpoints of their own if they have any (`control.ladder`)."""
+    again, with checkpoints of their own if they have any (`control.decide.ladder`)."""

@@ -93,7 +93,7 @@ class Settings:
     """Nodes that stand by, without a role (`--spares`)."""
     ready_standbys: int = 0
     """Roles of each node of which a standby has the start-up behind it (`--ft-ready-standbys`); -1: as many
-    as there is memory for, see `node.room`."""
+    as there is memory for, see `node.workers.standby_budget`."""
     replicas: int = 1
     """k: how many failure domains may be lost at once without losing state (`--ft-replicas`). 0 keeps no copy
     on another node."""

@@ -26,7 +26,7 @@ from forked import Forked
 from processes import in_groups
 
 from ft_core.cli import ask, flags
-from ft_core.control.recorded import ACCOUNT, ALWAYS, EVENTS
+from ft_core.control.observe.recorded import ACCOUNT, ALWAYS, EVENTS
 from ft_core.history import goodput
 from ft_core.protocol.goodput import Cause
 from ft_core.protocol.messages import Inject, Injected

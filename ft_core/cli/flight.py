@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from ft_core.cli.ask import line, role_number
-from ft_core.control.hangs.waiting import does
+from ft_core.control.liveness.hangs.waiting import does
 from ft_core.errors import FtError
 from ft_core.protocol.flight import POINT_TO_POINT, FlightGroup, FlightLog, FlightRecord, Kind
 from ft_core.protocol.groups import GroupId, Series, runs_of, text_of

@@ -8,7 +8,7 @@ import logging
 import sys
 from pathlib import Path
 
-from ft_core.control import candidate
+from ft_core.control.lead import candidate
 from ft_core.control.shell import LAST_LINES, Shell
 from ft_core.errors import FAILED, ConfigError
 from ft_core.process import collector, last_line, parent

@@ -7,9 +7,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, assert_never
 
-from ft_core.control import explain, ladder, plans, strikes, takeover
+from ft_core.control.cluster_state import ALL_IS_LOST, ClusterState, Node, epoch_of
 from ft_core.control.completion import Completion
-from ft_core.control.deciding import (
+from ft_core.control.decide import ladder, plans
+from ft_core.control.decide.deciding import (
     AskStorage,
     GiveUp,
     Outcome,
@@ -21,23 +22,25 @@ from ft_core.control.deciding import (
     decide,
     older_than_promised,
 )
-from ft_core.control.draining import Draining
-from ft_core.control.durable_names import Checkpoints
+from ft_core.control.decide.durable_names import Checkpoints
+from ft_core.control.decide.forming import first_places
+from ft_core.control.decide.ladder import Against, Climb, Rung
 from ft_core.control.events import Close, Effect, End, Peer, PrintConsole, Record, Send
-from ft_core.control.facts import ALL_IS_LOST, ClusterState, Node, epoch_of
-from ft_core.control.forming import first_places
-from ft_core.control.goodput import Account, Standing
-from ft_core.control.hangs.detector import Culprit, Detector, Inconclusive, Stalled
-from ft_core.control.hangs.finding import Finding
-from ft_core.control.ladder import Against, Climb, Rung
-from ft_core.control.links import Broken, Pair
+from ft_core.control.lead import takeover
+from ft_core.control.liveness import strikes
+from ft_core.control.liveness.failure_detector import FailureDetector
+from ft_core.control.liveness.hangs.detector import Culprit, Detector, Inconclusive, Stalled
+from ft_core.control.liveness.hangs.finding import Finding
+from ft_core.control.liveness.links import Broken, Pair
+from ft_core.control.observe import explain
+from ft_core.control.observe.goodput import Account, Standing
+from ft_core.control.observe.job_metrics import JobMetrics
+from ft_core.control.observe.story import Story
 from ft_core.control.phases import Done, Forming, Phase, Quiescing, Rebuilding, Running, Waiting
+from ft_core.control.prestart.attempts import Prestart
+from ft_core.control.prestart.draining import Draining
 from ft_core.control.progress import Progress
-from ft_core.control.returning import Prestart
 from ft_core.control.samples import Samples
-from ft_core.control.story import Story
-from ft_core.control.tally import JobMetrics
-from ft_core.control.watch import FailureDetector
 from ft_core.protocol import messages as m
 from ft_core.protocol.goodput import Cause, in_words
 from ft_core.protocol.table import changes, hosts_of, pieces

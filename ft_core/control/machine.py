@@ -16,8 +16,10 @@ from typing import Any, assert_never
 
 from msgspec.structs import replace
 
-from ft_core.control import ctl, risk, takeover
-from ft_core.control.bulletin import ProgressReporter
+from ft_core.control.cluster_state import ClusterState, Node, epoch_of
+from ft_core.control.decide import risk
+from ft_core.control.decide.groups import Groups
+from ft_core.control.decide.ladder import Against
 from ft_core.control.epochs import RecoveryCoordinator
 from ft_core.control.events import (
     Admitted,
@@ -41,14 +43,14 @@ from ft_core.control.events import (
     Terminate,
     Tick,
 )
-from ft_core.control.facts import ClusterState, Node, epoch_of
-from ft_core.control.goodput import Account
-from ft_core.control.groups import Groups
-from ft_core.control.ladder import Against
-from ft_core.control.overview import Overview, overview
+from ft_core.control.lead import takeover
+from ft_core.control.observe import ctl
+from ft_core.control.observe.goodput import Account
+from ft_core.control.observe.job_metrics import Numbers, counted
+from ft_core.control.observe.overview import Overview, overview
+from ft_core.control.observe.progress_reporter import ProgressReporter
 from ft_core.control.phases import Done, Forming, Phase, Rebuilding, Running, Waiting
 from ft_core.control.script_settings import ScriptSettings, answer, spares_started, warn_of_spares
-from ft_core.control.tally import Numbers, counted
 from ft_core.control.termination import Termination
 from ft_core.errors import ConfigError
 from ft_core.process.sigterm import ENDED

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ft_core.control.cluster_state import ClusterState
 from ft_core.control.events import AppendLedger, Effect, Record
-from ft_core.control.facts import ClusterState
 from ft_core.elastic.ledger import Ledger
 from ft_core.elastic.rules import Membership
 from ft_core.protocol.messages import Trained

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ft_core.control.cluster_state import ClusterState, Node
 from ft_core.control.events import Effect, Peer, Send
-from ft_core.control.facts import ClusterState, Node
 from ft_core.errors import ConfigError
 from ft_core.protocol.messages import Configure, ConfigureAnswer, UseSettings
 

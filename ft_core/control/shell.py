@@ -21,7 +21,6 @@ from typing import get_args
 
 import msgspec
 
-from ft_core.control import pulses
 from ft_core.control.events import (
     Admitted,
     AppendLedger,
@@ -47,10 +46,11 @@ from ft_core.control.events import (
     Terminate,
     Tick,
 )
-from ft_core.control.inside import Reply
-from ft_core.control.keeper import LeaseRenewer
+from ft_core.control.lead.lease_renewer import LeaseRenewer
+from ft_core.control.liveness import pulses
 from ft_core.control.machine import FAILURES, Controller
-from ft_core.control.metrics import PAGES
+from ft_core.control.observe.inside import Reply
+from ft_core.control.observe.metrics import PAGES
 from ft_core.control.tree import BEATS, Branch, Client, Member, Other, Said, Tree
 from ft_core.elastic import ledger
 from ft_core.errors import AuthenticationError, ConfigError, ProtocolError
@@ -196,7 +196,7 @@ class Shell:
         self._handle(Arriving(0))  # it begins
         LOG_CONTEXT.about = lambda: {"epoch": self.machine.facts.epoch, "step": self.machine.account.version}
         http = self._serve_http()
-        if self._office is None:  # or it goes when its node does, see `control.candidate`
+        if self._office is None:  # or it goes when its node does, see `control.lead.candidate`
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._handle, Terminate())
         tasks.spawn(self._tick())
         tasks.spawn(self._beat())
@@ -235,7 +235,7 @@ class Shell:
         overviews = Numbering(loop, lambda: machine.overview(time.monotonic(), time.time()))
 
         def page(url: str) -> Site:
-            from ft_core.control.page import Page  # in the thread that serves it
+            from ft_core.control.observe.page import Page  # in the thread that serves it
 
             about = (self.job_dir, self._secret, self.settings.http, url)
             return Page(*about, overviews, lambda question: called(loop, lambda: self._ask(question)))

@@ -1,5 +1,5 @@
 """The controller's end of a tree of agents: some have a connection with it, and speak for the others
-(`node.relay`). Each of the others is a peer of its own all the same.
+(`node.link.relay`). Each of the others is a peer of its own all the same.
 
 What is said to many of them is sent once to each who speaks for them. That such a one is gone says nothing of
 the others: they look for another way, and pulses tell that they live.

@@ -17,8 +17,9 @@ import traceback
 from pathlib import Path
 
 from ft_core.errors import FAILED_NOTE, FtError
-from ft_core.node import orphans, pulse
+from ft_core.node.link import pulse
 from ft_core.node.shell import LAST_WORD, NodeShell, kill_node
+from ft_core.node.workers import orphans
 from ft_core.process import collector, last_line, parent
 from ft_core.process.descriptors import check_limit
 from ft_core.process.lines import LOG_CONTEXT

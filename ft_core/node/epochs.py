@@ -14,10 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ft_core.node import holdings
 from ft_core.node.about import About
-from ft_core.node.copies import Copies
-from ft_core.node.crew import NONE, Worker, WorkerState, WorkerTable
 from ft_core.node.events import (
     BeginEpoch,
     Commit,
@@ -40,9 +37,12 @@ from ft_core.node.events import (
     UseSettings,
     WriteStacks,
 )
-from ft_core.node.ready import Ready
-from ft_core.node.said import OfRole, PendingReports
-from ft_core.node.view import View
+from ft_core.node.link.pending_reports import OfRole, PendingReports
+from ft_core.node.memory import holdings
+from ft_core.node.memory.copies import Copies
+from ft_core.node.memory.view import View
+from ft_core.node.workers.standbys import Ready
+from ft_core.node.workers.worker_table import NONE, Worker, WorkerState, WorkerTable
 from ft_core.protocol import messages as m
 from ft_core.protocol.groups import runs_of, text_of
 from ft_core.protocol.table import hosts_of, pieces

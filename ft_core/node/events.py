@@ -3,7 +3,7 @@
 `Agent.handle(event, now)` returns effects; the shell (`node.shell`) turns the world into events and effects
 into the world, and does nothing else. A worker is named by its number, which the machine gives, and gives
 once. What the node holds in memory is the shell's (`state.store`), and the machine reads of it what it
-reports (`node.view`). It says what is to be loaded, sent, written or dropped.
+reports (`node.memory.view`). It says what is to be loaded, sent, written or dropped.
 """
 
 from __future__ import annotations

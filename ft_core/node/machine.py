@@ -18,9 +18,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from ft_core.node import holdings
 from ft_core.node.about import About
-from ft_core.node.crew import Worker, WorkerState, WorkerTable, in_words, lost
 from ft_core.node.epochs import EpochExecutor
 from ft_core.node.events import (
     AnswerPeer,
@@ -61,10 +59,12 @@ from ft_core.node.events import (
     WorkerReady,
     WriteStacks,
 )
+from ft_core.node.link.outage import Outage
+from ft_core.node.memory import holdings
+from ft_core.node.memory.view import View
 from ft_core.node.metrics import NodeNumbers
-from ft_core.node.outage import Outage
 from ft_core.node.termination import Termination
-from ft_core.node.view import View
+from ft_core.node.workers.worker_table import Worker, WorkerState, WorkerTable, in_words, lost
 from ft_core.process.sigterm import ENDED, GRACE
 from ft_core.protocol import messages as m
 from ft_core.protocol.table import Received

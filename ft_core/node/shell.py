@@ -28,22 +28,22 @@ from ft_core.comm import nccl_environment
 from ft_core.comm.rendezvous import Stores
 from ft_core.errors import AuthenticationError, FtError, ProtocolError
 from ft_core.net.transport import TcpTransport
-from ft_core.node import departure, flight, orphans
 from ft_core.node import events as e
 from ft_core.node.about import About
-from ft_core.node.fetch import bring
-from ft_core.node.inquiries import Inquiries, records_of, relay
+from ft_core.node.link.inquiries import Inquiries, records_of, relay
+from ft_core.node.link.pulse import Loop
+from ft_core.node.link.reach import probe
+from ft_core.node.link.relay import Relay
+from ft_core.node.link.uplink import Uplink
 from ft_core.node.machine import Agent
-from ft_core.node.memory_view import MemoryView
+from ft_core.node.memory.fetch import bring
+from ft_core.node.memory.memory_view import MemoryView
+from ft_core.node.memory.ready_memory import ReadyMemory
+from ft_core.node.memory.replicator import Replicator
 from ft_core.node.metrics import PAGES
-from ft_core.node.oom import OomKiller
-from ft_core.node.pulse import Loop
-from ft_core.node.reach import probe
-from ft_core.node.ready_memory import ReadyMemory
-from ft_core.node.relay import Relay
-from ft_core.node.replicator import Replicator
-from ft_core.node.uplink import Uplink
-from ft_core.node.workers import WorkerPool
+from ft_core.node.workers import departure, flight, orphans
+from ft_core.node.workers.oom import OomKiller
+from ft_core.node.workers.processes import WorkerPool
 from ft_core.process import last_line, parent, sigterm, stacks
 from ft_core.process.awake import AwakeClock
 from ft_core.process.inject import Injector

@@ -11,8 +11,8 @@ import math
 import signal
 from collections.abc import Iterable
 
-from ft_core.node.crew import Worker
 from ft_core.node.events import Effect, Signal
+from ft_core.node.workers.worker_table import Worker
 
 
 class Termination:

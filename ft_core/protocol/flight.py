@@ -1,6 +1,7 @@
 """The flight record: which operations of its process groups a role has begun and ended, and when.
 
-Each worker writes its own into memory that its agent reads without its help (`comm.flight`, `node.flight`).
+Each worker writes its own into memory that its agent reads without its help (`comm.flight`,
+`node.workers.flight`).
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ CheckpointName = Annotated[
 Stage = Literal["startup", "training"]
 """Whether a worker has reached its first train step in this job."""
 Origin = Literal["memory", "initial", "durable"]
-"""Where the state of an epoch comes from, see `control.decision.Choice`."""
+"""Where the state of an epoch comes from, see `control.decide.decision.Choice`."""
 ProbeResult = Literal["reached", "refused", "silent"]
 """How a node is seen from another: its agent answers; nobody listens at its port any more, so its process has
 ended; or nothing comes."""
@@ -179,7 +179,7 @@ class GroupFamily(Value, frozen=True, array_like=True):
 
 
 class ReplicaGroups(Value, frozen=True):
-    """What is known of the job's replica groups, see `control.groups`."""
+    """What is known of the job's replica groups, see `control.decide.groups`."""
 
     of: list[GroupFamily]
     redundancy: Redundancy
@@ -200,7 +200,7 @@ class Redundancy(StrEnum):
 
 
 class Fault(StrEnum):
-    """What a worker, or a node, has failed of. `control.strikes` says what each leads to."""
+    """What a worker, or a node, has failed of. `control.liveness.strikes` says what each leads to."""
 
     EXCEPTION = "exception"
     """The script's own, as far as can be seen."""
@@ -335,7 +335,7 @@ class RoleBeat(Value, frozen=True):
     h2h_snapshots: Number
     own_s: float = 0.0
     """Seconds of a step that are not spent in operations of process groups; 0: not known. See
-    `node.own_time`."""
+    `node.workers.own_time`."""
     loss: float | None = None
     """That the script has told last."""
     ready: Number = 0
@@ -348,8 +348,8 @@ class RoleBeat(Value, frozen=True):
 
 
 class Counterparts(Value, frozen=True, array_like=True):
-    """Roles that others stand for, see `control.compact.counterparts`: by how much the numbers of those are
-    greater, and of which roles."""
+    """Roles that others stand for, see `control.decide.compact.counterparts`: by how much the numbers of
+    those are greater, and of which roles."""
 
     shifts: tuple[tuple[Number, Roles], ...] = ()
 
@@ -566,7 +566,7 @@ class Heartbeat(Message, frozen=True):
     answers: Number = 0
     """The number of the `SendHeartbeat` that it answers, if that has one."""
     guarding: list[Role] = []
-    """Roles of other nodes of which it has the start-up done: see `node.ready`."""
+    """Roles of other nodes of which it has the start-up done: see `node.workers.standbys`."""
 
 
 class Idle(Message, frozen=True):

@@ -108,7 +108,7 @@ def _play(
     former.wait(assignment.role, assignment.ending, to_the_end=on_gpu)
     if on_gpu and assignment.plan.epoch > 1 and not apart:
         device_memory.wait(assignment.role, int(os.environ["LOCAL_RANK"]))
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ignored until here, see ft_core.node.departure
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ignored until here, see ft_core.node.workers.departure
     if command.no_python:
         code, failure, error = _outcome(command)  # it cannot be executed
         assert failure is not None

@@ -13,7 +13,7 @@ from harness import Job, check_clean, check_identical, check_survivors
 from loading_jobs import Loading
 from processes import children
 
-from ft_core.control.hangs.detector import START_FLOOR
+from ft_core.control.liveness.hangs.detector import START_FLOOR
 
 HERE = Path(__file__).parent
 STEPS = 400

@@ -17,7 +17,7 @@ from pathlib import Path
 from core.fleet import Fleet
 from core.real_agent import RealAgent
 
-from ft_core.node import pulse
+from ft_core.node.link import pulse
 from ft_core.process import parent
 from ft_core.protocol import messages as m
 from ft_core.settings import Settings, read_secret

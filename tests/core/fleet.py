@@ -31,9 +31,9 @@ from typing import Any
 from msgspec.structs import replace
 from ports import free_port
 
-from ft_core.control.facts import ClusterState
+from ft_core.control.cluster_state import ClusterState
 from ft_core.control.shell import Shell
-from ft_core.node.holdings import changed
+from ft_core.node.memory.holdings import changed
 from ft_core.protocol import messages as m
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.groups import runs_of, text_of

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from ft_core.comm.flight import FlightRecorder
 from ft_core.comm.inner import Inner
 from ft_core.errors import EpochChanged, FtError
-from ft_core.node.flight import Recorded, read
+from ft_core.node.workers.flight import Recorded, read
 from ft_core.patching import replaced
 from ft_core.protocol.flight import FlightLog
 from ft_core.protocol.groups import GroupId

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from ft_core.control import compact, plans
-from ft_core.control.groups import Groups
+from ft_core.control.decide import compact, plans
+from ft_core.control.decide.groups import Groups
 from ft_core.protocol import messages as m
 from ft_core.protocol.table import hosts_of, pieces
 from ft_core.settings import Settings

@@ -11,9 +11,9 @@ from typing import Any
 import xxhash
 
 from ft_core.node import events as e
-from ft_core.node.pulse import Loop
+from ft_core.node.link.pulse import Loop
 from ft_core.node.shell import NodeShell
-from ft_core.node.workers import Process, WorkerPool
+from ft_core.node.workers.processes import Process, WorkerPool
 from ft_core.protocol import messages as m
 from ft_core.settings import Settings
 from ft_core.state.manifest import layout

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 from core.plans import messages_of, plan
 
-from ft_core.control import compact
+from ft_core.control.decide import compact
 from ft_core.node import events as e
-from ft_core.node import outage
 from ft_core.node.about import About
-from ft_core.node.crew import WorkerState, in_words
+from ft_core.node.link import outage
 from ft_core.node.machine import FAREWELL, SAME, Agent, Phase
-from ft_core.node.view import Words
+from ft_core.node.memory.view import Words
+from ft_core.node.workers.worker_table import WorkerState, in_words
 from ft_core.process.sigterm import ENDED, GRACE
 from ft_core.protocol import messages as m
 from ft_core.protocol.flight import FlightLog

@@ -13,7 +13,7 @@ import yaml
 from core.test_controller_machine import ControlPlane
 from harness import ROOT
 
-from ft_core.control import metrics as of_controller
+from ft_core.control.observe import metrics as of_controller
 from ft_core.node import metrics as of_node
 
 MONITORING = ROOT / "recipes" / "monitoring"

@@ -6,7 +6,7 @@ import re
 
 from core.test_controller_machine import ControlPlane, lose
 
-from ft_core.control.bulletin import FIRST
+from ft_core.control.observe.progress_reporter import FIRST
 from ft_core.protocol.messages import Restored, Unprotected
 
 

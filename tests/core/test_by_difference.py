@@ -12,13 +12,13 @@ from core import plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_core.control import decision
-from ft_core.control.decision import NodeReport
-from ft_core.control.facts import hosts_now
-from ft_core.control.held import NodeInventory
-from ft_core.control.records import completed
+from ft_core.control.cluster_state import hosts_now
+from ft_core.control.decide import decision
+from ft_core.control.decide.decision import NodeReport
+from ft_core.control.decide.inventory import NodeInventory
+from ft_core.control.decide.records import completed
 from ft_core.errors import Unrecoverable
-from ft_core.node.holdings import changed, more_than_versions
+from ft_core.node.memory.holdings import changed, more_than_versions
 from ft_core.protocol import messages as m
 from ft_core.protocol.codec import encode
 from ft_core.protocol.groups import GroupId

@@ -11,9 +11,9 @@ from core.plans import job_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_core.control import compact
-from ft_core.control.groups import Groups
-from ft_core.control.records import completed
+from ft_core.control.decide import compact
+from ft_core.control.decide.groups import Groups
+from ft_core.control.decide.records import completed
 from ft_core.elastic.rules import Start
 from ft_core.errors import ProtocolError
 from ft_core.protocol import codec

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ft_core.control import epochs, suspicion, takeover
+from ft_core.control import epochs
 from ft_core.control.completion import INTERVAL
 from ft_core.control.events import (
     Admitted,
@@ -31,11 +31,13 @@ from ft_core.control.events import (
     Terminate,
     Tick,
 )
+from ft_core.control.lead import takeover
+from ft_core.control.liveness import suspicion
 from ft_core.control.machine import Controller
 from ft_core.control.phases import Forming
-from ft_core.control.returning import PAUSE
+from ft_core.control.prestart.attempts import PAUSE
 from ft_core.leadership.lease import first_epoch
-from ft_core.node.holdings import changed
+from ft_core.node.memory.holdings import changed
 from ft_core.protocol.goodput import Spent
 from ft_core.protocol.groups import runs_of, text_of
 from ft_core.protocol.messages import (

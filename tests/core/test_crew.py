@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ft_core.node.crew import WorkerState, WorkerTable
+from ft_core.node.workers.worker_table import WorkerState, WorkerTable
 
 
 def crew(*workers: tuple[int, WorkerState]) -> WorkerTable:

@@ -20,8 +20,8 @@ from ft_core.cli import ctl, events, nodes, status, top
 from ft_core.cli.ask import DeniedError, Line
 from ft_core.cli.doctor import job as doctor
 from ft_core.cli.doctor.case import Case, Level
+from ft_core.control.cluster_state import Node
 from ft_core.control.events import Arriving, Disconnected, Received, Send
-from ft_core.control.facts import Node
 from ft_core.control.machine import Controller
 from ft_core.control.phases import Running
 from ft_core.protocol import messages as m

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ft_core.control.decision import (
+from ft_core.control.decide.decision import (
     SOURCES,
     Assignment,
     Choice,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from harness import Job, check_clean, check_nothing_runs
 
-from ft_core.node import departure
+from ft_core.node.workers import departure
 
 HANDLES = """
 import os, pathlib, signal, sys, time

@@ -1,4 +1,4 @@
-"""A node is taken out on purpose: `control.draining`, in the controller's machine."""
+"""A node is taken out on purpose: `control.prestart.draining`, in the controller's machine."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from core.test_controller_machine import Agent, ControlPlane, lose, sent
 
-from ft_core.control import takeover
 from ft_core.control.events import Effect, Received
-from ft_core.control.returning import ASK_AGAIN, ATTEMPTS
+from ft_core.control.lead import takeover
+from ft_core.control.prestart.attempts import ASK_AGAIN, ATTEMPTS
 from ft_core.protocol.messages import (
     AskRows,
     AskStatus,

@@ -20,7 +20,7 @@ from full_disk import file_limit
 from ft_core.adapter import StateTensor
 from ft_core.errors import CorruptSnapshot, TransportError
 from ft_core.node import events as e
-from ft_core.node.pulse import Loop
+from ft_core.node.link.pulse import Loop
 from ft_core.node.shell import NodeShell
 from ft_core.protocol import messages as m
 from ft_core.protocol.messages import DurableFailed, DurableWritten, ListDurable

@@ -20,8 +20,8 @@ from core import dying_workers
 from core.dying_workers import ALONE
 from waiting import wait_for_value
 
-from ft_core.node import workers
-from ft_core.node.workers import WorkerPool
+from ft_core.node.workers import processes as workers
+from ft_core.node.workers.processes import WorkerPool
 from ft_core.process import ending
 from ft_core.protocol import door
 from ft_core.protocol import messages as m

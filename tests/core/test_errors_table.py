@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ft_core import plugins
 from ft_core.control.events import End
-from ft_core.node.crew import Worker, WorkerState, lost
+from ft_core.node.workers.worker_table import Worker, WorkerState, lost
 from ft_core.protocol.messages import Fault, ScriptFailed, WorkerLost
 from ft_core.settings import Command
 from ft_core.worker import entry

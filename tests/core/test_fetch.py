@@ -20,8 +20,8 @@ from waiting import wait_for_value
 
 from ft_core.net.transport import TcpTransport
 from ft_core.node import events as e
-from ft_core.node.fetch import bring
-from ft_core.node.inquiries import Inquiries
+from ft_core.node.link.inquiries import Inquiries
+from ft_core.node.memory.fetch import bring
 from ft_core.protocol import messages as m
 from ft_core.protocol.transfers import Found, Question, StrikeCopy
 from ft_core.settings import Command, Settings

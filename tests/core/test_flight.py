@@ -27,7 +27,7 @@ from ft_core.comm import flight_memory as flight
 from ft_core.comm.flight import DTYPES, FlightRecorder
 from ft_core.comm.flight_memory import SLOTS
 from ft_core.node.events import ReadFlight
-from ft_core.node.flight import Recorded, answer, read
+from ft_core.node.workers.flight import Recorded, answer, read
 from ft_core.process.doing import look_at
 from ft_core.protocol import messages as m
 from ft_core.protocol.flight import KINDS, FlightGroup, FlightLog, FlightRecord

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ft_core.node import orphans
+from ft_core.node.workers import orphans
 from ft_core.process.signals import catches
 from ft_core.worker import former
 

@@ -9,7 +9,7 @@ import pytest
 from core.test_controller_machine import ControlPlane
 
 from ft_core.control.events import Record, Tick
-from ft_core.control.goodput import Account, Found
+from ft_core.control.observe.goodput import Account, Found
 from ft_core.history import goodput
 from ft_core.protocol.goodput import Cause, Spent, in_words
 from ft_core.protocol.messages import RoleBeat

@@ -8,8 +8,8 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_core.control import decision
-from ft_core.control.groups import Groups, Places
+from ft_core.control.decide import decision
+from ft_core.control.decide.groups import Groups, Places
 from ft_core.elastic.rules import Membership, Start
 from ft_core.protocol.messages import MembershipChanges, Redundancy, ReplicaGroup, ReplicaGroups
 

@@ -9,7 +9,7 @@ import pytest
 from core.test_controller_machine import ControlPlane, sent
 
 from ft_core.control.events import Record, Tick
-from ft_core.control.hangs import detector
+from ft_core.control.liveness.hangs import detector
 from ft_core.process.doing import Seen
 from ft_core.process.stacks import Frame
 from ft_core.protocol import messages as m

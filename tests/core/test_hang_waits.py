@@ -18,8 +18,8 @@ from harness import ROOT
 from waiting import wait_for_value
 
 from benchmarks.hangs_how import HANGS
-from ft_core.control.hangs.waiting import waits_for
-from ft_core.node.flight import look
+from ft_core.control.liveness.hangs.waiting import waits_for
+from ft_core.node.workers.flight import look
 from ft_core.process import stacks
 from ft_core.process.doing import DOING, Doing, Seen, below, look_at
 from ft_core.process.stacks import Frame

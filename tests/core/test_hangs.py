@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from benchmarks.hangs_simulated import KINDS, hang
-from ft_core.control.hangs.finding import Case, Finding
-from ft_core.control.hangs.operations import roles_in_words
+from ft_core.control.liveness.hangs.finding import Case, Finding
+from ft_core.control.liveness.hangs.operations import roles_in_words
 from ft_core.protocol.flight import FlightGroup, FlightLog, FlightRecord, Kind
 
 S = 10**9

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.hangs_real import run
 from benchmarks.hangs_simulated import Fault, Layout
-from ft_core.control.hangs.finding import Case
+from ft_core.control.liveness.hangs.finding import Case
 
 TP_DP = Layout(tp=2, dp=2, overlap=True)
 

@@ -10,9 +10,9 @@ import pytest
 from core.test_controller_machine import ControlPlane, lose, lose_all
 from core.test_hang_detector import Hanging
 
-from ft_core.control import strikes
+from ft_core.control.decide.ladder import Climb, Rung, next_rung
 from ft_core.control.events import End, Terminate
-from ft_core.control.ladder import Climb, Rung, next_rung
+from ft_core.control.liveness import strikes
 from ft_core.protocol import messages as m
 from ft_core.protocol.flight import FlightLog, FlightRecord
 

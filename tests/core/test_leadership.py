@@ -22,9 +22,9 @@ from msgspec.structs import replace
 from ports import free_port
 
 from ft_core import leadership
-from ft_core.control import keeper as keeping
 from ft_core.control.events import LauncherGone, Record
-from ft_core.control.keeper import Granted, LeaseRenewer, Over
+from ft_core.control.lead import lease_renewer as keeping
+from ft_core.control.lead.lease_renewer import Granted, LeaseRenewer, Over
 from ft_core.control.shell import LeaderContext, Shell
 from ft_core.errors import ConfigError
 from ft_core.leadership import etcd, http, kubernetes, lease
@@ -32,8 +32,8 @@ from ft_core.leadership.base import Fixed, Leader, Leadership, LeadershipError, 
 from ft_core.leadership.http import Client
 from ft_core.leadership.kubernetes import Kubernetes
 from ft_core.leadership.lease import DRIFT, Follower, Lease, first_epoch
-from ft_core.node import looker as looking
-from ft_core.node.looker import LeaderWatcher
+from ft_core.node.link import leader_watcher as looking
+from ft_core.node.link.leader_watcher import LeaderWatcher
 from ft_core.protocol import messages as m
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.goodput import Cause, Spent

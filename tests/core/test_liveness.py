@@ -214,8 +214,8 @@ def test_a_node_without_a_controller_leaves_in_the_end_unless_somebody_trains_th
         spare.serve()
         await fleet.event("resumed")
         await fleet.stop_controller()
-        monkeypatch.setattr("ft_core.node.outage.MISSED", 0.1)
-        monkeypatch.setattr("ft_core.node.outage.ABANDONED", 0.3)
+        monkeypatch.setattr("ft_core.node.link.outage.MISSED", 0.1)
+        monkeypatch.setattr("ft_core.node.link.outage.ABANDONED", 0.3)
         assert await asyncio.wait_for(spare._done, 60) == 1
         assert "agent-1 leaves: nobody trains here" in caplog.text
         await fleet.until(lambda: "node agent0: no controller answers" in caplog.text)

@@ -27,11 +27,11 @@ from hypothesis import strategies as st
 from ports import free_port
 from waiting import wait_for_value
 
-from ft_core.control import stragglers
-from ft_core.control import tally as tallied
-from ft_core.control.metrics import PAGES
-from ft_core.control.risk import ClusterHoldings, Last, Loss, Present, Whole
-from ft_core.control.tally import Durations, JobMetrics, Numbers
+from ft_core.control.decide.risk import ClusterHoldings, Last, Loss, Present, Whole
+from ft_core.control.liveness import stragglers
+from ft_core.control.observe import job_metrics as tallied
+from ft_core.control.observe.job_metrics import Durations, JobMetrics, Numbers
+from ft_core.control.observe.metrics import PAGES
 from ft_core.node.metrics import PAGES as OF_NODE
 from ft_core.node.metrics import NodeNumbers
 from ft_core.protocol import http as served

@@ -11,8 +11,8 @@ import torch
 from ft_core.comm import flight as recording
 from ft_core.comm.flight import FlightRecorder
 from ft_core.comm.flight_memory import SLOTS
-from ft_core.node.own_time import EVERY, STEPS, OwnTimes, own_seconds
-from ft_core.node.xids import Xids
+from ft_core.node.devices.xids import Xids
+from ft_core.node.workers.own_time import EVERY, STEPS, OwnTimes, own_seconds
 from ft_core.protocol.groups import GroupId
 from ft_core.state.memory import ControlBlock, Word, loss_of, word_of_loss
 

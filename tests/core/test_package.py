@@ -45,7 +45,7 @@ def test_top_level_names(installed: Path) -> None:
 
 
 def test_the_page_is_there_with_its_licences(installed: Path) -> None:
-    web = Path("ft_core", "control", "web")
+    web = Path("ft_core", "control", "observe", "web")
     files = {path.relative_to(ROOT) for path in (ROOT / web).rglob("*") if path.is_file()}
     assert web / "index.html" in files and web / "uplot" / "LICENSE" in files
     assert {path.relative_to(installed) for path in (installed / web).rglob("*") if path.is_file()} == files

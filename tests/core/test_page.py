@@ -26,12 +26,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from waiting import wait_for_value
 
-from ft_core.control import page as pages
-from ft_core.control.metrics import PAGES
-from ft_core.control.operator import Operator, token_of
-from ft_core.control.overview import Overview
-from ft_core.control.page import FILES, Page
-from ft_core.control.series import Series
+from ft_core.control.observe import page as pages
+from ft_core.control.observe.metrics import PAGES
+from ft_core.control.observe.operator import Operator, token_of
+from ft_core.control.observe.overview import Overview
+from ft_core.control.observe.page import FILES, Page
+from ft_core.control.observe.series import Series
 from ft_core.protocol import http_loop
 from ft_core.protocol.flight import FlightLog
 from ft_core.protocol.http import Numbering
@@ -427,7 +427,7 @@ def test_a_name_that_others_can_bind_to_this_address_is_refused(site: Site) -> N
 def test_a_confirmation_is_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     operator = Operator(TOKEN, "127.0.0.1:0")
     word = operator.ask("x")
-    monkeypatch.setattr("ft_core.control.operator.CONFIRM", -1.0)
+    monkeypatch.setattr("ft_core.control.observe.operator.CONFIRM", -1.0)
     assert not operator.confirmed("x", word)
     for _ in range(1000):
         operator.ask("x")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness import ROOT
 
-from ft_core.node.preload import Import, Script, Setting
+from ft_core.node.workers.preload import Import, Script, Setting
 
 
 def files(root: Path, **texts: str) -> Path:
@@ -164,7 +164,7 @@ FORKED = """
     if __name__ == "__main__":
         os.environ[preload.ENV] = sys.argv[1]
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["ft_core.node.warm"])
+        context.set_forkserver_preload(["ft_core.node.workers.warm"])
         child = context.Process(target=look)
         child.start()
         child.join(60)

@@ -13,7 +13,7 @@ from core.fleet import Fleet, Node, play
 from core.real_agent import RealAgent
 from msgspec.structs import replace
 
-from ft_core.control import ctl
+from ft_core.control.observe import ctl
 from ft_core.errors import TransportError
 from ft_core.node import events as e
 from ft_core.protocol import messages as m
@@ -42,7 +42,7 @@ def test_a_job_begins_with_spares_in_the_places_of_nodes_that_do_not_come(
         await fleet.event("resumed")
         assert _plan(fleet["node1"]).roles == {0: "spare", 1: "node1", 2: "another"}
 
-    monkeypatch.setattr("ft_core.control.forming.GRACE", 0.3)
+    monkeypatch.setattr("ft_core.control.decide.forming.GRACE", 0.3)
     play(test, tmp_path / "job", nodes=3, ranks=[1])
 
 

@@ -8,9 +8,9 @@ import socket
 import pytest
 
 from ft_core.net.transport import TcpTransport
-from ft_core.node import reach
-from ft_core.node.inquiries import Inquiries
-from ft_core.node.pulse import Loop
+from ft_core.node.link import reach
+from ft_core.node.link.inquiries import Inquiries
+from ft_core.node.link.pulse import Loop
 from ft_core.protocol.sockets import reserve
 from ft_core.state.store import NodeStore
 

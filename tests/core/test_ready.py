@@ -11,10 +11,10 @@ from core.test_agent_machine import GROUP, Memory, Node, segment
 
 from ft_core.errors import ConfigError
 from ft_core.node import events as e
-from ft_core.node import room
-from ft_core.node.crew import Worker, WorkerState
 from ft_core.node.epochs import ANSWERS
-from ft_core.node.ready import ATTEMPTS, PAUSE, SETTLED, covers, serves
+from ft_core.node.workers import standby_budget as room
+from ft_core.node.workers.standbys import ATTEMPTS, PAUSE, SETTLED, covers, serves
+from ft_core.node.workers.worker_table import Worker, WorkerState
 from ft_core.protocol import messages as m
 from ft_core.settings import AUTO, Command, Settings
 

@@ -19,11 +19,11 @@ from core.plans import plan
 from core.real_agent import RealAgent
 
 from ft_core.net.transport import TcpTransport
-from ft_core.node import ready_memory
-from ft_core.node.fetch import bring
-from ft_core.node.inquiries import Inquiries
-from ft_core.node.ready_memory import ReadyMemory
-from ft_core.node.workers import use_huge_pages
+from ft_core.node.link.inquiries import Inquiries
+from ft_core.node.memory import ready_memory
+from ft_core.node.memory.fetch import bring
+from ft_core.node.memory.ready_memory import ReadyMemory
+from ft_core.node.workers.processes import use_huge_pages
 from ft_core.process.host_memory import HostMemory, room
 from ft_core.protocol import messages as m
 from ft_core.settings import Command, Settings

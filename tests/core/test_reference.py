@@ -15,8 +15,8 @@ from harness import ROOT
 
 import mkdocs_reference
 from ft_core.cli import flags
-from ft_core.control.metrics import PAGES
-from ft_core.control.recorded import ACCOUNT, ALWAYS, EVENTS
+from ft_core.control.observe.metrics import PAGES
+from ft_core.control.observe.recorded import ACCOUNT, ALWAYS, EVENTS
 from ft_core.node.metrics import PAGES as OF_NODE
 from ft_core.node.metrics import NodeNumbers
 

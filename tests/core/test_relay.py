@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ft_core.control.tree import Branch
 from ft_core.errors import ProtocolError
 from ft_core.node import events as e
-from ft_core.node.relay import Relay
+from ft_core.node.link.relay import Relay
 from ft_core.protocol import messages as m
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.bundle import LARGE, Raw, pack, unpack
@@ -221,7 +221,7 @@ def test_whose_relay_is_lost_goes_elsewhere_and_is_not(tmp_path: Path):
 
 
 def test_a_new_controller_is_found_through_the_same_relays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ft_core.node.relay._WAIT", 60.0)  # whatever the machine does meanwhile
+    monkeypatch.setattr("ft_core.node.link.relay._WAIT", 60.0)  # whatever the machine does meanwhile
 
     async def test(job: Job) -> None:
         through = {agent.node: agent._uplink._through for agent in job.agents.values()}
@@ -317,7 +317,7 @@ def test_who_cannot_reach_its_relay_is_served_by_the_controller(tmp_path: Path):
 
 def test_who_leaves_its_relay_by_itself_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As all do after a while in which the controller said nothing."""
-    monkeypatch.setattr("ft_core.node.uplink._RECONNECT", 1.0)  # longer than those that broke off have
+    monkeypatch.setattr("ft_core.node.link.uplink._RECONNECT", 1.0)  # longer than those that broke off have
 
     async def test(job: Job) -> None:
         members = job.members

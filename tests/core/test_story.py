@@ -9,7 +9,7 @@ from core.test_controller_machine import ControlPlane, lose
 from core.test_drain import commit, drain, known, moved
 
 from ft_core.control.events import Greeted
-from ft_core.control.story import FEW, TOGETHER
+from ft_core.control.observe.story import FEW, TOGETHER
 from ft_core.protocol.messages import DurableFailed, Unprotected
 from ft_core.settings import Command
 

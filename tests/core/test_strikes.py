@@ -14,11 +14,11 @@ from failing_jobs import little_memory
 from msgspec.structs import replace
 
 from ft_core.cli.flags import parser, settings_of
-from ft_core.control import decision
+from ft_core.control.decide import decision
 from ft_core.control.events import Received
-from ft_core.control.strikes import _KEPT, TRIES, Strikes, of_node
+from ft_core.control.liveness.strikes import _KEPT, TRIES, Strikes, of_node
 from ft_core.errors import ConfigError
-from ft_core.node.oom import OomKiller, own_cgroup
+from ft_core.node.workers.oom import OomKiller, own_cgroup
 from ft_core.protocol.messages import (
     AskRows,
     Denied,

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ft_core.control.suspicion import (
+from ft_core.control.liveness.suspicion import (
     ASK,
     ASK_AGAIN,
     PATIENCE,

@@ -16,7 +16,7 @@ from ft_core.comm.inner import Inner
 from ft_core.comm.process_group import Communicators
 from ft_core.comm.works import FtWork
 from ft_core.errors import EpochChanged
-from ft_core.node.flight import Recorded, read
+from ft_core.node.workers.flight import Recorded, read
 from ft_core.protocol.groups import GroupId
 from ft_core.state.memory import ControlBlock
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ft_core.cli import ledger_check
 from ft_core.control import events as ev
-from ft_core.control.recorded import EVENTS
+from ft_core.control.observe.recorded import EVENTS
 from ft_core.elastic.rules import Deal, tellers
 from ft_core.protocol import messages as m
 from ft_core.protocol.goodput import Spent

@@ -10,24 +10,25 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ft_core.control import decision, ladder, plans
-from ft_core.control.draining import Draining
+from ft_core.control.cluster_state import ClusterState
+from ft_core.control.decide import decision, ladder, plans
 from ft_core.control.epochs import RecoveryCoordinator
 from ft_core.control.events import Record
-from ft_core.control.facts import ClusterState
-from ft_core.control.goodput import Account
+from ft_core.control.liveness.failure_detector import FailureDetector
+from ft_core.control.liveness.strikes import Strikes
+from ft_core.control.liveness.suspicion import NodeLiveness
 from ft_core.control.machine import Controller
+from ft_core.control.observe.goodput import Account
 from ft_core.control.phases import Rebuilding
-from ft_core.control.returning import Prestart
-from ft_core.control.strikes import Strikes
-from ft_core.control.suspicion import NodeLiveness
-from ft_core.control.watch import FailureDetector
+from ft_core.control.prestart.attempts import Prestart
+from ft_core.control.prestart.draining import Draining
 from ft_core.leadership.lease import Follower, Lease
 from ft_core.node import epochs as node
-from ft_core.node import ready, said
-from ft_core.node.crew import WorkerTable
 from ft_core.node.events import Commit, DropAfter
+from ft_core.node.link import pending_reports as said
 from ft_core.node.machine import Agent
+from ft_core.node.workers import standbys as ready
+from ft_core.node.workers.worker_table import WorkerTable
 from ft_core.protocol import messages as m
 from ft_core.protocol.goodput import Cause
 from ft_core.worker.events import AbortBefore, SayQuiesced

@@ -12,7 +12,7 @@ from ft_core.leadership import lease
 from ft_core.node import events as ev
 from ft_core.node.about import About
 from ft_core.node.machine import Agent
-from ft_core.node.view import Words
+from ft_core.node.memory.view import Words
 from ft_core.protocol import messages as m
 from ft_core.state.manifest import Segment
 from ft_core.state.placement import Places, replica_nodes, sender, spares_of
@@ -111,7 +111,7 @@ class SimNode(Process):
         self._pulse()
 
     def _pulse(self) -> None:
-        """As `ft_core.node.pulse`."""
+        """As `ft_core.node.link.pulse`."""
         if self._met is not None:
             controller, session = self._met
             number, stalled = round(self.world.now * 1e6), self.world.now - self._turned
@@ -422,7 +422,7 @@ class SimNode(Process):
     def _targets(
         self, wanted: ev.Replicate, plan: m.NodePlan, adopter: int | None
     ) -> list[tuple[Segment, str]]:
-        """As `ft_core.node.replicator`: which segments go to which nodes."""
+        """As `ft_core.node.memory.replicator`: which segments go to which nodes."""
         roles = plan.roles if adopter is None else {**plan.roles, wanted.role: plan.roles[adopter]}
         domains = {name: about.domain for name, about in plan.nodes.items()}
         guarded = self.machine.epochs.settings.guarded

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ft_core.control import events as ev
-from ft_core.control.goodput import Account
+from ft_core.control.observe.goodput import Account
 from ft_core.history import goodput
 from ft_core.protocol.goodput import Cause, Spent
 

@@ -1,0 +1,453 @@
+"""What is known of the job and its nodes: the controller's soft state, all of which it was told by agents."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ft_core.control.decide import compact
+from ft_core.control.decide.groups import Groups
+from ft_core.control.decide.inventory import NodeInventory
+from ft_core.control.decide.records import Records
+from ft_core.control.events import Effect, Peer, Send
+from ft_core.control.liveness.strikes import Strikes, place
+from ft_core.control.liveness.suspicion import NodeLiveness
+from ft_core.leadership.lease import first_epoch
+from ft_core.protocol.messages import (
+    AgentHello,
+    Catalogue,
+    Heartbeat,
+    HoldingsChanged,
+    Host,
+    Message,
+    NodeAddress,
+    Origin,
+    Plan,
+    RoleBeat,
+    RoleLayout,
+)
+from ft_core.protocol.table import moved_roles
+from ft_core.settings import Settings
+
+ALL_IS_LOST = (
+    "the controller and all nodes with a role were lost together, and with them the state of the job; what "
+    "is left is its newest checkpoint, if it has one"
+)
+
+
+def epoch_of(plan: str) -> int:
+    """The epoch of a plan's id; 0 of none."""
+    return int(plan.partition("-")[0] or 0)
+
+
+@dataclass
+class Node:
+    """A live agent. No other process has had its name: it stands for all that the process holds."""
+
+    peer: Peer
+    hello: AgentHello
+    sight: NodeLiveness
+    holdings: NodeInventory
+    idle: int
+    begun: str
+    """The plan that it had begun when it was heard last."""
+    unheard: list[Message]
+    """What was said before it could be understood."""
+    beats: Mapping[int, RoleBeat] = field(default_factory=dict)
+    replicas: Mapping[str, list[int]] = field(default_factory=dict)
+    guarding: Sequence[int] = ()
+    """Roles of other nodes that it has started ahead of need."""
+    planned: float = float("-inf")
+    """When a plan was sent over this connection last."""
+    hosts: list[Host] = field(default_factory=list)
+    """What it has said of who is where, before it says what it keeps."""
+
+    @classmethod
+    def of(cls, peer: Peer, hello: AgentHello, now: float) -> Node:
+        """The node that greets at `now`, by its greeting."""
+        held = NodeInventory(hello)
+        return cls(peer, hello, NodeLiveness(now), held, held.idle, held.begun, list(hello.said))
+
+    @property
+    def name(self) -> str:
+        """No other node of the job has it, nor will have."""
+        return self.hello.node
+
+    @property
+    def greeted_with(self) -> str:
+        """The plan that it had when it greeted."""
+        return self.hello.holdings.begun
+
+    @cached_property
+    def address(self) -> NodeAddress:
+        """Where others reach its memory, as plans say it."""
+        return NodeAddress(data=self.hello.data, domain=self.hello.domain)
+
+    def beat(self, beat: Heartbeat) -> None:
+        """It has said how far its roles are."""
+        self.idle, self.begun, self.beats, self.replicas = beat.idle, beat.begun, beat.roles, beat.replicas
+        self.guarding = beat.guarding
+
+
+@dataclass
+class ClusterState:
+    """What is known of the job."""
+
+    settings: Settings
+    """Those that the script has brought are in them."""
+    job_dir: str
+    groups: Groups
+    term: int = 1
+    """That this controller leads in."""
+    nodes: dict[str, Node] = field(default_factory=dict)
+    peers: dict[Peer, Node] = field(default_factory=dict)
+    """The same by their connections."""
+    gone: set[str] = field(default_factory=set)
+    """Those of them whose connections are no more."""
+    epoch: int = 0
+    plan: Plan | None = None
+    """The newest that was begun. It says which nodes there are now; nothing else of it changes."""
+    _hosted: tuple[dict[int, str], dict[str, list[int]]] = field(default_factory=lambda: ({}, {}))
+    """The plan's places, and the same by node."""
+    _late: tuple[int, list[str]] = field(default_factory=lambda: (0, []))
+    """An epoch, and the nodes that had not reported in it when it was looked last."""
+    _sound: set[str] = field(default_factory=set)
+    """Nodes whose roles were those of the plan, and had live workers, when they were heard last."""
+    catalogue: dict[int, compact.Segments] = field(default_factory=dict)
+    """Role -> its segments and their holders: what is lost without a trace must still be missed."""
+    _compact: Catalogue | None = None
+    """The same for plans, once it was asked for."""
+    _shown: dict[int, compact.Segments] | None = None
+    """The same for who looks at the job, likewise."""
+    initial: int | None = None
+    """The version that the script makes by itself; known once a role has reached training."""
+    reached: int = 0
+    """The newest version that any role is known to have had."""
+    resumes: bool = False
+    """Whether the script, started again, goes on from a checkpoint of its own."""
+    begins_at: int = 0
+    """The version that the script, started again, is known to begin with."""
+    resumed: int = 0
+    """The newest epoch in which all roles have finished a step, as far as it is written down."""
+    started_over: int = 0
+    """The newest epoch in which all scripts were started again."""
+    start: tuple[int | None, Origin] = (None, "initial")
+    """Version and origin that the job began with."""
+    records: Records = field(default_factory=Records)
+    """What live workers have on record of the start-up phase."""
+    strikes: Strikes = field(init=False)
+    """What has failed where."""
+    parts: list[int] = field(default_factory=list)
+    """The parts of the script that every role has come to the end of: with which version."""
+    draining: list[str] = field(default_factory=list)
+    """Live nodes that are to be taken out, in that order: none of them is given another role."""
+    let_go: str = ""
+    """That of them which is to keep no copies any more, in the epoch under way."""
+    futile: int = 0
+    """Failures since any step was done that is newer than the goal; and that, the newest before them."""
+    goal: int = 0
+    height: int = 0
+    """How far the ladder was climbed since there was progress, see `control.decide.ladder`."""
+    furthest: int = 0
+    """The newest version that was ever reached when something failed: what is newer is progress."""
+    entered: int = 0
+    """The newest step that the ledger of samples has."""
+
+    def __post_init__(self) -> None:
+        self.strikes = Strikes(self.settings.strikes, 60 * self.settings.strike_minutes)
+
+    @property
+    def places(self) -> dict[int, str]:
+        """Where the plan has its roles: empty before the first."""
+        return self.plan.roles if self.plan is not None else {}
+
+    @property
+    def plan_epoch(self) -> int:
+        """0 before the first plan."""
+        return self.plan.epoch if self.plan is not None else 0
+
+    @property
+    def plan_id(self) -> str:
+        """Empty before the first."""
+        return self.plan.id if self.plan is not None else ""
+
+    @property
+    def begun(self) -> Plan:
+        """The plan, once there is one."""
+        assert self.plan is not None, "no plan was made yet"
+        return self.plan
+
+    def add(self, node: Node) -> None:
+        """It has come, or has another connection."""
+        self._unlist(node)
+        self.nodes[node.name] = self.peers[node.peer] = node
+        self._late[1].append(node.name)
+        self._count(node)
+        self._look_at(node)
+
+    def _count(self, node: Node) -> None:
+        """What the workers that the plan has there have on record."""
+        for role, counts in node.holdings.counts().items():
+            if self.places.get(role) == node.name:
+                self.records.say(role, counts)
+
+    def _forget_records(self, node: Node, roles: Iterable[int]) -> None:
+        for role in roles:
+            if self.places.get(role) == node.name:
+                self.records.say(role, {})
+
+    def report(self, node: Node, news: HoldingsChanged) -> bool:
+        """It has said, in a report, what it holds now. Returns whether that could be understood."""
+        held = node.holdings
+        anew = isinstance(news.roles, dict) or held.recount or bool(held.dead)
+        before = held.counts() if anew else {}
+        if not held.change(news):
+            return False
+        node.idle, node.begun = held.idle, held.begun
+        self.reached = max(self.reached, held.newest)
+        if anew:
+            self._forget_records(node, before.keys() - held.counts().keys())
+            self._count(node)
+        self._look_at(node)
+        return True
+
+    def _look_at(self, node: Node) -> None:
+        """Whether its roles are as the plan has them, and all live."""
+        held, name = node.holdings, node.name
+        held.report.home = home = list(held.roles) == self.hosts.get(name, [])
+        if home and held.all_alive:
+            self._sound.add(name)
+        else:
+            self._sound.discard(name)
+
+    def worker_died(self, node: Node, role: int) -> None:
+        """Though it may have reported in this epoch that it lives."""
+        node.holdings.worker_died(role)
+        self._sound.discard(node.name)
+        self._forget_records(node, [role])
+
+    def takes_part(self, roles: Mapping[int, str], newcomers: Iterable[int]) -> None:
+        """An epoch begins with `roles`: what others have on record is of no use, and `newcomers` will say
+        what they have."""
+        if list(roles) != list(self.places):
+            for role in self.records.roles - roles.keys():
+                self.records.say(role, {})
+        for role in newcomers:
+            self.records.say(role, {})
+            if (node := self.nodes.get(roles.get(role, ""))) is not None:
+                node.holdings.recount = True
+
+    def drop(self, node: Node) -> None:
+        """Forget a node that is lost, or has left."""
+        self._unlist(node)
+        if node.name in self.draining:
+            self.draining.remove(node.name)
+
+    def _unlist(self, node: Node) -> None:
+        if (known := self.nodes.pop(node.name, None)) is not None:
+            del self.peers[known.peer]
+            self.gone.discard(node.name)
+            self._sound.discard(node.name)
+            self._forget_records(known, known.holdings.counts())
+
+    @property
+    def hosts(self) -> dict[str, list[int]]:
+        """The nodes that the plan has roles on, and which, ascending."""
+        places = self.places
+        if self._hosted[0] is not places:
+            self._hosted = places, hosts_now(*self._hosted, places)
+        return self._hosted[1]
+
+    def playing(self) -> list[Node]:
+        """The live nodes that have a role."""
+        return [node for name in self.hosts if (node := self.nodes.get(name)) is not None]
+
+    def spares(self) -> Iterator[Node]:
+        """The live nodes that have none, and may be given some."""
+        hosts = self.hosts
+        return (n for name, n in self.nodes.items() if name not in hosts and name not in self.draining)
+
+    def all_reported(self) -> bool:
+        """Whether all nodes have said what they hold, in this epoch. Each is looked at a few times in it, not
+        at every report of another."""
+        if self._late[0] != self.epoch:
+            self._late = self.epoch, list(self.nodes)
+        late = self._late[1]
+        while late:
+            node = self.nodes.get(late[-1])
+            if node is not None and node.holdings.reported != self.epoch:
+                return False
+            late.pop()
+        return True
+
+    def avoided(self, now: float) -> set[str]:
+        """Live nodes that are not used while there are others."""
+        places = self.strikes.avoided(now)
+        return {name for name in self.nodes if place(name) in places} if places else set()
+
+    def compact_catalogue(self) -> Catalogue:
+        """The catalogue, as plans have it."""
+        if self._compact is None:
+            self._compact = compact.catalogue(self.catalogue)
+        return self._compact
+
+    def catalogue_now(self) -> Mapping[int, compact.Segments]:
+        """The catalogue, as it stays: the same object for as long as nothing new is learnt."""
+        if self._shown is None:
+            self._shown = dict(self.catalogue)
+        return self._shown
+
+    def _learn(self, role: int, segments: compact.Segments) -> None:
+        """What its state consists of."""
+        if self.catalogue.get(role) != segments:
+            self.catalogue[role] = segments
+            self._compact = self._shown = None
+
+    def alive(self, role: int, node: str) -> bool:
+        """Whether `role` has a live worker on `node`."""
+        return node in self.nodes and self.nodes[node].holdings.alive(role)
+
+    def lost(self) -> list[int]:
+        """Roles of the plan without a live worker where they are. Asked once all have reported."""
+        doubtful = self.hosts.keys() - self._sound
+        return sorted(role for name in doubtful for role in self.hosts[name] if not self.alive(role, name))
+
+    def to_all(self, message: Message) -> list[Effect]:
+        """Say it to all nodes."""
+        return to(self.nodes.values(), message)
+
+    def next_epoch(self, after: Iterable[int] = ()) -> int:
+        """The number of another epoch: newer than all that are known, also `after`, and than any of an older
+        leader's."""
+        return max(self.epoch + 1, first_epoch(self.term), *(epoch + 1 for epoch in after))
+
+    def take(self, state: Plan) -> None:
+        """A plan of another controller, from an agent that has begun it."""
+        self.catalogue = {**compact.expanded(state.catalogue), **self.catalogue}
+        self._compact = self._shown = None
+        self.initial, self.reached = state.initial, max(self.reached, state.reached)
+        self.parts = state.parts
+        self.resumes |= state.resumes
+        self.started_over, self.start = state.started_over, state.start
+        self.futile, self.goal = state.futile, state.goal
+        self.height, self.furthest = state.height, state.furthest
+        self.groups.restore(state.groups)
+        self.plan, self.epoch = state, max(self.epoch, state.epoch)
+        for node in self.nodes.values():
+            self._count(node)
+
+    def lay_out(self, message: RoleLayout) -> None:
+        """What a role's state consists of; or the part of it that another has adopted."""
+        if message.epoch < self.started_over:
+            return
+        if message.adopted:
+            self._learn(message.role, {**self.catalogue.get(message.role, {}), **message.segments})
+            return
+        self._learn(message.role, message.segments)
+        if self.initial is None:  # a newcomer's script may begin with a checkpoint that was not there then
+            self.initial = message.initial
+        self.resumes = message.resumes
+        self.begins_at = max(self.begins_at, message.initial or 0)
+        assert message.group is not None, f"role {message.role} tells of its state, and of no replica group"
+        self.groups.register(message.role, message.group)
+
+    def seen_at(self, versions: Iterable[int]) -> None:
+        """Some role has, or had, these."""
+        self.reached = max([self.reached, *versions])
+
+    @property
+    def trained(self) -> bool:
+        """Whether a step was done: every role has had snapshots then, and copies of them are elsewhere."""
+        return self.initial is not None and self.reached > self.initial
+
+    @property
+    def begins_with_durable(self) -> bool:
+        """Whether no step was done yet after the durable checkpoint that the job has begun with."""
+        return self.initial is None and self.start[1] == "durable"
+
+    @property
+    def forgotten(self) -> bool:
+        """Whether steps were done, and all who did them are lost, with a controller that knew what they held:
+        nobody is left who knows of more than the first plan. It may be on record nowhere, if a leader was
+        lost that could not write its notes; but where there are copies of two versions a step was done."""
+        if self.initial is not None:
+            return False
+        copies: set[int] = set()
+        for node in self.nodes.values():
+            copies |= node.holdings.copied_versions()
+        return self.resumed >= max(1, self.started_over) or len(copies) > 1
+
+    def fill_catalogue(self, roles: Collection[int]) -> None:
+        """What these said of their segments was lost with their nodes, or with a controller: what others hold
+        for them names the segments."""
+        if not roles:
+            return
+        known: compact.Segments = {}
+        for node in self.nodes.values():
+            known |= node.holdings.segments
+        wanted = set(roles)
+        for segment, holders in known.items():
+            for role in wanted.intersection(compact.all_in(holders)):
+                if self.catalogue.get(role, {}).get(segment) != holders:
+                    self._learn(role, {**self.catalogue.get(role, {}), segment: holders})
+
+    def remember_the_lost(self) -> None:
+        """Remember roles that never said what their segments are: as many domains as copies cover may be
+        lost, and then the others name all of them."""
+        plan = self.begun
+        if not self.trained or len(self.catalogue) == self.settings.world_size:
+            return
+        gone = {about.domain for name, about in plan.nodes.items() if name not in self.nodes}
+        if len(gone) <= self.settings.replicas:
+            self.fill_catalogue(set(plan.roles) - set(self.catalogue))
+
+    def note_progress(self) -> None:
+        """Something has failed: was there a step since that nobody had done before?"""
+        if self.reached > self.goal:  # the failure is the first that comes after it
+            self.futile, self.goal = min(self.futile, 1), self.reached
+        if self.reached > self.furthest:
+            self.height, self.furthest = 0, self.reached
+
+    def forget(self) -> None:
+        """The job starts over."""
+        self.note_progress()
+        self.goal = 0
+        self.initial, self.reached, self.begins_at, self.catalogue, self.parts = None, 0, 0, {}, []
+        self.started_over, self.start = self.epoch, (None, "initial")
+        self.groups.forget()
+        self._compact = self._shown = None
+
+
+def hosts_now(
+    before: Mapping[int, str], by_node: Mapping[str, list[int]], now: Mapping[int, str]
+) -> dict[str, list[int]]:
+    """By node its roles, ascending. `before`, `by_node`: what was so; little has changed as a rule."""
+    hosts: dict[str, list[int]] = {}
+    if list(before) != list(now):
+        for role, name in sorted(now.items()):
+            hosts.setdefault(name, []).append(role)
+        return hosts
+    moved = moved_roles(before, now)
+    names = {before[role] for role in moved} | {now[role] for role in moved}
+    for name in sorted(names):
+        stay = (role for role in by_node.get(name, ()) if role not in moved)
+        hosts[name] = sorted([*stay, *(role for role in moved if now[role] == name)])
+    return {name: roles for name, roles in {**by_node, **hosts}.items() if roles}
+
+
+def to(nodes: Iterable[Node], message: Message) -> list[Effect]:
+    """Send one message to each of these nodes."""
+    return [Send(node.peer, message) for node in nodes]
+
+
+def copies(
+    nodes: Iterable[Node], catalogue: Mapping[int, Iterable[str]], roles: Collection[int]
+) -> dict[int, list[str]]:
+    """For each of `roles` the nodes that keep copies for others, once for each of the role's segments."""
+    wanted = {segment for role in roles for segment in catalogue.get(role, ())}
+    held: dict[str, list[str]] = {}
+    for node in nodes:
+        for segment in wanted.intersection(node.holdings.replicas):
+            held.setdefault(segment, []).append(node.name)
+    return {role: [name for s in catalogue.get(role, ()) for name in held.get(s, ())] for role in roles}

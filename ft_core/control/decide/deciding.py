@@ -1,0 +1,345 @@
+"""How to go on after an epoch has ended and all have reported: pure, from what is known.
+
+`decision` has the rules for versions and places; here it is said to what they are applied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from ft_core.control.cluster_state import ALL_IS_LOST, ClusterState, Node, copies
+from ft_core.control.decide import decision
+from ft_core.control.decide.compact import contains
+from ft_core.control.decide.groups import Places
+from ft_core.control.decide.ladder import Climb, Rung
+from ft_core.errors import Unrecoverable
+from ft_core.protocol.messages import Origin, Redundancy, RoleHeld
+
+Sources = dict[int, dict[str, list[str]]]
+Durable = Callable[[Collection[str]], Mapping[int, str] | None]
+"""The durable checkpoints that these nodes can read, by version; None where that is not known yet."""
+
+
+@dataclass(frozen=True)
+class StandbyComes:
+    """A worker that crashed on a healthy node is restarted there; its standby is about to be up."""
+
+
+@dataclass(frozen=True)
+class AskStorage:
+    """It depends on the durable checkpoints that these nodes can read."""
+
+    nodes: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """There is no worker for these roles; `reason`: why the job cannot go on without them.
+
+    `combine`: roles whose workers are to be ended, so that their nodes can fill the holes.
+    """
+
+    roles: list[int]
+    reason: str = ""
+    combine: Places = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Start:
+    """The next epoch: places, and what to go on from. `lost`: the roles that begin with another worker."""
+
+    roles: Places
+    version: int | None
+    origin: Origin
+    sources: Sources
+    lost: list[int]
+    durable: str = ""
+    """Name of the durable checkpoint, if it is one."""
+
+
+@dataclass(frozen=True)
+class StartOver:
+    """Memory does not suffice, but the script, started again, goes on from a checkpoint of its own.
+
+    `left`: workers that have to be ended before.
+    """
+
+    reason: str
+    roles: Places
+    lost: list[int]
+
+    @property
+    def left(self) -> Places:
+        """Role -> node of the roles that live."""
+        return {role: node for role, node in sorted(self.roles.items()) if role not in self.lost}
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Nothing helps. `unrecoverable`: for want of a version that every role could have."""
+
+    reason: str
+    unrecoverable: bool = False
+
+
+Outcome = StandbyComes | AskStorage | Shortage | Start | StartOver | GiveUp
+
+
+def decide(
+    facts: ClusterState,
+    starting: Places,
+    durable: Durable,
+    standby_overdue: bool,
+    avoided: Collection[str] = (),
+    clears: bool = False,
+    climb: Climb | None = None,
+) -> Outcome:
+    """`starting`: places of newcomers that are ready, of replica groups that come back or of roles that move.
+    `avoided`: nodes that are used only where there is no other. `clears`: there will be more idle workers.
+    `climb`: why roles begin anew, if they do."""
+    withdrawn = facts.groups.withdrawn
+    places = facts.places
+    if withdrawn:
+        places = {role: node for role, node in places.items() if role not in withdrawn}
+    moved = {role: node for role, node in starting.items() if role in places}
+    lost = [role for role in facts.lost() if role in places and role not in moved]
+    idle = {name: node.idle for name, node in facts.nodes.items()}
+    near = copies(_takers(facts, places, lost), facts.catalogue, lost)
+    placed = {**places, **moved} if moved else places
+    assign = partial(decision.assign, placed, lost=lost, capacity=facts.settings.nproc_per_node, copies=near)
+    others = {name: count for name, count in idle.items() if name not in facts.draining}
+    assignment = assign(idle=others, avoided=avoided)
+    if assignment.unplaced and facts.draining:  # none of those is given a role, but for its own
+        own = Counter(places[role] for role in lost)
+        idle = others | {name: min(idle[name], own[name]) for name in facts.draining}
+        avoided = set(avoided) - set(facts.draining)
+        assignment = assign(idle=idle, avoided=avoided)
+    elif facts.draining:
+        avoided = {*avoided, *facts.draining}
+    roles = assignment.roles
+    stay = (role for role in lost if places[role] not in avoided or role in assignment.unplaced)
+    crashed = Counter(places[role] for role in stay if places[role] in idle)
+    if any(idle[node] < count for node, count in crashed.items()) and not standby_overdue:
+        return StandbyComes()
+    if assignment.unplaced and clears and not standby_overdue:
+        return StandbyComes()
+    if assignment.unplaced:
+        left = _without(facts, roles, assignment.unplaced)
+        if isinstance(left, Shortage):
+            return left
+        roles = left
+    elif facts.settings.policy == "shrink":
+        roles = {**roles, **starting}
+
+    def from_the_scripts_checkpoint(reason: str, *, there_is_one: bool) -> StartOver | GiveUp:
+        if there_is_one and not facts.groups.adopted(roles):
+            return StartOver(reason, roles, lost)
+        return GiveUp(reason, unrecoverable=True)
+
+    try:
+        if climb is not None and climb.rung is Rung.RESTART:
+            stored = _from_storage(facts, frozenset(roles.values()), durable, climb)
+            if stored is None:
+                return from_the_scripts_checkpoint("To go on in place did not help.", there_is_one=True)
+            chosen = stored
+        else:
+            chosen = _choose(facts, roles, places, durable)
+    except Unrecoverable as error:
+        return from_the_scripts_checkpoint(str(error), there_is_one=facts.resumes)
+    if isinstance(chosen, AskStorage):
+        return chosen
+    if chosen.version is not None and chosen.version < facts.begins_at:
+        reason = (
+            f"The script, started again, begins with its own checkpoint of step {facts.begins_at}, and the "
+            f"newest state that every role could go on from is of step {chosen.version}."
+        )
+        return from_the_scripts_checkpoint(reason, there_is_one=True)
+    if chosen.origin == "initial" and (bare := _never_copied(facts, roles, chosen.sources)):
+        if bare <= set(assignment.unplaced):
+            return Shortage(sorted(bare), "what they have alone has not been copied yet")
+        return GiveUp(f"what roles {sorted(bare)} had alone is lost; start the job again")
+    joined = roles.keys() - places.keys()
+    newcomers = sorted({role for role in (*lost, *moved) if role in roles} | joined)
+    found = durable(set(roles.values())) or {} if chosen.origin == "durable" else {}
+    name = found.get(chosen.version, "") if chosen.version is not None else ""
+    return Start(roles, chosen.version, chosen.origin, chosen.sources, newcomers, name)
+
+
+def _takers(facts: ClusterState, places: Places, lost: Collection[int]) -> Iterator[Node]:
+    """The nodes that have room for roles."""
+    capacity, hosts, homes = facts.settings.nproc_per_node, facts.hosts, {places[role] for role in lost}
+    for name, node in facts.nodes.items():
+        if name in homes or len(hosts.get(name, ())) < capacity or facts.groups.withdrawn:
+            yield node
+
+
+def can_be_spared(facts: ClusterState, name: str) -> bool:
+    """Whether the other nodes hold what the job would go on from, or nobody does: by their heartbeats."""
+
+    def suffice(nodes: Iterable[Node]) -> bool:
+        reports = [_as_of_beats(node, facts) for node in nodes]
+        about = facts.places, facts.initial, ()
+        try:
+            choice = decision.choose_version(
+                reports, *about, reached=facts.reached, catalogue=facts.catalogue
+            )
+        except Unrecoverable:
+            return False
+        return not older_than_promised(facts, choice.version)
+
+    nodes = facts.nodes.values()
+    return suffice(node for node in nodes if node.name != name) or not suffice(nodes)
+
+
+def _as_of_beats(node: Node, facts: ClusterState) -> decision.NodeReport:
+    """What it holds now: it has reported when the epoch before ended."""
+    known = node.holdings.report
+    roles: dict[int, decision.RoleHoldings] = {
+        role: RoleHeld(own.alive, own.stage, list(versions), list(own.segments))
+        for role, own, versions in known.each_role()
+    }
+    for role, beat in node.beats.items():
+        segments = list(facts.catalogue.get(role, ()))
+        roles[role] = RoleHeld(alive=True, stage="training", versions=beat.held, segments=segments)
+    copies = {**dict(known.each_copy()), **node.replicas}
+    return decision.NodeReport(node.name, node.hello.domain, roles, copies)
+
+
+def older_than_promised(facts: ClusterState, version: int | None) -> bool:
+    """Whether more than one finished step would be done again."""
+    return facts.initial is not None and (version or 0) < facts.reached - 1
+
+
+@dataclass(frozen=True)
+class _Choice:
+    version: int | None
+    origin: Origin
+    sources: Sources
+
+
+def _choose(facts: ClusterState, roles: Places, places: Places, durable: Durable) -> _Choice | AskStorage:
+    """What to go on from. Raises Unrecoverable."""
+    nodes = frozenset(roles.values())
+    if facts.initial is None:
+        return _as_begun(facts, nodes, durable)
+    known, adopted = _segments(facts, roles, places), facts.groups.adopted(roles)
+    choose = partial(
+        decision.choose_version,
+        [node.holdings.report for node in facts.nodes.values()],
+        [*roles, *adopted],
+        facts.initial,
+        placements=roles,
+        previous=facts.places,
+        reached=facts.reached,
+        catalogue=known,
+        adopters={role: roles[by] for role, by in adopted.items()},
+    )
+    choice = None
+    with contextlib.suppress(Unrecoverable):
+        choice = choose(durable=())
+    # Storage is asked only where memory does not suffice, or may have less than was promised: of copies that
+    # are left over from former places, where perhaps nobody is left who knows how far others have come.
+    if (
+        choice is None
+        or choice.origin != "memory"
+        or older_than_promised(facts, choice.version)
+        or facts.nodes.keys().isdisjoint(facts.hosts)
+    ):
+        if (found := _durable(facts, nodes, durable)) is None:
+            return AskStorage(nodes)
+        choice = choose(durable=found)
+    sources = dict(choice.sources)
+    for role in adopted:  # without what its adopter has anyway
+        sources[role] = {s: where for s, where in sources[role].items() if s in known[role]}
+    return _Choice(choice.version, choice.origin, sources)
+
+
+def _as_begun(facts: ClusterState, nodes: frozenset[str], durable: Durable) -> _Choice | AskStorage:
+    """Nobody who is left has ever reached training: start-up goes on towards what it was begun with."""
+    version, origin = facts.start
+    if facts.forgotten:
+        if (found := _durable(facts, nodes, durable)) is None:
+            return AskStorage(nodes)
+        if not found:
+            raise Unrecoverable(ALL_IS_LOST)
+        return _Choice(max(found), "durable", {})
+    if origin == "initial" and facts.nodes.keys().isdisjoint(facts.hosts):  # they may have trained, unheard
+        if (found := _durable(facts, nodes, durable)) is None:
+            return AskStorage(nodes)
+        if found:
+            return _Choice(max(found), "durable", {})
+    if origin == "durable":
+        # Unless the newest has turned out to be damaged, the same again.
+        if (found := _durable(facts, nodes, durable)) is None:
+            return AskStorage(nodes)
+        if not found:
+            raise Unrecoverable(_all_are_damaged(facts))
+        version = max(found)
+    return _Choice(version, origin, {})
+
+
+def _from_storage(
+    facts: ClusterState, nodes: frozenset[str], durable: Durable, climb: Climb
+) -> _Choice | AskStorage | None:
+    """The newest durable checkpoint, if one is to be used; None: what scripts begin with by themselves."""
+    if climb.own:
+        return None
+    if (found := _durable(facts, nodes, durable)) is None:
+        return AskStorage(nodes)
+    if not found and facts.begins_with_durable:
+        raise Unrecoverable(_all_are_damaged(facts))
+    return _Choice(max(found), "durable", {}) if found else None
+
+
+def _all_are_damaged(facts: ClusterState) -> str:
+    return (
+        f"Every durable checkpoint in {facts.settings.durable_dir} is damaged (see the errors above). "
+        "Nothing has been trained since. To start without one, give another one."
+    )
+
+
+def _durable(facts: ClusterState, nodes: frozenset[str], durable: Durable) -> Mapping[int, str] | None:
+    return durable(nodes) if facts.settings.durable_dir else {}
+
+
+def _segments(facts: ClusterState, roles: Places, places: Places) -> Mapping[int, Collection[str]]:
+    """What each role's state consists of; of those that are away, what they had alone."""
+    joining, away = roles.keys() - places.keys(), facts.groups.adopted(roles)
+    if not joining and not away:
+        return facts.catalogue
+    known: dict[int, Collection[str]] = dict(facts.catalogue)
+    # Of a group that comes back, or takes part for the first time.
+    for role, counterpart in facts.groups.counterparts(joining, places).items():
+        if facts.groups.redundancy is Redundancy.REPLICATED:
+            known[role] = known[counterpart]
+        else:
+            common = facts.catalogue[counterpart].items()
+            known[role] = {*known.get(role, ()), *(name for name, held in common if contains(held, role))}
+    for role in away:
+        known[role] = facts.groups.held_alone(role, facts.catalogue.get(role, {}), roles)
+    return known
+
+
+def _never_copied(facts: ClusterState, roles: Places, sources: Sources) -> set[int]:
+    """Roles that are away, and began with the job, of whose state nobody has a copy.
+
+    Those that were missing from the start have theirs made by the roles that adopt it.
+    """
+    began = set(facts.settings.start.present)
+    return {role for role in facts.groups.adopted(roles) if role in began and not sources.get(role)}
+
+
+def _without(facts: ClusterState, placed: Places, unplaced: Sequence[int]) -> Places | Shortage:
+    """Policy `shrink`: the roles that go on without the groups of those that have no place."""
+    lacking = list(unplaced)
+    if facts.settings.policy != "shrink":
+        return Shortage(lacking)
+    left, reason = facts.groups.without(placed, unplaced)
+    if left:
+        return left
+    combine = {role: placed[role] for role in facts.groups.to_combine(placed, unplaced)}
+    return Shortage(lacking, reason, combine)

@@ -1,0 +1,44 @@
+"""The first epoch: node rank i plays roles i*n .. i*n+n-1; a spare, if that node does not come. Nodes without
+a rank take the places that nobody has, in the order in which they come."""
+
+from __future__ import annotations
+
+from ft_core.control.cluster_state import ClusterState, Node
+from ft_core.control.decide.groups import Places
+from ft_core.settings import ANY_RANK
+
+GRACE = 120.0
+"""Seconds without a new node after which one that is missing at the start is replaced by a spare: images are
+pulled and imports are done at each machine's own pace."""
+
+
+def ranked(facts: ClusterState) -> dict[int, Node]:
+    """The nodes that the job is to begin with, of those that are there, by their ranks."""
+    wanted, nodes = range(facts.settings.first_nodes), facts.nodes.values()
+    found = {node.hello.node_rank: node for node in nodes if node.hello.node_rank in wanted}
+    anywhere = [node for node in nodes if node.hello.node_rank == ANY_RANK]
+    return found | dict(zip([rank for rank in wanted if rank not in found], anywhere, strict=False))
+
+
+def first_places(facts: ClusterState, quiet: float) -> tuple[Places | None, list[int]]:
+    """The places to begin with, once there are workers for all; and the ranks of nodes that are waited for
+    in vain. `quiet`: seconds without a new node."""
+    settings = facts.settings
+    wanted, n = settings.first_nodes, settings.nproc_per_node
+    by_rank = ranked(facts)
+    missing = [rank for rank in range(wanted) if rank not in by_rank]
+    in_vain: list[int] = []
+    if missing and quiet > GRACE:
+        begin = {node.name for node in by_rank.values()}
+        spares = [
+            node
+            for node in facts.nodes.values()
+            if node.hello.node_rank not in range(wanted) and node.name not in begin
+        ]
+        by_rank |= dict(zip(missing, spares, strict=False))
+        in_vain = missing[len(spares) :]
+    first = [by_rank[rank] for rank in range(wanted) if rank in by_rank]
+    if len(first) < wanted or any(node.idle < n for node in first):
+        return None, in_vain
+    places = (node.name for node in first for _ in range(n))
+    return dict(zip(settings.start.present, places, strict=True)), in_vain

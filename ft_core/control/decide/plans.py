@@ -1,0 +1,163 @@
+"""Plans: the controller's truth about an epoch, and what of it one agent and one role must know."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Iterable
+from itertools import chain, filterfalse
+
+from msgspec.structs import replace
+
+from ft_core.control.cluster_state import ClusterState
+from ft_core.control.decide import compact
+from ft_core.control.decide.deciding import Start
+from ft_core.control.decide.groups import Places, by_node
+from ft_core.control.decide.records import Records
+from ft_core.protocol.messages import (
+    BeganWith,
+    Host,
+    JobState,
+    NodeAddress,
+    NodeName,
+    NodesChanged,
+    OwnPlan,
+    Plan,
+    PlanId,
+    Prepare,
+    SharedPlan,
+    WorkerPlan,
+)
+from ft_core.protocol.table import placed
+from ft_core.settings import Settings
+
+
+def make(facts: ClusterState, start: Start, name: str, job: str) -> Plan:
+    """The next epoch's. `name`: the plan's id."""
+    ordered = sorted(start.roles)
+    lead = facts.nodes[start.roles[ordered[0]]].holdings
+    return Plan(
+        id=name,
+        epoch=facts.epoch,
+        job=job,
+        roles=start.roles if ordered == list(start.roles) else {r: start.roles[r] for r in ordered},
+        nodes={name: node.address for name, node in facts.nodes.items()},
+        store=lead.store,
+        master=lead.master,
+        version=start.version,
+        origin=start.origin,
+        durable=start.durable,
+        sources={role: held for role, held in start.sources.items() if held},
+        completed=dict(facts.records.done()),
+        parts=facts.parts,
+        resumes=facts.resumes,
+        started_over=facts.started_over,
+        counterparts=compact.counterparts(facts.groups.absent(start.roles)),
+        adopting=facts.groups.adopting,
+        newcomers=sorted(start.lost),
+        groups=facts.groups.value(),
+        catalogue=facts.compact_catalogue(),
+        initial=facts.initial,
+        reached=facts.reached,
+        futile=facts.futile,
+        goal=facts.goal,
+        height=facts.height,
+        furthest=facts.furthest,
+        entered=min(facts.entered, start.version or 0),
+        start=facts.start,
+    )
+
+
+def worker_plan(state: JobState, settings: Settings) -> WorkerPlan:
+    """What each role must know that takes part, but for what it has not on record."""
+    start = settings.start
+    return WorkerPlan(
+        epoch=state.epoch,
+        store=state.store,
+        version=state.version,
+        origin=state.origin,
+        completed={},
+        parts=state.parts,
+        started_over=state.started_over,
+        counterparts=state.counterparts,
+        adopting=state.adopting,
+        newcomers=state.newcomers,
+        membership=state.groups.membership,
+        policy=settings.policy,
+        lr_intervention=settings.lr_intervention,
+        snapshot=settings.snapshot,
+        began_with=BeganWith(roles=start.roles, stages=start.stages, there=start.there),
+        entered=state.entered,
+    )
+
+
+def own_plans(facts: ClusterState, plan: Plan) -> dict[NodeName, OwnPlan]:
+    """What single nodes must know."""
+    known, without = facts.records.roles, set(plan.newcomers) - facts.records.roles
+    if len(known) + len(without) < len(plan.roles) + len(plan.absent):
+        without = set(filterfalse(known.__contains__, chain(plan.roles, plan.absent)))
+    needed = facts.records.needed(plan.roles, without)
+    hosts = ChainMap(plan.roles, {r: plan.roles[by] for r, by in plan.adopted.items()})
+    sources: dict[NodeName, dict[int, dict[str, list[str]]]] = {}
+    for role, held in plan.sources.items():
+        if role in hosts:
+            sources.setdefault(hosts[role], {})[role] = held
+    away: dict[NodeName, dict[int, list[str]]] = {}
+    for role, other in sorted(plan.absent.items()):
+        if other in hosts:
+            away.setdefault(hosts[other], {})[role] = list(facts.catalogue.get(role, ()))
+    return {
+        name: OwnPlan(plan.id, sources.get(name, {}), away.get(name, {}), needed.get(name, {}))
+        for name in {*sources, *away, *needed}
+    }
+
+
+def shared_plan(
+    plan: Plan, settings: Settings, base: PlanId, gone: list[NodeName], changed: list[Host]
+) -> SharedPlan:
+    """What all nodes must know that have the plan `base`; those that have none, with the plan's own id."""
+    kept = JobState(**{name: getattr(plan, name) for name in JobState.__struct_fields__})
+    return SharedPlan(base, gone, changed, worker_plan(plan, settings), kept)
+
+
+def kept(state: JobState, hosts: Iterable[Host]) -> Plan:
+    """What an agent has kept, with the nodes that are there now. Of what roles are to do it says nothing."""
+    roles, nodes = placed(hosts)
+    known = {name: getattr(state, name) for name in JobState.__struct_fields__}
+    return Plan(**known, roles=roles, nodes=nodes, sources={}, completed={})
+
+
+def prepare(state: Plan, settings: Settings, roles: Places, records: Records) -> dict[str, Prepare]:
+    """What the nodes are told where `roles` (role -> node) start while all train: to come back, or to move.
+
+    `records`: of those who train.
+    """
+    worker = replace(
+        worker_plan(state, settings),
+        origin="memory",
+        standing_in=compact.counterparts({role: state.absent.get(role, role) for role in roles}),
+        counterparts=compact.counterparts({r: other for r, other in state.absent.items() if r not in roles}),
+    )
+    needed = records.needed(roles, state.absent.keys())
+    for role in roles.keys() - state.absent.keys():  # its worker of now has all on record, the next nothing
+        needed.setdefault(roles[role], {}).update(records.of_groups_with(role))
+    return {
+        name: Prepare(
+            epoch=state.epoch, roles=starting, worker=replace(worker, completed=needed.get(name, {}))
+        )
+        for name, starting in by_node(roles).items()
+    }
+
+
+def nodes_changed(facts: ClusterState) -> tuple[Plan, NodesChanged] | None:
+    """Whether nodes without a role have come or gone since the plan: it as it is now, and what to tell."""
+    state, hosts = facts.begun, facts.hosts
+    here = {node.name: node.address for node in facts.nodes.values() if node.name != facts.let_go}
+    changes: dict[str, NodeAddress | None] = {
+        name: about for name, about in here.items() if state.nodes.get(name) != about
+    }
+    changes |= dict.fromkeys(set(state.nodes) - set(here) - hosts.keys())
+    if not changes:
+        return None
+    merged = {**state.nodes, **changes}
+    nodes = {name: about for name, about in merged.items() if about is not None}
+    return replace(state, nodes=nodes), NodesChanged(id=state.id, nodes=changes)

@@ -1,0 +1,1 @@
+"""Which process leads the job, and how another takes over."""

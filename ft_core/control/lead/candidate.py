@@ -1,0 +1,81 @@
+"""A controller that is elected: each node has a process that may be it, and one of them leads at a time.
+
+It ends with its node: `ftrun` ends it once the node's agent has ended, or when the job is over for all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from ft_core import leadership
+from ft_core.control.lead.lease_renewer import Granted, LeaseRenewer, Over
+from ft_core.control.shell import LeaderContext, Shell
+from ft_core.errors import ConfigError
+from ft_core.leadership.base import Notes
+from ft_core.leadership.lease import clock, settled_after
+from ft_core.process import parent
+from ft_core.protocol.sockets import join_address, own_host, reserve
+from ft_core.settings import Settings, read_secret
+
+log = logging.getLogger(__name__)
+
+_LASTING = 60.0
+"""Seconds for which a leader has worked well enough not to count among those that fail in a row."""
+_LOOK = 0.5
+"""Seconds between two looks whether `ftrun` is still there."""
+
+
+async def serve(settings: Settings, job_dir: Path, begins: bool) -> int:
+    """Lead whenever it is this process's turn, until the job is over. Returns its exit code. Raises what this
+    process cannot cope with. `begins`: whether a job may begin with this node."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    elected = leadership.at(settings.leadership, read_secret(job_dir), settings.size[0])
+    try:
+        host = own_host(elected.near)
+    except OSError as error:
+        raise ConfigError(f"{elected.near}, where it is kept who leads, is nowhere: {error}") from None
+    with reserve(host) as port:
+        address = join_address(host, port.getsockname()[1])
+        keeper = LeaseRenewer(elected, address, begins)
+        while (granted := await _next(keeper)) is not None:
+            if isinstance(granted, Over):
+                return granted.code
+            log.info("this node leads the job, in term %d", granted.lease.term)
+            about = granted.lease, keeper, address, granted.notes, settled_after(elected.every)
+            office = LeaderContext(*about, granted.job)
+            code = await _lead(Shell(settings, job_dir, granted.notes.failed, office), keeper, granted.notes)
+            if code is not None:
+                return code
+    return 1  # `ftrun` is gone
+
+
+async def _next(keeper: LeaseRenewer) -> Granted | Over | None:
+    """News, once there are some; None if `ftrun` is gone."""
+    while not parent.gone():
+        try:
+            news = await asyncio.wait_for(keeper.news.get(), _LOOK)
+        except TimeoutError:
+            continue
+        if isinstance(news, Exception):
+            raise news
+        return news
+    return None
+
+
+async def _lead(shell: Shell, keeper: LeaseRenewer, notes: Notes) -> int | None:
+    """The job's exit code; None once it leads no more."""
+    began = clock()
+    try:
+        code = await shell.run()
+    except Exception:
+        before = notes.failed if clock() - began < _LASTING else 0
+        await asyncio.to_thread(keeper.leave, replace(shell.notes, failed=before + 1))
+        raise
+    if code is None:
+        keeper.resign(floor=shell.newer)
+    return code

@@ -1,0 +1,75 @@
+"""A controller that was restarted: what it asks for, and what it finds."""
+
+from __future__ import annotations
+
+from ft_core.control.cluster_state import ClusterState, epoch_of
+from ft_core.control.events import Effect, Send
+from ft_core.control.observe.goodput import Found
+from ft_core.control.phases import Rebuilding
+from ft_core.control.progress import Progress
+from ft_core.protocol.messages import Plan, SendState
+
+GRACE = 1.5
+"""Seconds that the nodes of the plan have to come, once the first has told of it."""
+QUIET = 1.0
+"""Seconds without news that they are waited for in any case; or as long as it took the others to come, which
+is longer where there are thousands of them."""
+REPEAT = 1.0
+"""Seconds after which another is asked for the plan."""
+
+
+def newest(facts: ClusterState) -> int:
+    """The epoch of the newest plan that a node has begun."""
+    return max((epoch_of(node.greeted_with) for node in facts.nodes.values()), default=0)
+
+
+def ask(facts: ClusterState, phase: Rebuilding, now: float) -> list[Effect]:
+    """Ask one of those who have begun the newest plan what it is."""
+    if now - phase.asked_at < REPEAT:
+        return []
+    there = [node for node in facts.nodes.values() if epoch_of(node.greeted_with) == phase.newest]
+    asked = there[phase.asked % len(there)]
+    phase.asked_at, phase.asked = now, phase.asked + 1
+    return [Send(asked.peer, SendState())]
+
+
+def found(facts: ClusterState, progress: Progress) -> Found:
+    """How far the epoch under way is."""
+    plan, nodes = facts.begun, facts.playing()
+    base = (facts.initial or 0) if plan.version is None else plan.version
+    versions = [v for node in nodes for held in node.holdings.roles.values() for v in held.versions]
+    step = max((beat.step_s for node in nodes for beat in node.beats.values()), default=0.0)
+    newest = max([base, *versions])
+    about = progress.all_restored, share(facts), step, progress.all_stepped or newest > base
+    return Found(plan.epoch, base, newest, *about)
+
+
+def share(facts: ClusterState) -> float:
+    """The share of the replica groups that takes part."""
+    return len(facts.places) / facts.settings.world_size
+
+
+def complete(facts: ClusterState, phase: Rebuilding, arriving: int, now: float) -> bool:
+    """Whether it has heard from everybody, spares with their copies included, or it is clear who does not
+    come."""
+    missing = facts.begun.nodes.keys() - facts.nodes.keys()
+    if not missing:
+        return True
+    quiet, limit = now - phase.heard_at, facts.settings.silence_limit
+    waits = arriving and quiet <= limit
+    rest = max(QUIET, min(phase.heard_at - phase.began, limit))
+    if len({facts.begun.nodes[name].domain for name in missing}) > facts.settings.replicas:
+        rest = limit  # without them something would be lost
+    return now - phase.began > GRACE and quiet > rest and not waits
+
+
+def unbegun(facts: ClusterState, plan: Plan) -> bool:
+    """Whether a node has yet to begin the plan: what its roles go on from only the former controller knew."""
+    return any(node.begun != plan.id for node in facts.playing())
+
+
+def dead(facts: ClusterState, plan: Plan) -> list[int]:
+    """Roles without a worker. Nodes that have not begun the plan are sent it, and give its newcomers some."""
+    behind = {node.name for node in facts.nodes.values() if node.begun != plan.id}
+    given = {role for role in plan.newcomers if plan.roles.get(role) in behind}
+    return [role for role, node in plan.roles.items() if role not in given and not facts.alive(role, node)]

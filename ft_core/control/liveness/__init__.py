@@ -1,0 +1,1 @@
+"""Who lives, who is slow, who hangs, and what has failed where."""

@@ -1,0 +1,194 @@
+"""Watching over the nodes: who is silent, who is asked about whom, and who is waited for to be seen again.
+
+What is evidence of what, and what the verdict is, stands in `suspicion`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from ft_core.control.cluster_state import ClusterState, Node
+from ft_core.control.events import Effect, Send
+from ft_core.control.liveness.links import Links
+from ft_core.control.liveness.suspicion import ASK, ASK_AGAIN, Steps, chosen
+from ft_core.protocol.messages import NodeName, NodesProbed, PlanId, ProbeNodes, Version
+
+LOOK = 1 / 20
+"""As a part of the limit of silence: so often are all nodes looked at for those that are silent; whose
+connection is gone is seen at once."""
+
+
+class FailureDetector:
+    """One controller's."""
+
+    def __init__(self, facts: ClusterState) -> None:
+        self._facts = facts
+        self.doubting: set[NodeName] = set()
+        """Nodes of which a worker, or the agent, saw a connection to a peer break in this epoch."""
+        self.broke = ""
+        """What was seen to break in this epoch, the first time."""
+        self.links = Links()
+        self._steps = Steps()
+        self._missed: dict[NodeName, float] = {}
+        """Nodes of the plan that were lost since it was made, and when. They may live."""
+        self._asked = -math.inf
+        """When others were asked about those last."""
+        self._round = 0
+        self._quiet: tuple[float, list[NodeName]] = -math.inf, []
+        """When all nodes were looked at last, and those that were silent then."""
+        self._names: tuple[float, list[NodeName]] = -math.inf, []
+        """When all nodes were put in order last, and their names."""
+
+    def begins(self) -> None:
+        """A plan was made: who is not in it is not waited for."""
+        self._steps, self.links = Steps(), Links()
+        self._missed.clear()
+
+    def ends(self) -> None:
+        """An epoch has ended: what was seen to break belongs to it."""
+        self.doubting.clear()
+        self.broke = ""
+        self.links = Links()
+
+    @property
+    def suspects_link(self) -> bool:
+        """Whether it is being found out why connections broke, for somebody who is there."""
+        return self.links.suspected and not self.doubting.isdisjoint(self._facts.nodes)
+
+    # -- what is heard -----------------------------------------------------------------------------
+
+    def greeted(self, name: NodeName) -> None:
+        """It is there, or again."""
+        self._missed.pop(name, None)
+
+    def suspected(self, name: NodeName, reason: str, now: float) -> None:
+        """A worker, or the agent, of a node saw connections break in this epoch."""
+        self.broke = self.broke if self.doubting else reason
+        self.doubting.add(name)
+        self.links.suspect(now, training=True)
+
+    def fetch_failed(self, name: NodeName, reason: str, now: float) -> None:
+        """A node could not fetch what others hold, as they have said."""
+        self.links.suspect(now, training=False)
+        self.suspected(name, reason, now)
+
+    def beat(self, begun: PlanId, newest: Version, now: float) -> None:
+        """A node says which plan it has, and how far the first of its roles is."""
+        if begun == self._facts.plan_id:
+            self._steps.done(newest, now)
+
+    def disconnected(self, node: Node, now: float) -> None:
+        """Its connection has ended."""
+        node.sight.breaks(now, self._round + 1)
+        self._facts.gone.add(node.name)
+
+    def probed(self, witness: Node, answer: NodesProbed) -> bool:
+        """A node says which others it reaches. Returns whether one has ended, by that, whose connection
+        has."""
+        self.links.answered(witness.name, answer.reach)
+        ended = False
+        for name, reach in answer.reach.items():
+            if (node := self._facts.nodes.get(name)) is not None:
+                node.sight.answered(witness.name, reach, answer.round)
+                ended |= bool(node.sight.ended)
+            elif reach == "refused":
+                self._missed.pop(name, None)  # its machine is there, and its process is not
+        return ended
+
+    # -- silence -----------------------------------------------------------------------------------
+
+    def lost(self, running: bool, now: float) -> list[tuple[Node, str]]:
+        """Nodes that are lost, and why."""
+        facts, bound = self._facts, self._facts.settings.silence_limit
+        quiet = [node for node in self._silent(now) if not node.sight.lively(now, bound)]
+        if not quiet:
+            return []
+        busy = facts.hosts if running else {}
+        asked = any(node.sight.answers and node.sight.gone_since is None for node in quiet)
+        witnesses = self._witnesses(now) if asked else set()
+        found = []
+        for node in quiet:
+            lived = self._steps.lived if node.name in busy else -math.inf
+            doubted = bool(self.doubting - {node.name})
+            if why := node.sight.lost(now, lived, bound, doubted, witnesses):
+                found.append((node, why))
+        return found
+
+    def _silent(self, now: float) -> list[Node]:
+        """Those of which some may be silent now, or gone."""
+        nodes, bound = self._facts.nodes, self._facts.settings.silence_limit
+        if now - self._quiet[0] >= LOOK * bound:
+            self._quiet = now, [name for name, node in nodes.items() if not node.sight.lively(now, bound)]
+        names = dict.fromkeys([*self._quiet[1], *sorted(self._facts.gone)])
+        return [node for name in names if (node := nodes.get(name)) is not None]
+
+    def questions(self, now: float) -> list[Effect]:
+        """To other nodes, about those that are silent, or gone."""
+        bound = self._facts.settings.silence_limit
+        asked: dict[NodeName, dict[NodeName, str]] = {}
+        for node in self._silent(now):
+            if node.sight.doubtful(now, bound):
+                node.sight.asked = now
+                for witness in self._witnesses_of(node.name, now):
+                    asked.setdefault(witness, {})[node.name] = node.hello.data
+        return self._ask(asked)
+
+    def _witnesses_of(self, name: NodeName, now: float) -> list[NodeName]:
+        """Who is asked about a node. Many may be gone at once: all are not put in order for each of them."""
+        nodes, bound = self._facts.nodes, self._facts.settings.silence_limit
+        if now - self._names[0] >= ASK_AGAIN:
+            self._names = now, sorted(nodes)
+
+        def speaks(other: NodeName) -> bool:
+            return (node := nodes.get(other)) is not None and node.sight.lively(now, bound)
+
+        return chosen(name, self._names[1], speaks)
+
+    def _ask(self, asked: dict[NodeName, dict[NodeName, str]]) -> list[Effect]:
+        """By witness, the addresses of those that it is to reach."""
+        if asked:
+            self._round += 1
+        nodes = self._facts.nodes
+        return [Send(nodes[name].peer, ProbeNodes(self._round, about)) for name, about in asked.items()]
+
+    def _witnesses(self, now: float) -> set[NodeName]:
+        """Those that are heard themselves."""
+        bound = self._facts.settings.silence_limit
+        return {name for name, node in self._facts.nodes.items() if node.sight.lively(now, bound)}
+
+    def question_links(self, now: float) -> list[Effect]:
+        """To the nodes of the plan, about each other, where connections broke and no step finishes."""
+        if not self.suspects_link:
+            return []
+        nodes = self._facts.nodes
+        concerned = set(self._facts.begun.nodes) & set(nodes)
+        sound = concerned <= self._witnesses(now)
+        asked = self.links.tick(concerned, self.doubting, sound, self._steps.newest, now)
+        return self._ask(
+            {name: {o: nodes[o].hello.data for o in sorted(about)} for name, about in asked.items()}
+        )
+
+    # -- nodes out of sight ------------------------------------------------------------------------
+
+    def miss(self, names: Collection[NodeName], now: float) -> None:
+        """They are lost, for all that is known; of the plan's nodes the memory may be there still."""
+        if (plan := self._facts.plan) is not None:
+            self._missed |= {name: now for name in names if name in plan.nodes}
+
+    def missed(self, now: float) -> list[NodeName]:
+        """Nodes that may be seen again: for as long as a silent one would be waited for."""
+        limit = self._facts.settings.silence_limit
+        return sorted(name for name, since in self._missed.items() if now - since < limit)
+
+    def look_for(self, names: Collection[NodeName], now: float) -> list[Effect]:
+        """Ask others whether the processes of those that are missed have ended."""
+        if now - self._asked < ASK:
+            return []
+        self._asked = now
+        known = self._facts.begun.nodes
+        asked: dict[NodeName, dict[NodeName, str]] = {}
+        for name in sorted(set(names) & set(known)):  # a spare is forgotten with its address
+            for witness in self._witnesses_of(name, now):
+                asked.setdefault(witness, {})[name] = known[name].data
+        return self._ask(asked)

@@ -1,0 +1,315 @@
+"""The controller's answers to `ftctl`: status, state of a role, injected failures.
+
+No message grows with the job: what is of all roles or nodes comes in pieces, each of which is asked for, so
+that no answer holds up what else there is to do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import TypeVar
+
+from ft_core.control.cluster_state import ClusterState
+from ft_core.control.events import Effect, Peer, Record, Send
+from ft_core.control.liveness.strikes import place
+from ft_core.control.phases import Phase
+from ft_core.protocol.groups import runs_of, text_of
+from ft_core.protocol.messages import (
+    NAMED,
+    AskRows,
+    Denied,
+    DescribeFlight,
+    DescribeRole,
+    DomainSpares,
+    Forgiven,
+    HostsFollow,
+    Inject,
+    Injected,
+    JobStatus,
+    KillWorker,
+    Message,
+    NodesStatus,
+    NodeStatus,
+    RoleDescribed,
+    RoleFlight,
+    RoleNamed,
+    RolesStatus,
+    RoleState,
+    RoleStatus,
+    SparesStatus,
+    SpareStatus,
+    Struck,
+)
+from ft_core.protocol.table import hosts_of, pieces
+
+Row = TypeVar("Row")
+
+ROWS = 1024
+"""The most rows of one message."""
+SLOWEST = 4
+"""Roles that are named."""
+ANSWER = 5.0
+"""Seconds that an agent has to answer what `ftctl` asks of it."""
+
+
+@dataclass
+class Question:
+    """About a role: its agent knows."""
+
+    peer: Peer
+    asked: DescribeRole | DescribeFlight
+    node: str
+    until: float
+
+
+@dataclass
+class Questions:
+    """What `ftctl` has asked and an agent has yet to answer."""
+
+    open: list[Question] = field(default_factory=list)
+    _listed: dict[Peer, Iterator[Message]] = field(default_factory=dict)
+    """What is left of the list that somebody reads."""
+
+    def list_rows(self, facts: ClusterState, peer: Peer, asked: AskRows, now: float) -> list[Effect]:
+        """Its first piece."""
+        match asked.what:
+            case "roles":
+                self._listed[peer] = _in_pieces(RolesStatus, roles(facts))
+            case "spares":
+                self._listed[peer] = _in_pieces(SparesStatus, spares(facts))
+            case _:
+                self._listed[peer] = nodes(facts, now, struck=asked.what == "struck")
+        return self.more(peer)
+
+    def more(self, peer: Peer) -> list[Effect]:
+        """The next piece."""
+        piece = next(self._listed.get(peer, iter(())), None)
+        if piece is None:
+            return [Send(peer, Denied(error="there is no list of which there is more"))]
+        return [Send(peer, piece)]
+
+    def ask(
+        self, facts: ClusterState, peer: Peer, asked: DescribeRole | DescribeFlight, now: float
+    ) -> list[Effect]:
+        """Ask the agent of the role."""
+        node = facts.nodes.get(facts.places.get(asked.role, ""))
+        if node is None:
+            return [Send(peer, Denied(error=f"role {asked.role} has no live node"))]
+        self.open.append(Question(peer, asked, node.name, now + ANSWER))
+        return [Send(node.peer, asked)]
+
+    def described(self, facts: ClusterState, state: RoleState) -> list[Effect]:
+        """An agent has said what a role's state consists of."""
+        answer = RoleDescribed(state=state, replicas=facts.settings.replicas)
+        return self._answered(DescribeRole(role=state.role), answer)
+
+    def flight(self, record: RoleFlight) -> list[Effect]:
+        """An agent has read a role's flight record."""
+        return self._answered(DescribeFlight(role=record.role), record)
+
+    def _answered(self, question: DescribeRole | DescribeFlight, answer: Message) -> list[Effect]:
+        found = [each for each in self.open if each.asked == question]
+        self.open = [each for each in self.open if each.asked != question]
+        return [Send(each.peer, answer) for each in found]
+
+    def tick(self, now: float) -> list[Effect]:
+        """Nobody waits for ever."""
+        late = [question for question in self.open if now > question.until]
+        self.open = [question for question in self.open if now <= question.until]
+        return [
+            Send(q.peer, Denied(error=f"node {q.node}, which plays role {q.asked.role}, does not answer"))
+            for q in late
+        ]
+
+    def disconnected(self, peer: Peer) -> None:
+        """Who has asked is gone."""
+        self.open = [question for question in self.open if question.peer != peer]
+        self._listed.pop(peer, None)
+
+
+def inject(facts: ClusterState, peer: Peer, asked: Inject) -> list[Effect]:
+    """Kill a role's worker, or a whole node."""
+    role = asked.role
+    node = facts.nodes.get(facts.places.get(role, "") if role is not None else asked.node or "")
+    if node is None:
+        victim = role if role is not None else asked.node
+        return [Send(peer, Denied(error=f"no such role or node: {victim}"))]
+    what = f"node {node.name}" if role is None else f"role {role}"
+    return [
+        Record("injected", facts.epoch, f"ftctl kill {what}"),
+        Send(node.peer, KillWorker(role=role)),
+        Send(peer, Injected(killed=node.name if role is None else role)),
+    ]
+
+
+def hosts(facts: ClusterState, peer: Peer) -> list[Effect]:
+    """Where all roles are."""
+    if facts.plan is None:
+        return [Send(peer, Denied(error="no role is anywhere yet"))]
+    found = pieces(facts.plan_id, hosts_of(facts.plan.roles, facts.plan.nodes).values())
+    return [Send(peer, HostsFollow(len(found))), *(Send(peer, piece) for piece in found)]
+
+
+def nodes(facts: ClusterState, now: float, struck: bool) -> Iterator[NodesStatus]:
+    """All that are there, and those of which something is known; or those against which something counts."""
+    known, limit = facts.strikes, facts.settings
+    against = {where: known.against(where, now) for where in sorted(known.places())}
+    avoided, here, about = known.avoided(now), set[str](), (limit.strikes, 60 * limit.strike_minutes)
+
+    def there() -> Iterator[NodeStatus]:
+        for name, node in list(facts.nodes.items()):
+            here.add(where := place(name))
+            strikes = against.get(where, [])
+            if strikes or not struck:
+                found = facts.hosts.get(name, [])
+                row = name, node.hello.domain, True, found, node.idle, strikes, where in avoided
+                yield NodeStatus(*row, draining=name in facts.draining)
+
+    def gone() -> Iterator[NodeStatus]:
+        for where, strikes in against.items():
+            if strikes and where not in here:
+                yield NodeStatus(where, "", False, [], 0, strikes, where in avoided)
+
+    return (NodesStatus(*about, rows, more) for rows, more in _pieces(chain(there(), gone())))
+
+
+def forgive(facts: ClusterState, peer: Peer, node: str, now: float) -> list[Effect]:
+    """Forget what counts against a node."""
+    where = place(node)
+    if where not in facts.strikes.places() | {place(name) for name in facts.nodes}:
+        return [Send(peer, Denied(error=f"no such node: {node}"))]
+    count = facts.strikes.forgive(where, now)
+    return [
+        Record(
+            "forgiven", facts.epoch, f"ftctl nodes forgive {where}: {count} strikes", more={"node": where}
+        ),
+        Send(peer, Forgiven(where, count)),
+    ]
+
+
+def roles(facts: ClusterState) -> Iterator[RoleStatus]:
+    """What there is of each role, and where it is."""
+    left = iter(list(facts.places.items()))
+    while places := dict(islice(left, ROWS)):
+        yield from _roles(facts, places)
+
+
+def _roles(facts: ClusterState, places: Mapping[int, str]) -> Iterator[RoleStatus]:
+    """The rows of some roles: all nodes are looked at for copies of what they have."""
+    segments = {role: list(facts.catalogue.get(role, ())) for role in places}
+    silent = {
+        f"{role}x1": role for role in places if not segments[role]
+    }  # which have not said what they have
+    copies: dict[str, dict[str, list[int]]] = {segment: {} for has in segments.values() for segment in has}
+    for node in facts.nodes.values():
+        for segment, versions in node.replicas.items():
+            if segment in copies:
+                copies[segment][node.name] = versions
+            elif silent and (role := silent.get(segment.partition("-")[0])) is not None:
+                segments[role].append(segment)
+                copies[segment] = {node.name: versions}
+    for role, name in places.items():
+        host = facts.nodes.get(name)
+        beat = host.beats.get(role) if host is not None else None
+        yield RoleStatus(
+            role=role,
+            node=name,
+            worker_pid=beat.pid if beat else None,
+            agent_pid=host.hello.pid if host else None,
+            step=beat.step if beat else None,
+            tag=beat.tag if beat else None,
+            held=beat.held if beat else [],
+            replicas={segment: found for segment in segments[role] if (found := copies[segment])},
+            committed=beat.committed if beat else None,
+            waited_s=beat.waited_s if beat else None,
+            h2h_bytes=beat.h2h_bytes if beat else None,
+            h2h_snapshots=beat.h2h_snapshots if beat else None,
+            ready=beat.ready if beat else None,
+        )
+
+
+def spares(facts: ClusterState) -> Iterator[SpareStatus]:
+    """The nodes without a role."""
+    for node in list(facts.nodes.values()):
+        if node.name not in facts.hosts:
+            yield SpareStatus(node.name, node.hello.pid, node.idle, list(node.guarding))
+
+
+def status(facts: ClusterState, phase: Phase, finished: set[int], pid: int, now: float) -> JobStatus:
+    """In a few words."""
+    settings = facts.settings
+    missing: list[RoleNamed] = []
+    slowest: list[tuple[int, float, int, str]] = []
+    last: tuple[float, float] = math.inf, math.inf
+    without, steps = 0, set[int]()
+    for name, played in facts.hosts.items():
+        beats = node.beats if (node := facts.nodes.get(name)) is not None else {}
+        for role in played:
+            if (beat := beats.get(role)) is None:
+                without += 1
+                if len(missing) < NAMED:
+                    missing.append(RoleNamed(role, name, None, None))
+            else:
+                steps.add(step := beat.step)
+                if step <= last[0] and (step < last[0] or -beat.step_s < last[1]):
+                    slowest = sorted([*slowest, (step, -beat.step_s, role, name)])[:SLOWEST]
+                    last = slowest[-1][:2] if len(slowest) == SLOWEST else last
+    domains: Counter[str] = Counter()
+    ready = 0
+    for node in facts.spares():
+        domains[node.hello.domain] += 1
+        ready += node.idle >= settings.nproc_per_node
+    struck = _struck(facts, now)
+    return JobStatus(
+        epoch=facts.epoch,
+        phase=phase.name,
+        controller_pid=pid,
+        finished=text_of(runs_of(finished)),
+        roles=len(facts.places),
+        world_size=settings.world_size,
+        missing=without,
+        missing_roles=missing,
+        oldest=min(steps, default=None),
+        newest=max(steps, default=None),
+        slowest=[RoleNamed(role, name, step, -long) for step, long, role, name in slowest],
+        nodes=len(facts.playing()),
+        nodes_expected=settings.nnodes,
+        spares=domains.total(),
+        spares_ready=ready,
+        spare_domains=len(domains),
+        most_spares=[DomainSpares(*found) for found in domains.most_common(NAMED)],
+        strikes=sum(each.strikes for each in struck),
+        limit=settings.strikes,
+        struck=len(struck),
+        most_struck=struck[:NAMED],
+        draining=facts.draining[:NAMED],
+    )
+
+
+def _struck(facts: ClusterState, now: float) -> list[Struck]:
+    """The most often first."""
+    avoided = facts.strikes.avoided(now)
+    found = [
+        Struck(where, len(facts.strikes.against(where, now)), where in avoided)
+        for where in sorted(facts.strikes.places())
+    ]
+    return sorted((each for each in found if each.strikes), key=lambda each: -each.strikes)
+
+
+def _pieces(rows: Iterable[Row]) -> Iterator[tuple[list[Row], bool]]:
+    """`ROWS` at a time, and whether there are more; at least one piece."""
+    left = iter(rows)
+    piece = list(islice(left, ROWS))
+    while True:
+        rest = list(islice(left, ROWS))
+        yield piece, bool(rest)
+        if not (piece := rest):
+            return
+
+
+def _in_pieces(kind: Callable[[list[Row], bool], Message], rows: Iterable[Row]) -> Iterator[Message]:
+    return (kind(piece, more) for piece, more in _pieces(rows))

@@ -1,0 +1,128 @@
+"""What the controller says to the person who has to do something."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from ft_core.control.cluster_state import ClusterState
+from ft_core.control.decide.deciding import GiveUp, Outcome, Shortage, Start
+from ft_core.control.decide.ladder import Climb, Rung
+from ft_core.control.liveness.strikes import TRIES
+from ft_core.protocol.messages import WorkerLost
+from ft_core.settings import Settings
+
+_FRAMES = re.compile(r'^  File ".*\n(?:    .*\n)*', re.M)
+"""The frames of a traceback."""
+
+
+_SHOWN = 16
+"""How many roles or nodes are named, of many."""
+
+
+def some(names: Sequence[object]) -> str:
+    """All, or the first of very many and how many there are besides."""
+    shown = ", ".join(map(str, names[:_SHOWN]))
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+
+
+A_PROGRAM = "it is a program of its own (--no-python)"
+
+
+def unprotected(why: str) -> str:
+    """Nothing of what the script does is kept."""
+    return f"this job is not protected: {why}; a failure costs all that its script has not saved itself"
+
+
+def script_error(lost: WorkerLost, job_dir: str) -> str:
+    """What a worker has raised. The traceback is in its log, and shown from there."""
+    short = _FRAMES.split(lost.traceback)[-1].rstrip()
+    if short != lost.traceback.rstrip():
+        short += f"\nIts traceback is in {job_dir}/logs/role-{lost.role}/stderr.log"
+    return short
+
+
+def avoided(place: str, strikes: int, settings: Settings) -> str:
+    """A node has failed as often as makes it one to be avoided."""
+    return (
+        f"node {place} has failed {strikes} times within {settings.strike_minutes:g} min: it is not used "
+        f"while there is another. Look at it (ftctl nodes), then: ftctl nodes forgive {place}"
+    )
+
+
+def in_vain(facts: ClusterState, reason: str, roles: Iterable[int]) -> str:
+    """Recoveries that lead nowhere. `reason`: of the last failure; `roles`: those that were lost in it."""
+    text = (
+        f"{TRIES} recoveries in a row without a new step after step {facts.goal}; the last failure: {reason}"
+    )
+    for role in roles:
+        places = facts.strikes.everywhere(role, facts.goal)
+        if len(places) > 1:
+            text += (
+                f"\nRole {role} has failed in this step on each of the nodes {', '.join(places)}: that is "
+                "not the nodes' fault, but that of its data, or of the code for what it plays."
+            )
+    return text
+
+
+def begins_anew(climb: Climb, reason: str, settings: Settings) -> str:
+    """Which rung of the ladder is next, and why."""
+    what = reason.splitlines()[0]
+    if climb.rung is Rung.SOME:
+        return f"roles {sorted(climb.roles)} begin anew, from memory, as they never meet again: {what}"
+    if climb.rung is Rung.ALL:
+        return f"all roles begin anew, from memory, for to go on in place does not help: {what}"
+    return (
+        f"all scripts are started again, from the newest checkpoint (restart {climb.restarts} of "
+        f"{settings.max_restarts} without a new step, --max-restarts): {what}"
+    )
+
+
+def shortage(facts: ClusterState, found: Shortage) -> tuple[str, list[str]]:
+    """That there are too few workers; and the lost nodes, if that is why."""
+    nodes = sorted({facts.places[role] for role in found.roles} - set(facts.nodes))
+    what = f"no worker for roles [{some(found.roles)}] (lost nodes: {some(nodes) or 'none'})"
+    return what + (f", and the job cannot shrink: {found.reason}" if found.reason else ""), nodes
+
+
+def loses(outcome: Outcome) -> str:
+    """What it would cost to go on without the nodes that are out of sight."""
+    if isinstance(outcome, Start):
+        return f"the job goes back to version {outcome.version}"
+    return "the memory of the others does not suffice"
+
+
+def how_to_join(facts: ClusterState) -> str:
+    """The command for another node."""
+    return f"ftrun --join {facts.settings.meeting} --job-dir {facts.job_dir}"
+
+
+def what_is_left(facts: ClusterState) -> str:
+    """While the job waits for nodes."""
+    if any(facts.alive(role, node) for role, node in facts.places.items()):
+        return "survivors hold their state until a node joins"
+    left = "no node is left" if not facts.nodes else "no node with a role is left"
+    if facts.resumes or facts.settings.durable_dir:
+        return f"{left}; once nodes join, the job goes on from what others hold, or its newest checkpoint"
+    if facts.initial is None or facts.reached <= facts.initial:
+        return f"{left}; no step was done yet, and the job begins once nodes join"
+    return f"{left}, and no checkpoint: what other nodes hold may suffice, else start the job again"
+
+
+def missing_at_the_start(ranks: Sequence[int]) -> str:
+    """Nodes of these ranks are missing, and there are no spares for them."""
+    return f"the job waits to begin: there is no node of rank {some(ranks)}, and no spare for it"
+
+
+def the_end(facts: ClusterState, outcome: GiveUp, unread: Iterable[str]) -> str:
+    """Nothing helps. `unread`: why checkpoints cannot be read."""
+    if not outcome.unrecoverable:
+        return outcome.reason
+    advice = (
+        "it goes on from the newest checkpoint of the script's own."
+        if facts.resumes or facts.begins_at
+        else "with checkpoints of its script's own that it resumes from (Megatron-LM's --save), or else with "
+        "--ft-durable-interval, it will have something to fall back to."
+    )
+    problems = [f"\nCheckpoints cannot be read: {why}" for why in unread]
+    return "".join([outcome.reason, *problems, f"\nStart the job again; {advice}"])

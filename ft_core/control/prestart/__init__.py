@@ -1,0 +1,1 @@
+"""Roles that are begun ahead of need: those that come back, and those of nodes that are drained."""

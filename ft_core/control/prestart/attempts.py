@@ -1,0 +1,342 @@
+"""Starts roles while the others train (FT-HSDP, sections 4.3 and 5): the controller's part. They are those of
+replica groups that come back, or those of a node that is drained, which train on there until then.
+
+What takes long for a newcomer is to start: the script, the model, the record of start-up to replay. It does
+all that ahead of the epoch in which it takes part, without anybody waiting for it. That epoch begins once
+all of them are ready for their state, between two steps of the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from ft_core.control.cluster_state import ClusterState, Node, to
+from ft_core.control.decide.groups import Places, by_node
+from ft_core.control.decide.plans import prepare
+from ft_core.control.decide.records import completed
+from ft_core.control.events import Effect, Record, Send
+from ft_core.protocol.messages import (
+    Counts,
+    OperationCounts,
+    PauseAfterStep,
+    Prepare,
+    RoleBeat,
+    SendCounts,
+    SendHeartbeat,
+    Withdraw,
+)
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+"""Starts of a group in a row that may fail before the job goes on without it until a node joins."""
+NOTICE = 2
+"""Steps between the newest that anybody has done and the one after which all stop: enough for all to hear."""
+STEPS = 5
+"""Steps after which those who train are interrupted: they do something else (evaluation, a checkpoint)."""
+PAUSE, LONGEST_PAUSE = 5.0, 600.0
+"""Seconds until the next attempt after groups came back and the epoch ended before a step did: where a link
+stays broken, or a node fails at once, the others are to train in between. Doubled each time in a row."""
+SKEW = 0.25
+"""Seconds between the first and the last role's end of a step; who takes longer has missed the request."""
+ASK_AGAIN = 2.5
+"""The same where nobody's step is to be cut off: then all are asked again, as none of them waits any more."""
+
+
+@dataclass
+class PrestartAttempt:
+    """To start roles: of replica groups that are away, or of a node that is drained. One at a time."""
+
+    places: Places
+    uncounted: set[int]
+    """Roles that have yet to say how far their start-up's record goes."""
+    leaves: str = ""
+    """The node that is drained, if so."""
+    since: float = 0.0
+    idle: dict[str, int] = field(default_factory=dict)
+    """For roles of a drained node: where they start, the idle workers that were there before."""
+    counts: dict[int, Counts] = field(default_factory=dict)
+    """The others' records."""
+    orders: dict[str, Prepare] = field(default_factory=dict)
+    """What the nodes were told that bring roles back."""
+    ready: dict[int, Counts] = field(default_factory=dict)
+    """Roles that wait for their state, with what they have on record."""
+    unheard: set[str] = field(default_factory=set)
+    """Nodes that have yet to say how far those who train have come."""
+    held: bool = False
+    """Whether a role that takes part has stopped at the end of a step for those who come back."""
+    unheld: set[int] = field(default_factory=set)
+    """Those that have yet to."""
+    no_later_than: float = 0.0
+    _on: dict[str, list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._on = by_node(self.places)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all roles are ready."""
+        return len(self.ready) == len(self.places)
+
+    def on(self, node: str) -> list[int]:
+        """The roles that are to come back on this node."""
+        return self._on.get(node, [])
+
+
+@dataclass
+class Returned:
+    """Roles that came back with the epoch under way."""
+
+    roles: set[int]
+    since: float
+
+    def late(self, restored: Collection[int], limit: float, now: float) -> list[int]:
+        """Those that should have had their state by now.
+
+        FT-HSDP, section 6.1: a limit on waiting decides between stalling the others and joining later.
+        """
+        return sorted(self.roles - set(restored)) if now - self.since >= limit else []
+
+
+@dataclass
+class Prestart:
+    """The attempt under way, and what came of the last ones."""
+
+    attempt: PrestartAttempt | None = None
+    failed: int = 0
+    """Attempts in a row."""
+    returned: Returned = field(default_factory=lambda: Returned(set(), 0.0))
+    pause: float = PAUSE
+    not_before: float = -math.inf
+    moves_failed: int = 0
+    """Attempts to start the roles of a node elsewhere, since somebody has asked."""
+    _emptied: dict[str, int] = field(default_factory=dict)
+    """Nodes where newcomers were ended that others may need the workers of: how many were idle before."""
+
+    def tick(self, facts: ClusterState, now: float) -> list[Effect]:
+        """All roles have finished a step in this epoch: if there are workers for all roles of a group that is
+        away, begin."""
+        if self.attempt is not None or self.failed >= ATTEMPTS or now < self.not_before:
+            return []
+        here, hosts, capacity = facts.places, facts.hosts, facts.settings.nproc_per_node
+        if not facts.begun.absent:
+            return []
+        # Who has all of its devices in use has no room, and is nearly everybody.
+        usable = ((n, node) for n, node in facts.nodes.items() if n not in facts.draining)
+        idle = {n: node.idle for n, node in usable if len(hosts.get(n, ())) < capacity}
+        room = sum(min(count, capacity - len(hosts.get(n, ()))) for n, count in idle.items())
+        if room < facts.groups.size:
+            return []
+        places = facts.groups.returning(here, idle, capacity, facts.avoided(now))
+        return self.begin(facts, places, now) if places else []
+
+    def begin(self, facts: ClusterState, places: Places, now: float, leaves: str = "") -> list[Effect]:
+        """Start the roles there. `leaves`: the node that they are to leave, if they are not away."""
+        idle = {name: facts.nodes[name].idle for name in set(places.values())} if leaves else {}
+        here = set(facts.places)
+        self.attempt = PrestartAttempt(places, set(here), leaves, now, idle, unheld=here)
+        return to(facts.playing(), SendCounts())
+
+    def counted(self, facts: ClusterState, message: OperationCounts) -> list[Effect]:
+        """A role that takes part says which operations of the start-up phase it has on record."""
+        attempt = self.attempt
+        if attempt is None or message.role not in attempt.uncounted:
+            return []
+        attempt.counts[message.role] = message.counts
+        attempt.uncounted.discard(message.role)
+        if attempt.uncounted:
+            return []
+        roles = sorted(attempt.places)
+        reason = (
+            f"the roles of node {attempt.leaves} start elsewhere"
+            if attempt.leaves
+            else f"replica groups {facts.groups.of(roles)} start"
+        )
+        done = completed(attempt.counts.items())
+        attempt.orders = prepare(facts.begun, facts.settings, attempt.places, done)
+        sends: list[Effect] = [
+            Send(facts.nodes[name].peer, order)
+            for name, order in attempt.orders.items()
+            if name in facts.nodes
+        ]
+        return [Record("preparing", facts.epoch, reason, tuple(roles)), *sends]
+
+    def back(self, node: Node, roles: Collection[int]) -> list[Effect]:
+        """A node's connection had broken: what it was asked may have been lost with it. `roles`: its own."""
+        if self.attempt is None:
+            return []
+        if self.attempt.uncounted & set(roles):
+            return [Send(node.peer, SendCounts())]
+        if (order := self.attempt.orders.get(node.name)) is not None:
+            return [Send(node.peer, order)]
+        return []
+
+    def records(self) -> list[tuple[int, Counts]]:
+        """What the roles have on record that are ready: what they have replayed was done by others, whose
+        workers may be lost since."""
+        attempt = self.attempt
+        return [] if attempt is None or not attempt.complete else sorted(attempt.ready.items())
+
+    def remind(self, node: Node, shown: Collection[int]) -> list[Effect]:
+        """A node that knows the plan has no worker for a role that is to start there: it had not begun the
+        plan when it was told, perhaps. `shown`: roles that it has workers for."""
+        order = None if self.attempt is None else self.attempt.orders.get(node.name)
+        return [Send(node.peer, order)] if order is not None and set(order.roles) - set(shown) else []
+
+    def prepared(
+        self, facts: ClusterState, node: str, role: int, counts: Counts, running: bool, now: float
+    ) -> list[Effect]:
+        """A role's worker has started there, and waits for its state."""
+        attempt = self.attempt
+        if attempt is None or not self.concerns(role, node) or role in attempt.ready:
+            return []
+        attempt.ready[role] = counts
+        return self._ask_to_stop(facts, attempt, now) if attempt.complete and running else []
+
+    def ask_again(self, facts: ClusterState, now: float) -> list[Effect]:
+        """Where nobody's step is to be cut off, and not all have stopped after the same one."""
+        attempt = self.attempt
+        if attempt is None or not attempt.leaves or not attempt.complete or now <= attempt.no_later_than:
+            return []
+        attempt.held, attempt.unheld = False, set(facts.places)
+        return self._ask_to_stop(facts, attempt, now)
+
+    def _ask_to_stop(self, facts: ClusterState, attempt: PrestartAttempt, now: float) -> list[Effect]:
+        # A step that is cut off is done again: the others are asked to stop where one of theirs ends,
+        # and all after the same one, which has to lie ahead of everybody.
+        longest = max((beat.step_s for beat in _beats(facts)), default=0.0)
+        attempt.no_later_than = now + STEPS * longest + 1
+        attempt.unheard = {node.name for node in facts.playing()}
+        return to(facts.playing(), SendHeartbeat())
+
+    def beat(self, facts: ClusterState, node: str) -> list[Effect]:
+        """A node's heartbeat says how far its roles have come."""
+        attempt = self.attempt
+        if attempt is None or node not in attempt.unheard:
+            return []
+        attempt.unheard.discard(node)
+        if attempt.unheard:
+            return []
+        newest = max((beat.step for beat in _beats(facts)), default=0)
+        return to(facts.playing(), PauseAfterStep(epoch=facts.epoch, step=newest + NOTICE))
+
+    def held(self, facts: ClusterState, role: int, now: float) -> list[Effect]:
+        """A role that takes part has stopped at the end of its step. So do all, or hardly later."""
+        attempt = self.attempt
+        if attempt is None or not attempt.complete:
+            return []
+        attempt.unheld.discard(role)
+        if attempt.held:
+            return []
+        attempt.held = True
+        attempt.no_later_than = now + (ASK_AGAIN if attempt.leaves else SKEW)
+        return [Record("held", facts.epoch, "the others stop at the end of a step", (role,))]
+
+    def due(self, facts: ClusterState, now: float) -> list[int]:
+        """The roles with which the next epoch is to begin now, since nobody would be disturbed by it."""
+        attempt = self.attempt
+        if attempt is None or not attempt.complete:
+            return []
+        late = not attempt.leaves and now > attempt.no_later_than
+        return sorted(attempt.places) if not attempt.unheld or late else []
+
+    def places(self) -> Places:
+        """Where the newcomers are that can take part in the next epoch."""
+        return dict(self.attempt.places) if self.attempt is not None and self.attempt.complete else {}
+
+    def concerns(self, role: int, node: str) -> bool:
+        """Whether the worker of that role there is being started, and takes no part yet."""
+        return self.attempt is not None and self.attempt.places.get(role) == node
+
+    def taking_part(self, node: str, beats: Mapping[int, RoleBeat]) -> Mapping[int, RoleBeat]:
+        """Those workers on a node whose roles do not train elsewhere yet."""
+        if self.attempt is None or not self.attempt.leaves or not self.attempt.on(node):
+            return beats
+        return {role: beat for role, beat in beats.items() if not self.concerns(role, node)}
+
+    def on(self, node: str) -> list[int]:
+        """The roles that are starting on this node."""
+        return self.attempt.on(node) if self.attempt is not None else []
+
+    def fail(self, facts: ClusterState, reason: str) -> list[Effect]:
+        """A worker or node of those who start is lost: nobody else notices."""
+        if self.attempt is None:
+            return []
+        if self.attempt.leaves:
+            self.moves_failed += 1
+            return self._end(facts, self.attempt, "not_moving", reason)
+        self._failed(facts, self.attempt.places)
+        return self._end(facts, self.attempt, "not_returning", reason)
+
+    def _end(self, facts: ClusterState, attempt: PrestartAttempt, event: str, reason: str) -> list[Effect]:
+        self.attempt, self._emptied = None, attempt.idle
+        return [
+            Record(event, facts.epoch, reason, tuple(sorted(attempt.places))),
+            *to(facts.playing(), PauseAfterStep(epoch=0, step=0)),
+            *_withdraw(facts, attempt.places),
+        ]
+
+    def clears(self, facts: ClusterState) -> bool:
+        """Whether there will soon be more idle workers: in the places of newcomers that were ended."""
+        nodes = facts.nodes
+        return any(name in nodes and nodes[name].idle < count for name, count in self._emptied.items())
+
+    def give_up(self, facts: ClusterState, places: Places) -> list[Effect]:
+        """End the workers that play these roles; others take their places."""
+        self._failed(facts, places)
+        return _withdraw(facts, places)
+
+    def _failed(self, facts: ClusterState, places: Places) -> None:
+        self.failed += 1
+        if self.failed >= ATTEMPTS:
+            log.warning(
+                "replica groups %s could not come back %d times in a row; the next node that joins, or "
+                "`ftrun --join`, makes them try again",
+                *(facts.groups.of(places), self.failed),
+            )
+
+    def epoch_begins(self, now: float) -> None:
+        """With those who were ready; agents end the workers of those who were not."""
+        came = set(self.places()) if self.attempt is not None and not self.attempt.leaves else set[int]()
+        self.returned, self.attempt, self._emptied = Returned(came, now), None, {}
+
+    def taken_over(self, now: float) -> None:
+        """The plan is another controller's."""
+        self.returned, self.attempt, self._emptied = Returned(set(), now), None, {}
+
+    def epoch_ends(self, facts: ClusterState, now: float) -> list[Effect]:
+        """If no step has ended since groups came back, it was in vain. The places of those who only begin to
+        move may be needed."""
+        if self.returned.roles:
+            self.returned, self.not_before = Returned(set(), now), now + self.pause
+            self.pause = min(2 * self.pause, LONGEST_PAUSE)
+        attempt = self.attempt
+        if attempt is None or not attempt.leaves or attempt.complete:
+            return []
+        return self._end(facts, attempt, "not_moving", "an epoch has ended first")
+
+    def stepped(self) -> None:
+        """All roles have finished a step in this epoch."""
+        if self.returned.roles:
+            self.returned, self.failed, self.pause = Returned(set(), 0.0), 0, PAUSE
+
+    def node_joined(self) -> None:
+        """Worth another attempt."""
+        self.failed = 0
+
+
+def _withdraw(facts: ClusterState, places: Places) -> list[Effect]:
+    """End the workers that play these roles; others take their places."""
+    return [
+        Send(facts.nodes[name].peer, Withdraw(roles=roles))
+        for name, roles in sorted(by_node(places).items())
+        if name in facts.nodes
+    ]
+
+
+def _beats(facts: ClusterState) -> list[RoleBeat]:
+    """What the heartbeats say of those who train."""
+    return [beat for node in facts.playing() for beat in node.beats.values()]

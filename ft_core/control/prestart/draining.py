@@ -1,0 +1,215 @@
+"""Takes nodes out on purpose, without a failure: who is drained, where its roles go, and when it may end.
+
+Its roles start elsewhere while they still train here (`control.prestart.attempts`), and all change over
+between two steps. Then it is a node without roles, which may keep copies for others: those go elsewhere from
+the next step on, and once all that is needed is there, it ends. Nothing is kept in fewer places meanwhile.
+
+The node itself keeps that it is drained, and tells a controller's successor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ft_core.control.cluster_state import ClusterState, Node, to
+from ft_core.control.decide.decision import PlacementCapacity
+from ft_core.control.decide.groups import Places
+from ft_core.control.events import Close, Effect, Peer, Record, Send
+from ft_core.control.liveness.strikes import place
+from ft_core.control.observe import explain
+from ft_core.control.prestart.attempts import ATTEMPTS, Prestart
+from ft_core.protocol.messages import (
+    Denied,
+    Drain,
+    Drains,
+    Heartbeat,
+    NodeName,
+    SendHeartbeat,
+    Shutdown,
+)
+
+LOOK = 0.5
+"""Seconds between two looks at how far all roles are."""
+
+
+@dataclass
+class LettingGo:
+    """A node without roles that is to keep no copies any more: all others were told so."""
+
+    name: NodeName
+    unheard: set[NodeName]
+    """Nodes with roles that have yet to say that they know, and how far they are by then."""
+    newest: int = -1
+    """The newest version whose copies may have gone to it."""
+    look_at: float = -math.inf
+
+
+class Draining:
+    """The drains of one controller. What it was asked for is in `ClusterState.draining`."""
+
+    def __init__(self) -> None:
+        self._going: LettingGo | None = None
+        self._number = 0
+
+    # -- who is drained ----------------------------------------------------------------------------
+
+    def ask(
+        self, facts: ClusterState, returning: Prestart, peer: Peer, asked: NodeName, why_not: str
+    ) -> list[Effect]:
+        """Somebody wants this node out. `why_not`: why nothing can begin at present; empty, as a rule."""
+        names = [name for name in facts.nodes if asked in (name, place(name))]
+        if len(names) != 1:
+            return [Send(peer, Denied(error=f"no such node: {asked}"))]
+        [name] = names
+        roles, effects = facts.hosts.get(name, []), list[Effect]()
+        if name not in facts.draining:
+            if reason := why_not or _objection(facts, name):
+                return [Send(peer, Denied(error=f"node {name} cannot be drained: {reason}"))]
+            facts.draining.append(name)
+            effects = [
+                Send(facts.nodes[name].peer, Drain(wanted=True)),
+                Record("draining", facts.epoch, "ftctl drain", tuple(roles), {"node": name}),
+            ]
+            if returning.on(name):
+                effects += returning.fail(facts, f"node {name} is to be drained")
+        before = facts.draining[: facts.draining.index(name)]
+        return [*effects, Send(peer, Drains(name, len(roles), before))]
+
+    def greeted(self, facts: ClusterState, node: Node, known: bool) -> list[Effect]:
+        """It has come, and says whether it is drained; if it was `known`, it may have missed that."""
+        wanted = node.name in facts.draining
+        if node.hello.draining and not wanted and not known:
+            facts.draining.append(node.name)
+            return [Record("draining", facts.epoch, "it was asked for before", more={"node": node.name})]
+        effects: list[Effect] = []
+        if node.hello.draining is not wanted:
+            effects.append(Send(node.peer, Drain(wanted)))
+        if self._going is not None and node.name in self._going.unheard:
+            effects.append(Send(node.peer, SendHeartbeat(self._number)))
+        return effects
+
+    def lost(self, facts: ClusterState, node: NodeName) -> list[Effect]:
+        """A node is about to be forgotten as lost."""
+        if node not in facts.draining:
+            return []
+        return [Record("not_drained", facts.epoch, "the node was lost before", more={"node": node})]
+
+    # -- its roles move ----------------------------------------------------------------------------
+
+    def tick(self, facts: ClusterState, returning: Prestart, now: float) -> list[Effect]:
+        """All roles have finished a step in this epoch, and none of them has come to the end of training."""
+        attempt = returning.attempt
+        if attempt is not None:
+            limit = facts.settings.hang_limit
+            if not attempt.leaves or attempt.complete or now - attempt.since < limit:
+                return returning.ask_again(facts, now)
+            late = sorted(attempt.places.keys() - attempt.ready.keys())
+            reason = f"roles {late} were not ready elsewhere within --ft-hang-limit, {limit:g} s"
+            failed = returning.fail(facts, reason)
+            return [*failed, *self._give_up(facts, returning, attempt.leaves, reason)]
+        name = next((name for name in facts.draining if name in facts.hosts), None)
+        if name is None:
+            return self._let_go(facts, now) if facts.draining else []
+        if returning.moves_failed >= ATTEMPTS:
+            return self._give_up(facts, returning, name, f"{ATTEMPTS} starts of its roles elsewhere failed")
+        places = _elsewhere(facts, facts.hosts[name], now)
+        if places is None:
+            if returning.clears(facts):
+                return []
+            return self._give_up(facts, returning, name, _no_room(facts, len(facts.hosts[name])))
+        return returning.begin(facts, places, now, leaves=name)
+
+    def _give_up(self, facts: ClusterState, returning: Prestart, name: NodeName, why: str) -> list[Effect]:
+        """It is used as before."""
+        returning.moves_failed = 0
+        facts.draining.remove(name)
+        return [
+            Record("not_drained", facts.epoch, why, tuple(facts.hosts.get(name, ())), {"node": name}),
+            Send(facts.nodes[name].peer, Drain(wanted=False)),
+        ]
+
+    # -- it ends -----------------------------------------------------------------------------------
+
+    def epoch_begins(self, facts: ClusterState) -> None:
+        """Each may have what others go on from."""
+        self._going, facts.let_go = None, ""
+
+    def _let_go(self, facts: ClusterState, now: float) -> list[Effect]:
+        """The first that has no role. Who calls this tells all of `ClusterState.let_go` before it sends what
+        is returned."""
+        going = self._going
+        if going is None or going.name not in facts.nodes:
+            name = next((name for name in facts.draining if _enough_without(facts, [name])), None)
+            if name is None:
+                return []  # it stays, and keeps copies, until another node comes
+            self._number, facts.let_go = self._number + 1, name
+            self._going = LettingGo(name, {node.name for node in facts.playing()})
+            return to(facts.playing(), SendHeartbeat(self._number))
+        if going.unheard or now < going.look_at:
+            return []
+        going.look_at = now + LOOK
+        # Copies of a newer version were never sent there.
+        for node in facts.playing():
+            for role in facts.hosts[node.name]:
+                if (beat := node.beats.get(role)) is None or beat.committed <= going.newest:
+                    return []
+        node = facts.nodes[going.name]
+        facts.drop(node)
+        self.epoch_begins(facts)
+        reason = "it plays no role, and all that it kept is elsewhere"
+        return [
+            Record("drained", facts.epoch, reason, more={"node": node.name}),
+            Send(node.peer, Shutdown(code=0)),
+            Close(node.peer),
+        ]
+
+    def beat(self, node: Node, beat: Heartbeat) -> None:
+        """Perhaps it knows by now who keeps no copies any more."""
+        going = self._going
+        if going is not None and beat.answers == self._number:
+            going.unheard.discard(node.name)
+            going.newest = max([going.newest, *(each.step for each in beat.roles.values())])
+
+
+def _objection(facts: ClusterState, name: NodeName) -> str:
+    """Why a node cannot be taken out, if so. Those that are drained already go first."""
+    going = [*facts.draining, name]
+    roles = [role for each in going for role in facts.hosts.get(each, ())]
+    if _room(facts, going).left < len(roles):
+        return _no_room(facts, len(roles), going)
+    if not _enough_without(facts, going):
+        left = len({node.hello.domain for other, node in facts.nodes.items() if other not in going})
+        k = facts.settings.replicas
+        return (
+            f"{left} failure domains would be left, and the state is kept in {k + 1} (--ft-replicas {k}); "
+            f"have another node join first: {explain.how_to_join(facts)}"
+        )
+    return ""
+
+
+def _no_room(facts: ClusterState, roles: int, going: list[NodeName] | None = None) -> str:
+    left = _room(facts, facts.draining if going is None else going).left
+    return (
+        f"{roles} roles would have to move, and other nodes have workers for {left}; have another node join "
+        f"first: {explain.how_to_join(facts)}"
+    )
+
+
+def _room(facts: ClusterState, going: list[NodeName], avoided: Collection[str] = ()) -> PlacementCapacity:
+    idle = {name: node.idle for name, node in facts.nodes.items() if name not in going}
+    return PlacementCapacity(facts.places, idle, facts.settings.nproc_per_node, avoided)
+
+
+def _elsewhere(facts: ClusterState, roles: list[int], now: float) -> Places | None:
+    """Places for these on nodes that stay, if there is room."""
+    room = _room(facts, facts.draining, facts.avoided(now))
+    return room.take(roles) if len(roles) <= room.left else None
+
+
+def _enough_without(facts: ClusterState, going: list[NodeName]) -> bool:
+    """Whether as many failure domains are left as copies are kept in, or as there are now."""
+    there = {node.hello.domain for node in facts.nodes.values()}
+    left = {node.hello.domain for name, node in facts.nodes.items() if name not in going}
+    return len(left) >= min(facts.settings.replicas + 1, len(there))

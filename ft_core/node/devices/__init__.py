@@ -1,0 +1,1 @@
+"""What a node's devices say of themselves."""

@@ -1,0 +1,1 @@
+"""A node's connection with the controller, and with other nodes."""

@@ -1,0 +1,1 @@
+"""A node's memory of snapshots: its own, and copies for others."""

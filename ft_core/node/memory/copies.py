@@ -1,0 +1,125 @@
+"""Having snapshots safe: on other nodes, which the commit word tells the worker, and then on storage."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ft_core.node.events import (
+    Commit,
+    DurableDone,
+    Effect,
+    Replicate,
+    Replicated,
+    ToController,
+    WriteDurable,
+)
+from ft_core.node.workers.worker_table import NONE, Worker
+from ft_core.protocol import messages as m
+from ft_core.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+_SAY_AGAIN = 20
+"""Failures of one copy after which the controller is told again."""
+
+
+@dataclass
+class _Copying:
+    """One snapshot on its way."""
+
+    worker: Worker
+    failures: int = 0
+    again: float | None = None
+    """When it is tried again; None while it is being tried."""
+
+
+class Copies:
+    """The copies of all snapshots of this epoch, and what is being written."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._copying: dict[Replicate, _Copying] = {}
+        self._writing: dict[int, tuple[m.Version, float]] = {}
+        """Role -> the version of it that is being written to storage, and since when."""
+
+    def epoch_ends(self) -> None:
+        """What is not safe by now is of a past that may be done again."""
+        self._copying.clear()
+
+    def staged(self, worker: Worker, role: int, version: m.Version, epoch: int) -> list[Effect]:
+        """A snapshot is whole, of the role that `worker` plays, or of one that it has adopted."""
+        order = Replicate(worker.number, role, version, epoch, tuple(worker.ring))
+        self._copying[order] = _Copying(worker)
+        return [order]
+
+    def tick(self, now: float) -> list[Effect]:
+        """Try again what has failed."""
+        due = [order for order, c in self._copying.items() if c.again is not None and c.again <= now]
+        for order in due:
+            self._copying[order].again = None
+        return list(due)
+
+    def failed(self, event: Replicated, now: float, pause: float) -> list[Effect]:
+        """It is tried again. The receiver is lost, as a rule, and the end of the epoch on its way."""
+        order, copying = event.order, self._copying.get(event.order)
+        if copying is None:
+            return []
+        copying.failures += 1
+        copying.again = now + pause
+        if copying.failures % _SAY_AGAIN == 1:  # to another controller, perhaps
+            return [ToController(m.Suspect(order.epoch, order.role, event.failed))]
+        if copying.failures == 2:
+            log.warning(
+                "node %s: role %d, version %d is not replicated yet, training waits, and it is tried "
+                "again: %s",
+                *(self._node, order.role, order.version, event.failed),
+            )
+        return []
+
+    def safe(
+        self, event: Replicated, adopted: Callable[[int], list[int]]
+    ) -> tuple[Worker, list[Effect]] | None:
+        """A snapshot has arrived wherever it must be: whose it is, and the commit word, which goes by the
+        oldest of what the worker holds. `adopted`: the roles that one has adopted."""
+        order, copying = event.order, self._copying.pop(event.order, None)
+        if copying is None or not copying.worker.plays:
+            return None
+        worker = copying.worker
+        worker.replicated[order.role] = max(worker.replicated.get(order.role, NONE), order.version)
+        worker.committed = min(
+            worker.replicated.get(role, NONE) for role in [worker.role, *adopted(worker.role)]
+        )
+        return worker, [Commit(worker.number, worker.committed)]
+
+    # -- storage -------------------------------------------------------------------------------
+
+    def write(
+        self, worker: Worker, version: m.Version, plan: m.NodePlan, settings: Settings, now: float
+    ) -> list[Effect]:
+        """A role's version is safe: write it, if it is one of those that are to be written."""
+        interval, role = settings.durable_interval, worker.role
+        if not interval or version % interval:
+            return []
+        if (plan.worker.origin, plan.worker.version) == ("durable", version):
+            return []  # it is there
+        if (earlier := self._writing.get(role)) is not None:  # each is one more copy of the state in memory
+            reason = f"that of step {earlier[0]} is still being written: storage is slower than the interval"
+            return [ToController(m.DurableFailed(role, version, reason))]
+        self._writing[role] = version, now
+        return [WriteDurable(role, version, plan, worker.state_is_replicated)]
+
+    def written(self, event: DurableDone, now: float) -> list[Effect]:
+        """It is there, or not."""
+        _, began = self._writing.pop(event.role)
+        if not event.failed:
+            written = (m.DurableWritten(role, event.version, now - began) for role in event.roles)
+            return [ToController(each) for each in written]
+        # A failed save must not end training: the in-memory copies are what protects it.
+        log.error(
+            "node %s: durable checkpoint of step %d, role %d: %s",
+            *(self._node, event.version, event.role, event.failed),
+        )
+        return [ToController(m.DurableFailed(event.role, event.version, event.failed))]

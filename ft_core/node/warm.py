@@ -1,5 +1,0 @@
-"""Imported by an agent's fork server, which has the script's imports done then."""
-
-from ft_core.node import preload
-
-preload.main()

@@ -1,0 +1,1 @@
+"""A node's workers: their processes, and what is known of them."""
