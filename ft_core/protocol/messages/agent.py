@@ -1,0 +1,603 @@
+"""Between the controller and an agent, either way, and from the process beside an agent."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from msgspec import Meta, field
+
+from ft_core.protocol.flight import NEWEST, FlightLog
+from ft_core.protocol.groups import GroupId, Series, parse, roles_in
+from ft_core.protocol.messages.plans import JobState, WorkerPlan
+from ft_core.protocol.messages.values import (
+    Address,
+    CheckpointName,
+    Counts,
+    Dealt,
+    Epoch,
+    FailureRecord,
+    Fault,
+    Holders,
+    Host,
+    JobId,
+    Layout,
+    Message,
+    NodeAddress,
+    NodeName,
+    Number,
+    PlanId,
+    ProbeResult,
+    ReplicaGroup,
+    Role,
+    RoleBeat,
+    RoleHeld,
+    SegmentId,
+    Session,
+    Setting,
+    Size,
+    Term,
+    Value,
+    Version,
+    check_texts,
+)
+
+# -- between the controller and an agent, either way ----------------------------------------------------
+
+
+class Hosts(Message, frozen=True):
+    """Some of a plan's nodes, and who plays what there: the one table that grows with the job. Sent where it
+    is not known; otherwise what has changed is."""
+
+    compressed: ClassVar[bool] = True
+
+    id: PlanId
+    hosts: list[Host]
+
+
+# -- an agent to the controller ------------------------------------------------------------------------
+
+
+class Holdings(Value, frozen=True):
+    """What a node could contribute to a recovery. `reported`: the newest epoch before which no worker of
+    its is inside a step any more. `parts`: of the script, as the plan that it has begun has them, and what it
+    was told since."""
+
+    epoch: Epoch
+    begun: PlanId
+    reported: Epoch
+    parts: list[Version]
+    roles: dict[Role, RoleHeld]
+    replicas: dict[SegmentId, list[Version]]
+    segments: dict[SegmentId, Holders]
+    idle: Number
+    store: Address
+    master: Address
+    configured: dict[str, Setting] | None
+
+    def __post_init__(self) -> None:
+        check_texts(roles_in, self.segments.values())
+
+
+class HoldingsChanged(Message, frozen=True):
+    """A node's `Holdings` by difference from what it said over this connection last: in its greeting, and in
+    the `number` of these that came before. Where roles, or the segments of replicas, are as they were but for
+    their versions, those alone are said: one list of all that have the same, or one of each, in the order in
+    which they were said. `segments`: None where they are as they were. Settings are said as they come."""
+
+    number: Number
+    epoch: Epoch
+    begun: PlanId
+    reported: Epoch
+    parts: list[Version]
+    idle: Number
+    roles: dict[Role, RoleHeld] | list[tuple[Version, ...]]
+    replicas: dict[SegmentId, list[Version]] | list[tuple[Version, ...]]
+    segments: dict[SegmentId, Holders] | None
+
+    def __post_init__(self) -> None:
+        if self.segments:
+            check_texts(roles_in, self.segments.values())
+
+
+class Heartbeat(Message, frozen=True):
+    """That a node lives, and where its workers are."""
+
+    epoch: Epoch
+    begun: PlanId
+    roles: dict[Role, RoleBeat]
+    idle: Number
+    replicas: dict[SegmentId, list[Version]]
+    xids: dict[Number, Number] = {}
+    """Errors of its GPUs since its agent began, by the driver's number."""
+    answers: Number = 0
+    """The number of the `SendHeartbeat` that it answers, if that has one."""
+    guarding: list[Role] = []
+    """Roles of other nodes of which it has the start-up done: see `node.workers.standbys`."""
+
+
+class Idle(Message, frozen=True):
+    """How many workers wait for a role."""
+
+    idle: Number
+
+
+class WorkerLost(Message, frozen=True):
+    """A worker with a role has ended. `exit` in words; `code` as of `subprocess`. `device`: its index, -1 for
+    none. `step`, `signature`: as of `FailureRecord`. `age`: seconds since, where it is said again."""
+
+    role: Role
+    pid: Number
+    exit: str
+    code: Number
+    fault: Fault
+    step: Version = -1
+    device: Number = -1
+    signature: str = ""
+    traceback: str = ""
+    age: float = 0.0
+
+
+class NoIdleWorker(Message, frozen=True):
+    """A role of the plan has no worker on its node."""
+
+    epoch: Epoch
+    role: Role
+
+
+class RestoreFailed(Message, frozen=True):
+    """A role cannot have its state."""
+
+    epoch: Epoch
+    role: Role
+    reason: str
+
+
+class Restored(Message, frozen=True):
+    """A role has its state. `loaded`: from a copy, not made by its script."""
+
+    epoch: Epoch
+    role: Role
+    pid: Number
+    version: Version
+    loaded: bool
+
+
+class Stepped(Message, frozen=True):
+    """A role has finished the first step of its epoch."""
+
+    epoch: Epoch
+    role: Role
+    version: Version
+
+
+class Reopened(Message, frozen=True):
+    """A role has its communicators."""
+
+    epoch: Epoch
+    role: Role
+
+
+class RoleLayout(Message, frozen=True):
+    """What a role's state consists of, or the part that another has adopted."""
+
+    epoch: Epoch
+    role: Role
+    adopted: bool
+    segments: dict[SegmentId, Holders]
+    initial: Version | None
+    resumes: bool
+    group: ReplicaGroup | None
+
+    def __post_init__(self) -> None:
+        check_texts(roles_in, self.segments.values())
+
+
+class Trained(Message, frozen=True):
+    """For the ledger: a step's samples. `since`: the version that its epoch began from, None of start-up."""
+
+    epoch: Epoch
+    since: Version | None
+    step: Version
+    role: Role
+    dealt: Dealt
+
+
+class OperationCounts(Message, frozen=True):
+    """A role's start-up operations on record."""
+
+    role: Role
+    counts: Counts
+
+    def __post_init__(self) -> None:
+        check_texts(parse, self.counts)
+
+
+class Issued(Message, frozen=True):
+    """What a role has begun, by group, and the groups of which it waits for others to connect."""
+
+    round: Number
+    epoch: Epoch
+    role: Role
+    step: Version
+    at_end: bool
+    issued: Counts
+    unopened: list[str]
+
+    def __post_init__(self) -> None:
+        check_texts(Series.parse, self.issued)
+        check_texts(GroupId.parse, self.unopened)
+
+
+class Prepared(Message, frozen=True):
+    """A role that comes back, or moves, waits for its state. `counts`: the start-up operations that it has on
+    record."""
+
+    role: Role
+    counts: Counts
+
+
+class PausedAtStep(Message, frozen=True):
+    """A role has stopped at the end of a step for those who come back."""
+
+    epoch: Epoch
+    role: Role
+
+
+class Unprotected(Message, frozen=True):
+    """A role's script runs without fault tolerance. `so_far`: it may yet ask for it."""
+
+    role: Role
+    reason: str
+    so_far: bool
+
+
+class Suspect(Message, frozen=True):
+    """A role, or its agent, has seen connections break."""
+
+    epoch: Epoch
+    role: Role
+    reason: str
+
+
+class Completed(Message, frozen=True):
+    """A role has come to the end of a part of its script. `last`: only local work follows."""
+
+    epoch: Epoch
+    role: Role
+    part: Number
+    version: Version
+    last: bool
+
+
+class Finished(Message, frozen=True):
+    """A role's script is done."""
+
+    role: Role
+
+
+class Configure(Message, frozen=True):
+    """A worker brings settings (names as in `Settings`), and waits."""
+
+    worker: Number
+    id: Number
+    settings: dict[str, Setting]
+
+
+class Configured(Message, frozen=True):
+    """An agent uses these."""
+
+    configured: dict[str, Setting]
+
+
+class NodesProbed(Message, frozen=True):
+    """Which of these nodes this one reaches; answers `ProbeNodes`."""
+
+    round: Number
+    reach: dict[NodeName, ProbeResult]
+
+
+class DurableNames(Message, frozen=True):
+    """The durable checkpoints that a node can read; answers `ListDurable`."""
+
+    id: Number
+    names: list[CheckpointName]
+    error: str = ""
+
+
+class DurableWritten(Message, frozen=True):
+    """A role's part of a durable checkpoint is written, which took so many seconds."""
+
+    role: Role
+    version: Version
+    seconds: float
+
+
+class DurableFailed(Message, frozen=True):
+    """A role's part of a durable checkpoint is not written."""
+
+    role: Role
+    version: Version
+    reason: str
+
+
+class RoleState(Message, frozen=True):
+    """A role's state by tensor, for `ftctl plan`; answers `DescribeRole`."""
+
+    role: Role
+    segments: list[Layout]
+    ring: list[Role]
+    step_seconds: float
+    bytes_per_second: float
+
+
+class Flights(Message, frozen=True):
+    """The flight records of a node's roles; answers `SendFlight`."""
+
+    number: Number
+    logs: tuple[FlightLog, ...]
+
+
+class RoleFlight(Message, frozen=True):
+    """A role's flight record, for `ftctl flight`; answers `DescribeFlight`. None: it has no worker there."""
+
+    role: Role
+    log: FlightLog | None
+
+
+class Leaving(Message, frozen=True):
+    """SIGTERM has come to a node."""
+
+
+class Left(Message, frozen=True):
+    """All workers of a node have ended of SIGTERM."""
+
+
+class KeptState(Message, frozen=True):
+    """The newest `JobState` that an agent knows of; answers `SendState`. Before it come its `Hosts`, as
+    `NodesChanged` has changed them since."""
+
+    state: JobState
+    strikes: list[FailureRecord] = field(default_factory=list)
+
+
+class AgentHello(Message, frozen=True):
+    """An agent greets. Its greeting is a report too. `term`: the newest that it knows of. `said`: what must
+    be known of its roles, said again. `draining`: it is to be taken out. `job`: that it has a part in; empty
+    if it was never let in."""
+
+    node: NodeName
+    term: Term
+    pid: Number
+    node_rank: Number
+    domain: str
+    data: Address
+    holdings: Holdings
+    said: list[FromRoles]
+    draining: bool
+    job: JobId
+
+
+FromRoles = (
+    WorkerLost | NoIdleWorker | RestoreFailed | Restored | Stepped | Reopened | RoleLayout | Prepared
+    | PausedAtStep | Unprotected | Suspect | Completed | Finished | Configure | Trained
+)  # fmt: skip
+"""What an agent says of its roles, and says again with each greeting."""
+
+FromAgent = (
+    AgentHello | HoldingsChanged | Heartbeat | Idle | FromRoles | OperationCounts | Issued
+    | Configured | Hosts | NodesProbed | DurableNames | DurableWritten | DurableFailed | RoleState | Flights
+    | RoleFlight | Leaving | Left | KeptState
+)  # fmt: skip
+
+
+# -- the process beside an agent to the controller ------------------------------------------------------
+
+
+class Pulse(Message, frozen=True):
+    """The node lives. A datagram: see `protocol.pulses`."""
+
+    session: Session
+    """The session of the controller that its agent has met."""
+    node: NodeName
+    number: Size
+    """Higher than that of all that the node has sent before."""
+    stalled: Annotated[float, Meta(ge=0)]
+    """Seconds since the event loop of its agent went round."""
+
+
+# -- the controller to an agent ------------------------------------------------------------------------
+
+
+class LeaderHello(Message, frozen=True):
+    """The first word to an agent: in which term this controller leads, and which job."""
+
+    term: Term
+    session: Session
+    job: JobId
+
+
+class OtherJob(Message, frozen=True):
+    """The first and last word to an agent of another job: this is one that has its address and its secret."""
+
+    job: JobId
+
+
+class Abort(Message, frozen=True):
+    """The epoch before this one is over."""
+
+    epoch: Epoch
+
+
+class OwnPlan(Message, frozen=True):
+    """What one node must know of the next epoch beyond `SharedPlan`, which comes after it: fields as of
+    `NodePlan`, `completed` as of `WorkerPlan`. Many have nothing of it to know."""
+
+    id: PlanId
+    sources: dict[Role, dict[SegmentId, list[NodeName]]]
+    away: dict[Role, list[SegmentId]]
+    completed: dict[str, tuple[Number, Role]]
+
+    def __post_init__(self) -> None:
+        check_texts(parse, self.completed)
+
+
+class SharedPlan(Message, frozen=True):
+    """The next epoch, alike for all nodes. `base`: the plan that this one differs from by `gone` and
+    `changed`, nodes that it has no more and those that are new or play other roles; its own id where all
+    nodes were said before (`Hosts`)."""
+
+    base: PlanId
+    gone: list[NodeName]
+    changed: list[Host]
+    worker: WorkerPlan
+    """But for what each node has completed."""
+    state: JobState
+
+
+class NodesChanged(Message, frozen=True):
+    """Nodes without a role have come, or gone (None), in the epoch of that plan. `all`: these are all without
+    a role."""
+
+    id: PlanId
+    nodes: dict[NodeName, NodeAddress | None]
+    all: bool = False
+
+
+class KillWorker(Message, frozen=True):
+    """End the worker of a role; of None, the whole node."""
+
+    role: Role | None = None
+
+
+class Examine(Message, frozen=True):
+    """Write down where the worker of a role is, if it is still this process; then, if `end`, end it."""
+
+    role: Role
+    pid: Number
+    end: bool
+
+
+class DescribeRole(Message, frozen=True):
+    """What a role's state consists of, by tensor."""
+
+    role: Role
+
+
+class ListDurable(Message, frozen=True):
+    """Which durable checkpoints can be read."""
+
+    id: Number
+
+
+class ProbeNodes(Message, frozen=True):
+    """Which of these nodes, at these addresses, do you reach?"""
+
+    round: Number
+    nodes: dict[NodeName, Address]
+
+
+class SendHeartbeat(Message, frozen=True):
+    """Now, not at the next beat."""
+
+    number: Number = 0
+
+
+class Drain(Message, frozen=True):
+    """This node is to be taken out, or not any more. It keeps that for a successor of the controller."""
+
+    wanted: bool
+
+
+class SendState(Message, frozen=True):
+    """To a controller that has just started."""
+
+
+class Release(Message, frozen=True):
+    """All roles have come to the end of so many parts of their script: with which version."""
+
+    parts: list[Version]
+
+
+class SendCounts(Message, frozen=True):
+    """Say the counts of the start-up operations of all roles here."""
+
+
+class SendIssued(Message, frozen=True):
+    """What the roles here have begun."""
+
+    round: Number
+
+
+class SendFlight(Message, frozen=True):
+    """The flight records of all roles here: what is under way, and the newest that have ended, so many of
+    each group. `closely`: of these also what they do."""
+
+    number: Number
+    newest: Size = NEWEST
+    closely: tuple[Role, ...] = ()
+
+
+class DescribeFlight(Message, frozen=True):
+    """A role's flight record, all of it."""
+
+    role: Role
+
+
+class PauseAfterStep(Message, frozen=True):
+    """Stop at the end of this step, in this epoch; epoch 0: go on."""
+
+    epoch: Epoch
+    step: Version
+
+
+class Prepare(Message, frozen=True):
+    """Start workers for roles that come back, or move, ahead of the epoch in which they take part. `worker`:
+    what they begin with, in place of the plan's."""
+
+    epoch: Epoch
+    roles: list[Role]
+    worker: WorkerPlan
+
+
+class Withdraw(Message, frozen=True):
+    """End the workers of these roles: their replica group takes no part."""
+
+    roles: list[Role]
+
+
+class GivenUp(Message, frozen=True):
+    """A plan was made without this node: it joins again as a spare."""
+
+
+class UseSettings(Message, frozen=True):
+    """Settings that the script has brought."""
+
+    settings: dict[str, Setting]
+
+
+class ConfigureAnswer(Message, frozen=True):
+    """To a worker's `Configure`; `error`: why its settings cannot be had."""
+
+    worker: Number
+    id: Number
+    error: str = ""
+
+
+class KeepStrikes(Message, frozen=True):
+    """All failures that count, for a successor of the controller."""
+
+    strikes: list[FailureRecord]
+
+
+class Shutdown(Message, frozen=True):
+    """The job is over, with this exit code."""
+
+    code: Number
+
+
+ToAgent = (
+    LeaderHello | OtherJob | Hosts | OwnPlan | SharedPlan | Abort | NodesChanged | KillWorker | Examine
+    | DescribeRole | ListDurable | ProbeNodes | SendHeartbeat | SendState | Release | SendCounts | SendIssued
+    | SendFlight | DescribeFlight | PauseAfterStep | Prepare | Withdraw | GivenUp | UseSettings
+    | ConfigureAnswer | KeepStrikes | Drain | Shutdown
+)  # fmt: skip

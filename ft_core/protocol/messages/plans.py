@@ -1,0 +1,177 @@
+"""A plan: what the job is, and what of an epoch one agent and one worker must know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
+
+from ft_core.protocol.groups import parse, roles_in
+from ft_core.protocol.messages.values import (
+    BeganWith,
+    Catalogue,
+    Epoch,
+    MembershipChanges,
+    NodeAddress,
+    NodeName,
+    Number,
+    Origin,
+    PlanId,
+    ReplicaGroups,
+    Role,
+    Roles,
+    SegmentId,
+    Value,
+    Version,
+    check_texts,
+)
+
+# -- plans ---------------------------------------------------------------------------------------------
+
+
+class Counterparts(Value, frozen=True, array_like=True):
+    """Roles that others stand for, see `control.decide.compact.counterparts`: by how much the numbers of
+    those are greater, and of which roles."""
+
+    shifts: tuple[tuple[Number, Roles], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_texts(roles_in, (roles for _, roles in self.shifts))
+
+    def expanded(self) -> Mapping[Role, Role]:
+        """Role -> who stands for it, by role."""
+        return _expanded(self.shifts)
+
+
+@lru_cache(maxsize=8)
+def _expanded(shifts: tuple[tuple[int, str], ...]) -> Mapping[int, int]:
+    pairs = ((role, role + by) for by, text in shifts for run in roles_in(text) for role in run)
+    return MappingProxyType(dict(sorted(pairs)))
+
+
+class WorkerPlan(Value, frozen=True):
+    """What one role must know of the epoch it takes part in."""
+
+    epoch: Epoch
+    store: str
+    version: Version | None
+    origin: Origin
+    completed: dict[str, tuple[Number, Role]]
+    """By group, how many start-up operations somebody who takes part has on record, and who."""
+    parts: list[Version]
+    """The parts of the script that all roles have come to the end of: with which version."""
+    started_over: Epoch
+    counterparts: Counterparts
+    """Who stands for the roles that are away."""
+    adopting: bool
+    """Whether these hold what those had alone."""
+    newcomers: list[Role]
+    membership: MembershipChanges
+    policy: str
+    lr_intervention: str
+    snapshot: str
+    began_with: BeganWith
+    entered: Version
+    """The newest step that the ledger has."""
+    standing_in: Counterparts = Counterparts()
+    """For roles that start while others train: those that come back, and those that move, which train
+    themselves, elsewhere."""
+
+    def __post_init__(self) -> None:
+        check_texts(parse, self.completed)
+
+    @property
+    def absent(self) -> Mapping[Role, Role]:
+        """Roles that are away, with their counterparts."""
+        return self.counterparts.expanded()
+
+    @property
+    def adopted(self) -> Mapping[Role, Role]:
+        """Those of the absent whose counterparts hold what they had alone."""
+        return self.absent if self.adopting else {}
+
+    @property
+    def ahead(self) -> Mapping[Role, Role]:
+        """Roles that start while others train, with those who stand for them."""
+        return self.standing_in.expanded()
+
+    @property
+    def apart(self) -> bool:
+        """Whether this is for a standby, which starts a role ahead of need that another worker of its node
+        plays: it takes no part in the epoch, so it has no store, and meets nobody."""
+        return not self.store
+
+
+class JobState(Value, frozen=True):
+    """What a successor of the controller needs to go on, but for who is where: agents keep it, and do not
+    read it. That of what roles are to do, it does not have: where some have not begun the epoch, there is
+    another."""
+
+    id: PlanId
+    epoch: Epoch
+    job: str
+    store: str
+    master: str
+    version: Version | None
+    origin: Origin
+    durable: str
+    parts: list[Version]
+    resumes: bool
+    started_over: Epoch
+    counterparts: Counterparts
+    adopting: bool
+    newcomers: list[Role]
+    groups: ReplicaGroups
+    catalogue: Catalogue
+    initial: Version | None
+    reached: Version
+    futile: Number
+    goal: Version
+    height: Number
+    furthest: Version
+    entered: Version
+    """The newest step that the ledger has."""
+    start: tuple[Version | None, Origin]
+    """Version and origin that the job began with."""
+
+
+class Plan(JobState, frozen=True):
+    """The control plane's truth: an epoch."""
+
+    roles: dict[Role, NodeName]
+    nodes: dict[NodeName, NodeAddress]
+    sources: dict[Role, dict[SegmentId, list[NodeName]]]
+    """Who holds what roles go on from that do not have all of it on their own node."""
+    completed: dict[str, tuple[Number, Role]]
+
+    @property
+    def absent(self) -> Mapping[Role, Role]:
+        """The same as `WorkerPlan.absent`."""
+        return self.counterparts.expanded()
+
+    @property
+    def adopted(self) -> Mapping[Role, Role]:
+        """The same as `WorkerPlan.adopted`."""
+        return self.absent if self.adopting else {}
+
+
+class NodePlan(Value, frozen=True):
+    """What one agent knows of an epoch: `SharedPlan` and `OwnPlan` put together."""
+
+    id: PlanId
+    epoch: Epoch
+    job: str
+    roles: dict[Role, NodeName]
+    nodes: dict[NodeName, NodeAddress]
+    master: str
+    durable: str
+    """Name of the durable checkpoint to read, if any."""
+    sources: dict[Role, dict[SegmentId, list[NodeName]]]
+    """Who holds what the roles played and adopted on this node alone go on from. Not for those whose
+    snapshot is here."""
+    away: dict[Role, list[SegmentId]]
+    """For the roles in `worker.absent` whose counterparts are on this node: all of their segments, by the
+    catalogue. A durable checkpoint has their parts too."""
+    worker: WorkerPlan
+    state: JobState
+    """Kept for a successor of the controller."""
