@@ -5,13 +5,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pytest
+from core.reports import RoleReport
 
 from ft_core.control.decide.decision import (
     SOURCES,
     Assignment,
     Choice,
     NodeReport,
-    RoleReport,
     assign,
     choose_version,
 )

@@ -11,8 +11,9 @@ import random
 from dataclasses import dataclass, field, replace
 
 import pytest
+from core.reports import RoleReport
 
-from ft_core.control.decide.decision import Choice, NodeReport, RoleReport, choose_version
+from ft_core.control.decide.decision import Choice, NodeReport, choose_version
 from ft_core.errors import Unrecoverable
 from ft_core.state.manifest import Segment
 from ft_core.state.placement import Places, domain_of, replica_nodes, sender

@@ -24,24 +24,9 @@ _SHOWN = 16
 """Lost segments that are named."""
 
 
-@dataclass(frozen=True)
-class RoleReport:
-    """What an agent says about a role that is, or was, played on its node, once its worker is quiet or dead.
-
-    `versions` are the complete local snapshots (all `segments` of the role) in the agent's memory; they
-    outlive the worker. A worker in stage "startup" has not reached its first train step in this job.
-    """
-
-    role: int
-    node: str
-    alive: bool
-    stage: Literal["startup", "training"]
-    versions: tuple[int, ...]
-    segments: tuple[str, ...]
-
-
 class RoleHoldings(Protocol):
-    """A `RoleReport`, or a message that says the same."""
+    """What an agent says about a role that is, or was, played on its node, once its worker is quiet or
+    dead."""
 
     @property
     def alive(self) -> bool:
@@ -49,11 +34,11 @@ class RoleHoldings(Protocol):
 
     @property
     def stage(self) -> Literal["startup", "training"]:
-        """The stage of its worker."""
+        """Its worker's: "startup" until its first train step in this job."""
 
     @property
     def versions(self) -> Sequence[int]:
-        """Complete local snapshots."""
+        """The complete local snapshots in the agent's memory: they outlive the worker."""
 
     @property
     def segments(self) -> Sequence[str]:
