@@ -296,7 +296,11 @@ class Protection:
         """
         if self._retired:
             return True
-        if self._phase is not Phase.LIVE or self._position <= self._began_at or self.dealing is not None:
+        if self._phase is Phase.STARTUP and self._engine.global_steps:
+            self._begin()  # it goes on from a checkpoint, and is done
+        if self._phase is Phase.CATCHING_UP:
+            self._session.cannot_pass("deepspeed.initialize is called again")
+        if self._phase is not Phase.LIVE or not self._position or self.dealing is not None:
             return False
         try:
             self._session.check_epoch()

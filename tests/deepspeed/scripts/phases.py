@@ -52,18 +52,22 @@ def train(engine, steps):
             engine.save_checkpoint(args.checkpoints / "second", client_state={"step": step})
 
 
+def new():
+    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8))
+
+
 torch.manual_seed(5)
-model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8))
-done = args.first
-if not (args.checkpoints / "second" / "latest").exists():
-    first = made(model)
-    train(first, range(1, args.first + 1))
-    weights = args.checkpoints / "first.pt"
+first = made(new())
+path, client = first.load_checkpoint(args.checkpoints / "first")
+train(first, range(client["step"] + 1 if path else 1, args.first + 1))
+weights = args.checkpoints / "first.pt"
+if not path:
+    first.save_checkpoint(args.checkpoints / "first", client_state={"step": args.first})
     if rank == 0:
-        torch.save(model.state_dict(), weights)
+        torch.save(first.module.state_dict(), weights)
     dist.barrier()
-    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8))
-    model.load_state_dict(torch.load(weights))
+done, model = args.first, new()
+model.load_state_dict(torch.load(weights))
 second = made(model)
 path, client = second.load_checkpoint(args.checkpoints / "second")
 if path:
