@@ -418,11 +418,11 @@ class Agent(Client):
             case b"Shutdown":
                 told.wrong.append(f"{self.name}: {body[:200]!r}")
                 self.die()
-            case b"Leads":
+            case b"LeaderHello":
                 self._led_by(msgspec.json.decode(body, type=m.LeaderHello).session)
-            case b"GoThrough":
+            case b"UseRelay":
                 self._answered(msgspec.json.decode(body, type=m.UseRelay).relay)
-            case b"SendCounts" | b"Prepare" | b"SendHeartbeat" | b"Hold" | b"Withdraw" as kind:
+            case b"SendCounts" | b"Prepare" | b"SendHeartbeat" | b"PauseAfterStep" | b"Withdraw" as kind:
                 self._return(kind, body)
             case b"RelayLives" | b"NodesChanged" | b"KeepStrikes" | b"Release":
                 pass
@@ -476,7 +476,7 @@ class Agent(Client):
         elif kind == b"SendHeartbeat":
             self._beat = 0.0, None
             self.beat()
-        elif kind == b"Hold" and (epoch := _number(_EPOCH, body)):
+        elif kind == b"PauseAfterStep" and (epoch := _number(_EPOCH, body)):
             self.send(*(m.PausedAtStep(epoch, role) for role in self.roles))
         elif kind == b"Withdraw":
             fleet.told.wrong.append(f"{self.name}: {body[:200]!r}")

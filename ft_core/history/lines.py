@@ -14,6 +14,9 @@ from ft_core.errors import ConfigError
 OVER = ("finished", "stopped")
 """Events that end a job."""
 
+_LATEST = 1 << 36
+"""Seconds since 1970 that are no time at which anything has happened: the year 4147."""
+
 
 class Tail:
     """A file of events, which may grow."""
@@ -72,5 +75,6 @@ def is_event(found: Any) -> bool:
     except (TypeError, KeyError):
         return False
     fits = all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
+    fits = fits and 0 <= found["time"] < _LATEST
     fits = fits and isinstance(roles, list) and all(isinstance(role, int) for role in roles)
     return fits and all(isinstance(each, str) for each in texts)

@@ -139,7 +139,7 @@ def test_a_group_that_was_given_up_comes_back(tmp_path: Path):
 def test_a_node_given_up_ends_all_that_it_has_started_at_whatever_depth():
     script = """
 import os, subprocess
-from ft_core.node import orphans
+from ft_core.node.workers import orphans
 orphans.adopt()
 deep = r'setsid sh -c "setsid sleep 1000 & echo \\$!; sleep 1000" & sleep 1000'
 child = subprocess.Popen(["sh", "-c", deep], stdout=subprocess.PIPE, text=True)

@@ -26,7 +26,7 @@ child.wait()
 
 AGENT = """
 import os, signal, subprocess, sys, time
-from ft_core.node import orphans
+from ft_core.node.workers import orphans
 orphans.adopt()
 worker = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
 told = [worker.stdout.readline().strip() for _ in range(2)]
@@ -47,7 +47,7 @@ assert not os.path.exists(f"/proc/{sleeper}")
 
 REUSED = """
 import os, subprocess, sys
-from ft_core.node import orphans
+from ft_core.node.workers import orphans
 alive = subprocess.Popen([sys.executable, "-c", "import subprocess as s; s.run(['sleep', '1000'])"])
 while not (found := orphans._children(alive.pid)):
     pass

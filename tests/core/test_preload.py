@@ -151,7 +151,7 @@ def test_native_code_is_not_imported_twice(packages: Path) -> None:
 
 FORKED = """
     import multiprocessing, os, sys
-    from ft_core.node import preload
+    from ft_core.node.workers import preload
 
     def look():
         import importlib, sys, torch

@@ -28,7 +28,7 @@ from ft_core.settings import Command, Settings
 SECRET = b"a job's secret"
 AGENT = f"""
 import sys, time
-from ft_core.node import pulse
+from ft_core.node.link import pulse
 loop = pulse.Loop()
 loop.met(sys.argv[1], "1a")
 print(pulse.start(loop, {SECRET!r}, "node0+1", 0.02), flush=True)

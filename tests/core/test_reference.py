@@ -43,7 +43,7 @@ BY_VARIABLE = {
     "resumed": "progress.py",
     "left": "epochs.py",
     "returned": "epochs.py",
-    "not_moving": "returning.py",
+    "not_moving": "prestart/attempts.py",
 }
 """Events whose names come out of a variable, and where that gets them."""
 
