@@ -302,10 +302,7 @@ class Protection:
             self._session.cannot_pass("deepspeed.initialize is called again")
         if self._phase is not Phase.LIVE or not self._position or self.dealing is not None:
             return False
-        try:
-            self._session.check_epoch()
-        except EpochChanged:
-            self._session.recover()
+        self._keep_up()
         self._session.unprotected(why)
         self._retired = self._performing = True  # each call passes straight through
         return True
@@ -583,13 +580,17 @@ class Protection:
         self._adapter.settle(self._script)
         self.draws.follow(self._adapter.loaded["draws"])
 
-    def _answer(self, call: Call) -> Any:
-        self._script = None  # it has gone on
+    def _keep_up(self) -> None:
+        """Take up the next epoch, if this one is over: the script is between two calls."""
         try:
-            if self._session.protecting:
-                self._session.check_epoch()
+            self._session.check_epoch()
         except EpochChanged:
             self._session.recover()
+
+    def _answer(self, call: Call) -> Any:
+        self._script = None  # it has gone on
+        if self._session.protecting:
+            self._keep_up()
         if self._catch_up is None:  # the recovery went back to where the script is
             return self._made(call)
         self._session.passed()
