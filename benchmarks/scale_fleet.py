@@ -174,7 +174,7 @@ class Agent(Client):
         self._pieces: list[bytes] = []
         """Messages about who is where, of the plan that comes next."""
         self._own_bytes = self._version = 0
-        self._said: list[m.FromRoles] = []
+        self._said: list[m.SaidAgain] = []
         self._reported: tuple[m.Holdings | None, int] = None, 0
         """What it has said of what it holds, over this connection, and how often since it greeted."""
         self._prepared: tuple[int, m.Holdings, int, bytes] | None = None
@@ -487,7 +487,7 @@ class Agent(Client):
         if self._shaken.done():
             self.send(*self._said)
 
-    def _progress(self, version: int) -> Iterator[m.FromRoles]:
+    def _progress(self, version: int) -> Iterator[m.OfRole]:
         """Its workers have their state, and have done a step."""
         layout = self.fleet.layout
         for role in self.roles:

@@ -37,7 +37,7 @@ from ft_core.node.events import (
     UseSettings,
     WriteStacks,
 )
-from ft_core.node.link.pending_reports import OfRole, PendingReports
+from ft_core.node.link.pending_reports import PendingReports
 from ft_core.node.memory import holdings
 from ft_core.node.memory.copies import Copies
 from ft_core.node.memory.view import View
@@ -93,7 +93,7 @@ class EpochExecutor:
         """To the controller, if there is one."""
         self.do(ToController(message))
 
-    def say(self, message: OfRole) -> None:
+    def say(self, message: m.OfRole) -> None:
         """Post what the controller must know, whichever it is by then."""
         self.said.keep(message, self.now)
         self.post(message)

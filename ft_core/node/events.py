@@ -164,10 +164,9 @@ class Examined:
 
 @dataclass(frozen=True)
 class PeerAsks:
-    """Another agent wants something of the worker that plays `role` here; its `id` is in `AnswerPeer`."""
+    """Another agent asks the worker that plays the question's `holder` here; its `id` is in `AnswerPeer`."""
 
-    role: int
-    question: m.SendStartupEntries | m.SendProgress
+    question: m.AskStartupEntries | m.AskProgress
 
 
 @dataclass(frozen=True)

@@ -157,11 +157,8 @@ class Agent:
                 if worker := self.crew.get(number):
                     self._connected_worker(worker)
             case FromWorker(number, said):
-                worker = self.crew.get(number)
-                if worker is not None and worker.plays:
-                    self._on_worker(worker, said)
-                elif worker is not None and worker.doing is WorkerState.AHEAD:
-                    self._on_standby(worker, said)
+                if (worker := self.crew.get(number)) is not None:
+                    self._hear(worker, said)
             case WorkerEnded():
                 self._worker_ended(event)
             case WorkerGone(number):
@@ -311,9 +308,9 @@ class Agent:
                 self.epochs.withdraw(roles)
             case m.UseSettings(values):
                 self.epochs.use(values)
-            case m.ConfigureAnswer(number, asked, error):
+            case m.ConfigureAnswer(number):
                 self._asking.pop(number, None)
-                self.epochs.do(ToWorker(number, m.Refused(asked, error) if error else m.SettingsTaken(asked)))
+                self.epochs.do(ToWorker(number, message))
             case m.KeepStrikes(strikes):
                 self.epochs.keep_strikes(strikes)
             case m.Shutdown(code):
@@ -346,6 +343,19 @@ class Agent:
     def _start(self, device: int) -> None:
         self.epochs.do(Start(self.crew.add(device).number, device))
 
+    def _hear(self, worker: Worker, message: m.FromWorker) -> None:
+        ahead = worker.doing is WorkerState.AHEAD
+        if not ahead and not worker.plays:
+            pass  # it has no role yet, or none any more
+        elif not _speaks_for_itself(worker, message):
+            what = f"it has sent {type(message).__name__} in the name of another worker"
+            worker.failed = m.ScriptFailed(m.Fault.ENGINE, what, "", "")
+            self.epochs.do(Kill(worker.number))
+        elif ahead:
+            self._on_standby(worker, message)
+        else:
+            self._on_worker(worker, message)
+
     def _on_worker(self, worker: Worker, message: m.FromWorker) -> None:
         role = worker.role
         match message:
@@ -367,33 +377,31 @@ class Agent:
                 worker.answers_by = math.inf
                 if worker.plays:
                     self.epochs.report_if_quiet()
-            case m.WorkerRestored(epoch, version, loaded):
+            case m.Restored(version=version, loaded=loaded):
                 if loaded:  # it needs no memory of its own, if both buffers have been filled from elsewhere
                     self._lay_out(worker, role, self._view.segments(role))
-                self.epochs.say(m.Restored(epoch, role, worker.pid, version, loaded))
+                self.epochs.say(message)
                 for held in [role, *self.epochs.adopted_by(role)] if loaded else []:
                     self.epochs.staged(worker, held, version)
-            case m.WorkerStepped(epoch, version):
-                self.epochs.say(m.Stepped(epoch, role, version))
+            case m.Stepped():
+                self.epochs.say(message)
                 self.epochs.stepped(role)
-            case m.WorkerReopened(epoch):
-                self.epochs.say(m.Reopened(epoch, role))
-            case m.WorkerUnprotected(reason, so_far):
-                self.epochs.say(m.Unprotected(role, reason, so_far))
-            case m.WorkerHeld(epoch):
-                self.epochs.say(m.PausedAtStep(epoch, role))
-            case m.WorkerCompleted(epoch, part, version, last):
+            case m.Completed(epoch=epoch, part=part):
                 worker.completed = epoch, part
-                self.epochs.say(m.Completed(epoch, role, part, version, last))
-            case m.WorkerSuspects(epoch, reason):
-                self.epochs.say(m.Suspect(epoch, role, reason))
-            case m.WorkerCounts(counts):
-                self.epochs.post(m.OperationCounts(role, counts))
-            case m.WorkerIssued(number, epoch, step, at_end, issued, unopened):
-                self.epochs.post(m.Issued(number, epoch, role, step, at_end, issued, unopened))
-            case m.WorkerTrained(epoch, since, step, samples):
-                self._trained.append(m.Trained(epoch, since, step, role, samples))
-                self.epochs.post(self._trained[-1])
+                self.epochs.say(message)
+            case m.Finished():
+                worker.doing = WorkerState.FINISHED
+                self.epochs.say(message)
+            case m.Reopened() | m.PausedAtStep() | m.Unprotected() | m.Suspect():
+                self.epochs.say(message)
+            case m.OperationCounts() | m.Issued():
+                self.epochs.post(message)
+            case m.Trained():
+                self._trained.append(message)
+                self.epochs.post(message)
+            case m.Configure():
+                self._asking[worker.number] = message
+                self.epochs.post(message)
             case m.CorruptCopy(of, slot, reason):
                 self.epochs.do(InvalidateCopy(of, slot, adopted=of != role))
                 self.epochs.say(m.RestoreFailed(self.epochs.epoch, role, reason))
@@ -401,26 +409,20 @@ class Agent:
                 self._ask_peer(worker, message)
             case m.StartupEntries() | m.Progress():
                 self.epochs.do(AnswerPeer(message.id, message))
-            case m.BringSettings(number, settings):
-                self._asking[worker.number] = m.Configure(worker.number, number, settings)
-                self.epochs.post(self._asking[worker.number])
             case m.ScriptFailed():
                 worker.failed = message
                 self.epochs.do(ToWorker(worker.number, m.FailureNoted()))
-            case m.WorkerFinished():
-                worker.doing = WorkerState.FINISHED
-                self.epochs.say(m.Finished(role))
             case _:
                 assert_never(message)
 
     def _on_standby(self, worker: Worker, message: m.FromWorker) -> None:
         """One that starts a role ahead of need: the job hears nothing of it."""
         match message:
-            case m.Registered() | m.Quiesced() | m.ScriptFailed() | m.BringSettings():
+            case m.Registered() | m.Quiesced() | m.ScriptFailed() | m.Configure():
                 self._on_worker(worker, message)
             case m.AskStartupEntries() | m.AskProgress():
                 self._ask_peer(worker, message)
-            case m.WorkerUnprotected(so_far=False) | m.WorkerFinished():
+            case m.Unprotected(so_far=False) | m.Finished():
                 worker.failed = m.ScriptFailed(m.Fault.EXITED, "it does not come to any training", "", "")
                 self.epochs.do(Kill(worker.number))
             case _:
@@ -458,11 +460,12 @@ class Agent:
 
     def _ask_worker(self, event: PeerAsks) -> None:
         """The same from the other side."""
-        if (worker := self.crew.of_role(event.role)) is None:
-            error = f"role {event.role} has no worker on node {self.about.node}"
-            self.epochs.do(AnswerPeer(event.question.id, error))
+        question = event.question
+        if (worker := self.crew.of_role(question.holder)) is None:
+            error = f"role {question.holder} has no worker on node {self.about.node}"
+            self.epochs.do(AnswerPeer(question.id, error))
         else:
-            self.epochs.do(ToWorker(worker.number, event.question))
+            self.epochs.do(ToWorker(worker.number, question))
 
     def _worker_ended(self, event: WorkerEnded) -> None:
         worker, code = self.crew.remove(event.worker), event.code
@@ -512,3 +515,10 @@ class Agent:
         if not left or self.epochs.now >= self._farewell_until:
             self.phase = Phase.OVER
             self.epochs.do(End(self._code))
+
+
+def _speaks_for_itself(worker: Worker, said: m.FromWorker) -> bool:
+    """Whether a message that the controller gets as it is says who has said it."""
+    if isinstance(said, m.Configure):
+        return said.worker == worker.number
+    return not isinstance(said, m.FromRole) or said.role == worker.role

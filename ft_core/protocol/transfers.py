@@ -11,18 +11,17 @@ from typing import Annotated
 from msgspec import Meta
 
 from ft_core.protocol.codec import Decoder
-from ft_core.protocol.groups import Series, parse
 from ft_core.protocol.messages import (
-    Counts,
+    AskProgress,
+    AskStartupEntries,
     Epoch,
     Layout,
     Message,
-    Role,
+    ProgressFound,
     SegmentId,
     Size,
-    StartupEntry,
+    StartupEntries,
     Version,
-    check_texts,
 )
 
 Checksum = Annotated[int, Meta(ge=0)]
@@ -110,23 +109,6 @@ class StrikeCopy(Message, frozen=True):
     version: Version
 
 
-class FetchEntries(Message, frozen=True):
-    """Records of start-up operations, of the worker that plays `holder`. Answered by `EntriesFound`."""
-
-    holder: Role
-    group: str
-    start: Annotated[int, Meta(ge=0)]
-
-    def __post_init__(self) -> None:
-        check_texts(Series.parse, [self.group])
-
-
-class FetchProgress(Message, frozen=True):
-    """How far the worker that plays `holder` has come. Answered by `ProgressFound`."""
-
-    holder: Role
-
-
 class AskAlive(Message, frozen=True):
     """Are you there? Answered by `Alive`."""
 
@@ -135,7 +117,7 @@ class DescribeBuffers(Message, frozen=True):
     """How large are your snapshot buffers? Answered by `LargestBuffer`."""
 
 
-Question = DescribeSegment | DescribeBuffers | StrikeCopy | FetchEntries | FetchProgress | AskAlive
+Question = DescribeSegment | DescribeBuffers | StrikeCopy | AskStartupEntries | AskProgress | AskAlive
 """What an agent answers itself; the others are the transport's."""
 
 Request = (
@@ -192,26 +174,6 @@ class LargestBuffer(Message, frozen=True):
     nbytes: Size
 
 
-class EntriesFound(Message, frozen=True):
-    """Answers `FetchEntries`: by text form of a series, its records from there on."""
-
-    entries: dict[str, list[StartupEntry]]
-
-    def __post_init__(self) -> None:
-        check_texts(Series.parse, self.entries)
-
-
-class ProgressFound(Message, frozen=True):
-    """Answers `FetchProgress`. `envelope`: of the newest snapshot of that role, see `state.envelope`."""
-
-    version: Version
-    counts: Counts
-    envelope: str
-
-    def __post_init__(self) -> None:
-        check_texts(parse, self.counts)
-
-
 class Alive(Message, frozen=True):
     """Answers `AskAlive`. `stalled`: seconds since the agent last did any work."""
 
@@ -225,7 +187,7 @@ class Failed(Message, frozen=True):
     corrupt: bool = False
 
 
-Found = SegmentFound | LargestBuffer | Accepted | EntriesFound | ProgressFound | Alive
+Found = SegmentFound | LargestBuffer | Accepted | StartupEntries | ProgressFound | Alive
 """Answers a `Question`."""
 
 Answer = PushBegun | BadChunks | SegmentLent | ChunksHere | Found | Failed

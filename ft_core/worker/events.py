@@ -16,7 +16,7 @@ from ft_core.protocol.messages import Setting, Stage, Version, WorkerPlan
 
 Order = (
     m.Assign | m.Abort | m.PlanBegins | m.Restore | m.Release | m.PauseAfterStep | m.SendCounts | m.SendIssued
-    | m.SendProgress | m.SendStartupEntries | m.Exit
+    | m.AskProgress | m.AskStartupEntries | m.Exit
 )  # fmt: skip
 """A message of the agent that answers no question of this worker's."""
 
@@ -190,12 +190,12 @@ class SayQuiesced:
 
 @dataclass(frozen=True)
 class SayCounts:
-    """`WorkerCounts`: the operations on record."""
+    """`OperationCounts`: the operations on record."""
 
 
 @dataclass(frozen=True)
 class SayIssued:
-    """`WorkerIssued`: the operations begun."""
+    """`Issued`: the operations begun."""
 
     round: int
     epoch: int

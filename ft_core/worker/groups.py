@@ -7,7 +7,7 @@ from collections import deque
 
 from ft_core.adapter import ReplicaGroup
 from ft_core.elastic.rules import AHEAD, Membership, Start, lr_factor, tellers
-from ft_core.protocol.messages import Dealt, WorkerPlan, WorkerTrained
+from ft_core.protocol.messages import Dealt, Trained, WorkerPlan
 from ft_core.worker.shell import WorkerShell
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class Groups:
         """Which replica groups take part in which step."""
         self._own = 0
         """This role's."""
-        self._newest: deque[WorkerTrained] = deque(maxlen=_KEPT)
+        self._newest: deque[Trained] = deque(maxlen=_KEPT)
         """The samples of the steps that were done last."""
 
     @property
@@ -85,7 +85,7 @@ class Groups:
     def trained(self, dealt: Dealt) -> None:
         """A step is done, with these samples."""
         machine, version = self._shell.machine, self._shell.version
-        self._newest.append(WorkerTrained(machine.epoch, self._plan.version, version, dealt))
+        self._newest.append(Trained(machine.epoch, self._plan.version, version, machine.role, dealt))
         if self._own in tellers(self.membership.taking_part(version)):
             self._shell.send(self._newest[-1])
 

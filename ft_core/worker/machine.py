@@ -84,7 +84,8 @@ class WorkerMachine:
     plan: m.WorkerPlan
     """The plan of `epoch`; from when there is a role."""
 
-    def __init__(self) -> None:
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
         self.state: State = NoRole()
         self.role = -1
         self.world_size = 0
@@ -142,7 +143,7 @@ class WorkerMachine:
             case Loaded(version, loaded):
                 if isinstance(self.state, Loading):
                     self.state, self.reports_step = Training(), True
-                    self._say(m.WorkerRestored(self.epoch, version, loaded))
+                    self._say(m.Restored(self.epoch, self.role, self._pid, version, loaded))
             case FoundCorrupt(role, slot, reason):
                 # Also where the epoch is over: who decides about the next must know.
                 self._say(m.CorruptCopy(role, slot, reason))
@@ -151,31 +152,31 @@ class WorkerMachine:
             case StepDone(version):
                 if self.reports_step and isinstance(self.state, Training):
                     self.reports_step = False
-                    self._say(m.WorkerStepped(self.epoch, version))
+                    self._say(m.Stepped(self.epoch, self.role, version))
             case StepSafe(version):
                 if version >= self.hold_at and isinstance(self.state, Training):
                     self.state = Holding(self._now + HOLD_LIMIT)
-                    self._say(m.WorkerHeld(self.epoch))
+                    self._say(m.PausedAtStep(self.epoch, self.role))
             case PartDone(part, version, last):
                 if isinstance(self.state, Training):
                     self.state = AtEnd(part, last)
                     if part > self.parts:
-                        self._say(m.WorkerCompleted(self.epoch, part, version, last))
+                        self._say(m.Completed(self.epoch, self.role, part, version, last))
                     self._leave_part()
             case ScriptDone():
                 self.state = Over() if self._exits else Finished()
-                self._say(m.WorkerFinished())
+                self._say(m.Finished(self.role))
             case RunsUnprotected(reason, so_far):
                 if not so_far:
                     self.state = Unprotected()
-                self._say(m.WorkerUnprotected(reason, so_far))
+                self._say(m.Unprotected(self.role, reason, so_far))
             case SettingsBrought(settings):
                 values = {name: settings[name] for name in _IN_PLANS if name in settings}
                 self.plan = replace(self.plan, **values)
             case Suspects(reason):
-                self._say(m.WorkerSuspects(self.epoch, reason))
+                self._say(m.Suspect(self.epoch, self.role, reason))
             case Reopened(epoch):
-                self._say(m.WorkerReopened(epoch))
+                self._say(m.Reopened(epoch, self.role))
             case Hung():
                 self._do(EndProcess(1))
             case Tick():
@@ -218,9 +219,9 @@ class WorkerMachine:
             case m.SendIssued(number):
                 at_end = isinstance(self.state, AtEnd | Finished | Over)
                 self._do(SayIssued(number, self.epoch, at_end))
-            case m.SendProgress(number):
+            case m.AskProgress(number):
                 self._do(SayProgress(number))
-            case m.SendStartupEntries(number, group, start):
+            case m.AskStartupEntries(number, _, group, start):
                 self._do(SayEntries(number, group, start))
             case m.Exit():
                 self._exits = True

@@ -232,7 +232,7 @@ class Session:
             return None
         holder = self._plan.ahead[self.role]
         try:
-            found = self._shell.ask(lambda number: m.AskProgress(number, holder), m.ProgressBrought)
+            found = self._shell.ask(lambda number: m.AskProgress(number, holder), m.ProgressFound)
             envelope = decode(found.envelope.encode())
         except (FtError, ValueError) as error:
             log.info("role %d: %s; its script gets to the others with the epoch to come", self.role, error)
@@ -327,7 +327,10 @@ class Session:
     def configure(self, settings: Mapping[str, m.Setting]) -> None:
         """Settings that the script brings (names as in `Settings`). Raises FtError if they cannot be had."""
         imports.check()
-        self._shell.ask(lambda number: m.BringSettings(number, dict(settings)), m.SettingsTaken)
+        worker, values = self._shell.number, dict(settings)
+        reply = self._shell.ask(lambda number: m.Configure(worker, number, values), m.ConfigureAnswer)
+        if reply.error:
+            raise FtError(reply.error)
         self._shell.handle(e.SettingsBrought(settings))
 
     def unprotected(self, reason: str = "") -> None:

@@ -36,8 +36,8 @@ from ft_core.worker.states import Finished, NoRole, State
 log = logging.getLogger(__name__)
 _NOTED = 5.0
 """Seconds that an agent has to take note of a failure."""
-Reply = m.Allocated | m.Refused | m.SettingsTaken | m.EntriesBrought | m.ProgressBrought
-R = TypeVar("R", m.Allocated, m.SettingsTaken, m.EntriesBrought, m.ProgressBrought)
+Reply = m.Allocated | m.Refused | m.ConfigureAnswer | m.StartupEntries | m.ProgressFound
+R = TypeVar("R", m.Allocated, m.ConfigureAnswer, m.StartupEntries, m.ProgressFound)
 
 
 class WorkerShell:
@@ -48,8 +48,8 @@ class WorkerShell:
 
     def __init__(self, channel: Channel[m.ToWorker], secret: bytes, job_dir: Path, worker: int) -> None:
         """Greets the agent. `worker` is the number that it has given this process."""
-        self.machine = WorkerMachine()
-        self.job_dir = job_dir
+        self.machine = WorkerMachine(os.getpid())
+        self.job_dir, self.number = job_dir, worker
         self.injector = Injector(job_dir, "")
         self.version = 0
         """How many steps the state of this role has seen."""
@@ -161,7 +161,7 @@ class WorkerShell:
     def _fetch_startup(self, holder: int, series: Series, start: int) -> dict[Series, list[m.StartupEntry]]:
         question = lambda number: m.AskStartupEntries(number, holder, str(series), start)  # noqa: E731
         epoch = self.comms.epoch
-        reply = self.ask(question, m.EntriesBrought, lambda: self.comms.aborted <= epoch)
+        reply = self.ask(question, m.StartupEntries, lambda: self.comms.aborted <= epoch)
         return {Series.parse(text): entries for text, entries in reply.entries.items()}
 
     # -- events --------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class WorkerShell:
 
     def _hear(self, message: m.ToWorker) -> None:
         match message:
-            case m.Allocated() | m.Refused() | m.SettingsTaken() | m.EntriesBrought() | m.ProgressBrought():
+            case m.Allocated() | m.Refused() | m.ConfigureAnswer() | m.StartupEntries() | m.ProgressFound():
                 with self._condition:
                     if message.id in self._replies:  # else nobody waits for it any more
                         self._replies[message.id] = message
@@ -217,11 +217,11 @@ class WorkerShell:
             case e.SayQuiesced(epoch, stage):
                 self.send(m.Quiesced(epoch, stage, self.recorded()))
             case e.SayCounts():
-                self.send(m.WorkerCounts(self.recorded()))
+                self.send(m.OperationCounts(self.machine.role, self.recorded()))
             case e.SayIssued(number, epoch, at_end):
                 issued, unopened = self.comms.issued()
-                about = _texts(issued), [str(group) for group in unopened]
-                self.send(m.WorkerIssued(number, epoch, self.version, at_end, *about))
+                about = self.version, at_end, _texts(issued), [str(group) for group in unopened]
+                self.send(m.Issued(number, epoch, self.machine.role, *about))
             case e.SayProgress(number):
                 self.send(m.Progress(number, self.version, self.recorded()))
             case e.SayEntries(number, group, start):

@@ -166,4 +166,4 @@ def _obey(agent: RealAgent, what: str) -> None:
         if what == "crash":
             agent.pool.signal(worker.number, signal.SIGKILL)
         else:
-            agent.say(worker.number, m.WorkerFinished())
+            agent.say(worker.number, m.Finished(worker.role))

@@ -28,7 +28,7 @@ def main(socket: str, secret: bytes, job_dir: str, number: int, device: int, com
     memory = mmap.mmap(-1, 4096 if command.target == ALONE else int(command.target))
     for at in range(0, len(memory), 4096):
         memory[at] = 1
-    shell.send(m.WorkerSuspects(1, "it is ready"))
+    shell.send(m.Suspect(1, 0, "it is ready"))
     if command.target == ALONE:
         threading.Thread(target=time.sleep, args=[600]).start()
         ctypes.CDLL(None).syscall(_EXIT[platform.machine()], 1)

@@ -131,9 +131,10 @@ class RealAgent(NodeShell):
                 version = wanted or 0
                 if not parts:
                     self._stage(number, worker.role, version)
-                self.say(number, m.WorkerRestored(epoch, version, loaded=bool(parts)))
-                self.say(number, m.WorkerReopened(epoch))
-                self.say(number, m.WorkerStepped(epoch, version + 1))
+                role = worker.role
+                self.say(number, m.Restored(epoch, role, worker.pid, version, loaded=bool(parts)))
+                self.say(number, m.Reopened(epoch, role))
+                self.say(number, m.Stepped(epoch, role, version + 1))
                 self._stage(number, worker.role, version + 1)
 
     def _stage(self, number: int, role: int, version: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Collection
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import msgspec
 import pytest
@@ -128,7 +128,9 @@ class Node:
     def train(self, role: int = 0) -> None:
         """As a worker that has got its role, up to its first step."""
         self.worker(m.Registered(0, [0, 1], False, GROUP, {}), role)
-        self.worker(m.WorkerRestored(self.agent.epochs.epoch, 0, loaded=False), role)
+        self.worker(
+            m.Restored(self.agent.epochs.epoch, role, 1000 + self.number(role), 0, loaded=False), role
+        )
 
     def greeting(self) -> m.AgentHello:
         self.handle(e.NotConnected("it is gone"))
@@ -162,9 +164,9 @@ def test_a_node_begins_with_a_worker_for_each_device_and_a_standby():
 
 
 def test_a_greeting_says_who_it_is_and_repeats_what_must_be_known(training: Node):
-    training.worker(m.WorkerStepped(1, 1))
-    training.worker(m.WorkerTrained(1, 0, 1, {"0": [0, 8]}))
-    training.worker(m.BringSettings(3, {"policy": "stop"}))
+    training.worker(m.Stepped(1, 0, 1))
+    training.worker(m.Trained(1, 0, 1, 0, {"0": [0, 8]}))
+    training.worker(m.Configure(training.number(), 3, {"policy": "stop"}))
     hello = training.greeting()
     assert (hello.node, hello.pid, hello.domain, hello.holdings.begun) == ("node0", 42, "rack", "1-x")
     assert {type(said) for said in hello.said} == {m.Restored, m.Stepped, m.Trained, m.Configure}
@@ -284,19 +286,19 @@ def test_another_secret_ends_a_node_that_was_never_served_and_no_other(
 
 
 def test_settings_that_the_script_brings(training: Node):
-    training.worker(m.BringSettings(5, {"policy": "shrink"}))
     number = training.number()
-    assert training.said(m.Configure) == [m.Configure(number, 5, {"policy": "shrink"})]
+    question = m.Configure(number, 5, {"policy": "shrink"})
+    assert training.worker(question) == [e.ToController(question)]
     training.hear(m.UseSettings({"policy": "shrink"}))
     assert training.said(m.Configured) == [m.Configured({"policy": "shrink"})]
     assert [effect.settings.policy for effect in training.effects(e.UseSettings)] == ["shrink"]
     training.hear(m.ConfigureAnswer(number, 5))
-    assert training.done == [e.ToWorker(number, m.SettingsTaken(5))]
+    assert training.done == [e.ToWorker(number, m.ConfigureAnswer(number, 5))]
     hello = training.greeting()
     assert not [said for said in hello.said if isinstance(said, m.Configure)]
     assert hello.holdings.configured == {"policy": "shrink"}
-    training.hear(m.ConfigureAnswer(number, 6, "no"))
-    assert training.done == [e.ToWorker(number, m.Refused(6, "no"))]
+    refused = m.ConfigureAnswer(number, 6, "no")
+    assert training.hear(refused) == [e.ToWorker(number, refused)]
     training.hear(m.Abort(2))
     training.hear(plan(2))
     assert training.told(m.PlanBegins)[0].plan.policy == "shrink"
@@ -352,18 +354,18 @@ def test_with_a_flight_record_goes_whether_its_role_waits_at_the_end_of_its_scri
         [asked] = training.effects(e.ReadFlight)
         return asked.at_end
 
-    training.worker(m.WorkerCompleted(1, 1, 4, last=False))
+    training.worker(m.Completed(1, 0, 1, 4, last=False))
     assert at_end() == {0}
     training.hear(m.Release([4]))
     assert at_end() == frozenset(), "all have come to the end of this part"
-    training.worker(m.WorkerCompleted(1, 2, 6, last=True))
+    training.worker(m.Completed(1, 0, 2, 6, last=True))
     assert at_end() == {0}
     training.hear(m.Abort(2))
     training.hear(plan(2))
     assert at_end() == frozenset(), "it is done again"
-    training.worker(m.WorkerCompleted(2, 2, 6, last=True))
+    training.worker(m.Completed(2, 0, 2, 6, last=True))
     training.hear(m.Release([4, 6]))
-    training.worker(m.WorkerFinished())
+    training.worker(m.Finished(0))
     assert at_end() == {0}
 
 
@@ -439,7 +441,7 @@ def test_a_spare_says_what_it_takes_over_and_when_that_trains(node: Node):
     assert node.effects(e.Say) == [e.Say("ftrun: this node, node0, takes over role 0, after step 1,200")]
     node.train()
     node.now += 2.5
-    node.worker(m.WorkerStepped(2, 1201))
+    node.worker(m.Stepped(2, 0, 1201))
     assert node.effects(e.Say) == [e.Say("ftrun: what this node has taken over trains here, after 2.5 s")]
     node.hear(m.Abort(3))
     node.hear(plan(3, version=1201, origin="memory"))
@@ -623,7 +625,7 @@ def test_a_snapshot_is_committed_when_it_is_safe(training: Node):
 
 def test_a_snapshot_that_was_loaded_is_made_safe_again(training: Node):
     training.hear(plan(2, version=1, origin="memory"))
-    training.worker(m.WorkerRestored(2, 1, loaded=True))
+    training.worker(m.Restored(2, 0, 1000, 1, loaded=True))
     assert [order.version for order in training.effects(e.Replicate)] == [1]
 
 
@@ -676,7 +678,7 @@ def durable() -> Node:
 def test_what_the_state_is_is_told_also_by_who_needs_no_memory_for_it(durable: Node):
     """Found by the simulator: after two restores from storage, the controller never learnt that it trains."""
     durable.memory.held[0, False] = [2]
-    durable.worker(m.WorkerRestored(1, 2, loaded=True))
+    durable.worker(m.Restored(1, 0, 1000, 2, loaded=True))
     [layout] = durable.said(m.RoleLayout)
     assert layout.role == 0 and layout.segments == {segment(0).id: "0"}
 
@@ -711,7 +713,7 @@ def test_from_a_durable_checkpoint_on_nothing_that_was_in_memory_counts(durable:
 
 def test_what_was_read_is_not_written_again(durable: Node):
     durable.hear(plan(2, version=2, origin="durable", durable="step-2"))
-    durable.worker(m.WorkerRestored(2, 2, loaded=True))
+    durable.worker(m.Restored(2, 0, 1000, 2, loaded=True))
     [order] = durable.effects(e.Replicate)
     durable.handle(arrived(order))
     assert durable.effects(e.Commit) and not durable.effects(e.WriteDurable)
@@ -751,9 +753,9 @@ def test_a_signal_without_a_name_is_told_too():
 def test_what_a_worker_says_that_has_no_role_any_more_is_not_heard(training: Node):
     number = training.number()
     training.hear(m.Withdraw([0]))
-    assert not training.handle(e.FromWorker(number, m.WorkerStepped(1, 1)))
+    assert not training.handle(e.FromWorker(number, m.Stepped(1, 0, 1)))
     training.handle(e.WorkerEnded(number, -9))
-    assert not training.handle(e.FromWorker(number, m.WorkerStepped(1, 1)))
+    assert not training.handle(e.FromWorker(number, m.Stepped(1, 0, 1)))
 
 
 def test_words_for_all_workers_are_passed_on(training: Node):
@@ -772,13 +774,49 @@ def test_a_newcomer_asks_the_agent_of_who_knows(training: Node):
 
 
 def test_who_knows_is_asked_by_its_agent(training: Node):
-    question = m.SendProgress(8)
-    assert training.handle(e.PeerAsks(0, question)) == [e.ToWorker(training.number(), question)]
+    question = m.AskProgress(8, 0)
+    assert training.handle(e.PeerAsks(question)) == [e.ToWorker(training.number(), question)]
     answer = m.Progress(8, 3, {})
     assert training.worker(answer) == [e.AnswerPeer(8, answer)]
-    assert training.handle(e.PeerAsks(1, question)) == [
-        e.AnswerPeer(8, "role 1 has no worker on node node0"),
+    assert training.handle(e.PeerAsks(m.AskProgress(9, 1))) == [
+        e.AnswerPeer(9, "role 1 has no worker on node node0"),
     ]
+
+
+PASSED_ON: list[m.FromRole] = [
+    m.Restored(1, 0, 1000, 1, loaded=True),
+    m.Stepped(1, 0, 1),
+    m.Reopened(1, 0),
+    m.PausedAtStep(1, 0),
+    m.Unprotected(0, "it is plain", so_far=False),
+    m.Suspect(1, 0, "connection reset"),
+    m.Completed(1, 0, 1, 3, last=False),
+    m.Finished(0),
+    m.Trained(1, None, 1, 0, m.Dealt({}, [], 8)),
+    m.OperationCounts(0, {}),
+    m.Issued(1, 1, 0, 3, False, {}, []),
+    m.Configure(0, 1, {"policy": "stop"}),
+]
+
+
+@pytest.mark.parametrize("said", PASSED_ON, ids=lambda said: type(said).__name__)
+def test_what_a_worker_says_to_the_controller_goes_on_as_it_is(training: Node, said: m.FromRole):
+    assert e.ToController(said) in training.worker(said)
+    assert isinstance(said, m.OperationCounts | m.Issued) or said in training.greeting().said
+
+
+def test_these_are_all_that_are_passed_on():
+    assert {type(said) for said in PASSED_ON} == set(get_args(m.FromRole))
+
+
+@pytest.mark.parametrize("said", PASSED_ON, ids=lambda said: type(said).__name__)
+def test_a_worker_speaks_for_itself(training: Node, said: m.FromRole):
+    number, who = training.number(), "worker" if isinstance(said, m.Configure) else "role"
+    assert training.worker(msgspec.structs.replace(said, **{who: 1})) == [e.Kill(number)]
+    training.handle(e.WorkerEnded(number, -9))
+    [lost] = training.said(m.WorkerLost)
+    name = f"{type(said).__name__} in the name of another worker"
+    assert (lost.role, lost.fault) == (0, m.Fault.ENGINE) and lost.exit.endswith(name)
 
 
 # -- the end -----------------------------------------------------------------------------------------------
@@ -786,7 +824,7 @@ def test_who_knows_is_asked_by_its_agent(training: Node):
 
 def test_at_the_end_of_the_job_workers_whose_scripts_are_done_may_end(training: Node):
     number = training.number()
-    training.worker(m.WorkerFinished())
+    training.worker(m.Finished(0))
     training.hear(m.Shutdown(0))
     assert training.done == [e.ToWorker(number, m.Exit())]
     assert training.handle(e.WorkerEnded(number, 0)) == [e.End(0)]
@@ -798,7 +836,7 @@ def test_the_end_waits_for_nobody_else(training: Node):
     assert training.effects(e.End) == [e.End(3)]
     slow = Node()
     slow.hear(plan())
-    slow.worker(m.WorkerFinished())
+    slow.worker(m.Finished(0))
     slow.hear(m.Shutdown(0))
     assert not slow.handle(e.Tick(), FAREWELL - 1)
     assert slow.handle(e.Tick(), 1) == [e.End(0)]

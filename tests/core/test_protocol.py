@@ -210,7 +210,7 @@ def test_what_an_agent_says_while_its_connection_breaks_is_said_again(tmp_path: 
         await fleet.event("resumed", 2)
         fleet["node0"].complete(0)
         number = agent.number(1)
-        agent.say(number, m.WorkerCompleted(agent.machine.epochs.epoch, part=1, version=1, last=True))
+        agent.say(number, m.Completed(agent.machine.epochs.epoch, 1, part=1, version=1, last=True))
         await fleet.until(lambda: any(isinstance(each, m.Release) for each in agent.pool.heard[number]))
         assert len(lost) == 1
         await agent.end()

@@ -33,7 +33,7 @@ def trained(**more: object) -> Node:
     node = Node(ready_standbys=1, **more)
     node.hear(plan())
     node.worker(m.Registered(0, [0, 1], False, GROUP, OPERATIONS))
-    node.worker(m.WorkerRestored(1, 0, loaded=False))
+    node.worker(m.Restored(1, 0, 1000, 0, loaded=False))
     node.handle(e.Tick())
     assert not node.effects(e.Start), "it trains only once a step is done"
     committed(node)
@@ -103,7 +103,7 @@ def test_it_takes_the_role_when_its_worker_dies():
     assert e.SetApart(number, apart=False) in node.done
     [bring] = node.effects(e.FetchState)
     assert bring.worker == number
-    node.worker(m.WorkerRestored(2, 1, loaded=True))
+    node.worker(m.Restored(2, 0, 1000, 1, loaded=True))
     [layout] = node.said(m.RoleLayout)
     assert layout.initial is None, "a script begins elsewhere"
 

@@ -295,7 +295,7 @@ def test_a_job_that_ends_while_a_relay_hears_nothing_is_over_for_those_behind_it
         relay._uplink._channel._connection.transport.pause_reading()
         for agent in job.agents.values():
             for worker in agent.machine.crew.playing():
-                agent.say(worker.number, m.WorkerFinished())
+                agent.say(worker.number, m.Finished(worker.role))
         assert await job.fleet.ended() == 0
         await job.fleet.until(lambda: all(agent._done.done() for agent in behind))
         assert [agent._done.result() for agent in behind] == [0] * len(behind)

@@ -23,6 +23,7 @@ from ft_core.errors import CorruptSnapshot, ProtocolError, TransportError
 from ft_core.net import transport as net
 from ft_core.net.transport import TcpTransport
 from ft_core.protocol.channel import Channel
+from ft_core.protocol.messages import AskProgress, AskStartupEntries, StartupEntries
 from ft_core.protocol.sockets import listen
 from ft_core.protocol.transfers import (
     ANSWER,
@@ -32,10 +33,7 @@ from ft_core.protocol.transfers import (
     Answer,
     Chunks,
     CommitPush,
-    EntriesFound,
     Failed,
-    FetchEntries,
-    FetchProgress,
     Found,
     PushBegun,
     Question,
@@ -388,14 +386,14 @@ def test_connections_are_reused_and_rebuilt(mine: TcpTransport) -> None:
     server = TcpTransport(store, SECRET, answer=entries)
     port = int(server.address.rsplit(":", 1)[1])
     for i in range(20):
-        assert mine.request(server.address, FetchEntries(0, f"0-1:1#{i}", 0), 60) == EntriesFound(
-            {f"0-1:1#{i}": []}
+        assert mine.request(server.address, AskStartupEntries(1, 0, f"0-1:1#{i}", 0), 60) == StartupEntries(
+            1, {f"0-1:1#{i}": []}
         )
     with server._server._lock:  # whoever has started the thread may not have noted it yet
         assert len(server._server._threads) == 1
     server.close()
     with pytest.raises(TransportError):
-        mine.request(server.address, FetchEntries(0, "0-1:1#0", 0), 60)
+        mine.request(server.address, AskStartupEntries(1, 0, "0-1:1#0", 0), 60)
     echo = listen("127.0.0.1", port)  # another process on the same port, as after a restart
     with ThreadPoolExecutor(1) as pool:
 
@@ -406,22 +404,22 @@ def test_connections_are_reused_and_rebuilt(mine: TcpTransport) -> None:
             channel.close()
 
         served = pool.submit(serve)
-        assert mine.request(server.address, FetchEntries(0, "0-1:1#0", 0), 60) == Accepted()
+        assert mine.request(server.address, AskStartupEntries(1, 0, "0-1:1#0", 0), 60) == Accepted()
         served.result()
     echo.close()
 
 
 def test_error_of_an_answer_reaches_the_asker(mine: TcpTransport, peer: Peer) -> None:
     with pytest.raises(TransportError, match="no such thing"):
-        mine.request(peer.address, FetchProgress(0), 60)
+        mine.request(peer.address, AskProgress(1, 0), 60)
     assert peer.ask("versions") == {}
     with pytest.raises(TransportError, match="answers no questions"):
-        mine.request(mine.address, FetchProgress(0), 60)
+        mine.request(mine.address, AskProgress(1, 0), 60)
 
 
 def entries(question: Question) -> Found:
-    assert isinstance(question, FetchEntries)
-    return EntriesFound({question.group: []})
+    assert isinstance(question, AskStartupEntries)
+    return StartupEntries(question.id, {question.group: []})
 
 
 def row(*items: tuple[int, int], holders: tuple[Any, ...] = (0,)) -> dict[str, Any]:
@@ -485,7 +483,7 @@ def test_nonsense_is_answered_and_the_server_lives(mine: TcpTransport, message: 
         channel.recv()
     channel.close()
     with pytest.raises(TransportError, match="answers no questions"):
-        mine.request(mine.address, FetchProgress(0), 60)
+        mine.request(mine.address, AskProgress(1, 0), 60)
 
 
 @pytest.fixture

@@ -44,11 +44,14 @@ def restore(epoch: int, version: int | None = None, parts: tuple[m.CopyHere, ...
     return m.Restore(epoch, version, list(parts))
 
 
+PID = 1000
+
+
 class Worker:
     """The machine, and where it is after each thing that happens."""
 
     def __init__(self) -> None:
-        self.machine = WorkerMachine()
+        self.machine = WorkerMachine(PID)
         self.now = 0.0
 
     @property
@@ -103,18 +106,18 @@ def test_from_the_first_line_to_the_end() -> None:
     assert worker.state == Restoring()
     order = restore(1, 4, (COPY,))
     assert worker.hear(order) == [] and worker.state == Loading(order)
-    assert worker.do(e.Loaded(4, loaded=True)) == [e.Send(m.WorkerRestored(1, 4, True))]
+    assert worker.do(e.Loaded(4, loaded=True)) == [e.Send(m.Restored(1, 0, PID, 4, True))]
     assert worker.state == Training() and worker.machine.reports_step
-    assert worker.do(e.StepDone(5)) == [e.Send(m.WorkerStepped(1, 5))]
+    assert worker.do(e.StepDone(5)) == [e.Send(m.Stepped(1, 0, 5))]
     assert not worker.machine.reports_step and worker.do(e.StepDone(6)) == []
-    assert worker.do(e.PartDone(1, 7, last=False)) == [e.Send(m.WorkerCompleted(1, 1, 7, False))]
+    assert worker.do(e.PartDone(1, 7, last=False)) == [e.Send(m.Completed(1, 0, 1, 7, False))]
     assert worker.state == AtEnd(1, False)
     assert worker.hear(m.Release([])) == [] and worker.state == AtEnd(1, False)
     assert worker.hear(m.Release([7])) == [] and worker.state == Training()
     worker.do(e.PartDone(2, 9, last=True))
     worker.hear(m.Release([7, 9]))
     assert worker.state == Trained()
-    assert worker.do(e.ScriptDone()) == [e.Send(m.WorkerFinished())]
+    assert worker.do(e.ScriptDone()) == [e.Send(m.Finished(0))]
     assert worker.state == Finished()
     assert worker.hear(m.Exit()) == [] and worker.state == Over()
 
@@ -170,8 +173,8 @@ def test_a_recovery() -> None:
     assert worker.hear(m.PlanBegins(found)) == [e.UsePlan(found)]
     assert worker.state == Restoring() and worker.machine.plan is found
     worker.hear(restore(2, 5, (COPY,)))
-    assert worker.do(e.Loaded(5, loaded=True)) == [e.Send(m.WorkerRestored(2, 5, True))]
-    assert worker.do(e.StepDone(6)) == [e.Send(m.WorkerStepped(2, 6))]
+    assert worker.do(e.Loaded(5, loaded=True)) == [e.Send(m.Restored(2, 0, PID, 5, True))]
+    assert worker.do(e.StepDone(6)) == [e.Send(m.Stepped(2, 0, 6))]
 
 
 def test_what_is_on_record_is_told_after_the_abort() -> None:
@@ -326,9 +329,9 @@ def test_an_abort_after_the_end(done: tuple[e.Event, ...]) -> None:
 def test_who_is_not_protected_takes_part_in_no_recovery() -> None:
     worker = Worker().start()
     so_far = e.RunsUnprotected("it trains", so_far=True)
-    assert worker.do(so_far) == [e.Send(m.WorkerUnprotected("it trains", so_far=True))]
+    assert worker.do(so_far) == [e.Send(m.Unprotected(0, "it trains", so_far=True))]
     assert worker.state == StartUp(), "it may yet ask for it"
-    said = m.WorkerUnprotected("it wants none", so_far=False)
+    said = m.Unprotected(0, "it wants none", so_far=False)
     assert worker.do(e.RunsUnprotected("it wants none")) == [e.Send(said)]
     assert worker.hear(m.Abort(2)) == [e.AbortBefore(2)]
     assert worker.hear(m.PlanBegins(plan(2))) == [] and worker.machine.epoch == 1
@@ -362,7 +365,7 @@ def test_records_are_dropped_again_when_the_group_does_not_come() -> None:
 def hold(worker: Worker) -> None:
     worker.hear(m.PauseAfterStep(1, 5))
     assert worker.do(e.StepSafe(4)) == [] and worker.state == Training()
-    assert worker.do(e.StepSafe(5)) == [e.Send(m.WorkerHeld(1))]
+    assert worker.do(e.StepSafe(5)) == [e.Send(m.PausedAtStep(1, 0))]
     assert worker.state == Holding(worker.now + HOLD_LIMIT) and worker.machine.deadline is not None
 
 
@@ -405,8 +408,8 @@ def test_a_hold_of_another_epoch_holds_nobody() -> None:
 def test_questions_are_answered_in_every_state() -> None:
     worker = Worker().train()
     assert worker.hear(m.SendIssued(4)) == [e.SayIssued(4, 1, at_end=False)]
-    assert worker.hear(m.SendProgress(5)) == [e.SayProgress(5)]
-    assert worker.hear(m.SendStartupEntries(6, "0-1:1#0", 2)) == [e.SayEntries(6, "0-1:1#0", 2)]
+    assert worker.hear(m.AskProgress(5, 0)) == [e.SayProgress(5)]
+    assert worker.hear(m.AskStartupEntries(6, 0, "0-1:1#0", 2)) == [e.SayEntries(6, "0-1:1#0", 2)]
     worker.do(e.PartDone(1, 7, last=True))
     assert worker.hear(m.SendIssued(5)) == [e.SayIssued(5, 1, at_end=True)]
     worker.hear(m.Release([7]))
@@ -417,8 +420,8 @@ def test_questions_are_answered_in_every_state() -> None:
 
 def test_what_the_process_groups_notice_is_told() -> None:
     worker = Worker().train(epoch=2)
-    assert worker.do(e.Suspects("reset")) == [e.Send(m.WorkerSuspects(2, "reset"))]
-    assert worker.do(e.Reopened(2)) == [e.Send(m.WorkerReopened(2))]
+    assert worker.do(e.Suspects("reset")) == [e.Send(m.Suspect(2, 0, "reset"))]
+    assert worker.do(e.Reopened(2)) == [e.Send(m.Reopened(2, 0))]
 
 
 def test_the_process_ends() -> None:
@@ -495,9 +498,9 @@ def test_whatever_happens_each_epoch_is_answered_once(seed: int) -> None:
                     case e.UsePlan(begins):
                         assert begins.epoch == machine.announced == quiesced[-1] > begun[-1]
                         begun.append(begins.epoch)
-                    case e.Send(m.WorkerRestored(epoch) | m.WorkerStepped(epoch) | m.WorkerHeld(epoch)):
-                        assert epoch == machine.epoch == machine.announced
-                    case e.Send(m.WorkerCompleted(epoch)):
+                    case e.Send(
+                        m.Restored(epoch) | m.Stepped(epoch) | m.PausedAtStep(epoch) | m.Completed(epoch)
+                    ):
                         assert epoch == machine.epoch == machine.announced
             assert machine.epoch == begun[-1]
         if worker.state == Leaving():

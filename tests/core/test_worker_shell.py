@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,20 +17,20 @@ from ft_core.protocol.groups import Series
 from ft_core.protocol.messages import (
     Abort,
     AskStartupEntries,
-    BringSettings,
+    Configure,
+    ConfigureAnswer,
     Counterparts,
     Message,
+    OperationCounts,
     PauseAfterStep,
+    PausedAtStep,
     PlanBegins,
     Quiesced,
     Refused,
     Restore,
+    Restored,
     SendCounts,
-    SettingsTaken,
-    WorkerCounts,
-    WorkerHeld,
-    WorkerRestored,
-    WorkerStepped,
+    Stepped,
 )
 from ft_core.state.memory import Word
 from ft_core.worker import machine
@@ -66,7 +67,7 @@ def test_records_are_kept_for_a_group_that_is_on_its_way(tmp_path: Path) -> None
     startup = agent.shell.comms.startup
     assert not startup._keep
     agent.channel.send(SendCounts())
-    wait_for_value(lambda: agent.of(WorkerCounts), [WorkerCounts({})])
+    wait_for_value(lambda: agent.of(OperationCounts), [OperationCounts(0, {})])
     assert startup._keep, "what was told is there when it is asked for"
     agent.channel.send(PauseAfterStep(1, 7))
     wait_for_value(lambda: agent.shell.machine.hold_at, 7)
@@ -122,9 +123,9 @@ def test_a_recovery_over_two_epochs(tmp_path: Path) -> None:
     assert (agent.session.epoch, agent.session.version) == (3, 1)
     assert agent.shell.comms.epoch == 3 and agent.shell.comms.alive
     assert not agent.session.interrupted(RuntimeError("the script's own"))
-    wait_for_value(lambda: agent.of(WorkerRestored)[1:], [WorkerRestored(3, 1, False)])
+    wait_for_value(lambda: agent.of(Restored)[1:], [Restored(3, 0, os.getpid(), 1, False)])
     step(agent)
-    wait_for_value(lambda: agent.of(WorkerStepped), [WorkerStepped(1, 1), WorkerStepped(3, 2)])
+    wait_for_value(lambda: agent.of(Stepped), [Stepped(1, 0, 1), Stepped(3, 0, 2)])
     assert agent.of(Quiesced) == [Quiesced(2, "training", {}), Quiesced(3, "training", {})]
 
 
@@ -138,7 +139,7 @@ def test_a_step_ends_though_nobody_comes_back(tmp_path: Path, monkeypatch: pytes
     assert agent.shell.machine.hold_at == 2
     step(agent)
     assert agent.shell.machine.state == Training() and agent.shell.machine.hold_at == machine.NEVER
-    wait_for_value(lambda: agent.of(WorkerHeld), [WorkerHeld(1)])
+    wait_for_value(lambda: agent.of(PausedAtStep), [PausedAtStep(1, 0)])
 
 
 def test_who_asks_for_a_record_hears_that_the_epoch_is_over(tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ def test_who_asks_for_a_record_hears_that_the_epoch_is_over(tmp_path: Path) -> N
     assert isinstance(asked, AskStartupEntries)
     agent.channel.send(Refused(asked.id, "too late"))
     agent.channel.send(SendCounts())
-    wait_for_value(lambda: len(agent.of(WorkerCounts)), 1)
+    wait_for_value(lambda: len(agent.of(OperationCounts)), 1)
     assert not agent.shell._replies, "nobody waits for it any more"
 
 
@@ -159,11 +160,10 @@ def test_settings_that_the_script_brings(tmp_path: Path) -> None:
     agent = Answering(tmp_path)
 
     def answer(message: Message) -> list[Message]:
-        if not isinstance(message, BringSettings):
+        if not isinstance(message, Configure):
             return []
-        if "nodes" in message.settings:
-            return [Refused(message.id, "nobody has heard of nodes")]
-        return [SettingsTaken(message.id)]
+        error = "nobody has heard of nodes" if "nodes" in message.settings else ""
+        return [ConfigureAnswer(message.worker, message.id, error)]
 
     agent.answer = answer
     with pytest.raises(FtError, match="nobody has heard of nodes"):

@@ -6,17 +6,22 @@ from collections.abc import Callable
 from random import Random
 
 from ft_core.control.events import Received
-from ft_core.protocol.messages import DrainNode
+from ft_core.protocol import messages as m
 
 from .arbiter import MACHINE
 from .errors import Stray
 from .job import SHORT, SimJob
 from .node import SimNode
 
-MOMENTS = (
-    "AgentHello HoldingsChanged Heartbeat Restored Stepped RoleLayout Prepared Held Completed Finished "
-    "WorkerLost SharedPlan Abort Release Prepare Withdraw SendState KeptState Hold SendCounts OperationCounts"
-).split()
+MOMENTS = tuple(
+    kind.__name__
+    for kind in (
+        *(m.AgentHello, m.HoldingsChanged, m.Heartbeat, m.Restored, m.Stepped, m.RoleLayout, m.Prepared),
+        *(m.PausedAtStep, m.Completed, m.Finished, m.WorkerLost, m.SharedPlan, m.Abort, m.Release),
+        *(m.Prepare, m.Withdraw, m.SendState, m.KeptState, m.PauseAfterStep, m.SendCounts),
+        m.OperationCounts,
+    )
+)
 """Messages whose sending is a moment for a fault."""
 
 NOBODY = -1
@@ -308,7 +313,7 @@ def drain(job: SimJob, rng: Random) -> None:
 def _ask_to_drain(job: SimJob, name: str) -> None:
     controller = job.controller
     if not job.over and name not in controller.machine.facts.draining:
-        controller.do(lambda: controller.handle(Received(NOBODY, DrainNode(name))))
+        controller.do(lambda: controller.handle(Received(NOBODY, m.DrainNode(name))))
 
 
 def poison(job: SimJob, rng: Random) -> None:
@@ -528,7 +533,7 @@ def schedule(job: SimJob, rng: Random) -> float:
         faults = faults | {diverge: 4, stray: 4}
     if job.shape.relays:
         faults = faults | {lose_relay: 8}
-    moments: tuple[str, ...] = tuple(MOMENTS)
+    moments: tuple[str, ...] = MOMENTS
     if job.shape.drains:
         faults = faults | {drain: sum(faults.values()) // 2, join: 4}
         moments = (*MOMENTS, "Drain", "Prepare", "SendHeartbeat", "NodesChanged")

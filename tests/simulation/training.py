@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ft_core.elastic.rules import Deal, Range, positions
-from ft_core.protocol.messages import WorkerSuspects
+from ft_core.protocol.messages import Suspect
 from ft_core.state.manifest import Segment, layout
 
 from .flight import FlightRecorder
@@ -125,7 +125,7 @@ class Training:
                 return
             exchange.broken = True
             for member in apart:
-                member.do(lambda w=member: w.node.from_worker(w, WorkerSuspects(epoch, "reset")))  # type: ignore[misc]
+                member.do(lambda w=member: w.node.from_worker(w, Suspect(epoch, w.machine.role, "reset")))  # type: ignore[misc]
             return
         if kind == "step":
             self._check(epoch, number, exchange)

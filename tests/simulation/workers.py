@@ -81,7 +81,7 @@ class SimWorker(Process):
         self.node, self.number, self.device, self.pid = node, number, device, pid
         self.training = node.job.training
         self.words = Words()
-        self.machine = WorkerMachine()
+        self.machine = WorkerMachine(pid)
         self.version, self.content = 0, 1
         self.weights: Content | None = 1
         """What is derived of the content: of which, or of none."""
@@ -89,7 +89,7 @@ class SimWorker(Process):
         """In which epoch."""
         self.deal = Deal(1)
         self.membership = Membership(node.job.shape.groups)
-        self._newest: list[m.WorkerTrained] = []
+        self._newest: list[m.Trained] = []
         self.knows: dict[int, Content] = {}
         """Of which steps it can tell what they trained, and what came of each."""
         self.outbox = 0
@@ -147,11 +147,9 @@ class SimWorker(Process):
         match message:
             case m.Allocated():
                 self._allocated[message.id] = message.address
-            case m.SettingsTaken():
-                self._settings = ""
-            case m.Refused():
+            case m.ConfigureAnswer():
                 self._settings = message.error
-            case m.FailureNoted() | m.Welcome() | m.EntriesBrought() | m.ProgressBrought():
+            case m.Refused() | m.FailureNoted() | m.Welcome() | m.StartupEntries() | m.ProgressFound():
                 pass
             case _:
                 self.tell(ev.FromAgent(message))
@@ -166,9 +164,9 @@ class SimWorker(Process):
                 case ev.SayQuiesced(epoch, stage):
                     self._say(m.Quiesced(epoch, stage, self.counts()))
                 case ev.SayCounts():
-                    self._say(m.WorkerCounts(self.counts()))
+                    self._say(m.OperationCounts(self.machine.role, self.counts()))
                 case ev.SayIssued(number, epoch, at_end):
-                    self._say(m.WorkerIssued(number, epoch, self.version, at_end, {}, []))
+                    self._say(m.Issued(number, epoch, self.machine.role, self.version, at_end, {}, []))
                 case ev.UsePlan(plan):
                     if plan.epoch > 1 and self.role not in plan.newcomers:
                         self.later(0.005, lambda: self._reopens(plan.epoch))
@@ -270,7 +268,7 @@ class SimWorker(Process):
         settings = self.node.job.brought(self.role)
         if not settings:
             return
-        self._say(m.BringSettings(0, settings))
+        self._say(m.Configure(self.number, 0, settings))
         yield Until(lambda: self._settings is not None, False)
         if self._settings:
             self._say(m.ScriptFailed(m.Fault.EXCEPTION, "FtError", "FtError @ train.py", self._settings))
@@ -498,14 +496,14 @@ class SimWorker(Process):
             dealt = {group: list(ranges) for group, ranges in trained.items()}
             waiting = [(first, start, end) for first, start, end in self.deal.waiting]
             told = m.Dealt(dealt, waiting, self.deal.next)
-            self._newest.append(m.WorkerTrained(self.epoch, self.plan.version, step, told))
+            self._newest.append(m.Trained(self.epoch, self.plan.version, step, self.machine.role, told))
             if job.tells(self.role, self.membership.taking_part(step)):
                 self._say_of_step(self._newest[-1])
         yield from self._hold()
         if job.shape.saves and step % job.shape.saves == 0:
             yield from self._save()
 
-    def _say_of_step(self, trained: m.WorkerTrained) -> None:
+    def _say_of_step(self, trained: m.Trained) -> None:
         self.node.job.told.add(self.knows[trained.step])
         self._say(trained)
 

@@ -8,6 +8,8 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from msgspec.structs import replace
+
 from ft_core.errors import FtError
 from ft_core.net.transport import TcpTransport
 from ft_core.node.events import AskPeer, AskRecords, PeerAsks, RecordsFound
@@ -52,29 +54,27 @@ class Inquiries:
                 )
                 self._store.strike(name, version)
                 return t.Accepted()
-            case t.FetchEntries(holder, group, start):
-                answer = self._from_worker(holder, m.SendStartupEntries(next(self._numbers), group, start))
-                assert isinstance(answer, m.StartupEntries)
-                return t.EntriesFound(answer.entries)
-            case t.FetchProgress(holder):
-                said = self._from_worker(holder, m.SendProgress(next(self._numbers)))
-                assert isinstance(said, m.Progress)
-                return t.ProgressFound(said.version, said.counts, self._store.envelope(holder).decode())
+            case m.AskStartupEntries() | m.AskProgress():
+                answer = self._from_worker(replace(question, id=next(self._numbers)))
+                if isinstance(answer, m.StartupEntries):
+                    return answer
+                envelope = self._store.envelope(question.holder).decode()
+                return m.ProgressFound(answer.id, answer.version, answer.counts, envelope)
             case t.AskAlive():
                 return t.Alive(self._stalled())
 
-    def _from_worker(
-        self, role: int, question: m.SendStartupEntries | m.SendProgress
-    ) -> m.StartupEntries | m.Progress:
+    def _from_worker(self, question: m.AskStartupEntries | m.AskProgress) -> m.StartupEntries | m.Progress:
         if self._loop is None:
             raise FtError(f"node {self._node} is starting")
         future: Future[_Answer] = Future()
         self._waiting[question.id] = future
         try:
-            self._loop.call_soon_threadsafe(self._handle, PeerAsks(role, question))
+            self._loop.call_soon_threadsafe(self._handle, PeerAsks(question))
             answer = future.result(_DEADLINE)
         except TimeoutError:
-            raise FtError(f"the worker of role {role} did not answer within {_DEADLINE:.0f} s") from None
+            raise FtError(
+                f"the worker of role {question.holder} did not answer within {_DEADLINE:.0f} s"
+            ) from None
         finally:
             del self._waiting[question.id]
         if isinstance(answer, str):
@@ -87,34 +87,25 @@ class Inquiries:
             waiting.set_result(answer)
 
 
-def relay(asked: AskPeer, transport: TcpTransport) -> m.EntriesBrought | m.ProgressBrought | m.Refused:
+def relay(asked: AskPeer, transport: TcpTransport) -> m.StartupEntries | m.ProgressFound | m.Refused:
     """A newcomer here asks something of a role elsewhere: what that one's agent says. Waits for it."""
     question = asked.question
-    what: t.FetchEntries | t.FetchProgress
-    if isinstance(question, m.AskStartupEntries):
-        what = t.FetchEntries(question.holder, question.group, question.start)
-    else:
-        what = t.FetchProgress(question.holder)
     try:
-        found = transport.request(asked.address, what, _DEADLINE)
+        found = transport.request(asked.address, question, _DEADLINE)
     except FtError as error:
-        reason = f"asking role {question.holder} ({type(what).__name__}): {error}"
+        reason = f"asking role {question.holder} ({type(question).__name__}): {error}"
         return m.Refused(question.id, reason)
-    match found:
-        case t.EntriesFound(entries):
-            return m.EntriesBrought(question.id, entries)
-        case t.ProgressFound(version, counts, envelope):
-            return m.ProgressBrought(question.id, version, counts, envelope)
-        case _:
-            return m.Refused(question.id, f"the agent of role {question.holder} answered {found}")
+    if isinstance(found, m.StartupEntries | m.ProgressFound):
+        return replace(found, id=question.id)
+    return m.Refused(question.id, f"the agent of role {question.holder} answered {found}")
 
 
 def records_of(asked: AskRecords, transport: TcpTransport) -> RecordsFound:
     """What the worker of a role elsewhere has on record, as its agent says. Waits for it."""
     try:
-        found = transport.request(asked.address, t.FetchProgress(asked.role), _DEADLINE)
+        found = transport.request(asked.address, m.AskProgress(0, asked.role), _DEADLINE)
     except FtError as error:
         return RecordsFound(asked.role, asked.epoch, {}, str(error))
-    if not isinstance(found, t.ProgressFound):
+    if not isinstance(found, m.ProgressFound):
         return RecordsFound(asked.role, asked.epoch, {}, f"its agent answered {found}")
     return RecordsFound(asked.role, asked.epoch, found.counts)

@@ -8,11 +8,6 @@ from msgspec.structs import replace
 
 from ft_core.protocol import messages as m
 
-OfRole = (
-    m.WorkerLost | m.NoIdleWorker | m.RestoreFailed | m.Restored | m.Stepped | m.Reopened | m.RoleLayout
-    | m.Prepared | m.PausedAtStep | m.Unprotected | m.Suspect | m.Completed | m.Finished
-)  # fmt: skip
-
 
 class PendingReports:
     """It may not have been heard: the connection breaks, a controller is restarted. So all of it is repeated
@@ -20,10 +15,10 @@ class PendingReports:
     """
 
     def __init__(self) -> None:
-        self._messages: dict[tuple[type[OfRole], int, bool], tuple[OfRole, float]] = {}
+        self._messages: dict[tuple[type[m.OfRole], int, bool], tuple[m.OfRole, float]] = {}
         """With when it was said first."""
 
-    def keep(self, message: OfRole, now: float) -> None:
+    def keep(self, message: m.OfRole, now: float) -> None:
         """It is about `message.role`."""
         adopted = isinstance(message, m.RoleLayout) and message.adopted
         self._messages[type(message), message.role, adopted] = message, now
@@ -41,7 +36,7 @@ class PendingReports:
         found, _ = self._messages.get((m.Prepared, role, False), (None, 0.0))
         return found if isinstance(found, m.Prepared) else None
 
-    def again(self, now: float) -> Iterator[OfRole]:
+    def again(self, now: float) -> Iterator[m.OfRole]:
         """All of it. What has failed is not younger for being said once more."""
         for message, at in self._messages.values():
             yield replace(message, age=now - at) if isinstance(message, m.WorkerLost) else message

@@ -13,6 +13,7 @@ from ft_core.protocol.messages.agent import *
 from ft_core.protocol.messages.operator import *
 from ft_core.protocol.messages.plans import *
 from ft_core.protocol.messages.relay import *
+from ft_core.protocol.messages.roles import *
 from ft_core.protocol.messages.values import *
 from ft_core.protocol.messages.worker import *
 

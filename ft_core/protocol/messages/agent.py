@@ -7,13 +7,26 @@ from typing import Annotated, ClassVar
 from msgspec import Meta, field
 
 from ft_core.protocol.flight import NEWEST, FlightLog
-from ft_core.protocol.groups import GroupId, Series, parse, roles_in
+from ft_core.protocol.groups import parse, roles_in
 from ft_core.protocol.messages.plans import JobState, WorkerPlan
+from ft_core.protocol.messages.roles import (
+    Completed,
+    Configure,
+    Finished,
+    FromRole,
+    PausedAtStep,
+    Reopened,
+    Restored,
+    Stepped,
+    Suspect,
+    ToRole,
+    Trained,
+    Unprotected,
+)
 from ft_core.protocol.messages.values import (
     Address,
     CheckpointName,
     Counts,
-    Dealt,
     Epoch,
     FailureRecord,
     Fault,
@@ -152,33 +165,9 @@ class RestoreFailed(Message, frozen=True):
     reason: str
 
 
-class Restored(Message, frozen=True):
-    """A role has its state. `loaded`: from a copy, not made by its script."""
-
-    epoch: Epoch
-    role: Role
-    pid: Number
-    version: Version
-    loaded: bool
-
-
-class Stepped(Message, frozen=True):
-    """A role has finished the first step of its epoch."""
-
-    epoch: Epoch
-    role: Role
-    version: Version
-
-
-class Reopened(Message, frozen=True):
-    """A role has its communicators."""
-
-    epoch: Epoch
-    role: Role
-
-
 class RoleLayout(Message, frozen=True):
-    """What a role's state consists of, or the part that another has adopted."""
+    """What a role's state consists of, or the part that another has adopted: its agent has put it together,
+    of what the worker has registered, and of the memory that it has asked for or loaded."""
 
     epoch: Epoch
     role: Role
@@ -192,95 +181,12 @@ class RoleLayout(Message, frozen=True):
         check_texts(roles_in, self.segments.values())
 
 
-class Trained(Message, frozen=True):
-    """For the ledger: a step's samples. `since`: the version that its epoch began from, None of start-up."""
-
-    epoch: Epoch
-    since: Version | None
-    step: Version
-    role: Role
-    dealt: Dealt
-
-
-class OperationCounts(Message, frozen=True):
-    """A role's start-up operations on record."""
-
-    role: Role
-    counts: Counts
-
-    def __post_init__(self) -> None:
-        check_texts(parse, self.counts)
-
-
-class Issued(Message, frozen=True):
-    """What a role has begun, by group, and the groups of which it waits for others to connect."""
-
-    round: Number
-    epoch: Epoch
-    role: Role
-    step: Version
-    at_end: bool
-    issued: Counts
-    unopened: list[str]
-
-    def __post_init__(self) -> None:
-        check_texts(Series.parse, self.issued)
-        check_texts(GroupId.parse, self.unopened)
-
-
 class Prepared(Message, frozen=True):
-    """A role that comes back, or moves, waits for its state. `counts`: the start-up operations that it has on
-    record."""
+    """A role that comes back, or moves, waits for its state, as its agent knows: its worker has registered,
+    and it has no part in the plan. `counts`: the start-up operations that it has on record."""
 
     role: Role
     counts: Counts
-
-
-class PausedAtStep(Message, frozen=True):
-    """A role has stopped at the end of a step for those who come back."""
-
-    epoch: Epoch
-    role: Role
-
-
-class Unprotected(Message, frozen=True):
-    """A role's script runs without fault tolerance. `so_far`: it may yet ask for it."""
-
-    role: Role
-    reason: str
-    so_far: bool
-
-
-class Suspect(Message, frozen=True):
-    """A role, or its agent, has seen connections break."""
-
-    epoch: Epoch
-    role: Role
-    reason: str
-
-
-class Completed(Message, frozen=True):
-    """A role has come to the end of a part of its script. `last`: only local work follows."""
-
-    epoch: Epoch
-    role: Role
-    part: Number
-    version: Version
-    last: bool
-
-
-class Finished(Message, frozen=True):
-    """A role's script is done."""
-
-    role: Role
-
-
-class Configure(Message, frozen=True):
-    """A worker brings settings (names as in `Settings`), and waits."""
-
-    worker: Number
-    id: Number
-    settings: dict[str, Setting]
 
 
 class Configured(Message, frozen=True):
@@ -372,19 +278,20 @@ class AgentHello(Message, frozen=True):
     domain: str
     data: Address
     holdings: Holdings
-    said: list[FromRoles]
+    said: list[SaidAgain]
     draining: bool
     job: JobId
 
 
-FromRoles = (
-    WorkerLost | NoIdleWorker | RestoreFailed | Restored | Stepped | Reopened | RoleLayout | Prepared
-    | PausedAtStep | Unprotected | Suspect | Completed | Finished | Configure | Trained
+OfRole = (
+    WorkerLost | NoIdleWorker | RestoreFailed | RoleLayout | Prepared
+    | Restored | Stepped | Reopened | PausedAtStep | Unprotected | Suspect | Completed | Finished
 )  # fmt: skip
-"""What an agent says of its roles, and says again with each greeting."""
+"""What must be known of a role, whichever controller leads."""
+SaidAgain = OfRole | Configure | Trained
 
 FromAgent = (
-    AgentHello | HoldingsChanged | Heartbeat | Idle | FromRoles | OperationCounts | Issued
+    AgentHello | HoldingsChanged | Heartbeat | Idle | OfRole | FromRole
     | Configured | Hosts | NodesProbed | DurableNames | DurableWritten | DurableFailed | RoleState | Flights
     | RoleFlight | Leaving | Left | KeptState
 )  # fmt: skip
@@ -420,12 +327,6 @@ class OtherJob(Message, frozen=True):
     """The first and last word to an agent of another job: this is one that has its address and its secret."""
 
     job: JobId
-
-
-class Abort(Message, frozen=True):
-    """The epoch before this one is over."""
-
-    epoch: Epoch
 
 
 class OwnPlan(Message, frozen=True):
@@ -512,22 +413,6 @@ class SendState(Message, frozen=True):
     """To a controller that has just started."""
 
 
-class Release(Message, frozen=True):
-    """All roles have come to the end of so many parts of their script: with which version."""
-
-    parts: list[Version]
-
-
-class SendCounts(Message, frozen=True):
-    """Say the counts of the start-up operations of all roles here."""
-
-
-class SendIssued(Message, frozen=True):
-    """What the roles here have begun."""
-
-    round: Number
-
-
 class SendFlight(Message, frozen=True):
     """The flight records of all roles here: what is under way, and the newest that have ended, so many of
     each group. `closely`: of these also what they do."""
@@ -541,13 +426,6 @@ class DescribeFlight(Message, frozen=True):
     """A role's flight record, all of it."""
 
     role: Role
-
-
-class PauseAfterStep(Message, frozen=True):
-    """Stop at the end of this step, in this epoch; epoch 0: go on."""
-
-    epoch: Epoch
-    step: Version
 
 
 class Prepare(Message, frozen=True):
@@ -575,14 +453,6 @@ class UseSettings(Message, frozen=True):
     settings: dict[str, Setting]
 
 
-class ConfigureAnswer(Message, frozen=True):
-    """To a worker's `Configure`; `error`: why its settings cannot be had."""
-
-    worker: Number
-    id: Number
-    error: str = ""
-
-
 class KeepStrikes(Message, frozen=True):
     """All failures that count, for a successor of the controller."""
 
@@ -596,8 +466,7 @@ class Shutdown(Message, frozen=True):
 
 
 ToAgent = (
-    LeaderHello | OtherJob | Hosts | OwnPlan | SharedPlan | Abort | NodesChanged | KillWorker | Examine
-    | DescribeRole | ListDurable | ProbeNodes | SendHeartbeat | SendState | Release | SendCounts | SendIssued
-    | SendFlight | DescribeFlight | PauseAfterStep | Prepare | Withdraw | GivenUp | UseSettings
-    | ConfigureAnswer | KeepStrikes | Drain | Shutdown
+    LeaderHello | OtherJob | Hosts | OwnPlan | SharedPlan | NodesChanged | ToRole | KillWorker | Examine
+    | DescribeRole | ListDurable | ProbeNodes | SendHeartbeat | SendState | SendFlight | DescribeFlight
+    | Prepare | Withdraw | GivenUp | UseSettings | KeepStrikes | Drain | Shutdown
 )  # fmt: skip

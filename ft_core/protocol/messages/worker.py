@@ -6,12 +6,11 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from ft_core.protocol.groups import GroupId, Series, parse
-from ft_core.protocol.messages.agent import Abort, PauseAfterStep, Release, SendCounts, SendIssued
+from ft_core.protocol.groups import Series, parse
 from ft_core.protocol.messages.plans import WorkerPlan
+from ft_core.protocol.messages.roles import FromRole, ToRole
 from ft_core.protocol.messages.values import (
     Counts,
-    Dealt,
     Epoch,
     Fault,
     Layout,
@@ -19,7 +18,7 @@ from ft_core.protocol.messages.values import (
     Number,
     ReplicaGroup,
     Role,
-    Setting,
+    Size,
     Stage,
     StartupEntry,
     Value,
@@ -54,7 +53,8 @@ class Allocate(Message, frozen=True):
 
 
 class Registered(Message, frozen=True):
-    """Training is protected from this version on. `counts`: start-up operations on record."""
+    """Training is protected from this version on. `counts`: start-up operations on record. The controller
+    hears of it in parts, when it matters: `RoleLayout`, `Prepared`."""
 
     version: Version
     ring: list[Role]
@@ -74,89 +74,6 @@ class Quiesced(Message, frozen=True):
         check_texts(parse, self.counts)
 
 
-class WorkerRestored(Message, frozen=True):
-    """The worker has its state."""
-
-    epoch: Epoch
-    version: Version
-    loaded: bool
-
-
-class WorkerStepped(Message, frozen=True):
-    """The worker has finished the first step of its epoch."""
-
-    epoch: Epoch
-    version: Version
-
-
-class WorkerReopened(Message, frozen=True):
-    """The worker has its communicators."""
-
-    epoch: Epoch
-
-
-class WorkerHeld(Message, frozen=True):
-    """The worker has stopped at the end of a step."""
-
-    epoch: Epoch
-
-
-class WorkerUnprotected(Message, frozen=True):
-    """The script runs without fault tolerance. `so_far`: it may yet ask for it."""
-
-    reason: str
-    so_far: bool
-
-
-class WorkerSuspects(Message, frozen=True):
-    """The worker has seen connections break."""
-
-    epoch: Epoch
-    reason: str
-
-
-class WorkerCompleted(Message, frozen=True):
-    """The worker has come to the end of a part of its script, as of `version`."""
-
-    epoch: Epoch
-    part: Number
-    version: Version
-    last: bool
-
-
-class WorkerTrained(Message, frozen=True):
-    """For the ledger, the samples of a step. `since`: as of `Trained`."""
-
-    epoch: Epoch
-    since: Version | None
-    step: Version
-    dealt: Dealt
-
-
-class WorkerCounts(Message, frozen=True):
-    """Start-up operations on record."""
-
-    counts: Counts
-
-    def __post_init__(self) -> None:
-        check_texts(parse, self.counts)
-
-
-class WorkerIssued(Message, frozen=True):
-    """What the worker has begun, by group, and the groups of which it waits for others to connect."""
-
-    round: Number
-    epoch: Epoch
-    step: Version
-    at_end: bool
-    issued: Counts
-    unopened: list[str]
-
-    def __post_init__(self) -> None:
-        check_texts(Series.parse, self.issued)
-        check_texts(GroupId.parse, self.unopened)
-
-
 class CorruptCopy(Message, frozen=True):
     """A copy in memory does not match its checksums."""
 
@@ -166,33 +83,27 @@ class CorruptCopy(Message, frozen=True):
 
 
 class AskStartupEntries(Message, frozen=True):
-    """Records of start-up operations, of the worker that plays `holder`."""
+    """Records of start-up operations, of the worker that plays `holder`: both agents pass this on, and the
+    answer. `id`: of whoever has sent it last."""
 
     id: Number
     holder: Role
     group: str
-    start: Number
+    start: Size
 
     def __post_init__(self) -> None:
         check_texts(Series.parse, [self.group])
 
 
 class AskProgress(Message, frozen=True):
-    """How far the worker that plays `holder` has come."""
+    """How far the worker that plays `holder` has come. It goes the way of `AskStartupEntries`."""
 
     id: Number
     holder: Role
 
 
-class BringSettings(Message, frozen=True):
-    """The script brings settings."""
-
-    id: Number
-    settings: dict[str, Setting]
-
-
 class StartupEntries(Message, frozen=True):
-    """Answers `SendStartupEntries`: by text form of a group, its records from there on."""
+    """Answers `AskStartupEntries`: by text form of a group, its records from there on."""
 
     id: Number
     entries: dict[str, list[StartupEntry]]
@@ -202,7 +113,7 @@ class StartupEntries(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """Answers `SendProgress`."""
+    """Answers `AskProgress` to the worker's own agent, which makes `ProgressFound` of it."""
 
     id: Number
     version: Version
@@ -222,15 +133,9 @@ class ScriptFailed(Message, frozen=True):
     traceback: str
 
 
-class WorkerFinished(Message, frozen=True):
-    """Nothing of the script is left to be done."""
-
-
 FromWorker = (
-    WorkerHello | Staged | Allocate | Registered | Quiesced | WorkerRestored | WorkerStepped
-    | WorkerReopened | WorkerHeld | WorkerUnprotected | WorkerSuspects | WorkerCompleted | WorkerTrained
-    | WorkerCounts | WorkerIssued | CorruptCopy | AskStartupEntries | AskProgress | BringSettings
-    | StartupEntries | Progress | ScriptFailed | WorkerFinished
+    WorkerHello | Staged | Allocate | Registered | Quiesced | FromRole | CorruptCopy | AskStartupEntries
+    | AskProgress | StartupEntries | Progress | ScriptFailed
 )  # fmt: skip
 
 
@@ -293,24 +198,9 @@ class Refused(Message, frozen=True):
     error: str
 
 
-class SettingsTaken(Message, frozen=True):
-    """Answers `BringSettings`."""
-
-    id: Number
-
-
-class EntriesBrought(Message, frozen=True):
-    """Answers `AskStartupEntries`."""
-
-    id: Number
-    entries: dict[str, list[StartupEntry]]
-
-    def __post_init__(self) -> None:
-        check_texts(Series.parse, self.entries)
-
-
-class ProgressBrought(Message, frozen=True):
-    """Answers `AskProgress`."""
+class ProgressFound(Message, frozen=True):
+    """Answers `AskProgress`. `envelope`: of the newest snapshot of that role (`state.envelope`), which its
+    agent adds to what the worker says."""
 
     id: Number
     version: Version
@@ -319,23 +209,6 @@ class ProgressBrought(Message, frozen=True):
 
     def __post_init__(self) -> None:
         check_texts(parse, self.counts)
-
-
-class SendStartupEntries(Message, frozen=True):
-    """Another role's worker asks for records."""
-
-    id: Number
-    group: str
-    start: Number
-
-    def __post_init__(self) -> None:
-        check_texts(Series.parse, [self.group])
-
-
-class SendProgress(Message, frozen=True):
-    """Another role's worker asks how far this one is."""
-
-    id: Number
 
 
 class FailureNoted(Message, frozen=True):
@@ -347,7 +220,6 @@ class Exit(Message, frozen=True):
 
 
 ToWorker = (
-    Welcome | Abort | PlanBegins | Assign | Restore | Release | SendCounts | SendIssued | PauseAfterStep
-    | Allocated | Refused | SettingsTaken | EntriesBrought | ProgressBrought | SendStartupEntries
-    | SendProgress | FailureNoted | Exit
+    Welcome | ToRole | PlanBegins | Assign | Restore | Allocated | Refused | AskStartupEntries | AskProgress
+    | StartupEntries | ProgressFound | FailureNoted | Exit
 )  # fmt: skip
