@@ -37,7 +37,7 @@ STEP = 5.0
 COPIED, OPTIMIZER = 0.2, 0.1
 """Of a step: when the copy of the one before is complete, and how long its optimizer takes."""
 _EPOCH = re.compile(rb'"epoch":(\d+)')
-_ID = re.compile(rb'"state":{"id":"([^"]*)"')
+_ID = re.compile(rb'"id":"([^"]*)"')
 _VERSION = re.compile(rb'"version":(\d+|null)')
 
 
@@ -451,7 +451,7 @@ class Agent(Client):
             fleet.plan = plan
             fleet.hosts = hosts_of(plan.roles, plan.nodes)
             fleet.adopted = {}
-            for away, by in plan.worker.adopted.items():
+            for away, by in plan.adopted.items():
                 fleet.adopted.setdefault(by, []).append(away)
             fleet.go_on(max(2, _number(_VERSION, body)))
         self._pieces, self._own_bytes = [], 0

@@ -306,7 +306,7 @@ class RecoveryCoordinator:
                 self.do(*(Send(node.peer, part) for part in self._whole_plan()))
                 continue
             if shared is None:
-                shared = plans.shared_plan(plan, facts.settings, before.id, *changes(before, plan))
+                shared = m.SharedPlan(before.id, *changes(before, plan), plan.state)
             self.effects.append(Send(node.peer, shared))
 
     def _send_plan(self, node: Node) -> None:
@@ -318,11 +318,10 @@ class RecoveryCoordinator:
 
     def _whole_plan(self) -> list[m.Hosts | m.SharedPlan]:
         """What all must know who know nothing."""
-        facts, plan = self.facts, self.facts.begun
+        plan = self.facts.begun
         if not self._whole:
             hosts = hosts_of(plan.roles, plan.nodes).values()
-            shared = plans.shared_plan(plan, facts.settings, plan.id, [], [])
-            self._whole = [*pieces(plan.id, hosts), shared]
+            self._whole = [*pieces(plan.id, hosts), m.SharedPlan(plan.id, [], [], plan.state)]
         return self._whole
 
     def _nodes_without_roles(self) -> m.NodesChanged:

@@ -130,7 +130,7 @@ class EpochExecutor:
         worker = self.crew.of_role(role)
         if self.plan is None or (worker is not None and worker.state_is_replicated):
             return []  # a plan that was made before it was known that every group has all the state
-        return [away for away, adopter in self.plan.worker.adopted.items() if adopter == role]
+        return [away for away, adopter in self.plan.adopted.items() if adopter == role]
 
     def _adopted_here(self) -> list[int]:
         return [adopted for role in self.roles_here() for adopted in self.adopted_by(role)]
@@ -265,22 +265,23 @@ class EpochExecutor:
         if plan.epoch < self.epoch or plan.epoch == self.begun:
             return
         before, first = self.roles_here(), not self.epoch
-        self.plan, self.epoch, self.parts = plan, plan.epoch, plan.worker.parts
+        self.plan, self.epoch, self.parts = plan, plan.epoch, plan.parts
         self._copies.epoch_ends()
         self.do(UsePlan(plan))
-        if plan.worker.origin == "durable":
+        if plan.origin == "durable":
             self.do(DropAfter(NONE))  # what is held of the same version may be of another past
-        elif plan.worker.version is not None:
-            self.do(DropAfter(plan.worker.version))
-        elif plan.worker.started_over == self.epoch:
+        elif plan.version is not None:
+            self.do(DropAfter(plan.version))
+        elif plan.started_over == self.epoch:
             self.do(DropAfter(NONE))
             self.said.keep_only(())
         here = self.roles_here()
-        self._taken = set() if first else (set(here) - set(before)) & set(plan.worker.newcomers)
+        self._taken = set() if first else (set(here) - set(before)) & set(plan.newcomers)
         self._say_what_is_taken_over()
         # Who has started ahead is of no use where all scripts begin anew.
-        self._withdraw_all_but(() if plan.worker.started_over == self.epoch else here)
-        self.do(*self.ready.epoch_begins(plan, here))
+        self._withdraw_all_but(() if plan.started_over == self.epoch else here)
+        told = self._worker_plan(plan)
+        self.do(*self.ready.epoch_begins(told, here))
         adopted = self._adopted_here()
         self.said.keep_only({*here, *adopted})
         self.do(
@@ -288,9 +289,9 @@ class EpochExecutor:
         )
         for role in here:
             if (worker := self.crew.of_role(role)) is not None:
-                self.do(ToWorker(worker.number, m.PlanBegins(self._with_settings(plan.worker))))
-            elif role in plan.worker.newcomers or role not in before:
-                worker = self._take_over(role, plan.worker) or self._assign(role, plan.master, plan.worker)
+                self.do(ToWorker(worker.number, m.PlanBegins(told)))
+            elif role in plan.newcomers or role not in before:
+                worker = self._take_over(role, told) or self._assign(role, plan.master, told)
             # Otherwise it has died since this node reported: the plan relies on it, so there will be another.
             if worker is not None:
                 self._restore(worker, plan)
@@ -299,7 +300,7 @@ class EpochExecutor:
         if self._taken and self.plan is not None:
             self._taken_at = self.now
             roles = f"role{'s' * (len(self._taken) > 1)} {text_of(runs_of(sorted(self._taken)))}"
-            done = self.plan.worker.version
+            done = self.plan.version
             where = f", after step {done:,}" if done else ""
             self.do(Say(f"ftrun: this node, {self.about.node}, takes over {roles}{where}"))
 
@@ -315,11 +316,11 @@ class EpochExecutor:
         """Roles whose memory here, wherever they are played now, has what this epoch begins with: until those
         who fetch it have made a step it may be all there is."""
         assert self.plan is not None
-        worker, view = self.plan.worker, self._view
-        if worker.origin == "durable":
+        plan, view = self.plan, self._view
+        if plan.origin == "durable":
             return frozenset()
         held = view.roles(adopted)
-        return frozenset(role for role in held if worker.version in view.versions(role, adopted))
+        return frozenset(role for role in held if plan.version in view.versions(role, adopted))
 
     def nodes_changed(self, news: m.NodesChanged) -> None:
         """Nodes without a role have come, or gone, since the plan was made."""
@@ -352,16 +353,26 @@ class EpochExecutor:
         """Roles that come back while others train begin ahead of the epoch in which they take part."""
         if (plan := self.plan) is None or not message.epoch == plan.epoch == self.epoch:
             return  # it is said again, if it is still wanted in the next one
+        told = msgspec.structs.replace(
+            self._worker_plan(plan),
+            origin="memory",
+            counterparts=message.counterparts,
+            standing_in=message.standing_in,
+            completed=message.completed,
+        )
         for role in message.roles:
             if self.crew.of_role(role) is None:
-                self._assign(role, plan.master, message.worker)
+                self._assign(role, plan.master, told)
             elif (said := self.said.prepared(role)) is not None:
                 self.post(said)  # it was withdrawn, which was not heard here, and is wanted again
 
-    def _with_settings(self, plan: m.WorkerPlan) -> m.WorkerPlan:
-        """The settings of now: the script may have brought some since the plan was made."""
-        return msgspec.structs.replace(
-            plan,
+    def _worker_plan(self, plan: m.NodePlan) -> m.WorkerPlan:
+        """What roles must know. By the settings of now: the script may have brought some since the plan was
+        made."""
+        return m.WorkerPlan(
+            **{name: getattr(plan, name) for name in m.EpochStart.__struct_fields__},
+            completed=plan.completed,
+            membership=plan.groups.membership,
             policy=self.settings.policy,
             lr_intervention=self.settings.lr_intervention,
             snapshot=self.settings.snapshot,
@@ -377,15 +388,13 @@ class EpochExecutor:
             return None
         worker.doing, worker.role = WorkerState.PLAYING, role
         environment = self.about.environment_of(role, worker.device, master, self.settings)
-        assign = m.Assign(
-            role, self.settings.world_size, environment, self._with_settings(plan), self.crew.ending
-        )
+        assign = m.Assign(role, self.settings.world_size, environment, plan, self.crew.ending)
         self.do(ShowRest(role), ToWorker(worker.number, assign))
         return worker
 
     def _take_over(self, role: int, plan: m.WorkerPlan) -> Worker | None:
         """Give the role to a worker that has started it ahead of need, if there is one."""
-        worker, effects = self.ready.takes(role, self._with_settings(plan))
+        worker, effects = self.ready.takes(role, plan)
         if worker is not None:
             self.said.forget([role])
             self.do(ShowRest(role))
@@ -397,9 +406,9 @@ class EpochExecutor:
     def prepare_standby(self, worker: Worker) -> None:
         """It has connected, and is to start a role ahead of need."""
         plan = self.plan if self.epoch == self.begun else None
-        now = None if plan is None else msgspec.structs.replace(plan.worker, parts=self.parts)
+        now = None if plan is None else msgspec.structs.replace(self._worker_plan(plan), parts=self.parts)
         master = plan.master if plan is not None else ""
-        self.do(*self.ready.begins(worker, now and self._with_settings(now), master, self.settings))
+        self.do(*self.ready.begins(worker, now, master, self.settings))
 
     def records_found(self, found: RecordsFound) -> None:
         """What the worker of a role elsewhere has on record, which this node guards."""
@@ -411,10 +420,10 @@ class EpochExecutor:
     def _restore(self, worker: Worker, plan: m.NodePlan) -> None:
         """Have the plan's version of its role, and of what that adopts, in memory here, then let it load."""
         held = []
-        if (version := plan.worker.version) is not None:
+        if (version := plan.version) is not None:
             for role in [worker.role, *self.adopted_by(worker.role)]:
                 there = version in self._view.versions(role, role != worker.role)
-                if there or plan.worker.origin != "initial" or plan.sources.get(role):
+                if there or plan.origin != "initial" or plan.sources.get(role):
                     held.append(role)  # else its script makes the initial state by itself
         if held:
             self.do(FetchState(worker.number, worker.role, tuple(held), plan))
@@ -429,7 +438,7 @@ class EpochExecutor:
             log.error("node %s: role %d: %s", self.about.node, order.role, event.failed)
             self.say(m.RestoreFailed(plan.epoch, order.role, event.failed))
         else:
-            restore = m.Restore(plan.epoch, plan.worker.version, list(event.copies))
+            restore = m.Restore(plan.epoch, plan.version, list(event.copies))
             self.do(ToWorker(order.worker, restore))
 
     def staged(self, worker: Worker, role: int, version: int) -> None:

@@ -419,7 +419,7 @@ class NodeShell:
 
     async def _bring(self, order: e.FetchState) -> None:
         plan, copies, failed = order.plan, [], ""
-        version = plan.worker.version
+        version = plan.version
         assert version is not None
         self._fetching[order.role] += 1
         try:
@@ -428,7 +428,7 @@ class NodeShell:
                 memory = self.store.memory(role, adopted=role != order.role)
                 if (found := memory.find(version)) is None:
                     about = role, plan, self.store, self.transport, self.settings
-                    if plan.worker.origin == "durable":
+                    if plan.origin == "durable":
                         made = [await self._on_storage(bring, *about)]
                     else:
                         made = [await asyncio.to_thread(bring, *about)]

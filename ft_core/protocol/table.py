@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from msgspec.structs import replace
-
 from ft_core.protocol.groups import roles_in, runs_of, text_of
 from ft_core.protocol.messages import (
     Host,
@@ -102,7 +100,7 @@ class Received:
     def plan(self, shared: SharedPlan, before: NodePlan | None) -> NodePlan | None:
         """The plan, or None where what it differs from is not known: then it will be sent again. `before`:
         the one known so far."""
-        state, worker = shared.state, shared.worker
+        state = shared.state
         own = self._own if self._own is not None and self._own.id == state.id else None
         if shared.base == state.id:
             if (hosts := self.all_hosts(state.id)) is None:
@@ -113,17 +111,12 @@ class Received:
         else:
             return None
         return NodePlan(
-            id=state.id,
-            epoch=state.epoch,
-            job=state.job,
+            **{name: getattr(state, name) for name in state.__struct_fields__},
             roles=roles,
             nodes=nodes,
-            master=state.master,
-            durable=state.durable,
             sources=own.sources if own is not None else {},
             away=own.away if own is not None else {},
-            worker=replace(worker, completed=own.completed) if own is not None else worker,
-            state=state,
+            completed=own.completed if own is not None else {},
         )
 
 

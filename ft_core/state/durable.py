@@ -47,7 +47,7 @@ _SEGMENTS = "segments"
 
 def name_of(version: int, plan: NodePlan) -> str:
     """The directory of `version` as the epoch of `plan` has it. Names sort by version, then epoch."""
-    world_size = len(plan.roles) + len(plan.worker.absent)
+    world_size = len(plan.roles) + len(plan.absent)
     return f"step-{version:08d}-{plan.epoch:05d}-{plan.job}-{world_size}"
 
 
@@ -105,14 +105,14 @@ def parts(store: NodeStore, role: int, version: int, plan: NodePlan, replicated:
     if not own:
         return {}
     found = {role: own}
-    for away in (away for away, counterpart in plan.worker.absent.items() if counterpart == role):
+    for away in (away for away, counterpart in plan.absent.items() if counterpart == role):
         theirs = [held for held in own if away in held.segment.holders]
         if replicated:  # what comes back later is as its counterpart is, random states included
             for held in own:
                 if away not in held.segment.holders:
                     holders = tuple(sorted(away if h == role else h for h in held.segment.holders))
                     theirs.append(replace(held, segment=replace(held.segment, holders=holders)))
-        elif away in plan.worker.adopted:
+        elif away in plan.adopted:
             shared = {held.segment.id for held in theirs}
             adopted = _held(store.memory(away, adopted=True), version)
             theirs += [held for held in adopted if held.segment.id not in shared]

@@ -373,14 +373,14 @@ class Node:
             return
         before = self.roles_here()
         self.plan, self.epoch = plan, plan.epoch
-        here, version = self.roles_here(), plan.worker.version or 0
+        here, version = self.roles_here(), plan.version or 0
         for held in (*self.versions.values(), *self.replicas.values()):
             held[:] = [each for each in held if each <= version]
         self._withdraw(set(self.workers) - set(here))
         self._forget({role for _, role in self._said} - set(here))
         for role in here:
             if role not in self.workers:
-                if role in before and role not in plan.worker.newcomers:
+                if role in before and role not in plan.newcomers:
                     continue  # it has died since
                 self._assign(role)
             if role in self.workers:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ft_core.control.decide import compact, plans
+from ft_core.control.decide import compact
 from ft_core.control.decide.groups import Groups
 from ft_core.protocol import messages as m
 from ft_core.protocol.table import hosts_of, pieces
@@ -24,7 +24,7 @@ def worker_plan(epoch: int = 1, **more: Any) -> m.WorkerPlan:
         completed={},
         parts=[],
         started_over=0,
-        counterparts=m.Counterparts(),
+        counterparts=m.Counterparts(()),
         adopting=False,
         newcomers=[],
         membership=m.MembershipChanges(0),
@@ -57,7 +57,7 @@ def job_plan(roles: dict[int, str], epoch: int = 1, **more: Any) -> m.Plan:
         parts=[],
         resumes=False,
         started_over=0,
-        counterparts=m.Counterparts(),
+        counterparts=m.Counterparts(()),
         adopting=False,
         newcomers=[],
         groups=m.ReplicaGroups([], m.Redundancy.SHARDED, m.MembershipChanges(0)),
@@ -75,40 +75,24 @@ def job_plan(roles: dict[int, str], epoch: int = 1, **more: Any) -> m.Plan:
 
 
 def plan(epoch: int = 1, **more: Any) -> m.NodePlan:
-    """What `node0` must know of a job of two roles, one a node. `more`: of the plan, or of the workers'."""
+    """What `node0` must know of a job of two roles, one a node."""
     roles = more.pop("roles", {0: "node0", 1: "node1"})
-    names = ["absent", *(field.name for field in msgspec.structs.fields(m.WorkerPlan))]
-    worker = worker_plan(epoch, **{key: more.pop(key) for key in names if key in more})
     nodes = {f"node{n}": m.NodeAddress(f"127.0.0.1:{20 + n}", f"node{n}") for n in range(3)}
-    found = m.NodePlan(
-        id=f"{epoch}-x",
-        epoch=epoch,
-        job="job",
-        roles=roles,
-        nodes=nodes,
-        master="127.0.0.1:4",
-        durable="",
-        sources={},
-        away={},
-        worker=worker,
-        state=state_of(job_plan(roles, epoch, nodes=nodes)),
-    )
-    found = msgspec.structs.replace(found, **more)
-    about = {"id": found.id, "epoch": found.epoch, "job": found.job, "durable": found.durable}
-    state = msgspec.structs.replace(found.state, master=found.master, **about)
-    return msgspec.structs.replace(found, state=state)
+    if "absent" in more:
+        more["counterparts"] = compact.counterparts(more.pop("absent"))
+    return msgspec.structs.replace(node_plan(job_plan(roles, epoch, nodes=nodes)), **more)
 
 
-def state_of(plan: m.Plan) -> m.JobState:
-    """What agents keep of it."""
-    return m.JobState(**{name: getattr(plan, name) for name in m.JobState.__struct_fields__})
+def node_plan(plan: m.Plan) -> m.NodePlan:
+    """What each node must know of it, but for what is its own."""
+    state = {name: getattr(plan, name) for name in m.JobState.__struct_fields__}
+    return m.NodePlan(**state, roles=plan.roles, nodes=plan.nodes, sources={}, away={}, completed={})
 
 
 def messages_of(plan: m.NodePlan) -> list[m.ToAgent]:
     """How it is sent to a node that knows of no plan."""
-    own = m.OwnPlan(plan.id, plan.sources, plan.away, plan.worker.completed)
-    worker = msgspec.structs.replace(plan.worker, completed={})
-    shared = m.SharedPlan(plan.id, [], [], worker, plan.state)
+    own = m.OwnPlan(plan.id, plan.sources, plan.away, plan.completed)
+    shared = m.SharedPlan(plan.id, [], [], plan.state)
     return [*pieces(plan.id, hosts_of(plan.roles, plan.nodes).values()), own, shared]
 
 
@@ -125,6 +109,4 @@ def plan_of(
         catalogue=compact.catalogue({role: {segment(role): str(role)} for role in roles}),
         initial=0,
     )
-    own = {"master": master, "durable": "", "sources": {}, "away": {}}
-    about = {name: getattr(found, name) for name in ("id", "epoch", "job", "roles", "nodes")}
-    return m.NodePlan(**about, **own, worker=plans.worker_plan(found, settings), state=state_of(found))
+    return node_plan(found)

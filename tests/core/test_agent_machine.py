@@ -323,7 +323,7 @@ def test_of_another_plan_a_node_is_told_what_is_different(training: Node):
     new = plan(2, version=1, newcomers=[1])
     changed = [m.Host("node2", "127.0.0.1:22", "", "1"), m.Host("node9", "127.0.0.1:29", "rack", "")]
     state = msgspec.structs.replace(new.state, id="2-y")
-    other = m.SharedPlan("1-other", ["node1"], changed, new.worker, state)
+    other = m.SharedPlan("1-other", ["node1"], changed, state)
     assert not training.hear(other), "it is not known what it differs from: it will be sent again"
     training.hear(m.OwnPlan("2-y", {}, {}, {"0-1:1#0": (3, 0)}))
     training.hear(msgspec.structs.replace(other, base=before.id))
@@ -331,7 +331,7 @@ def test_of_another_plan_a_node_is_told_what_is_different(training: Node):
     assert used.plan.roles == {0: "node0", 1: "node2"}
     assert used.plan.nodes.keys() == {"node0", "node2", "node9"}
     assert used.plan.nodes["node9"].domain == "rack" and used.plan.nodes["node0"] == before.nodes["node0"]
-    assert used.plan.worker.completed == {"0-1:1#0": (3, 0)}
+    assert used.plan.completed == {"0-1:1#0": (3, 0)}
     nodes = {"node7": m.NodeAddress("127.0.0.1:27", "node7")}
     training.hear(m.NodesChanged("2-y", nodes, all=True))
     [used] = training.effects(e.UsePlan)
@@ -566,14 +566,14 @@ def test_what_a_role_adopts_is_brought_unless_every_group_has_all(training: Node
 
 def test_roles_that_come_back_prepare_ahead_of_their_epoch(node: Node):
     node.hear(plan(roles={1: "node1"}))
-    worker = msgspec.structs.replace(plan().worker, origin="memory", standing_in=compact.counterparts({0: 1}))
-    assert not node.hear(m.Prepare(2, [0], worker)), "of an epoch that is not there"
-    node.hear(m.Prepare(1, [0], worker))
+    order = m.Prepare(1, [0], m.Counterparts(()), compact.counterparts({0: 1}), {})
+    assert not node.hear(msgspec.structs.replace(order, epoch=2)), "of an epoch that is not there"
+    node.hear(order)
     [assign] = node.told(m.Assign)
     assert assign.plan.ahead == {0: 1} and assign.plan.origin == "memory" and assign.plan.epoch == 1
     node.worker(m.Registered(0, [], False, GROUP, {"0-1:1#0": 2}))
     assert node.said(m.Prepared) == [m.Prepared(0, {"0-1:1#0": 2})]
-    node.hear(m.Prepare(1, [0], worker))
+    node.hear(order)
     assert node.done == [e.ToController(m.Prepared(0, {"0-1:1#0": 2}))], "said again to whoever asks again"
     node.hear(m.Withdraw([0]))
     assert len(node.effects(e.Kill)) == 1 and not node.greeting().said
@@ -586,9 +586,7 @@ def test_what_starts_ahead_ends_with_the_controller_that_wanted_it():
     node.hear(plan(roles={0: "node0", 1: "node1"}))
     node.train()
     done = {"0-1:1#0": (2, 1)}
-    about = {"origin": "memory", "standing_in": compact.counterparts({1: 1}), "completed": done}
-    worker = msgspec.structs.replace(plan().worker, **about)
-    node.hear(m.Prepare(1, [1], worker))
+    node.hear(m.Prepare(1, [1], m.Counterparts(()), compact.counterparts({1: 1}), done))
     node.worker(m.Registered(0, [], False, GROUP, {"0-1:1#0": 2}), role=1)
     number = node.number(1)
     assert m.Prepared in map(type, node.greeting().said)

@@ -434,8 +434,8 @@ def test_a_node_dies_and_a_spare_takes_its_roles() -> None:
     changed = plans[job["node2"].peer]
     assert changed.gone == ["node1"] and [host.name for host in changed.changed] == ["node2"]
     plan = job["node2"].plan
-    assert plan is not None and plan.roles == {0: "node0", 1: "node2"} and plan.worker.newcomers == [1]
-    assert (plan.worker.version, plan.worker.origin) == (1, "memory")
+    assert plan is not None and plan.roles == {0: "node0", 1: "node2"} and plan.newcomers == [1]
+    assert (plan.version, plan.origin) == (1, "memory")
     assert plan.sources == {1: {"1x1-0": ["node2"]}}, "its own roles' alone"
     assert "node1" not in plan.nodes
     assert job.phase == "running"
@@ -460,7 +460,7 @@ def test_who_reports_by_difference_from_what_was_not_heard_greets_again() -> Non
     job["node2"].report()
     assert job.phase == "quiescing", "of what it holds nothing is known that counts"
     node.greet()
-    assert job.phase == "running" and node.plan is not None and node.plan.worker.version == 1
+    assert job.phase == "running" and node.plan is not None and node.plan.version == 1
 
 
 def test_a_worker_takes_over_from_one_that_died_and_has_the_same() -> None:
@@ -525,7 +525,7 @@ def test_a_node_dies_and_its_replica_group_leaves() -> None:
     lose(job, "node1")
     job.all_report()
     plan = job["node0"].plan
-    assert plan is not None and plan.roles == {0: "node0"} and plan.worker.absent == {1: 0}
+    assert plan is not None and plan.roles == {0: "node0"} and plan.absent == {1: 0}
     assert job.records_of("left")[0].roles == (1,)
 
 
@@ -1148,7 +1148,7 @@ def test_a_failure_during_the_restart_is_found_and_counts_once() -> None:
     job.all_step(2)
     other = job["node1"].plan
     assert other is not None
-    changed = replace(other, epoch=7, id="7-0", state=replace(other.state, epoch=7, id="7-0"))
+    changed = replace(other, epoch=7, id="7-0")
     for name in ("node0", "node1"):
         job[name].plan, job[name].epoch = changed, 7
         job[name].greet()
@@ -1270,8 +1270,7 @@ def test_an_attempt_to_bring_a_group_back_ends_with_the_plan_of_another_controll
     plan = job["node0"].plan
     assert plan is not None
     roles = {0: "node0", 1: "spare"}
-    state = replace(plan.state, epoch=5, id="5-0", counterparts=Counterparts())
-    changed = replace(plan, epoch=5, id="5-0", roles=roles, state=state)
+    changed = replace(plan, epoch=5, id="5-0", roles=roles, counterparts=Counterparts(()))
     for name in ("node0", "spare"):
         job[name].plan, job[name].epoch = changed, 5
     job["spare"].workers = {1: 1}
@@ -1322,7 +1321,7 @@ def test_newcomers_that_are_ready_have_the_record_of_start_up() -> None:
     lose(job, "node0")
     job.all_report()
     assert second.plan is not None and second.plan.roles == {0: "spare1", 1: "spare0"}
-    assert second.plan.worker.completed == {"0-1:1#0": (7, 1)}
+    assert second.plan.completed == {"0-1:1#0": (7, 1)}
 
 
 def lose_all(job: ControlPlane) -> None:
@@ -1466,7 +1465,7 @@ def test_a_successor_learns_from_any_agent_which_parts_of_the_script_are_over() 
     job.wait(takeover.GRACE + 0.2)
     job.all_report()
     plan = job["node2"].plan
-    assert plan is not None and plan.roles[1] == "node2" and plan.worker.parts == [1]
+    assert plan is not None and plan.roles[1] == "node2" and plan.parts == [1]
 
 
 def test_a_part_of_the_script_is_made_again_where_a_checkpoint_is_of_before_its_end() -> None:
@@ -1481,7 +1480,7 @@ def test_a_part_of_the_script_is_made_again_where_a_checkpoint_is_of_before_its_
     job.all_report()
     names(job, ["step-00000003-00001-x-2"])
     plan = job["node1"].plan
-    assert plan is not None and plan.worker.version == 3 and plan.worker.parts == []
+    assert plan is not None and plan.version == 3 and plan.parts == []
 
 
 def test_a_replica_group_comes_back_between_two_steps() -> None:
@@ -1494,8 +1493,12 @@ def test_a_replica_group_comes_back_between_two_steps() -> None:
     effects = job.wait(0.1)
     assert sent(effects, SendCounts).keys() == {job["node0"].peer}
     prepare = sent(job["node0"].say(OperationCounts(role=0, counts={"0-1:1#0": 3})), Prepare)[spare.peer]
-    assert prepare.roles == [1] and prepare.worker.ahead == {1: 0} and prepare.worker.absent == {}
-    assert prepare.worker.completed == {"0-1:1#0": (3, 0)}
+    assert (
+        prepare.roles == [1]
+        and prepare.standing_in.expanded() == {1: 0}
+        and prepare.counterparts.expanded() == {}
+    )
+    assert prepare.completed == {"0-1:1#0": (3, 0)}
     effects = spare.say(Prepared(role=1, counts={}))
     assert sent(effects, SendHeartbeat).keys() == {job["node0"].peer}
     [hold] = sent(job["node0"].beat(), PauseAfterStep).values()

@@ -54,8 +54,8 @@ def start(job: ControlPlane, role: int, on: str) -> list[Effect]:
         for each in [each for each in agent.workers if job.controller.facts.places.get(each) == agent.name]:
             agent.say(OperationCounts(role=each, counts={ALL: 3}))
     prepare = next(message for message in reversed(job[on].heard) if isinstance(message, Prepare))
-    assert prepare.roles == [role] and prepare.worker.ahead == {role: role}
-    assert prepare.worker.completed == {ALL: (3, 0)} and prepare.worker.absent == {}
+    assert prepare.roles == [role] and prepare.standing_in.expanded() == {role: role}
+    assert prepare.completed == {ALL: (3, 0)} and prepare.counterparts.expanded() == {}
     job[on].workers[role], job[on].idle = next(job.pids), job[on].idle - 1
     return job[on].say(Prepared(role=role, counts={ALL: 3}))
 
@@ -117,7 +117,7 @@ def test_roles_move_between_two_steps_and_then_the_node_ends() -> None:
     job.all_report()
     plan = job["node2"].plan
     assert plan is not None and plan.roles == {0: "node0", 1: "node2"}
-    assert plan.worker.version == 1 and plan.worker.newcomers == [1]
+    assert plan.version == 1 and plan.newcomers == [1]
     assert job.records_of("decided")[-1].more["moved"] == {1: "node2"}
     assert job["node2"].plan is not None and job["node2"].plan.sources[1], "node1 has what it goes on from"
     assert not job.records_of("detected") and job.controller.facts.futile == 0

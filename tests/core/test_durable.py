@@ -66,10 +66,8 @@ def holding(model: Model) -> NodeStore:
 def plan(
     epoch: int = 1, job: str = "aa", world: int = 1, away: dict[int, list[str]] | None = None, **more: Any
 ) -> m.NodePlan:
-    """`more`: of the workers' part."""
-    worker = plans.worker_plan(epoch, **more)
     roles = {role: "node0" for role in range(world)}
-    return plans.plan(epoch, job=job, roles=roles, away=away or {}, worker=worker)
+    return plans.plan(epoch, job=job, roles=roles, away=away or {}, **more)
 
 
 def write(directory: Path, version: int, store: NodeStore, epoch: int = 1, job: str = "aa") -> Path:
@@ -195,7 +193,7 @@ def test_all_roles_read_the_newest_that_every_node_sees(tmp_path: Path):
             await fleet.event("resumed")
             fleet["node1"].die()
             await fleet.event("resumed", 2)
-            assert fleet["node0"].plan.worker.origin == "memory", "and the job's name is kept"
+            assert fleet["node0"].plan.origin == "memory", "and the job's name is kept"
             [job] = {each.job for each in fleet["node0"].plans}
             begun = fleet["node0"].plan
             assert begun is not None and (begun.job, begun.epoch) == (job, 2)

@@ -85,7 +85,7 @@ def test_an_error_that_comes_again() -> None:
         raises(job, 1)
         assert began(job) == (None, "initial", [0, 1]) and rungs(job) == ["all", *restart * ["restart"]]
         assert job["node0"].plan is not None
-        assert job["node0"].plan.worker.started_over == job.controller.facts.epoch
+        assert job["node0"].plan.started_over == job.controller.facts.epoch
         job.all_step(1)
     raises(job, 1)
     assert job.done == End(3)

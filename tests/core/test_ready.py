@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 import pytest
-from core.plans import plan
+from core.plans import plan, worker_plan
 from core.test_agent_machine import GROUP, Memory, Node, segment
 
 from ft_core.errors import ConfigError
@@ -229,12 +229,12 @@ def test_what_a_standby_has_done_must_be_done_for_all():
 
 
 def test_a_standby_serves_while_the_job_is_what_it_was():
-    began = plan(version=3, origin="memory").worker
+    began = worker_plan(version=3, origin="memory")
     worker = Worker(1, 0, initial=5, began_with=began)
-    assert serves(worker, plan(2, version=6, origin="memory").worker)
-    assert not serves(worker, plan(2, version=4, origin="memory").worker), "its script is further"
-    assert not serves(worker, plan(2, version=6, origin="memory", started_over=2).worker)
-    assert not serves(worker, plan(2, version=6, origin="memory", absent={1: 0}).worker)
+    assert serves(worker, worker_plan(2, version=6, origin="memory"))
+    assert not serves(worker, worker_plan(2, version=4, origin="memory")), "its script is further"
+    assert not serves(worker, worker_plan(2, version=6, origin="memory", started_over=2))
+    assert not serves(worker, worker_plan(2, version=6, origin="memory", absent={1: 0}))
 
 
 def test_there_are_as_many_as_there_is_plenty_of_memory_for(tmp_path: Path):

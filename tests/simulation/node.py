@@ -408,7 +408,7 @@ class SimNode(Process):
         if plan is None or self.epoch != wanted.epoch or plan.epoch != wanted.epoch:
             failed = f"epoch {wanted.epoch} is over"
         else:
-            adopter = plan.worker.adopted.get(wanted.role)
+            adopter = plan.adopted.get(wanted.role)
             memory = self.store.memory(wanted.role, adopter is not None)
             slot = memory.find(wanted.version)
             copy = None if slot is None else memory.held[slot]
@@ -489,12 +489,12 @@ class SimNode(Process):
 
     def _bring(self, wanted: ev.FetchState) -> None:
         """Have a version here, from another's memory or from storage if it is not."""
-        self._bring_next(wanted, list(wanted.held) if wanted.plan.worker.version is not None else [], ())
+        self._bring_next(wanted, list(wanted.held) if wanted.plan.version is not None else [], ())
 
     def _bring_next(self, wanted: ev.FetchState, held: list[int], copies: tuple[m.CopyHere, ...]) -> None:
         """The rest of what is `held`, one after the other."""
         plan = wanted.plan
-        version = plan.worker.version
+        version = plan.version
         if not held:
             self.later(0.03 * self.world.rng.random(), lambda: self.handle(ev.StateFetched(wanted, copies)))
             return
@@ -517,9 +517,9 @@ class SimNode(Process):
         sources = plan.sources.get(role)
         if (slot := memory.find(version)) is not None:
             there(slot)
-        elif plan.worker.origin == "durable":
+        elif plan.origin == "durable":
             self.job.storage.read(self, plan.durable, role, found)
-        elif plan.worker.origin == "initial" and not sources:
+        elif plan.origin == "initial" and not sources:
             self._bring_next(wanted, rest, copies)
         else:
             contents = {self._ask(name, version, nodes) for name, nodes in (sources or {}).items()}

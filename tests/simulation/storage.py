@@ -153,12 +153,12 @@ class Storage:
         if (own := node.store.find(order.role, order.version)) is None:
             return {}
         found = {order.role: own}
-        worker = order.plan.worker
-        for away in (away for away, counterpart in worker.absent.items() if counterpart == order.role):
+        plan = order.plan
+        for away in (away for away, counterpart in plan.absent.items() if counterpart == order.role):
             theirs: Content | None = own
-            if not order.replicated and away in worker.adopted:
+            if not order.replicated and away in plan.adopted:
                 theirs = node.store.find(away, order.version, adopted=True)
-            elif not order.replicated and order.plan.away.get(away):
+            elif not order.replicated and plan.away.get(away):
                 theirs = None
             if theirs is not None:
                 found[away] = theirs

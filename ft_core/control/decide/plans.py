@@ -14,7 +14,6 @@ from ft_core.control.decide.deciding import Start
 from ft_core.control.decide.groups import Places, by_node
 from ft_core.control.decide.records import Records
 from ft_core.protocol.messages import (
-    BeganWith,
     Host,
     JobState,
     NodeAddress,
@@ -22,13 +21,9 @@ from ft_core.protocol.messages import (
     NodesChanged,
     OwnPlan,
     Plan,
-    PlanId,
     Prepare,
-    SharedPlan,
-    WorkerPlan,
 )
 from ft_core.protocol.table import placed
-from ft_core.settings import Settings
 
 
 def make(facts: ClusterState, start: Start, name: str, job: str) -> Plan:
@@ -67,29 +62,6 @@ def make(facts: ClusterState, start: Start, name: str, job: str) -> Plan:
     )
 
 
-def worker_plan(state: JobState, settings: Settings) -> WorkerPlan:
-    """What each role must know that takes part, but for what it has not on record."""
-    start = settings.start
-    return WorkerPlan(
-        epoch=state.epoch,
-        store=state.store,
-        version=state.version,
-        origin=state.origin,
-        completed={},
-        parts=state.parts,
-        started_over=state.started_over,
-        counterparts=state.counterparts,
-        adopting=state.adopting,
-        newcomers=state.newcomers,
-        membership=state.groups.membership,
-        policy=settings.policy,
-        lr_intervention=settings.lr_intervention,
-        snapshot=settings.snapshot,
-        began_with=BeganWith(roles=start.roles, stages=start.stages, there=start.there),
-        entered=state.entered,
-    )
-
-
 def own_plans(facts: ClusterState, plan: Plan) -> dict[NodeName, OwnPlan]:
     """What single nodes must know."""
     known, without = facts.records.roles, set(plan.newcomers) - facts.records.roles
@@ -111,14 +83,6 @@ def own_plans(facts: ClusterState, plan: Plan) -> dict[NodeName, OwnPlan]:
     }
 
 
-def shared_plan(
-    plan: Plan, settings: Settings, base: PlanId, gone: list[NodeName], changed: list[Host]
-) -> SharedPlan:
-    """What all nodes must know that have the plan `base`; those that have none, with the plan's own id."""
-    kept = JobState(**{name: getattr(plan, name) for name in JobState.__struct_fields__})
-    return SharedPlan(base, gone, changed, worker_plan(plan, settings), kept)
-
-
 def kept(state: JobState, hosts: Iterable[Host]) -> Plan:
     """What an agent has kept, with the nodes that are there now. Of what roles are to do it says nothing."""
     roles, nodes = placed(hosts)
@@ -126,24 +90,18 @@ def kept(state: JobState, hosts: Iterable[Host]) -> Plan:
     return Plan(**known, roles=roles, nodes=nodes, sources={}, completed={})
 
 
-def prepare(state: Plan, settings: Settings, roles: Places, records: Records) -> dict[str, Prepare]:
+def prepare(state: Plan, roles: Places, records: Records) -> dict[str, Prepare]:
     """What the nodes are told where `roles` (role -> node) start while all train: to come back, or to move.
 
     `records`: of those who train.
     """
-    worker = replace(
-        worker_plan(state, settings),
-        origin="memory",
-        standing_in=compact.counterparts({role: state.absent.get(role, role) for role in roles}),
-        counterparts=compact.counterparts({r: other for r, other in state.absent.items() if r not in roles}),
-    )
+    standing_in = compact.counterparts({role: state.absent.get(role, role) for role in roles})
+    others = compact.counterparts({role: other for role, other in state.absent.items() if role not in roles})
     needed = records.needed(roles, state.absent.keys())
     for role in roles.keys() - state.absent.keys():  # its worker of now has all on record, the next nothing
         needed.setdefault(roles[role], {}).update(records.of_groups_with(role))
     return {
-        name: Prepare(
-            epoch=state.epoch, roles=starting, worker=replace(worker, completed=needed.get(name, {}))
-        )
+        name: Prepare(state.epoch, starting, others, standing_in, needed.get(name, {}))
         for name, starting in by_node(roles).items()
     }
 

@@ -156,7 +156,7 @@ class Prestart:
             else f"replica groups {facts.groups.of(roles)} start"
         )
         done = completed(attempt.counts.items())
-        attempt.orders = prepare(facts.begun, facts.settings, attempt.places, done)
+        attempt.orders = prepare(facts.begun, attempt.places, done)
         sends: list[Effect] = [
             Send(facts.nodes[name].peer, order)
             for name, order in attempt.orders.items()

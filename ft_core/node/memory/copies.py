@@ -103,7 +103,7 @@ class Copies:
         interval, role = settings.durable_interval, worker.role
         if not interval or version % interval:
             return []
-        if (plan.worker.origin, plan.worker.version) == ("durable", version):
+        if (plan.origin, plan.version) == ("durable", version):
             return []  # it is there
         if (earlier := self._writing.get(role)) is not None:  # each is one more copy of the state in memory
             reason = f"that of step {earlier[0]} is still being written: storage is slower than the interval"

@@ -28,15 +28,15 @@ _FETCH_DEADLINE = 600.0
 def bring(
     role: int, plan: NodePlan, store: NodeStore, transport: TcpTransport, settings: Settings
 ) -> SnapshotBuffer:
-    """Version `plan.worker.version` of `role`, every chunk verified. `store`: all that is held here.
+    """Version `plan.version` of `role`, every chunk verified. `store`: all that is held here.
 
     Runs in a thread, which may still ask silent nodes when the plan is over: so the buffer is nobody's yet,
     and not the role's, in which a later plan's snapshots are. Raises FtError when no holder could give a
     good copy.
     """
-    version = plan.worker.version
+    version = plan.version
     assert version is not None
-    if plan.worker.origin == "durable":
+    if plan.origin == "durable":
         segments, fill = durable.open_role(settings.durable_dir, plan.durable, role)
         buffer = SnapshotBuffer.create(segments, store.create)
         fill(buffer)

@@ -62,7 +62,7 @@ class Replicator:
         plan = self._plan
         if plan is None or plan.epoch != epoch:
             raise TransportError(f"epoch {epoch} is over")
-        adopter = plan.worker.adopted.get(role)
+        adopter = plan.adopted.get(role)
         found = self._store.memory(role, adopted=adopter is not None).find(version)
         if found is None:
             raise TransportError(f"version {version} of role {role} is no longer in memory")

@@ -108,7 +108,7 @@ class Ready:
         return [AskRecords(role, plan.epoch, where.data)]
 
     def _copies_come(self, plan: m.NodePlan) -> bool:
-        begun = plan.worker.version if plan.worker.version is not None else NONE
+        begun = plan.version if plan.version is not None else NONE
         return any(max(versions, default=NONE) > begun for versions in self._view.replicas().values())
 
     def _look(self, plan: m.NodePlan, now: float) -> None:
@@ -232,12 +232,12 @@ class Ready:
                 effects += self.end(worker)
         return effects
 
-    def epoch_begins(self, plan: m.NodePlan, here: Collection[int]) -> list[Effect]:
+    def epoch_begins(self, plan: m.WorkerPlan, here: Collection[int]) -> list[Effect]:
         """Those that are of no use in it are ended. On a spare: whom it guards then, it looks later."""
         effects: list[Effect] = []
         for worker in self._crew.ahead():
             meant = worker.meant_for in here or (worker.records is not None and not here)
-            if not meant or not worker.is_ready or not serves(worker, plan.worker):
+            if not meant or not worker.is_ready or not serves(worker, plan):
                 effects += self.end(worker)
         return effects
 
@@ -263,7 +263,7 @@ def _trains(worker: Worker, plan: m.NodePlan) -> bool:
     """Whether it has done a step in this epoch, of which there are the copies that there must be."""
     if worker.doing is not WorkerState.PLAYING or worker.stage != "training":
         return False
-    begun = plan.worker.version
+    begun = plan.version
     return worker.committed > (begun if begun is not None else worker.initial or 0)
 
 

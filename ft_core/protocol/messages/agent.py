@@ -8,7 +8,7 @@ from msgspec import Meta, field
 
 from ft_core.protocol.flight import NEWEST, FlightLog
 from ft_core.protocol.groups import parse, roles_in
-from ft_core.protocol.messages.plans import JobState, WorkerPlan
+from ft_core.protocol.messages.plans import Counterparts, JobState
 from ft_core.protocol.messages.roles import (
     Completed,
     Configure,
@@ -350,8 +350,6 @@ class SharedPlan(Message, frozen=True):
     base: PlanId
     gone: list[NodeName]
     changed: list[Host]
-    worker: WorkerPlan
-    """But for what each node has completed."""
     state: JobState
 
 
@@ -429,12 +427,17 @@ class DescribeFlight(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """Start workers for roles that come back, or move, ahead of the epoch in which they take part. `worker`:
-    what they begin with, in place of the plan's."""
+    """Start workers for roles that come back, or move, ahead of the epoch in which they take part. What comes
+    last is what they begin with, in place of the plan's."""
 
     epoch: Epoch
     roles: list[Role]
-    worker: WorkerPlan
+    counterparts: Counterparts
+    standing_in: Counterparts
+    completed: dict[str, tuple[Number, Role]]
+
+    def __post_init__(self) -> None:
+        check_texts(parse, self.completed)
 
 
 class Withdraw(Message, frozen=True):

@@ -33,7 +33,7 @@ class Counterparts(Value, frozen=True, array_like=True):
     """Roles that others stand for, see `control.decide.compact.counterparts`: by how much the numbers of
     those are greater, and of which roles."""
 
-    shifts: tuple[tuple[Number, Roles], ...] = ()
+    shifts: tuple[tuple[Number, Roles], ...]
 
     def __post_init__(self) -> None:
         check_texts(roles_in, (roles for _, roles in self.shifts))
@@ -49,15 +49,13 @@ def _expanded(shifts: tuple[tuple[int, str], ...]) -> Mapping[int, int]:
     return MappingProxyType(dict(sorted(pairs)))
 
 
-class WorkerPlan(Value, frozen=True):
-    """What one role must know of the epoch it takes part in."""
+class EpochStart(Value, frozen=True):
+    """What an epoch begins with, as everybody must know it who has a part in it."""
 
     epoch: Epoch
     store: str
     version: Version | None
     origin: Origin
-    completed: dict[str, tuple[Number, Role]]
-    """By group, how many start-up operations somebody who takes part has on record, and who."""
     parts: list[Version]
     """The parts of the script that all roles have come to the end of: with which version."""
     started_over: Epoch
@@ -66,19 +64,8 @@ class WorkerPlan(Value, frozen=True):
     adopting: bool
     """Whether these hold what those had alone."""
     newcomers: list[Role]
-    membership: MembershipChanges
-    policy: str
-    lr_intervention: str
-    snapshot: str
-    began_with: BeganWith
     entered: Version
     """The newest step that the ledger has."""
-    standing_in: Counterparts = Counterparts()
-    """For roles that start while others train: those that come back, and those that move, which train
-    themselves, elsewhere."""
-
-    def __post_init__(self) -> None:
-        check_texts(parse, self.completed)
 
     @property
     def absent(self) -> Mapping[Role, Role]:
@@ -89,6 +76,24 @@ class WorkerPlan(Value, frozen=True):
     def adopted(self) -> Mapping[Role, Role]:
         """Those of the absent whose counterparts hold what they had alone."""
         return self.absent if self.adopting else {}
+
+
+class WorkerPlan(EpochStart, frozen=True):
+    """What one role must know of the epoch it takes part in. Its agent makes it, with the settings of now."""
+
+    completed: dict[str, tuple[Number, Role]]
+    """By group, how many start-up operations somebody who takes part has on record, and who."""
+    membership: MembershipChanges
+    policy: str
+    lr_intervention: str
+    snapshot: str
+    began_with: BeganWith
+    standing_in: Counterparts = Counterparts(())
+    """For roles that start while others train: those that come back, and those that move, which train
+    themselves, elsewhere."""
+
+    def __post_init__(self) -> None:
+        check_texts(parse, self.completed)
 
     @property
     def ahead(self) -> Mapping[Role, Role]:
@@ -102,25 +107,16 @@ class WorkerPlan(Value, frozen=True):
         return not self.store
 
 
-class JobState(Value, frozen=True):
-    """What a successor of the controller needs to go on, but for who is where: agents keep it, and do not
-    read it. That of what roles are to do, it does not have: where some have not begun the epoch, there is
-    another."""
+class JobState(EpochStart, frozen=True):
+    """What a successor of the controller needs to go on, but for who is where: agents keep it. That of what
+    roles are to do, it does not have: where some have not begun the epoch, there is another."""
 
     id: PlanId
-    epoch: Epoch
     job: str
-    store: str
     master: str
-    version: Version | None
-    origin: Origin
     durable: str
-    parts: list[Version]
+    """Name of the durable checkpoint to read, if any."""
     resumes: bool
-    started_over: Epoch
-    counterparts: Counterparts
-    adopting: bool
-    newcomers: list[Role]
     groups: ReplicaGroups
     catalogue: Catalogue
     initial: Version | None
@@ -129,10 +125,13 @@ class JobState(Value, frozen=True):
     goal: Version
     height: Number
     furthest: Version
-    entered: Version
-    """The newest step that the ledger has."""
     start: tuple[Version | None, Origin]
     """Version and origin that the job began with."""
+
+    @property
+    def state(self) -> JobState:
+        """That much of a plan."""
+        return JobState(**{name: getattr(self, name) for name in JobState.__struct_fields__})
 
 
 class Plan(JobState, frozen=True):
@@ -144,34 +143,17 @@ class Plan(JobState, frozen=True):
     """Who holds what roles go on from that do not have all of it on their own node."""
     completed: dict[str, tuple[Number, Role]]
 
-    @property
-    def absent(self) -> Mapping[Role, Role]:
-        """The same as `WorkerPlan.absent`."""
-        return self.counterparts.expanded()
 
-    @property
-    def adopted(self) -> Mapping[Role, Role]:
-        """The same as `WorkerPlan.adopted`."""
-        return self.absent if self.adopting else {}
-
-
-class NodePlan(Value, frozen=True):
+class NodePlan(JobState, frozen=True):
     """What one agent knows of an epoch: `SharedPlan` and `OwnPlan` put together."""
 
-    id: PlanId
-    epoch: Epoch
-    job: str
     roles: dict[Role, NodeName]
     nodes: dict[NodeName, NodeAddress]
-    master: str
-    durable: str
-    """Name of the durable checkpoint to read, if any."""
     sources: dict[Role, dict[SegmentId, list[NodeName]]]
     """Who holds what the roles played and adopted on this node alone go on from. Not for those whose
     snapshot is here."""
     away: dict[Role, list[SegmentId]]
-    """For the roles in `worker.absent` whose counterparts are on this node: all of their segments, by the
-    catalogue. A durable checkpoint has their parts too."""
-    worker: WorkerPlan
-    state: JobState
-    """Kept for a successor of the controller."""
+    """For the roles in `absent` whose counterparts are on this node: all of their segments, by the catalogue.
+    A durable checkpoint has their parts too."""
+    completed: dict[str, tuple[Number, Role]]
+    """The same as `WorkerPlan.completed`, for the groups of which a role here has not all on record."""
