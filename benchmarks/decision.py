@@ -37,7 +37,7 @@ class Wired(Agent):
 
     def __init__(self, fleet: Fleet, name: str, rank: int, peer: int) -> None:
         super().__init__(fleet, name, rank)
-        self._frames = cast(Any, True)  # it may send
+        self.greeted = True
         self.peer = peer
         self.out: list[bytes] = []
 

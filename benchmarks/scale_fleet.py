@@ -168,7 +168,7 @@ class Agent(Client):
         self.roles: list[int] = []
         self.epoch = self.reported = 0
         self.begun = ""
-        self.killed = False
+        self.killed = self.greeted = False
         self._starting: list[int] = []
         """Roles that come back while others train."""
         self._pieces: list[bytes] = []
@@ -222,7 +222,7 @@ class Agent(Client):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.fleet.told.connected -= self._led
-        self._transport = self._frames = None
+        self._transport, self._frames, self.greeted = None, None, False
         if self._relay is not None:
             self._relay.disconnected()
         self._in_vain = not self._led and not self._calls
@@ -260,6 +260,7 @@ class Agent(Client):
 
     def _greet(self) -> None:
         self._shaken.set_result(None)
+        self.greeted = True
         self.send(self._hello())
 
     def _answered(self, relay: str) -> None:
@@ -359,7 +360,7 @@ class Agent(Client):
 
     def beat(self) -> None:
         """A heartbeat, if there is news. Of a step there are three: its end, its copy, its optimizer."""
-        if self._frames is None or not self._shaken.done():
+        if not self.greeted:
             return
         version, into = self.fleet.version, time.monotonic() % STEP / STEP
         copied, optimizer = into > COPIED, into > 1 - OPTIMIZER
@@ -484,7 +485,7 @@ class Agent(Client):
     def train(self) -> None:
         """Its workers have their state of the newest plan, and do a step."""
         self._said = list(self._progress(self._version))
-        if self._shaken.done():
+        if self.greeted:
             self.send(*self._said)
 
     def _progress(self, version: int) -> Iterator[m.OfRole]:

@@ -76,6 +76,12 @@ def test_the_control_plane_of_many_roles() -> None:
     assert 0 < phases["a node lost"]["plan_bytes"] < 10_000 and 0 < result["largest_message"] < 10_000
 
 
+def test_what_a_recovery_takes_of_the_machine_alone() -> None:
+    result = run("decision", "--roles=256", "--quick")
+    assert result["phases"].keys() == {"start", "a node lost", "1 % of nodes lost"}
+    assert result["phases"]["a node lost"]["decision and plan"] > 0
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @etcd_members.needed

@@ -25,8 +25,6 @@ _ENOUGH = 2
 _SIZE = Alike._fields.index("nbytes")
 _STEP = 0
 """In a sequence: here a step ends."""
-_PRIME, _MASK = 1_000_003, (1 << 61) - 1
-_POWERS = {length: pow(_PRIME, length, _MASK + 1) for length in _CONTEXTS}
 
 Place = tuple[int, int]
 """The place of an operation: the role, and which one of its sequence."""
@@ -57,7 +55,8 @@ class Habits:
         self.sequences: dict[int, list[int]] = {}
         self.operations: dict[int, list[Operation]] = {}
         self._steps: dict[int, list[int]] = {}
-        self._hashes: dict[int, list[int]] = {}
+        self._texts: dict[int, str] = {}
+        """The sequences, a character for each number: a context is a part of one."""
         for role, rows in done.items():
             sequence: list[int] = []
             operations: list[Operation] = []
@@ -73,11 +72,8 @@ class Habits:
                 sequence.append(numbers[alike])
                 operations.append(operation)
                 steps.append(step)
-            hashes = [0]
-            for number in sequence:
-                hashes.append((hashes[-1] * _PRIME + number + 1) & _MASK)
             self.sequences[role], self.operations[role] = sequence, operations
-            self._steps[role], self._hashes[role] = steps, hashes
+            self._steps[role], self._texts[role] = steps, "".join(map(chr, sequence))
         self._seen: dict[int, set[tuple[int, int]]] = {}
         """By number: the roles and steps in which it was done."""
         for role, sequence in self.sequences.items():
@@ -87,7 +83,7 @@ class Habits:
         self._class = {
             role: classes.setdefault(self._partners(role), len(classes)) for role in self.sequences
         }
-        self._indices: dict[int, dict[tuple[int, int], dict[tuple[int, int], list[Place]]]] = {}
+        self._indices: dict[int, dict[tuple[int, str], dict[tuple[int, int], list[Place]]]] = {}
 
     def _partners(self, role: int) -> frozenset[object]:
         """With whom it does something: of roles in the same place of a layout the same."""
@@ -107,9 +103,8 @@ class Habits:
                     seen.setdefault((steps[place], sequence[place]), []).append((other, place))
         return index[self._class[role], self._context(length, role, at)]
 
-    def _context(self, length: int, role: int, at: int) -> int:
-        hashes = self._hashes[role]
-        return (hashes[at] - hashes[at - length] * _POWERS[length]) & _MASK
+    def _context(self, length: int, role: int, at: int) -> str:
+        return self._texts[role][at - length : at]
 
     def judge(self, role: int, at: int, unknown: int | None) -> str:
         """What a role has done there: `usual`, `new` where others do so in the same step for the first time,
