@@ -45,7 +45,11 @@ HEADERS = {
 
 
 class Connection(H11Protocol):
-    """The connection of a client that is not waited for."""
+    """The connection of a client that is not waited for.
+
+    uvicorn's own limits do not do that: `limit_concurrency` turns away whoever comes last, not who says
+    nothing, and none is for a client that does not finish its request, or does not take what it is sent.
+    """
 
     def __init__(self, config: Config, state: ServerState, known: dict[Connection, None]) -> None:
         """`known`: all, the oldest first."""
