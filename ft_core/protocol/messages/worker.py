@@ -64,7 +64,7 @@ class Registered(Message, frozen=True):
 
 
 class Quiesced(Message, frozen=True):
-    """The worker has left its step for this epoch."""
+    """The worker has left its step for this epoch. Once all of its node have, that reports what it holds."""
 
     epoch: Epoch
     stage: Stage
@@ -75,7 +75,8 @@ class Quiesced(Message, frozen=True):
 
 
 class CorruptCopy(Message, frozen=True):
-    """A copy in memory does not match its checksums."""
+    """A copy in memory, of this worker's role or of an adopted one, does not match its checksums. Its agent
+    strikes that off, and says `RestoreFailed` of the worker's role."""
 
     role: Role
     slot: Number
@@ -124,8 +125,8 @@ class Progress(Message, frozen=True):
 
 
 class ScriptFailed(Message, frozen=True):
-    """The script has raised, or ends itself: this worker ends. `what`: in a line. `signature`: by which the
-    same error is known again."""
+    """The script has raised, or ends itself: this worker ends; its agent says `WorkerLost` then. `what`: in
+    a line. `signature`: by which the same error is known again."""
 
     fault: Fault
     what: str
