@@ -1,4 +1,4 @@
-"""Fills `docs/reference.md` in from the code, as a hook of mkdocs."""
+"""Fills tables and pictures of the pages in from the code, as a hook of mkdocs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from typing import Any
 from prometheus_client.metrics_core import Metric
 
 from ft_core.cli.flags import parser
+from ft_core.control import phases
 from ft_core.control.observe.goodput import Standing
 from ft_core.control.observe.job_metrics import SECONDS, Numbers
 from ft_core.control.observe.metrics import families
 from ft_core.control.observe.recorded import ACCOUNT, ALWAYS, EVENTS
 from ft_core.errors import EXIT_CODES
+from ft_core.node import phases as of_agent
 from ft_core.node.metrics import NodeNumbers
 from ft_core.node.metrics import families as node_families
+from ft_core.process.transitions import Transitions
 from ft_core.protocol.goodput import Cause
+from ft_core.worker import states
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -81,6 +85,18 @@ def _metrics(families: Iterable[Metric]) -> str:
     return table(("metric", "type", "labels", ""), rows)
 
 
+def picture(table: Transitions[Any]) -> str:
+    """What leads from each phase of a machine to others."""
+    names = [phase.__name__ for phase in table]
+    width = max(map(len, names)) + 1
+    lines = []
+    for before, rows in table.items():
+        for number, (after, reason) in enumerate(rows.items()):
+            come_from = "" if number else before.__name__
+            lines.append(f"{come_from:{width}}-> {after.__name__:{width}}{reason}")
+    return "\n".join(["```text", *lines, "```"])
+
+
 def _said(about: Iterable[tuple[str, str]]) -> str:
     return table(("", ""), ((f"`{name}`", said) for name, said in about))
 
@@ -93,10 +109,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "events": events,
     "metrics": metrics,
     "metrics of agents": metrics_of_agents,
+    "phases of the controller": lambda: picture(phases.TRANSITIONS),
+    "phases of an agent": lambda: picture(of_agent.TRANSITIONS),
+    "states of a worker": lambda: picture(states.TRANSITIONS),
 }
-"""By what the page calls them."""
+"""By what the pages call them."""
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Put the tables where the page wants them. Raises KeyError where it wants one that is not there."""
+    """Put the tables where a page wants them. Raises KeyError where it wants one that is not there."""
     return re.sub(r"<!-- reference: ([\w ]+) -->", lambda wanted: TABLES[wanted[1]](), markdown)

@@ -36,11 +36,21 @@ from ft_core.control.observe import explain
 from ft_core.control.observe.goodput import Account, Standing
 from ft_core.control.observe.job_metrics import JobMetrics
 from ft_core.control.observe.story import Story
-from ft_core.control.phases import Done, Forming, Phase, Quiescing, Rebuilding, Running, Waiting
+from ft_core.control.phases import (
+    TRANSITIONS,
+    Done,
+    Forming,
+    Phase,
+    Quiescing,
+    Rebuilding,
+    Running,
+    Waiting,
+)
 from ft_core.control.prestart.attempts import Prestart
 from ft_core.control.prestart.draining import Draining
 from ft_core.control.progress import Progress
 from ft_core.control.samples import Samples
+from ft_core.process.transitions import follow
 from ft_core.protocol import messages as m
 from ft_core.protocol.goodput import Cause, in_words
 from ft_core.protocol.table import changes, hosts_of, pieces
@@ -68,7 +78,7 @@ class RecoveryCoordinator:
     ) -> None:
         """Takes what `Controller` does."""
         self.facts, self.settled = facts, settled
-        self.phase: Phase = Forming()
+        self._phase: Phase = Forming()
         self.returning = Prestart()
         self.draining = Draining()
         self.completion = Completion()
@@ -121,6 +131,15 @@ class RecoveryCoordinator:
         """What was said last of what the job waits for."""
         self._others_plan = False
         """Whether the plan is a former controller's: how far its roles have come is known from them alone."""
+
+    @property
+    def phase(self) -> Phase:
+        """What the job is doing."""
+        return self._phase
+
+    def go(self, to: Phase) -> None:
+        """It does something else from now on."""
+        self._phase = follow(TRANSITIONS, self._phase, to)
 
     def do(self, *effects: Effect) -> None:
         self.effects += effects
@@ -198,7 +217,7 @@ class RecoveryCoordinator:
             if epoch > max(phase.newest, self.facts.plan_epoch):
                 phase.newest, phase.asked_at = epoch, float("-inf")
         elif epoch > self.facts.plan_epoch:
-            self.phase = Rebuilding(epoch, self.now, self.now)
+            self.go(Rebuilding(epoch, self.now, self.now))
 
     @property
     def planned(self) -> bool:
@@ -226,7 +245,7 @@ class RecoveryCoordinator:
     def take_over(self, phase: Rebuilding, plan: m.Plan) -> None:
         """Go on where the former controller was, or begin a recovery where that is not possible."""
         facts = self.facts
-        self.phase = Running()
+        self.go(Running())
         if facts.trained:
             facts.fill_catalogue(range(facts.settings.world_size))
         restoring = Cause.START_UP if plan.origin == "initial" else Cause.RESTORING
@@ -276,7 +295,8 @@ class RecoveryCoordinator:
         plan = plans.make(facts, start, name=f"{facts.epoch}-{self._ids()}", job=job)
         self._begin(plan)
         self._own = plans.own_plans(facts, plan)
-        self.phase, self._shortage, self.climb = Running(), "", None
+        self.go(Running())
+        self._shortage, self.climb = "", None
         moved = {role: start.roles[role] for role in start.lost if role in start.roles}
         about = {"version": start.version, "origin": start.origin, "moved": moved}
         cause = Cause.START_UP if start.origin == "initial" else Cause.RESTORING
@@ -699,7 +719,7 @@ class RecoveryCoordinator:
         self.facts.epoch = self.facts.next_epoch()
         self.watch.ends()
         self.do(*self.returning.epoch_ends(self.facts, self.now))
-        self.phase = Quiescing(self.now)
+        self.go(Quiescing(self.now))
         self.checkpoints = self.checkpoints.forgotten()
         about = self._time_goes_to(Cause.DECISION)
         if event == "detected":
@@ -946,7 +966,7 @@ class RecoveryCoordinator:
             self.do(*self.returning.fail(facts, "others need the places more"))
             outcome = self._decide(overdue, avoided)
         if isinstance(outcome, StandbyComes) or self._waits_for_sight(outcome):
-            self.phase = Waiting(phase.since)
+            self._await(phase)
         elif isinstance(outcome, AskStorage):
             self.durable(outcome.nodes)
         elif isinstance(outcome, Shortage):
@@ -1030,6 +1050,11 @@ class RecoveryCoordinator:
             if (there := self.facts.nodes.get(node)) is not None:
                 self.do(Send(there.peer, m.KillWorker(role=role)))
 
+    def _await(self, phase: Quiescing | Waiting) -> None:
+        """Something is missing, or still is."""
+        if isinstance(phase, Quiescing):
+            self.go(Waiting(phase.since))
+
     def _wait(self, phase: Quiescing | Waiting, shortage: Shortage) -> None:
         """There are too few workers."""
         facts = self.facts
@@ -1042,7 +1067,7 @@ class RecoveryCoordinator:
         if facts.settings.policy == "stop" and nodes:
             self.end(1, f"{what}; policy is stop")
             return
-        self.phase = Waiting(phase.since)
+        self._await(phase)
         if nodes and self._is_news(what):
             self._say_it_waits(f"{what}; {explain.what_is_left(facts)}", shortage.roles)
 
@@ -1062,7 +1087,7 @@ class RecoveryCoordinator:
         """End the job with this exit code, unless it is over. `shown`: on the console, if not `reason`."""
         if isinstance(self.phase, Done):
             return
-        self.phase = Done(code)
+        self.go(Done(code))
         if code == 0:
             self.account.finished(self.wall)
         about = self._time_goes_to(Cause.UNKNOWN)

@@ -483,7 +483,7 @@ class Controller:
         if self.phase is not phase:
             return
         if facts.plan is None:
-            self._epochs.phase = Forming(now)  # those who knew of a plan are gone again
+            self._epochs.go(Forming(now))  # those who knew of a plan are gone again
         elif now >= self._epochs.settled and takeover.complete(facts, phase, self._arriving, now):
             self._look_whether_all_leave()
             self._epochs.take_over(phase, facts.plan)

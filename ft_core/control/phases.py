@@ -1,9 +1,12 @@
-"""What the job is doing, seen from the controller: values, each with what only it needs."""
+"""What the job is doing, seen from the controller: values, each with what only it needs, and a table of what
+leads from one to another."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import ClassVar
+
+from ft_core.process.transitions import Transitions
 
 
 @dataclass
@@ -64,3 +67,35 @@ class Done:
 
 
 Phase = Forming | Rebuilding | Running | Quiescing | Waiting | Done
+
+TRANSITIONS: Transitions[Phase] = {
+    Forming: {
+        Running: "there are workers for all roles",
+        Rebuilding: "a node has begun a plan: this is no new job",
+        Done: "it cannot begin, or is told to end",
+    },
+    Rebuilding: {
+        Running: "the plan is known, and who of its nodes is there",
+        Forming: "those who knew of a plan are gone again",
+        Done: "it cannot go on, or is told to end",
+    },
+    Running: {
+        Quiescing: "the epoch ends: a failure, or roles that move, return or begin anew",
+        Rebuilding: "a node has begun a newer plan, which is another controller's",
+        Done: "all roles have finished, no restart could help, or it is told to end",
+    },
+    Quiescing: {
+        Running: "all have reported, and it is decided how to go on",
+        Waiting: "all have reported, and something is missing",
+        Quiescing: "before it is decided, the next epoch ends too",
+        Rebuilding: "a node has begun a newer plan, which is another controller's",
+        Done: "nothing is left to go on from, no restart could help, or it is told to end",
+    },
+    Waiting: {
+        Running: "what was missing is there",
+        Quiescing: "the next epoch ends, too: roles begin anew",
+        Rebuilding: "a node has begun a newer plan, which is another controller's",
+        Done: "nothing is left to go on from, no restart could help, or it is told to end",
+    },
+    Done: {},
+}

@@ -13,7 +13,6 @@ import logging
 import math
 from collections import Counter, deque
 from collections.abc import Sequence
-from enum import Enum, auto
 from typing import assert_never
 
 from msgspec.structs import replace
@@ -63,9 +62,11 @@ from ft_core.node.link.outage import Outage
 from ft_core.node.memory import holdings
 from ft_core.node.memory.view import View
 from ft_core.node.metrics import NodeNumbers
+from ft_core.node.phases import TRANSITIONS, Farewell, Over, Phase, Serving
 from ft_core.node.termination import Termination
 from ft_core.node.workers.worker_table import Worker, WorkerState, WorkerTable, in_words, lost
 from ft_core.process.sigterm import ENDED, GRACE
+from ft_core.process.transitions import follow
 from ft_core.protocol import messages as m
 from ft_core.protocol.table import Received
 from ft_core.settings import Settings
@@ -84,21 +85,12 @@ SAME = 0.2
 node lives is said by the process beside its agent."""
 
 
-class Phase(Enum):
-    """Where an agent's life is."""
-
-    SERVING = auto()
-    FAREWELL = auto()
-    """The node is to end; workers whose scripts are done are waited for."""
-    OVER = auto()
-
-
 class Agent:
     """State machine of one node."""
 
     def __init__(self, about: About, settings: Settings, view: View) -> None:
         self.about = about
-        self.phase = Phase.SERVING
+        self._phase: Phase = Serving()
         self.crew = WorkerTable()
         self.epochs = EpochExecutor(about, settings, self.crew, view)
         self._view = view
@@ -116,18 +108,24 @@ class Agent:
         """The newest steps' samples, for the ledger."""
         self.draining = False
         """Whether it is to be taken out."""
-        self._code = 0
-        self._farewell_until = 0.0
+
+    @property
+    def phase(self) -> Phase:
+        """Where its life is."""
+        return self._phase
+
+    def _go(self, to: Phase) -> None:
+        self._phase = follow(TRANSITIONS, self._phase, to)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """What is to be done about `event`, in this order. `now`: seconds that this process was awake."""
         self.epochs.now, self.epochs.effects = now, []
-        if self.phase is Phase.SERVING or isinstance(event, LauncherGone):
+        if isinstance(self.phase, Serving) or isinstance(event, LauncherGone):
             self._handle(event)
-        elif self.phase is Phase.FAREWELL:
+        elif isinstance(self.phase, Farewell):
             if isinstance(event, WorkerEnded):
                 self.crew.remove(event.worker)
-            self._end_if_alone()
+            self._end_if_alone(self.phase)
         return self.epochs.effects
 
     def numbers(self) -> NodeNumbers:
@@ -302,7 +300,7 @@ class Agent:
                     "end, and it joins again as a spare",
                     self.about.node,
                 )
-                self.phase = Phase.OVER
+                self._go(Over())
                 self.epochs.do(BecomeSpare())
             case m.Withdraw(roles):
                 self.epochs.withdraw(roles)
@@ -506,15 +504,15 @@ class Agent:
         self._end(ENDED)
 
     def _end(self, code: int) -> None:
-        self.phase, self._code, self._farewell_until = Phase.FAREWELL, code, self.epochs.now + FAREWELL
+        self._go(farewell := Farewell(code, self.epochs.now + FAREWELL))
         self.epochs.do(*(ToWorker(worker.number, m.Exit()) for worker in self.crew.playing()))
-        self._end_if_alone()
+        self._end_if_alone(farewell)
 
-    def _end_if_alone(self) -> None:
+    def _end_if_alone(self, farewell: Farewell) -> None:
         left = any(worker.doing is WorkerState.FINISHED for worker in self.crew)
-        if not left or self.epochs.now >= self._farewell_until:
-            self.phase = Phase.OVER
-            self.epochs.do(End(self._code))
+        if not left or self.epochs.now >= farewell.until:
+            self._go(Over())
+            self.epochs.do(End(farewell.code))
 
 
 def _speaks_for_itself(worker: Worker, said: m.FromWorker) -> bool:

@@ -15,6 +15,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
+from ft_core.process.transitions import follow
 from ft_core.protocol import messages as m
 from ft_core.worker.events import (
     AbortBefore,
@@ -50,6 +51,7 @@ from ft_core.worker.events import (
     UsePlan,
 )
 from ft_core.worker.states import (
+    TRANSITIONS,
     AtEnd,
     Beginning,
     Finished,
@@ -86,7 +88,7 @@ class WorkerMachine:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self.state: State = NoRole()
+        self._state: State = NoRole()
         self.role = -1
         self.world_size = 0
         self.epoch = 0
@@ -107,6 +109,14 @@ class WorkerMachine:
         self._exits = False
         self._now = 0.0
         self._effects: list[Effect] = []
+
+    @property
+    def state(self) -> State:
+        """What the main thread is at, or has to do next."""
+        return self._state
+
+    def _go(self, to: State) -> None:
+        self._state = follow(TRANSITIONS, self._state, to)
 
     @property
     def deadline(self) -> float | None:
@@ -132,8 +142,7 @@ class WorkerMachine:
             case AgentGone():
                 self._do(EndProcess(1))
             case Begins():
-                assert isinstance(self.state, StartUp), self.state
-                self.state = StartUp(waits=True) if self.announced > self.epoch else Beginning()
+                self._go(StartUp(waits=True) if self.announced > self.epoch else Beginning())
             case Registers(message):
                 self._say(message)
                 if isinstance(self.state, Beginning):
@@ -142,33 +151,36 @@ class WorkerMachine:
                 self._unwound()
             case Loaded(version, loaded):
                 if isinstance(self.state, Loading):
-                    self.state, self.reports_step = Training(), True
+                    self._go(Training())
+                    self.reports_step = True
                     self._say(m.Restored(self.epoch, self.role, self._pid, version, loaded))
             case FoundCorrupt(role, slot, reason):
                 # Also where the epoch is over: who decides about the next must know.
                 self._say(m.CorruptCopy(role, slot, reason))
                 if isinstance(self.state, Loading):
-                    self.state = Stuck()
+                    self._go(Stuck())
             case StepDone(version):
                 if self.reports_step and isinstance(self.state, Training):
                     self.reports_step = False
                     self._say(m.Stepped(self.epoch, self.role, version))
             case StepSafe(version):
                 if version >= self.hold_at and isinstance(self.state, Training):
-                    self.state = Holding(self._now + HOLD_LIMIT)
+                    self._go(Holding(self._now + HOLD_LIMIT))
                     self._say(m.PausedAtStep(self.epoch, self.role))
             case PartDone(part, version, last):
                 if isinstance(self.state, Training):
-                    self.state = AtEnd(part, last)
+                    self._go(AtEnd(part, last))
                     if part > self.parts:
                         self._say(m.Completed(self.epoch, self.role, part, version, last))
                     self._leave_part()
             case ScriptDone():
-                self.state = Over() if self._exits else Finished()
+                self._go(Finished())
                 self._say(m.Finished(self.role))
+                if self._exits:
+                    self._go(Over())
             case RunsUnprotected(reason, so_far):
                 if not so_far:
-                    self.state = Unprotected()
+                    self._go(Unprotected())
                 self._say(m.Unprotected(self.role, reason, so_far))
             case SettingsBrought(settings):
                 values = {name: settings[name] for name in _IN_PLANS if name in settings}
@@ -190,7 +202,7 @@ class WorkerMachine:
             case m.Assign(role, world_size, _, plan):
                 self.role, self.world_size = role, world_size
                 self.announced = plan.epoch
-                self.state = StartUp()
+                self._go(StartUp())
                 self._do(TakeRole(message))
                 self._begin(plan)
             case m.Abort(epoch):
@@ -203,7 +215,7 @@ class WorkerMachine:
                 if message.epoch == self.announced:
                     self._restore = message
                     if isinstance(self.state, Restoring):
-                        self.state = Loading(message)
+                        self._go(Loading(message))
             case m.Release(parts):
                 self.parts = len(parts)
                 self._leave_part()
@@ -226,7 +238,7 @@ class WorkerMachine:
             case m.Exit():
                 self._exits = True
                 if isinstance(self.state, Finished):
-                    self.state = Over()
+                    self._go(Over())
             case _:
                 assert_never(message)
 
@@ -240,10 +252,10 @@ class WorkerMachine:
         match self.state:
             case StartUp() | Quiet() | Trained() | Finished() | Over():
                 self._do(SayQuiesced(epoch, self._stage))
-            case Unprotected():
-                pass  # what is aborted ends the script
+            case Unprotected() | Leaving():
+                pass  # what is aborted ends the script, or is being left already
             case _:
-                self.state = Leaving()
+                self._go(Leaving())
 
     def _planned(self, plan: m.WorkerPlan) -> None:
         match self.state:
@@ -255,8 +267,7 @@ class WorkerMachine:
                 self._begin(plan)
 
     def _unwound(self) -> None:
-        assert isinstance(self.state, Leaving), self.state
-        self.state = Quiet()
+        self._go(Quiet())
         self._do(SayQuiesced(self.announced, self._stage))
         if self._next is not None:
             self._begin(self._next)
@@ -269,12 +280,12 @@ class WorkerMachine:
         self._do(UsePlan(plan))
         match self.state:
             case StartUp(waits=True):
-                self.state = Beginning()
+                self._go(Beginning())
             case Quiet():
                 self._await_state()
 
     def _await_state(self) -> None:
-        self.state = Restoring() if self._restore is None else Loading(self._restore)
+        self._go(Restoring() if self._restore is None else Loading(self._restore))
 
     @property
     def _stage(self) -> m.Stage:
@@ -284,10 +295,11 @@ class WorkerMachine:
 
     def _leave_part(self) -> None:
         if isinstance(self.state, AtEnd) and self.parts >= self.state.part:
-            self.state = Trained() if self.state.last else Training()
+            self._go(Trained() if self.state.last else Training())
 
     def _set_hold(self) -> None:
         self.hold_at = self._hold.step if self._hold.epoch == self.epoch else NEVER
 
     def _stop_holding(self) -> None:
-        self.state, self._hold, self.hold_at = Training(), _NO_HOLD, NEVER
+        self._go(Training())
+        self._hold, self.hold_at = _NO_HOLD, NEVER

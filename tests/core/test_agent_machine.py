@@ -14,8 +14,9 @@ from ft_core.control.decide import compact
 from ft_core.node import events as e
 from ft_core.node.about import About
 from ft_core.node.link import outage
-from ft_core.node.machine import FAREWELL, SAME, Agent, Phase
+from ft_core.node.machine import FAREWELL, SAME, Agent
 from ft_core.node.memory.view import Words
+from ft_core.node.phases import Serving
 from ft_core.node.workers.worker_table import WorkerState, in_words
 from ft_core.process.sigterm import ENDED, GRACE
 from ft_core.protocol import messages as m
@@ -259,7 +260,7 @@ def test_without_a_controller_a_node_warns_and_leaves_if_nobody_trains(
     node.handle(e.NotConnected("refused"), 1)
     assert caplog.text.count("no controller answers at 127.0.0.1:1 (refused); trying again") == 1
     node.handle(e.NotConnected("refused"), outage.ABANDONED - 12)
-    assert node.agent.phase is Phase.SERVING
+    assert node.agent.phase == Serving()
     node.handle(e.NotConnected("refused"), 1)
     assert node.effects(e.End) == [e.End(1)] and "node0 leaves: nobody trains here" in caplog.text
 
@@ -269,7 +270,7 @@ def test_without_a_controller_training_goes_on(training: Node):
     training.handle(e.NotConnected("refused"), 2 * outage.ABANDONED)
     training.hear(m.Withdraw([0]))  # as if the last role here had gone
     training.handle(e.NotConnected("refused"), outage.ABANDONED)
-    assert training.agent.phase is Phase.SERVING
+    assert training.agent.phase == Serving()
     training.handle(e.NotConnected("refused"), 1)
     assert training.effects(e.End) == [e.End(1)]
 

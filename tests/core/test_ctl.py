@@ -52,7 +52,7 @@ class Large:
         at = {n: m.NodeAddress(f"10.0.0.{i % 250}:40001", f"rack{i // 16}") for i, n in enumerate(names)}
         facts.plan = job_plan(places, 3, nodes=at)
         facts.epoch = 3
-        self.controller._epochs.phase = Running()
+        self.controller._epochs.go(Running())
         for number, name in enumerate(names):
             hello = m.AgentHello(
                 name, 1, 100 + number, number, at[name].domain, at[name].data, _NOBODY, [], False, ""

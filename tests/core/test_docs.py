@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import html
 import importlib
 import os
 import re
@@ -17,6 +18,9 @@ from harness import ROOT
 
 from ft_core import plugins
 from ft_core.cli import ctl, flags
+from ft_core.control import phases
+from ft_core.node import phases as of_agent
+from ft_core.worker import states
 
 PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
 OFFLINE = """
@@ -101,10 +105,20 @@ def test_nothing_comes_from_elsewhere(site: Path) -> None:
         assert not remote, f"{page.relative_to(site)}: {remote}"
 
 
+def test_the_machines_tables_are_shown(site: Path) -> None:
+    """The picture of each machine's phases is made from its table."""
+    page = html.unescape((site / "design.html").read_text())
+    assert "<!-- reference" not in page
+    for table in (phases.TRANSITIONS, of_agent.TRANSITIONS, states.TRANSITIONS):
+        for rows in table.values():
+            for after, reason in rows.items():
+                assert re.search(rf"-> {after.__name__} +{re.escape(reason)}", page), reason
+
+
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 def test_the_api_has_all_that_it_names(site: Path, page: Path) -> None:
-    html = (site / "api" / f"{page.stem}.html").read_text()
-    anchors = set(re.findall(r' id="([\w.]+)"', html))
+    text = (site / "api" / f"{page.stem}.html").read_text()
+    anchors = set(re.findall(r' id="([\w.]+)"', text))
     for name, members in documented(page):
         for member in members:
             assert f"{name}.{member}" in anchors, f"{page.name}: {name} has no {member}"
@@ -182,8 +196,8 @@ def test_ftrun_takes_the_commands_of_the_pages() -> None:
 
 def test_every_module_is_listed(site: Path) -> None:
     """With the first line of its docstring, which says what it is for."""
-    html = (site / "api" / "modules.html").read_text()
-    listed = set(re.findall(r'\b(?:title|id)="\s*([\w.]+)"', html))
+    text = (site / "api" / "modules.html").read_text()
+    listed = set(re.findall(r'\b(?:title|id)="\s*([\w.]+)"', text))
     for package in ("ft_core", "ft_megatron", "ft_deepspeed"):
         for path in (ROOT / package).rglob("*.py"):
             parts = path.relative_to(ROOT).with_suffix("").parts

@@ -145,6 +145,8 @@ def test_the_state_of_another_epoch_is_not_loaded() -> None:
 def test_an_exit_that_comes_before_the_script_is_done() -> None:
     worker = Worker().train()
     assert worker.hear(m.Exit()) == [] and worker.state == Training()
+    worker.do(e.PartDone(1, 7, last=True))
+    worker.hear(m.Release([7]))
     worker.do(e.ScriptDone())
     assert worker.state == Over()
 

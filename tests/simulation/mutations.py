@@ -33,7 +33,7 @@ from ft_core.protocol import messages as m
 from ft_core.protocol.goodput import Cause
 from ft_core.worker.events import AbortBefore, SayQuiesced
 from ft_core.worker.machine import WorkerMachine
-from ft_core.worker.states import Leaving, Training
+from ft_core.worker.states import Leaving, Loading, Training
 
 from .control import SimController
 from .node import SimNode
@@ -245,6 +245,18 @@ def quiesced_before_it_has_unwound() -> None:
             self._do(SayQuiesced(epoch, "training"))
 
     WorkerMachine._abort = mutated  # type: ignore[method-assign]
+
+
+def what_to_go_on_from_is_loaded_before_the_step_is_left() -> None:
+    """A worker does not wait until its main thread has unwound."""
+    hear = WorkerMachine._hear
+
+    def mutated(self: WorkerMachine, message: Any) -> None:
+        if isinstance(message, m.Restore) and isinstance(self.state, Leaving):
+            self._go(Loading(message))
+        hear(self, message)
+
+    WorkerMachine._hear = mutated  # type: ignore[method-assign]
 
 
 def an_older_epochs_plan_is_obeyed() -> None:
@@ -545,6 +557,7 @@ MUTATIONS: dict[str, Callable[[], None]] = {
         what_was_lost_on_the_way_is_unknown,
         goes_on_without_unwinding,
         quiesced_before_it_has_unwound,
+        what_to_go_on_from_is_loaded_before_the_step_is_left,
         an_older_epochs_plan_is_obeyed,
         the_same_error_is_tried_for_ever,
         strikes_never_decay,
