@@ -22,6 +22,7 @@ from ft_core.node.metrics import families as node_families
 from ft_core.process.transitions import Transitions
 from ft_core.protocol.goodput import Cause
 from ft_core.worker import states
+from tests.simulation.invariants import Invariant
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -97,6 +98,11 @@ def picture(table: Transitions[Any]) -> str:
     return "\n".join(["```text", *lines, "```"])
 
 
+def invariants() -> str:
+    """All that the simulator checks."""
+    return table(("", "", ""), ((each.number, each.label, each.sentence) for each in Invariant))
+
+
 def _said(about: Iterable[tuple[str, str]]) -> str:
     return table(("", ""), ((f"`{name}`", said) for name, said in about))
 
@@ -112,6 +118,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "phases of the controller": lambda: picture(phases.TRANSITIONS),
     "phases of an agent": lambda: picture(of_agent.TRANSITIONS),
     "states of a worker": lambda: picture(states.TRANSITIONS),
+    "invariants": invariants,
 }
 """By what the pages call them."""
 

@@ -196,7 +196,7 @@ class RecoveryCoordinator:
         Its roles are played elsewhere then, and its state is of a past that may have been done again. A node
         that was thought lost and is back before any such plan takes part as if nothing had been.
         """
-        plan, begun = self.facts.plan, node.greeted_with
+        plan, begun = self.facts.plan, node.greeted_with  # INV-1 (one worker)
         if plan is None or not begun or node.name in plan.nodes or begun == plan.id:
             return False
         if epoch_of(begun) > plan.epoch:
@@ -286,7 +286,7 @@ class RecoveryCoordinator:
             facts.start = start.version, start.origin
         if start.version is not None:
             facts.seen_at([start.version])
-            # A durable checkpoint may be of before a part's end.
+            # INV-14 (parts): a durable checkpoint may be of before a part's end.
             facts.parts = [end for end in facts.parts if end <= start.version]
         job = before.job if before is not None else self._ids()
         facts.takes_part(start.roles, start.lost)
@@ -597,7 +597,7 @@ class RecoveryCoordinator:
                 diverged=against.fault is m.Fault.DIVERGED,
                 own=facts.trained and bool(self.unprotected),
             )
-        if climb is None:
+        if climb is None:  # INV-7 (ends)
             how_often = ladder.in_words(facts.height)
             self.end(against.code, how_often + against.recorded, how_often + against.said)
             return
@@ -806,7 +806,7 @@ class RecoveryCoordinator:
     def _replaceable(self, broken: Broken) -> m.NodeName:
         """The end of a link that is replaced: rather that which was found than the other, and none that holds
         what nobody else does."""
-        ends = sorted(broken.ends, key=lambda name: name != broken.replaced)
+        ends = sorted(broken.ends, key=lambda name: name != broken.replaced)  # INV-9 (links)
         able = (name for name in ends if not self._has_no_other(name, broken.ends))
         return next((name for name in able if can_be_spared(self.facts, name)), "")
 

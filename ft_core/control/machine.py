@@ -523,7 +523,8 @@ class Controller:
         facts = self.facts
         if not isinstance(self.phase, Running) or not self._script.used_by_all(facts):
             return
-        # The directory may be known only now; no role has begun to train without what is in it.
+        # INV-13 (settings): no role trains before all use the same. The directory may be known only now: then
+        # nobody has begun to train without what is in it.
         durable = self._epochs.durable(facts.hosts)
         begins = facts.initial is None and facts.start[1] != "durable" and not facts.started_over
         if durable is None or (begins and self._epochs.unread()):

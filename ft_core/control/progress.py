@@ -25,7 +25,7 @@ class Progress:
 
     def heard(self, message: Restored | Stepped | Reopened) -> Due | None:
         """The event that is due, if one is."""
-        role = message.role
+        role = message.role  # INV-15 (events): one comes of the last one that is awaited
         if isinstance(message, Restored):
             self.restored[role] = message.pid
             if not _last(self._unrestored, role):

@@ -1,7 +1,7 @@
 """What a lease proves to whom: pure, for the processes and for the simulator.
 
 A *term* is one leadership, by number: each is higher than all before it. That two leaders never both decide
-rests on three rules, each of which is one of the classes or functions here.
+(INV-16, one leader) rests on three rules, each of which is one of the classes or functions here.
 
 1. A leader decides nothing once its lease may have run out (`Lease`). It counts from before it asked.
 2. An agent obeys a leader only for a while (`trust`) after it began to look whether there is a newer term and

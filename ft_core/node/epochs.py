@@ -263,11 +263,12 @@ class EpochExecutor:
     def begin(self, plan: m.NodePlan) -> None:
         """Begin the epoch of `plan`: give roles to workers, bring their state here, let them go on."""
         if plan.epoch < self.epoch or plan.epoch == self.begun:
-            return
+            return  # INV-2 (epoch order)
         before, first = self.roles_here(), not self.epoch
         self.plan, self.epoch, self.parts = plan, plan.epoch, plan.parts
         self._copies.epoch_ends()
         self.do(UsePlan(plan))
+        # INV-3 (one past): what is newer than the epoch's version is of a past that is done again.
         if plan.origin == "durable":
             self.do(DropAfter(NONE))  # what is held of the same version may be of another past
         elif plan.version is not None:

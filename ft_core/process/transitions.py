@@ -19,6 +19,6 @@ def follow(table: Transitions[P], now: P, to: P) -> P:
     Raises AssertionError where the table does not have that: a defect of the machine, which ends its process
     like any other.
     """
-    if type(to) not in table[type(now)]:
+    if type(to) not in table[type(now)]:  # INV-24 (phases)
         raise AssertionError(f"no transition leads from {now} to {to}")
     return to

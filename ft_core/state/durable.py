@@ -47,6 +47,7 @@ _SEGMENTS = "segments"
 
 def name_of(version: int, plan: NodePlan) -> str:
     """The directory of `version` as the epoch of `plan` has it. Names sort by version, then epoch."""
+    # INV-11 (durable): parts of another epoch, or of another job, never complete this one.
     world_size = len(plan.roles) + len(plan.absent)
     return f"step-{version:08d}-{plan.epoch:05d}-{plan.job}-{world_size}"
 

@@ -15,6 +15,7 @@ from types import ModuleType
 
 import pytest
 from harness import ROOT
+from simulation.invariants import Invariant
 
 from ft_core import plugins
 from ft_core.cli import ctl, flags
@@ -113,6 +114,12 @@ def test_the_machines_tables_are_shown(site: Path) -> None:
         for rows in table.values():
             for after, reason in rows.items():
                 assert re.search(rf"-> {after.__name__} +{re.escape(reason)}", page), reason
+
+
+def test_the_invariants_are_shown(site: Path) -> None:
+    page = (site / "design.html").read_text()
+    for each in Invariant:
+        assert all(f"<td>{text}</td>" in page for text in (each.number, each.label, each.sentence)), each
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])

@@ -13,9 +13,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 
+from .invariants import Violation
 from .job import SHORT, Outcome
 from .schedules import repeat, simulate, simulate_leaders
-from .world import Violation
 
 _CHUNK = 50
 _GARBAGE = 50_000

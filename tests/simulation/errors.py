@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ft_core.control import events as ev
 from ft_core.worker.states import NoRole, StartUp
 
-from .world import Violation
+from .invariants import Invariant
 
 if TYPE_CHECKING:
     from .control import SimController
@@ -103,9 +103,9 @@ class Errors:
                 restarts = self.job.shape.restarts
                 most = TRIES + (1 + restarts if restarts else 0)
                 if len(tries) >= most:
-                    raise Violation(
-                        f"7: role {worker.role} raises in the step after version {worker.version}, and was "
-                        f"tried more than {most} times"
+                    raise Invariant.TRIES.broken(
+                        f"role {worker.role} raises in the step after version {worker.version}, and was "
+                        f"tried more than {most} times",
                     )
                 return True
         return False
@@ -142,15 +142,15 @@ class Errors:
             count = self._against(_machine(name), window, certain=True)
             # A role that comes back was placed when its replica group began to.
             if role in before and count >= self.job.settings.strikes and others:
-                raise Violation(
-                    f"8: {name} has failed {count} times, and role {role} is on it, not on {others}"
+                raise Invariant.PLACES.broken(
+                    f"{name} has failed {count} times, and role {role} is on it, not on {others}",
                 )
             if self.job.shape.policy != "wait" or home == name or home not in facts.nodes:
                 continue
             count = self._against(_machine(home), window + _SLACK)
             if facts.nodes[home].idle >= lost[home] and count < self.job.settings.strikes:
-                raise Violation(
-                    f"8: role {role} leaves {home}, which has a worker for it and has failed {count} times"
+                raise Invariant.PLACES.broken(
+                    f"role {role} leaves {home}, which has a worker for it and has failed {count} times",
                 )
 
     def _against(self, machine: str, seconds: float, certain: bool = False) -> int:

@@ -24,12 +24,13 @@ from ft_core.worker.states import Holding
 from .arbiter import MACHINE, Arbiter
 from .control import SimController, decides
 from .errors import Errors, moved
+from .invariants import Invariant
 from .node import SimNode
 from .storage import Storage, preloaded
 from .time_account import TimeAccount
 from .training import Content, Training
 from .workers import SimWorker
-from .world import Link, Network, Violation, World
+from .world import Link, Network, World
 
 _CALM = 12.0
 """Seconds after the last fault in which every node that is well must have come back."""
@@ -306,15 +307,17 @@ class SimJob:
         if self.arbiter is None or not decides(effects):
             return
         if self.arbiter.term > controller.term and not controller.wild:
-            raise Violation(f"11: term {controller.term} decides, and term {self.arbiter.term} has begun")
+            raise Invariant.ONE_LEADER.broken(
+                f"term {controller.term} decides, and term {self.arbiter.term} has begun",
+            )
         self.decided = max(self.decided, controller.term)
 
     def obeys(self, node: SimNode, term: int, message: object) -> None:
         """A node does what it was told in that term."""
         if term < self.decided:
-            raise Violation(
-                f"11: {node.name} obeys term {term} ({type(message).__name__}), and term {self.decided} has "
-                "decided"
+            raise Invariant.ONE_LEADER.broken(
+                f"{node.name} obeys term {term} ({type(message).__name__}), and term {self.decided} has "
+                "decided",
             )
         if self.arbiter is not None and term < self.arbiter.term and isinstance(message, m.SharedPlan):
             self._ailed.add(node.name)  # the next leader does not know that plan, and goes on without it
@@ -408,7 +411,7 @@ class SimJob:
         if controller.term < self.decided:
             return  # of one that does not know yet that nobody obeys it
         if event.event not in EVENTS:
-            raise Violation(f"an event is not described: {event}")
+            raise Invariant.EVENTS.broken(f"an event is not described: {event}")
         self.outcome.events[event.event] += 1
         if (found := _LOST.match(event.reason)) is not None:  # to the job it is, though it may live
             for node in self.nodes:
@@ -426,21 +429,23 @@ class SimJob:
             plan = controller.machine.facts.begun
             of = set(plan.roles) - set(plan.newcomers if event.event == "communicators_ready" else ())
             if missing := [r for r in sorted(of) if (event.event, event.epoch, r) not in self.achieved]:
-                raise Violation(f"10: {event.event} of epoch {event.epoch}, and roles {missing} have not")
+                raise Invariant.EVENTS.broken(
+                    f"{event.event} of epoch {event.epoch}, and roles {missing} have not"
+                )
         if event.event == "link":
             self._spared(event.more["replaced"], controller)
             machines = [name.partition("+")[0] for name in event.more["nodes"]]
             # If it was mended only just now, it was broken when they tried.
             well = self.network.joined(*machines, self.world.now - _ANSWER)
             if well and not any(map(self._ails, self.live())):
-                raise Violation(f"6: the link between {machines} is well, and {event.reason}")
+                raise Invariant.LINKS.broken(f"the link between {machines} is well, and {event.reason}")
         back = self.named(event.more["node"]) if event.event == "given_up" else None
         ails = back is not None and (self._in_trouble(back) or back.name in self._ailed)
         # A new leader waits for as long as another may be obeyed; who knew nothing for longer comes too late.
         needless = back is not None and not ails and not back.in_doubt
         # A spare that holds nothing, and alone has begun what a former controller decided, begins anew.
         if back is not None and needless and not self.shape.brief and back.store.holds_something:
-            raise Violation(f"6: {back.name} is well, and is given up")
+            raise Invariant.WELL.broken(f"{back.name} is well, and is given up")
         if event.event == "begins_anew":
             self._begins_anew(event)
         if event.event == "hang" and event.more["explained"]:
@@ -460,9 +465,11 @@ class SimJob:
     def _begins_anew(self, event: ev.Record) -> None:
         """The next rung of the ladder is tried: not without need."""
         if not self.shape.restarts:
-            raise Violation(f"14: roles begin anew, and nobody wants that: {event.reason}")
+            raise Invariant.ANEW.broken(f"roles begin anew, and nobody wants that: {event.reason}")
         if not self._excused(event.reason) and len(lost := self._lost()) <= self.shape.replicas:
-            raise Violation(f"14: roles begin anew, though only {sorted(lost)} was lost: {event.reason}")
+            raise Invariant.ANEW.broken(
+                f"roles begin anew, though only {sorted(lost)} was lost: {event.reason}"
+            )
         self.restarts = event.more["rung"] == "restart"
 
     def _drains(self, controller: SimController, event: ev.Record) -> None:
@@ -474,23 +481,25 @@ class SimJob:
         elif event.event in ("drained", "not_drained") and leads:
             self.drained.discard(event.more["node"])
         if event.event == "drained" and (roles := facts.hosts.get(event.more["node"])):
-            raise Violation(f"12: {event.more['node']} is let go, and plays roles {roles}")
+            raise Invariant.DRAINS.broken(f"{event.more['node']} is let go, and plays roles {roles}")
         if event.event == "moving":
             self._moving = event.epoch
             workers = [w for node in self.live() for w in node.workers.values()]
             well = self.network.sound and not self.outcome.pauses and not controller.slept
             if well and not any(isinstance(w.state, Holding) for w in workers):
-                raise Violation("12: roles move, and nobody has stopped for that between two steps")
+                raise Invariant.DRAINS.broken("roles move, and nobody has stopped for that between two steps")
         elif event.event == "detected" or event.epoch > self._moving:
             self._moving = 0
         if event.event == "decided":
             new = {role: name for role, name in facts.places.items() if self._places.get(role) != name}
             known = self._known_as_drained(controller)
             if taken := {role: name for role, name in new.items() if name in known}:
-                raise Violation(f"12: roles move to nodes that are drained: {taken}")
+                raise Invariant.DRAINS.broken(f"roles move to nodes that are drained: {taken}")
             version, newest = event.more["version"], self.training.newest
             if self._moving and version != newest and not self._out:
-                raise Violation(f"12: roles move, and version {newest} is done again from {version}")
+                raise Invariant.DRAINS.broken(
+                    f"roles move, and version {newest} is done again from {version}"
+                )
 
     def _is_lost(self, node: SimNode, reason: str, controller: SimController) -> None:
         """The controller takes a node for lost; it may live."""
@@ -498,25 +507,29 @@ class SimJob:
             return
         self.outcome.evictions += 1
         if "nothing listens" in reason:
-            raise Violation(f"6: {node.name} lives, and others have found that it has ended: {reason}")
+            raise Invariant.WELL.broken(
+                f"{node.name} lives, and others have found that it has ended: {reason}"
+            )
         if "its link" in reason:
             epoch, machine = self._linked  # it may have come back as a spare, with the link broken yet
             if epoch == controller.machine.facts.epoch and machine != node.machine_name:
-                raise Violation(f"6: a second node is taken for lost for one broken link: {reason}")
+                raise Invariant.LINKS.broken(f"a second node is taken for lost for one broken link: {reason}")
             self._linked = controller.machine.facts.epoch, node.machine_name
             self.memory_lost(node)
         if "no heartbeat" in reason and not self.shape.brief:
             if not self._in_trouble(node, controller):
-                raise Violation(f"6: {node.name} is well, and is taken for lost: {reason}")
+                raise Invariant.WELL.broken(f"{node.name} is well, and is taken for lost: {reason}")
             if "though" not in reason and not self._ails(node) and self._spoken_for(node, controller):
-                raise Violation(f"6: others reach {node.name}, and it is taken for lost: {reason}")
+                raise Invariant.WELL.broken(f"others reach {node.name}, and it is taken for lost: {reason}")
             # Nothing tells an agent that is held up from its machine where no pulse comes through.
             held_up = node.agent_alone and self.datagrams
             limit = 0.7 * self.settings.silence_limit if held_up else SHORT
             ends = node.machine_name, controller.machine_name
             if node.trouble <= limit and self.network.joined(*ends, self.world.now - _ANSWER):
                 self.outcome.short += 1
-                raise Violation(f"6: {node.name} was stopped for {node.trouble} s, and is lost: {reason}")
+                raise Invariant.WELL.broken(
+                    f"{node.name} was stopped for {node.trouble} s, and is lost: {reason}"
+                )
         self._out.setdefault(node.name, self.world.now)
 
     def _spared(self, name: str, controller: SimController) -> None:
@@ -524,7 +537,9 @@ class SimJob:
         seen = [node for node in self.live() if node.name in controller.machine.facts.nodes]
         promised = self.training.newest - 1
         if self._held(seen) >= promised > self._held([node for node in seen if node.name != name]):
-            raise Violation(f"6: {name} is replaced for a broken link, and holds what nobody else does")
+            raise Invariant.LINKS.broken(
+                f"{name} is replaced for a broken link, and holds what nobody else does"
+            )
 
     def _held(self, nodes: list[SimNode]) -> int:
         """The newest version of which all state is in the memory of these; -1: there is none."""
@@ -596,7 +611,7 @@ class SimJob:
             just_now = node is not None and self.world.now - node.trouble_at < 1.0
             well = [w for w in workers if not w.hung and not w.stopped and w not in self.errors.astray]
             if well and not just_now:
-                raise Violation(f"7: role {role} is well, and is taken for hung: {event.reason}")
+                raise Invariant.BLAME.broken(f"role {role} is well, and is taken for hung: {event.reason}")
 
     def _decided(self, controller: SimController, event: ev.Record) -> None:
         version, training, lost = event.more["version"], self.training, self._lost()
@@ -604,7 +619,9 @@ class SimJob:
         if event.more["origin"] == "durable":
             plan = controller.machine.facts.begun
             if plan.durable not in self.storage.complete():
-                raise Violation(f"7: epoch {event.epoch} goes on from {plan.durable}, which is not complete")
+                raise Invariant.DURABLE.broken(
+                    f"epoch {event.epoch} goes on from {plan.durable}, which is not complete",
+                )
             content = self.storage.content(plan.durable)
         elif version is None or event.more["origin"] == "initial":  # as the scripts begin
             version, content = self.saved or (0, 1)
@@ -614,9 +631,9 @@ class SimJob:
             self.beyond |= version < training.newest - 1
             training.least = min(training.least, version)
         elif training.newest - version > 1 and covered:
-            raise Violation(
-                f"3: epoch {event.epoch} goes on from version {version}, and version {training.newest} was "
-                f"there; lost: {sorted(lost) or 'nothing'}"
+            raise Invariant.NOTHING_LOST.broken(
+                f"epoch {event.epoch} goes on from version {version}, and version {training.newest} was "
+                f"there; lost: {sorted(lost) or 'nothing'}",
             )
         for node in self.live():
             if node.name in self._out:  # it will be told, once it is back
@@ -630,9 +647,9 @@ class SimJob:
         if self._promised in self.storage.complete() and settled and not (restarts and self.diverges):
             promised = durable.version_of(self._promised)
             if version < (promised if content is not None else min(promised, training.newest - 1)):
-                raise Violation(
-                    f"7: epoch {event.epoch} goes on from version {version}, version {training.newest} was "
-                    f"there, and {self._promised} is complete"
+                raise Invariant.NEWEST.broken(
+                    f"epoch {event.epoch} goes on from version {version}, version {training.newest} was "
+                    f"there, and {self._promised} is complete",
                 )
         training.go_on_from(event.epoch, version, content)
 
@@ -647,18 +664,18 @@ class SimJob:
         if code == 0:
             done = self.training.finished.get(self.steps, set())
             if (len(done) < self.training.roles and self.shape.policy != "shrink") or not done:
-                raise Violation(
-                    f"5: the job has ended well, and only roles {done} have done step {self.steps}"
+                raise Invariant.ENDS.broken(
+                    f"the job has ended well, and only roles {done} have done step {self.steps}",
                 )
             lines = [line for _, part in sorted(self.ledger.items()) for line in part]
             complete = not self.beyond and self._untold.isdisjoint(self.training.truth.values())
             if complete and (problems := ledger_check.verify(lines).problems):
-                raise Violation(f"4: the ledger: {problems}")
+                raise Invariant.SAMPLES.broken(f"the ledger: {problems}")
         elif "recoveries in a row without a new step" in self.outcome.reason and not self._hopeless:
-            raise Violation(f"5: the job has given up recoveries in vain: {self.outcome.reason}")
+            raise Invariant.ENDS.broken(f"the job has given up recoveries in vain: {self.outcome.reason}")
         elif not self._excused(self.outcome.reason) and len(lost := self._lost()) <= self.shape.replicas:
-            raise Violation(
-                f"5: the job has ended, though only {sorted(lost)} was lost: {self.outcome.reason}"
+            raise Invariant.ENDS.broken(
+                f"the job has ended, though only {sorted(lost)} was lost: {self.outcome.reason}",
             )
 
     @property
@@ -741,12 +758,18 @@ class SimJob:
 
         world.run(limit, lambda: self.over or goes_on())
         if not self.over and not at_odds and not goes_on():
-            raise Violation(f"5: {_LIMIT:g} s after the last fault no step was done; {self._where()}")
+            raise Invariant.GOES_ON.broken(
+                f"{_LIMIT:g} s after the last fault no step was done; {self._where()}"
+            )
         if at_odds:
             if self.training.step_at:
-                raise Violation(f"8: the scripts bring {self.shape.brings} settings, and a step was done")
+                raise Invariant.SETTINGS.broken(
+                    f"the scripts bring {self.shape.brings} settings, and a step was done"
+                )
             if not self.over:
-                raise Violation(f"8: the scripts bring {self.shape.brings} settings; {self._where()}")
+                raise Invariant.SETTINGS.broken(
+                    f"the scripts bring {self.shape.brings} settings; {self._where()}"
+                )
         if self.over or self.shape.brief:
             return self.outcome
         known = self.controller.machine.facts.nodes
@@ -756,14 +779,14 @@ class SimJob:
             known = self.controller.machine.facts.nodes
             out = [node.name for node in self.live() if node.name not in known and not node.leaving]
             if out:
-                raise Violation(f"6: {out} are well, and stay out")
+                raise Invariant.RETURN.broken(f"{out} are well, and stay out")
         if not self.diverges:  # nobody can start ahead of need, then, with what others have on record
             self._groups_return()
             self._drains_end()
         self.steps = self.training.newest + _STEPS
         world.run(world.now + _LIMIT, lambda: self.over)
         if not self.over:
-            raise Violation(f"5: all is well, and the job does not end; {self._where()}")
+            raise Invariant.GOES_ON.broken(f"all is well, and the job does not end; {self._where()}")
         return self.outcome
 
     def _groups_return(self) -> None:
@@ -774,7 +797,7 @@ class SimJob:
             self.join()
             self.world.run(self.world.now + 3 * _CALM, lambda: self.over or self._everybody_trains())
         if not self.over:
-            raise Violation(f"6: replica groups stay away; {self._where()}")
+            raise Invariant.RETURN.broken(f"replica groups stay away; {self._where()}")
 
     def _known_as_drained(self, controller: SimController) -> set[str]:
         """What was said by a leader that nobody obeyed any more, or that died over it, nobody may know."""
@@ -790,7 +813,7 @@ class SimJob:
             self.join()
             self.world.run(self.world.now + 3 * _CALM, lambda: self.over or not self.drained)
         if not self.over:
-            raise Violation(f"12: {self.drained} are being drained for ever; {self._where()}")
+            raise Invariant.DRAINS.broken(f"{self.drained} are being drained for ever; {self._where()}")
 
     def _everybody_trains(self) -> bool:
         return len(self.controller.machine.facts.places) == self.training.roles

@@ -18,9 +18,10 @@ from ft_core.state.manifest import Segment
 from ft_core.state.placement import Places, replica_nodes, sender, spares_of
 
 from .control import SimController
+from .invariants import Invariant
 from .store import SimStore
 from .workers import SimWorker, to_layout
-from .world import Link, Process, Violation
+from .world import Link, Process
 
 if TYPE_CHECKING:
     from .job import SimJob
@@ -306,7 +307,9 @@ class SimNode(Process):
         match effect:
             case ev.ToController(message):
                 if isinstance(message, m.Suspect) and message.epoch != self.machine.epochs.begun:
-                    raise Violation(f"6: {self.name} suspects a link in an epoch without a plan: {message}")
+                    raise Invariant.LINKS.broken(
+                        f"{self.name} suspects a link in an epoch without a plan: {message}"
+                    )
                 if self.link is not None:
                     self.job.sent(message)
                     self.link.send(0, message)
@@ -314,9 +317,13 @@ class SimNode(Process):
                 self._do(ev.ToController(self.machine.epochs.report()))
             case ev.ToWorker(number, message):
                 if isinstance(message, m.Assign) and message.plan.epoch != self.epoch:
-                    raise Violation(f"1: {self.name}, in epoch {self.epoch}, gives a role away: {message}")
+                    raise Invariant.EPOCH_ORDER.broken(
+                        f"{self.name}, in epoch {self.epoch}, gives a role away: {message}",
+                    )
                 if isinstance(message, m.Assign) and set(message.ending) != set(self.ending.values()):
-                    raise Violation(f"13: {self.ending} are ending, and not waited for: {message}")
+                    raise Invariant.PREDECESSORS.broken(
+                        f"{self.ending} are ending, and not waited for: {message}"
+                    )
                 if (worker := self.workers.get(number)) is not None:
                     worker.later(0.001, lambda: worker.hear(message))
             case ev.Start(number, device):

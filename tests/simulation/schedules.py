@@ -7,8 +7,9 @@ from dataclasses import replace
 from random import Random
 
 from .faults import schedule
+from .invariants import Violation
 from .job import Outcome, Shape, SimJob
-from .world import Violation, World
+from .world import World
 
 SHAPES = (
     Shape(2),

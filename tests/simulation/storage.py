@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from ft_core.node import events as ev
 from ft_core.state import durable
 
+from .invariants import Invariant
 from .training import Content
-from .world import Violation
 
 if TYPE_CHECKING:
     from .job import SimJob
@@ -57,7 +57,7 @@ class Storage:
         """Of a complete one: the same of all roles."""
         found = set(self.parts[name].values())
         if len(found) != 1:
-            raise Violation(f"7: the parts of {name} are of {len(found)} pasts")
+            raise Invariant.DURABLE.broken(f"the parts of {name} are of {len(found)} pasts")
         return found.pop()
 
     # -- what agents do ----------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 
 from .hangs import simulate
+from .invariants import Violation
 from .test_simulation import processes
-from .world import Violation
 
 SCHEDULES = 400
 FAILED_ONCE = {

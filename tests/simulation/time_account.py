@@ -12,7 +12,8 @@ from ft_core.control.observe.goodput import Account
 from ft_core.history import goodput
 from ft_core.protocol.goodput import Cause, Spent
 
-from .world import Violation, World
+from .invariants import Invariant
+from .world import World
 
 _LATE = 1.2
 """Seconds after which a step is known to be done."""
@@ -42,12 +43,14 @@ class Watched:
             self.began = now - total
         if abs(total - (now - self.began)) > _ROUNDED * (1 + self._passed):
             since = now - self.began
-            raise Violation(
-                f"12: {total:.3f} s are accounted for, {since:.3f} s have passed: {account.seconds}"
+            raise Invariant.TIME.broken(
+                f"{total:.3f} s are accounted for, {since:.3f} s have passed: {account.seconds}",
             )
         for cause, seconds in account.seconds.items():
             if seconds < self._before.get(cause, 0.0) - _ROUNDED:
-                raise Violation(f"12: {cause} was {self._before[cause]:.3f} s, and is {seconds:.3f} s")
+                raise Invariant.TIME.broken(
+                    f"{cause} was {self._before[cause]:.3f} s, and is {seconds:.3f} s"
+                )
         self._before = dict(account.seconds)
 
 
@@ -128,7 +131,7 @@ class TimeAccount:
         late = _LATE * (1 + len(epochs))
         if not least - late < good < most + late + after:
             both = f"{least:.2f} to {most:.2f} s"
-            raise Violation(f"12: steps took {both}, and {after:.2f} s came after: {account.seconds}")
+            raise Invariant.TIME.broken(f"steps took {both}, and {after:.2f} s came after: {account.seconds}")
 
     def compare(self, account: Account, elected: bool) -> None:
         """At the end: what the events say, and what the controller does."""
@@ -142,7 +145,7 @@ class TimeAccount:
             return  # successors were left what no file has
         apart = sum(abs(read[cause] - seconds) for cause, seconds in account.seconds.items()) / 2
         if apart > allowed:
-            raise Violation(
-                f"12: {apart:.2f} s of {total:.2f} s are accounted for otherwise than events say:\n"
-                f"  account {account.seconds}\n  events  {read}"
+            raise Invariant.TIME.broken(
+                f"{apart:.2f} s of {total:.2f} s are accounted for otherwise than events say:\n"
+                f"  account {account.seconds}\n  events  {read}",
             )

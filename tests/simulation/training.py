@@ -15,7 +15,8 @@ from ft_core.protocol.messages import Suspect
 from ft_core.state.manifest import Segment, layout
 
 from .flight import FlightRecorder
-from .world import Violation, World
+from .invariants import Invariant
+from .world import World
 
 if TYPE_CHECKING:
     from .workers import SimWorker
@@ -91,20 +92,22 @@ class Training:
         """A role takes part in a collective of its epoch; `complete` once all have."""
         assert worker.plan is not None and worker.role is not None
         if worker.plan.apart:
-            raise Violation(f"1: {worker.name} joins {kind}, and another worker plays role {worker.role}")
+            raise Invariant.ONE_WORKER.broken(
+                f"{worker.name} joins {kind}, and another worker plays role {worker.role}",
+            )
         store = worker.plan.store
         key = (worker.epoch, store, number)
         exchange = (self._exchanges if kind == "step" else self._starts).setdefault(key, Exchange())
         other = exchange.joined.get(worker.role)
         if other is not None and other is not worker and other.alive:
-            raise Violation(
-                f"1: role {worker.role} has two live workers in epoch {worker.epoch}: {other.name} and "
-                f"{worker.name}"
+            raise Invariant.ONE_WORKER.broken(
+                f"role {worker.role} has two live workers in epoch {worker.epoch}: {other.name} and "
+                f"{worker.name}",
             )
         if exchange.complete:
             if worker.role not in exchange.joined:
-                raise Violation(
-                    f"1: role {worker.role} joins {kind} {number} of epoch {worker.epoch}, which is complete"
+                raise Invariant.EPOCH_ORDER.broken(
+                    f"role {worker.role} joins {kind} {number} of epoch {worker.epoch}, which is complete",
                 )
             return exchange
         exchange.joined[worker.role] = worker
@@ -145,20 +148,26 @@ class Training:
 
     def _check(self, epoch: int, version: int, exchange: Exchange) -> None:
         if version < self.least:
-            raise Violation(f"7: step {version + 1} is done, and version {self.least} was there")
+            raise Invariant.NEWEST.broken(f"step {version + 1} is done, and version {self.least} was there")
         if len({(w.plan.policy, w.plan.lr_intervention) for w in exchange.joined.values() if w.plan}) > 1:
-            raise Violation(f"8: the roles have different settings in step {version + 1}")
+            raise Invariant.SETTINGS.broken(f"the roles have different settings in step {version + 1}")
         for role, worker in exchange.joined.items():
             if worker.version != version:
-                raise Violation(
-                    f"2: role {role} is at version {worker.version} in step {version + 1} of epoch {epoch}"
+                raise Invariant.ONE_PAST.broken(
+                    f"role {role} is at version {worker.version} in step {version + 1} of epoch {epoch}",
                 )
             if worker.weights != worker.content:
-                raise Violation(f"2: role {role} trains in step {version + 1} with weights of no version")
+                raise Invariant.ONE_PAST.broken(
+                    f"role {role} trains in step {version + 1} with weights of no version"
+                )
             if worker.epoch != epoch:
-                raise Violation(f"1: role {role} is in epoch {worker.epoch} in an exchange of epoch {epoch}")
+                raise Invariant.EPOCH_ORDER.broken(
+                    f"role {role} is in epoch {worker.epoch} in an exchange of epoch {epoch}",
+                )
             if epoch >= self.epoch and worker.content != self.truth[version]:  # else it was given up
-                raise Violation(f"2: role {role} has another content of version {version}, epoch {epoch}")
+                raise Invariant.ONE_PAST.broken(
+                    f"role {role} has another content of version {version}, epoch {epoch}"
+                )
 
     def stepped(self, worker: SimWorker, trained: dict[int, list[Range]]) -> None:
         """A role has made a new version."""
@@ -167,13 +176,15 @@ class Training:
         version = worker.version
         known = self.truth.setdefault(version, worker.content)
         if known != worker.content:
-            raise Violation(f"2: role {worker.role} has made another content of version {version}")
+            raise Invariant.ONE_PAST.broken(
+                f"role {worker.role} has made another content of version {version}"
+            )
         if version not in self.samples:
             found = [at for ranges in trained.values() for at in positions(ranges)]
             before = {at for each in self.samples.values() for at in each}
             if len(set(found)) != len(found) or before & set(found):
-                raise Violation(
-                    f"4: step {version} trains samples again: {sorted(before & set(found)) or found}"
+                raise Invariant.SAMPLES.broken(
+                    f"step {version} trains samples again: {sorted(before & set(found)) or found}",
                 )
             self.samples[version] = found
             self.pasts[worker.content] = version, self.truth[version - 1], found
@@ -193,7 +204,7 @@ class Training:
     def go_on_from(self, epoch: int, version: int, content: Content | None = None) -> None:
         """All do, in that epoch: what was newer has never been. `content`: of another past."""
         if epoch < self.epoch:
-            raise Violation(f"1: epoch {epoch} is begun after epoch {self.epoch}")
+            raise Invariant.EPOCH_ORDER.broken(f"epoch {epoch} is begun after epoch {self.epoch}")
         self._before = self._as_is()
         self.epoch = epoch
         if content is not None and content != self.truth.get(version):
@@ -227,4 +238,6 @@ class Training:
         waiting = {at for _, first, end in deal.waiting for at in range(first, end)}
         newer = {at for version, each in self.samples.items() if version > worker.version for at in each}
         if (missing := set(range(deal.next)) - trained - waiting) or (trained - newer) & waiting:
-            raise Violation(f"4: samples {sorted(missing)} are left out at version {worker.version}")
+            raise Invariant.SAMPLES.broken(
+                f"samples {sorted(missing)} are left out at version {worker.version}"
+            )

@@ -30,8 +30,9 @@ from ft_core.worker.states import (
     Training,
 )
 
+from .invariants import Invariant
 from .training import Content, after
-from .world import Process, Violation
+from .world import Process
 
 if TYPE_CHECKING:
     from .node import SimNode
@@ -374,7 +375,9 @@ class SimWorker(Process):
         self.knows.clear()
         without = set(held[1:]) - {copy.role for copy in restore.parts}
         if without and self.version:
-            raise Violation(f"3: role {self.role} has no copy of what roles {sorted(without)} had alone")
+            raise Invariant.NOTHING_LOST.broken(
+                f"role {self.role} has no copy of what roles {sorted(without)} had alone",
+            )
         for copy in restore.parts:
             if copy.role not in held:
                 continue
@@ -391,11 +394,11 @@ class SimWorker(Process):
                 self.version, self.content = found
                 loaded = True
             elif found[1] != self.training.truth.get(found[0]):
-                raise Violation(
-                    f"2: what role {copy.role} had alone is of another past at version {found[0]}"
+                raise Invariant.ONE_PAST.broken(
+                    f"what role {copy.role} had alone is of another past at version {found[0]}",
                 )
         if self.version < job.end_of(self.machine.parts):
-            raise Violation(f"9: a part is done, and role {self.role} is at version {self.version}")
+            raise Invariant.PARTS.broken(f"a part is done, and role {self.role} is at version {self.version}")
         self.deal = Deal.from_json(self.training.deals[self.content])
         if not loaded:
             yield from self._stage()

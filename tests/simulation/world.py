@@ -11,10 +11,6 @@ from collections.abc import Callable
 Call = Callable[[], None]
 
 
-class Violation(AssertionError):  # noqa: N818
-    """An invariant does not hold."""
-
-
 class World:
     """The clock, the order in which things happen, and a trace of them."""
 

@@ -148,6 +148,7 @@ class NodeLiveness:
         """Why the node is lost, or nothing. `lived`: when its workers are known to have lived last. `bound`:
         the limit of silence. `doubted`: somebody else has seen a connection break. `witnesses`: those whose
         word counts."""
+        # INV-8 (well)
         if self.gone_since is not None and self.leaves:
             return ""
         if self.gone_since is not None:

@@ -240,7 +240,7 @@ class Prestart:
         attempt = self.attempt
         if attempt is None or not attempt.complete:
             return []
-        late = not attempt.leaves and now > attempt.no_later_than
+        late = not attempt.leaves and now > attempt.no_later_than  # INV-23 (drains): all have stopped
         return sorted(attempt.places) if not attempt.unheld or late else []
 
     def places(self) -> Places:

@@ -88,6 +88,7 @@ class Copies:
         if copying is None or not copying.worker.plays:
             return None
         worker = copying.worker
+        # INV-4 (nothing lost): no step is done before the version that it begins with is in enough places.
         worker.replicated[order.role] = max(worker.replicated.get(order.role, NONE), order.version)
         worker.committed = min(
             worker.replicated.get(role, NONE) for role in [worker.role, *adopted(worker.role)]

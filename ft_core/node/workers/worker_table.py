@@ -131,7 +131,7 @@ class WorkerTable:
 
     @property
     def ending(self) -> tuple[int, ...]:
-        """Processes that have something yet of what their successors need."""
+        """Processes that have something yet of what their successors need (INV-18, predecessors)."""
         return tuple(self._ending.values())
 
     def get(self, number: int) -> Worker | None:
