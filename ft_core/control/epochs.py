@@ -25,7 +25,7 @@ from ft_core.control.decide.deciding import (
 from ft_core.control.decide.durable_names import Checkpoints
 from ft_core.control.decide.forming import first_places
 from ft_core.control.decide.ladder import Against, Climb, Rung
-from ft_core.control.events import Close, Effect, End, Peer, PrintConsole, Record, Send
+from ft_core.control.events import Close, Emitted, End, Peer, PrintConsole, Record, Send
 from ft_core.control.lead import takeover
 from ft_core.control.liveness import strikes
 from ft_core.control.liveness.failure_detector import FailureDetector
@@ -33,9 +33,16 @@ from ft_core.control.liveness.hangs.detector import Culprit, Detector, Inconclus
 from ft_core.control.liveness.hangs.finding import Finding
 from ft_core.control.liveness.links import Broken, Pair
 from ft_core.control.observe import explain
-from ft_core.control.observe.goodput import Account, Standing
-from ft_core.control.observe.job_metrics import JobMetrics
-from ft_core.control.observe.story import Story
+from ft_core.control.observe.observations import (
+    AllRestored,
+    AllStepped,
+    FailureCounted,
+    FirstSign,
+    ScriptsDone,
+    StepDone,
+    TakenOver,
+    TimeGoes,
+)
 from ft_core.control.phases import (
     TRANSITIONS,
     Done,
@@ -52,7 +59,7 @@ from ft_core.control.progress import Progress
 from ft_core.control.samples import Samples
 from ft_core.process.transitions import follow
 from ft_core.protocol import messages as m
-from ft_core.protocol.goodput import Cause, in_words
+from ft_core.protocol.goodput import Cause
 from ft_core.protocol.table import changes, hosts_of, pieces
 
 log = logging.getLogger(__name__)
@@ -65,9 +72,6 @@ STANDBY_GRACE = 20.0
 """Seconds that a healthy node has to bring up a standby before a crashed worker's role moves elsewhere."""
 APART = ("mismatch", "circle")
 """Kinds of hangs in which it is proven that roles never meet again, whoever is to blame."""
-GOODPUT = 60.0
-"""Seconds of the wall clock, at most, between two events that say what the job's time went to; a step may be
-longer."""
 
 
 class RecoveryCoordinator:
@@ -102,18 +106,8 @@ class RecoveryCoordinator:
         """Roles whose workers were told to end for that, and their nodes."""
         self.leaving = False
         """Whether SIGTERM has come: what ends because of it is not replaced."""
-        self.tally = JobMetrics()
-        """For metrics."""
-        self.story = Story()
-        """For the console."""
-        self.account: Account
-        """Where the job's time goes."""
-        self._cut: dict[Cause, float] = {}
-        """What of it was cut off of a step, and no event has said yet."""
-        self._told: tuple[Cause | None, float] = None, 0.0
-        """What the newest event says that it goes to, and when that was."""
         self.now = self.wall = 0.0
-        self.effects: list[Effect] = []
+        self.effects: list[Emitted] = []
         """What the event that is being handled has led to."""
         self._ids, self._recorded = ids, dict(recorded)
         facts.resumed, facts.resumes = recorded.get("resumed", 0), "resumes" in recorded
@@ -141,51 +135,25 @@ class RecoveryCoordinator:
         """It does something else from now on."""
         self._phase = follow(TRANSITIONS, self._phase, to)
 
-    def do(self, *effects: Effect) -> None:
+    def do(self, *effects: Emitted) -> None:
         self.effects += effects
 
-    def record(self, name: str, reason: str = "", roles: Collection[int] = (), **more: Any) -> None:
-        """A line of `events.jsonl`."""
-        self.do(Record(name, self.facts.epoch, reason, tuple(roles), more))
-
-    def _time_goes_to(self, cause: Cause | None = None, epoch: int | None = None) -> dict[str, Any]:
-        """For the event that says so: what the job's time goes to from now on (as before, if not said)."""
-        account = self.account
-        if cause is not None or not account.trains:
-            self._cut_off(account.to(cause or account.now, self.wall, epoch))
-        about: dict[str, Any] = {"spent": account.spent(self.wall)}
-        if self._cut:
-            about["unfinished"], self._cut = self._cut, {}
-        self._told = account.now, self.wall
-        return about
-
-    def _cut_off(self, seconds: Mapping[Cause, float]) -> None:
-        """For the next event that says what time goes to."""
-        for cause, more in seconds.items():
-            self._cut[cause] = self._cut.get(cause, 0.0) + more
-
-    def begin(self, account: Account, first: bool) -> None:
-        """This controller begins, in the `first` one's place or as that."""
-        self.account, self._told = account, (account.now, self.wall)
-        if first:
-            nnodes, workers = self.facts.settings.nnodes, self.facts.settings.nproc_per_node
-            self.record("started", f"{nnodes} nodes of {workers} workers", **self._time_goes_to())
-
-    def tell_of_time(self) -> None:
-        """Now and then, and where no other event says what it goes to."""
-        if isinstance(self.phase, Rebuilding | Done):
-            return
-        (cause, told), account = self._told, self.account
-        due = self.wall - told >= GOODPUT and (not account.trains or account.open(self.wall) < 1e-6)
-        if due or account.now is not cause:
-            about = self._time_goes_to()
-            self.record("goodput", in_words(account.seconds), **about)
+    def record(
+        self,
+        name: str,
+        reason: str = "",
+        roles: Collection[int] = (),
+        time: TimeGoes | None = None,
+        **more: Any,
+    ) -> None:
+        """A line of `events.jsonl`. `time`: what the job's time goes to from here on, where that is said."""
+        self.do(Record(name, self.facts.epoch, reason, tuple(roles), more, time))
 
     def _once(self, name: str, reason: str = "", **more: Any) -> None:
         """Record what comes once an epoch: those who tell of it tell a restarted controller again."""
         if self._recorded.get(name, 0) < self.facts.epoch:
             self._recorded[name] = self.facts.epoch
-            self.record(name, reason, **more, **self._time_goes_to())
+            self.record(name, reason, **more, time=TimeGoes())
         self.facts.resumed = self._recorded.get("resumed", 0)
 
     # -- controllers and nodes that come back ------------------------------------------------------
@@ -249,9 +217,9 @@ class RecoveryCoordinator:
         if facts.trained:
             facts.fill_catalogue(range(facts.settings.world_size))
         restoring = Cause.START_UP if plan.origin == "initial" else Cause.RESTORING
-        self._cut_off(self.account.taken_over(takeover.found(facts, self.progress), restoring, self.wall))
+        self.do(TakenOver(takeover.found(facts, self.progress), restoring))
         reason = f"plan of epoch {plan.epoch} taken over"
-        self.record("controller_restarted", reason, **self._time_goes_to())
+        self.record("controller_restarted", reason, time=TimeGoes())
         if self.end_if_finished():
             return
         self.hear_of_parts(facts.nodes.values())
@@ -300,9 +268,9 @@ class RecoveryCoordinator:
         moved = {role: start.roles[role] for role in start.lost if role in start.roles}
         about = {"version": start.version, "origin": start.origin, "moved": moved}
         cause = Cause.START_UP if start.origin == "initial" else Cause.RESTORING
-        about |= self._time_goes_to(Cause.UNKNOWN if self.unprotected else cause, facts.epoch)
+        time = TimeGoes(Cause.UNKNOWN if self.unprotected else cause, facts.epoch)
         self.tell_of_strikes()  # so that whoever has the plan knows of the failures before it
-        self.record("decided", f"version {start.version} ({start.origin})", start.lost, **about)
+        self.record("decided", f"version {start.version} ({start.origin})", start.lost, time, **about)
         self._tell_of_protection()
         self._send_plans(before)
         if facts.settings.policy == "shrink":
@@ -411,19 +379,16 @@ class RecoveryCoordinator:
         if isinstance(message, m.Stepped):
             facts.seen_at([message.version])
             if isinstance(self.phase, Running):  # what is said again tells nothing of when it was
-                self._tally_steps(lambda: self.account.stepped(message.version, self.wall))
+                self.do(StepDone(message.version))
             if due is not None:
                 self.returning.stepped()
         if due is not None:
             name, about = due
             if isinstance(message, m.Restored) and isinstance(self.phase, Running):
-                self.account.begins(facts.epoch, message.version, takeover.share(facts))
+                self.do(AllRestored(facts.epoch, message.version, takeover.share(facts)))
                 self._so_far = ""
             if name == "resumed" and isinstance(self.phase, Running):
-                self._tally_steps(lambda: self._cut_off(self.account.resumes(about["version"], self.wall)))
-            if name == "resumed":
-                self.tally.resumed(self.account.seconds, facts.begun.origin, self.wall)
-                about["reason"] = self.story.recovered(about["version"], self.wall)
+                self.do(AllStepped(about["version"]))
             self._once(name, **about)
             if name == "resumed":
                 facts.compact_catalogue(), facts.groups.value()  # while nobody waits for it
@@ -432,21 +397,6 @@ class RecoveryCoordinator:
                     "resumes",
                     reason="should the script have to be started again, it has checkpoints of its own",
                 )
-
-    def heard(
-        self, node: Node, beat: m.Heartbeat, roles: Mapping[int, m.RoleBeat], newest: m.Version
-    ) -> None:
-        """A node says how far its roles are, those that take part; the first of them."""
-        self.tally.beat(node.beats, beat.roles)
-        self.tally.erred(node.name, beat.xids)
-        if beat.epoch == self.facts.epoch and isinstance(self.phase, Running):
-            self._tally_steps(lambda: self.account.heard(roles, newest, self.wall))
-
-    def _tally_steps(self, account: Callable[[], None]) -> None:
-        before = self.account.version
-        account()
-        if (steps := self.account.version - before) > 0:
-            self.tally.steps.add(self.account.step or self.account.pace.usual, steps)
 
     def end_if_finished(self) -> bool:
         if not self.completion.over(self.facts.places):
@@ -525,7 +475,7 @@ class RecoveryCoordinator:
             self._so_far = said.reason if self.facts.initial is None else ""
         elif not self.unprotected:
             self.unprotected = said.reason
-            self._cut_off(self.account.to(Cause.UNKNOWN, self.wall))
+            self.do(TimeGoes(Cause.UNKNOWN))
         self._tell_of_protection()
         if self.unprotected and self.climb is None and isinstance(self.phase, Quiescing | Waiting):
             # It had done so before it heard that the epoch is over, and takes part in no other.
@@ -541,22 +491,9 @@ class RecoveryCoordinator:
         if self.not_protected and "unprotected" not in self._recorded:
             self._once("unprotected", explain.unprotected(self.not_protected))
 
-    def standing(self, wall: float) -> Standing:
-        """How the job gets on."""
-        over = self.unprotected or self.completion.released or isinstance(self.phase, Forming | Done)
-        account = self.account
-        return Standing(account.now, None if over else account.since_step(wall), account.patience)
-
-    def about(self) -> dict[str, Any]:
-        """What `JobStatus` has of the job's time and protection."""
-        seconds = {str(cause): s for cause, s in self.account.until(self.wall).items() if s}
-        complaint = self.standing(self.wall).complaint
-        return {"seconds": seconds, "complaint": complaint, "unprotected": self.not_protected}
-
     def suspected(self, node: Node, role: int, reason: str) -> None:
         """A worker saw connections break in this epoch."""
         self.watch.suspected(node.name, reason, self.now)
-        self.account.wrong(self.wall)
         self.record("suspected", reason, [role])
         self._end_if_missed()
 
@@ -602,7 +539,6 @@ class RecoveryCoordinator:
             self.end(against.code, how_often + against.recorded, how_often + against.said)
             return
         self.climb, facts.height, facts.futile = climb, climb.height, 0
-        self.tally.rungs[climb.rung] += 1
         if climb.rung is Rung.RESTART:
             self.completion = Completion()
             self.unprotected, self._so_far = self._program, ""
@@ -639,7 +575,7 @@ class RecoveryCoordinator:
         if not facts.strikes.add(strike, self.now):
             return
         self.strikes_changed = True
-        self.tally.failed(strike.fault, strike.place, domain)
+        self.do(FailureCounted(strike.fault, strike.place, domain))
         for place in sorted(facts.strikes.avoided(self.now) - before):
             count = len(facts.strikes.against(place, self.now))
             reason = explain.avoided(place, count, facts.settings)
@@ -665,7 +601,7 @@ class RecoveryCoordinator:
         """
         self.do(*self.draining.lost(self.facts, node.name))
         self.facts.drop(node)
-        self.account.wrong(self.wall - node.sight.silence(self.now))
+        self.do(FirstSign(self.wall - node.sight.silence(self.now)))
         if fault is m.Fault.NODE and not node.sight.ended:
             self.watch.miss([node.name], self.now)
         self.do(Close(node.peer))
@@ -693,7 +629,8 @@ class RecoveryCoordinator:
 
         `code`: what `ftrun` ends with, should the job end of it. `fault`: of which they have, and the `node`.
         """
-        phase, more = self.phase, {"fault": fault, "node": node} if fault is not None else {}
+        phase = self.phase
+        more: dict[str, Any] = {"fault": fault, "node": node} if fault is not None else {}
         if isinstance(phase, Rebuilding):
             phase.undone.append((reason, roles))
         elif isinstance(phase, Forming | Done):
@@ -721,10 +658,7 @@ class RecoveryCoordinator:
         self.do(*self.returning.epoch_ends(self.facts, self.now))
         self.go(Quiescing(self.now))
         self.checkpoints = self.checkpoints.forgotten()
-        about = self._time_goes_to(Cause.DECISION)
-        if event == "detected":
-            self.tally.noticed(self.account.seconds, about.get("unfinished", {}), self.wall)
-        self.record(event, reason, roles, **more, **about)
+        self.record(event, reason, roles, TimeGoes(Cause.DECISION), **more)
         if (climb := self.climb) is not None:
             ends = {role: node for role, node in self.facts.places.items() if climb.takes(role)}
             self._ending = deque(ends.items())
@@ -833,7 +767,7 @@ class RecoveryCoordinator:
             self.record("stalled", found.words, found.roles)
         elif isinstance(verdict, Inconclusive):
             found = verdict.finding
-            self.account.wrong(self.wall - self.hangs.quiet(self.now))
+            self.do(FirstSign(self.wall - self.hangs.quiet(self.now)))
             log.warning("nothing moves, and it is not clear who is to blame: %s", found.words)
             self.record("hang", f"not explained: {found.words}", found.roles, explained=False)
             if verdict.hopeless:
@@ -846,7 +780,7 @@ class RecoveryCoordinator:
     def _replace(self, found: Finding) -> None:
         """Workers that hang are as good as dead: from here on it is a crash like any other."""
         log.error("%s: replaced, for it holds the others up", found.words)
-        self.account.wrong(self.wall - self.hangs.quiet(self.now))
+        self.do(FirstSign(self.wall - self.hangs.quiet(self.now)))
         self.record("hang", found.words, found.culprits, explained=True)
         for role in [*found.culprits, *([found.witness] if found.witness >= 0 else [])]:
             node = self.facts.nodes.get(self.facts.places[role])
@@ -923,7 +857,7 @@ class RecoveryCoordinator:
         facts = self.facts
         roles, in_vain = first_places(facts, self.now - self.phase.joined_at)
         if in_vain and self._is_news(what := explain.missing_at_the_start(in_vain)):
-            self.record("waiting", what, **self._time_goes_to(Cause.WAITING))
+            self.record("waiting", what, time=TimeGoes(Cause.WAITING))
             log.warning("%s", what)
         if roles is None or (durable := self.durable(set(roles.values()))) is None:
             return
@@ -1024,7 +958,7 @@ class RecoveryCoordinator:
             )
             if self._is_news(what):
                 reason = f"{what}: waiting for them for {facts.settings.silence_limit:g} s"
-                self.record("unreachable", reason, **self._time_goes_to(Cause.WAITING))
+                self.record("unreachable", reason, time=TimeGoes(Cause.WAITING))
                 log.warning("%s; waiting for them for %g s", what, facts.settings.silence_limit)
             self.do(*self.watch.look_for(missed, self.now))
         return bool(missed)
@@ -1079,8 +1013,7 @@ class RecoveryCoordinator:
     def _say_it_waits(self, what: str, roles: list[int]) -> None:
         how = explain.how_to_join(self.facts)
         running = isinstance(self.phase, Running)
-        about = {} if running else self._time_goes_to(Cause.WAITING)
-        self.record("waiting", f"{what}: {how}", roles, **about)
+        self.record("waiting", f"{what}: {how}", roles, None if running else TimeGoes(Cause.WAITING))
         log.warning("%s; waiting for a node: %s", what, how)
 
     def end(self, code: int, reason: str, shown: str = "") -> None:
@@ -1089,9 +1022,8 @@ class RecoveryCoordinator:
             return
         self.go(Done(code))
         if code == 0:
-            self.account.finished(self.wall)
-        about = self._time_goes_to(Cause.UNKNOWN)
-        self.record("goodput", in_words(self.account.seconds), **about)
+            self.do(ScriptsDone())
+        self.record("goodput", time=TimeGoes(Cause.UNKNOWN))
         self.record("finished" if code == 0 else "stopped", reason)
         if code:
             self.do(PrintConsole(f"ftrun: the job stops: {shown or reason}", "ERROR"))

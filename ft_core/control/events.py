@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from ft_core.control.observe.observations import Observation, TimeGoes
 from ft_core.protocol.messages import AgentHello, Message, Pulse
 
 Peer = int
@@ -131,6 +132,8 @@ class Record:
     reason: str = ""
     roles: tuple[int, ...] = ()
     more: dict[str, Any] = field(default_factory=dict)
+    time: TimeGoes | None = None
+    """For the observer, which adds to `more` what it comes to: what the job's time goes to from here on."""
 
 
 @dataclass(frozen=True)
@@ -170,3 +173,5 @@ class Resign:
 
 
 Effect = Send | Close | Record | AppendLedger | PrintConsole | End | Refuse | Resign
+Emitted = Effect | Observation
+"""All that the machine emits; the observer keeps the rest to itself."""

@@ -45,8 +45,10 @@ from ft_core.control.events import (
 )
 from ft_core.control.lead import takeover
 from ft_core.control.observe import ctl
-from ft_core.control.observe.goodput import Account
+from ft_core.control.observe.goodput import Account, Standing
 from ft_core.control.observe.job_metrics import Numbers, counted
+from ft_core.control.observe.observations import NodeBeat, PartWritten, TimeGoes
+from ft_core.control.observe.observer import Observer
 from ft_core.control.observe.overview import Overview, overview
 from ft_core.control.observe.progress_reporter import ProgressReporter
 from ft_core.control.phases import Done, Forming, Phase, Rebuilding, Running, Waiting
@@ -93,6 +95,8 @@ class Controller:
         self._script = ScriptSettings()
         self._spent = spent, ago
         self._began = False
+        self._observer: Observer
+        """What is told of the job; there once anything has happened."""
         self._questions = ctl.Questions()
         self._bulletin = ProgressReporter()
         self._counted = risk.Last()
@@ -124,14 +128,14 @@ class Controller:
     @property
     def account(self) -> Account:
         """Where the job's time goes; there once anything has happened."""
-        return self._epochs.account
+        return self._observer.account
 
     def numbers(self, wall: float, since_1970: float) -> Numbers:
         """For metrics, as of now: the same moment by the wall clock and in seconds since 1970."""
-        facts, epochs, account = self.facts, self._epochs, self._epochs.account
-        settings, tally, groups = facts.settings, epochs.tally, facts.groups.membership.groups
+        facts, epochs, account, counts = self.facts, self._epochs, self.account, self._observer.metrics
+        settings, groups = facts.settings, facts.groups.membership.groups
         there = round(groups * len(facts.places) / settings.world_size)
-        at = tally.durable
+        at = counts.durable
         return Numbers(
             job={
                 "job": facts.plan.job if facts.plan is not None else "",
@@ -146,23 +150,23 @@ class Controller:
             step=account.version,
             spares=sum(node.idle > 0 for node in facts.spares()),
             groups=(there, groups - there) if groups else None,
-            failures=dict(tally.failures),
-            recoveries=dict(tally.recoveries),
-            rungs=dict(tally.rungs),
-            recovery={phase: counted(each) for phase, each in tally.phases.items()},
-            steps=counted(tally.steps),
+            failures=dict(counts.failures),
+            recoveries=dict(counts.recoveries),
+            rungs=dict(counts.rungs),
+            recovery={phase: counted(each) for phase, each in counts.phases.items()},
+            steps=counted(counts.steps),
             steps_redone=account.steps_redone,
             seconds=account.until(wall),
-            waited=tally.waited,
-            sent=tally.sent,
+            waited=counts.waited,
+            sent=counts.sent,
             durable=None if at is None else since_1970 - (wall - at),
             suspects=len(epochs.hangs.suspects),
-            xids=dict(tally.xids),
-            loss=tally.loss,
-            writes=counted(tally.writes),
+            xids=dict(counts.xids),
+            loss=counts.loss,
+            writes=counted(counts.writes),
             broken=facts.strikes.broken(epochs.now),
             held=risk.held(facts, self._counted) if facts.plan is not None else None,
-            standing=epochs.standing(wall),
+            standing=self._standing(wall),
             unprotected=epochs.not_protected,
         )
 
@@ -170,7 +174,13 @@ class Controller:
         """For the page, likewise."""
         epochs, numbers = self._epochs, self.numbers(wall, since_1970)
         roles = epochs.completion.finished, epochs.hangs.suspects
-        return overview(self.facts, numbers, *roles, epochs.account.step, epochs.now)
+        return overview(self.facts, numbers, *roles, self.account.step, epochs.now)
+
+    def _standing(self, wall: float) -> Standing:
+        """How the job gets on."""
+        epochs, account = self._epochs, self.account
+        over = epochs.unprotected or epochs.completion.released or isinstance(self.phase, Forming | Done)
+        return Standing(account.now, None if over else account.since_step(wall), account.patience)
 
     def handle(self, event: Event, now: float, wall: float | None = None) -> list[Effect]:
         """What to do about `event`, in order. `now`: seconds for which this process was awake; `wall`: all
@@ -179,11 +189,13 @@ class Controller:
         epochs.now, epochs.wall, epochs.effects = now, now if wall is None else wall, []
         if not self._began:
             (spent, ago), self._began = self._spent, True
-            epochs.begin(Account(epochs.wall, spent, ago), first=spent is None)
+            self._observer = Observer(Account(epochs.wall, spent, ago), epochs.wall)
+            if spent is None:
+                settings = self.facts.settings
+                about = f"{settings.nnodes} nodes of {settings.nproc_per_node} workers"
+                epochs.record("started", about, time=TimeGoes())
         self._handle(event)
-        epochs.tell_of_time()
-        epochs.do(*epochs.story.tell(epochs.effects, self.facts, self.phase, epochs.now, epochs.wall))
-        return epochs.effects
+        return self._observer.read(epochs.effects, self.facts, self.phase, epochs.now, epochs.wall)
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, Greeted):
@@ -318,7 +330,9 @@ class Controller:
         elif isinstance(message, m.AskStatus):
             epochs = self._epochs
             status = ctl.status(self.facts, self.phase, epochs.completion.finished, self._pid, epochs.now)
-            epochs.do(Send(peer, replace(status, **epochs.about())))
+            seconds = {str(cause): s for cause, s in self.account.until(epochs.wall).items() if s}
+            about = {"complaint": self._standing(epochs.wall).complaint, "unprotected": epochs.not_protected}
+            epochs.do(Send(peer, replace(status, seconds=seconds, **about)))
         elif isinstance(message, m.AskRows):
             self._epochs.do(*self._questions.list_rows(self.facts, peer, message, self._epochs.now))
         elif isinstance(message, m.AskMore):
@@ -370,7 +384,8 @@ class Controller:
         epochs, now = self._epochs, self._epochs.now
         newest = max([role.step for role in beat.roles.values()], default=-1)
         takes_part = epochs.returning.taking_part(node.name, beat.roles)
-        epochs.heard(node, beat, takes_part, newest)
+        counts = beat.epoch == self.facts.epoch and isinstance(self.phase, Running)
+        epochs.do(NodeBeat(node.name, node.beats, beat, takes_part if counts else {}, newest))
         node.beat(beat)
         node.sight.beat(now)
         epochs.watch.beat(beat.begun, newest, now)
@@ -432,7 +447,7 @@ class Controller:
                     self._reconsider()
             case m.DurableWritten(role=role, version=version, seconds=seconds):
                 self._epochs.record("durable", roles=[role], version=version)
-                self._epochs.tally.written(version, facts.settings.world_size, seconds, self._epochs.wall)
+                self._epochs.do(PartWritten(version, facts.settings.world_size, seconds))
             case m.DurableFailed(version=version):
                 # One event a checkpoint: the other roles' parts fail of the same, or because this one did.
                 if (facts.epoch, version) != self._not_written:

@@ -3,7 +3,7 @@
 Pure, from events and time. The sum is the wall clock by construction (INV-17, time): what is accounted for is
 so up to a *mark*, which then moves. While roles train it moves with each step that is seen to be done, since
 only then is it known that the time was well spent; else with each event. What an epoch's end cuts off of a
-step is split there: from the first sign of the failure on it was detection, and before that work that is lost.
+step is split there: from the first sign of the failure on it was detection, before that work that is lost.
 
 That all roles have their state does not mean that they train: newcomers may have to get to where the others
 are, who stand still meanwhile. So time goes to steps once one is done in the epoch; of what came before, as

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ft_core.control.cluster_state import ClusterState
-from ft_core.control.events import Effect, PrintConsole, Record
+from ft_core.control.events import PrintConsole, Record
 from ft_core.control.observe.explain import some
 from ft_core.control.phases import Forming, Phase, Rebuilding
 from ft_core.protocol.goodput import Cause
@@ -67,15 +67,14 @@ class Story:
         """Whether anything has: before, a spare that comes is what is expected."""
 
     def tell(
-        self, effects: Iterable[Effect], facts: ClusterState, phase: Phase, now: float, wall: float
+        self, records: Iterable[Record], facts: ClusterState, phase: Phase, now: float, wall: float
     ) -> list[PrintConsole]:
-        """What is to be said of the events among these effects, and of those that have waited for it."""
+        """What is to be said of these events, and of those that have waited for it."""
         said: list[PrintConsole] = []
-        for effect in effects:
-            if type(effect) is Record:
-                level = "WARNING" if effect.event in (*_WARNINGS, "detected") else "INFO"
-                lines = self._lines(effect, facts, phase, now, wall)
-                said += [PrintConsole(f"ftrun: {line}", level) for line in lines]
+        for record in records:
+            level = "WARNING" if record.event in (*_WARNINGS, "detected") else "INFO"
+            lines = self._lines(record, facts, phase, now, wall)
+            said += [PrintConsole(f"ftrun: {line}", level) for line in lines]
         for name, nodes in self._nodes.items():
             if nodes.waiting and now >= nodes.until:
                 text = f"{len(nodes.waiting):,} nodes have {_NODES[name]}: {some(nodes.waiting)}"
