@@ -38,6 +38,7 @@ from ft_core.control.observe.observations import (
     AllStepped,
     FailureCounted,
     FirstSign,
+    NodeBeat,
     ScriptsDone,
     StepDone,
     TakenOver,
@@ -323,11 +324,24 @@ class RecoveryCoordinator:
             self._without_roles = plan.nodes, m.NodesChanged(id=plan.id, nodes=idle, all=True)
         return self._without_roles[1]
 
-    def tell_of_idle_nodes(self, node: Node) -> None:
-        """It greets, and has the plan, but may have missed who has come and gone since. From now on it knows
-        what all know."""
-        if self.facts.plan is not None and node.begun == self.facts.plan.id:
+    def has_greeted(self, node: Node, known: bool) -> None:
+        """It is told what it may have missed; what it has told may be what was waited for. `known`: it was
+        there before."""
+        facts, roles = self.facts, set(node.holdings.roles)
+        self.hear_of_parts([node])
+        if facts.parts:
+            self.do(Send(node.peer, m.Release(parts=facts.parts)))
+        if kept := facts.strikes.value(self.now):
+            self.do(Send(node.peer, m.KeepStrikes(kept)))
+        self.remind(node, node.holdings.epoch, roles)
+        if isinstance(self.phase, Running) and facts.begun.nodes.get(node.name) != node.address:
+            self.tell_of_nodes()
+        if facts.plan is not None and node.begun == facts.plan.id:
+            # Who has come and gone since the plan was made. From now on it knows what all know.
             self.do(Send(node.peer, self._nodes_without_roles()))
+        self.do(*self.returning.back(node, roles))
+        self.do(*self.draining.greeted(facts, node, known))
+        self.decide_if_ready()
 
     def remind(self, node: Node, epoch: int, shown: Collection[int]) -> None:
         """Say again what a node has not heard: its connection broke, or a controller died over saying it.
@@ -397,6 +411,24 @@ class RecoveryCoordinator:
                     "resumes",
                     reason="should the script have to be started again, it has checkpoints of its own",
                 )
+
+    def beaten(self, node: Node, beat: m.Heartbeat) -> None:
+        """A node says that it lives, and how far its roles are: some thousands a second of a large job."""
+        facts, now = self.facts, self.now
+        newest = max([role.step for role in beat.roles.values()], default=-1)
+        taking_part = self.returning.taking_part(node.name, beat.roles)
+        counts = beat.epoch == facts.epoch and isinstance(self.phase, Running)
+        self.do(NodeBeat(node.name, node.beats, beat, taking_part if counts else {}, newest))
+        node.beat(beat)
+        node.sight.beat(now)
+        self.watch.beat(beat.begun, newest, now)
+        self.hangs.beat(taking_part, now)
+        self.remind(node, beat.epoch, beat.roles.keys())
+        if self.returning.attempt is not None:
+            self.do(*self.returning.beat(facts, node.name))
+        self.draining.beat(node, beat)
+        # Kept here, because a node that is lost takes what it said with it.
+        facts.seen_at([newest])
 
     def end_if_finished(self) -> bool:
         if not self.completion.over(self.facts.places):

@@ -47,7 +47,7 @@ from ft_core.control.lead import takeover
 from ft_core.control.observe import ctl
 from ft_core.control.observe.goodput import Account, Standing
 from ft_core.control.observe.job_metrics import Numbers, counted
-from ft_core.control.observe.observations import NodeBeat, PartWritten, TimeGoes
+from ft_core.control.observe.observations import PartWritten, TimeGoes
 from ft_core.control.observe.observer import Observer
 from ft_core.control.observe.overview import Overview, overview
 from ft_core.control.observe.progress_reporter import ProgressReporter
@@ -272,18 +272,7 @@ class Controller:
             self._epochs.record("joined", node=node.name, agent_pid=hello.pid, domain=hello.domain)
             self._epochs.returning.node_joined()
         self._hear(node)
-        self._epochs.hear_of_parts([node])
-        if facts.parts:
-            self._epochs.do(Send(peer, m.Release(parts=facts.parts)))
-        if kept := facts.strikes.value(self._epochs.now):
-            self._epochs.do(Send(peer, m.KeepStrikes(kept)))
-        self._epochs.remind(node, node.holdings.epoch, set(node.holdings.roles))
-        if isinstance(self.phase, Running) and facts.begun.nodes.get(node.name) != node.address:
-            self._epochs.tell_of_nodes()
-        self._epochs.tell_of_idle_nodes(node)
-        self._epochs.do(*self._epochs.returning.back(node, set(node.holdings.roles)))
-        self._epochs.do(*self._epochs.draining.greeted(facts, node, known is not None))
-        self._epochs.decide_if_ready()
+        self._epochs.has_greeted(node, known is not None)
 
     def _turn_away(self, peer: Peer, hello: m.AgentHello) -> None:
         """An agent of a former job that had this address and secret: what it knows is nothing of this one."""
@@ -357,7 +346,7 @@ class Controller:
         """What is understood without a plan; the rest once that is known."""
         facts = self.facts
         if isinstance(message, m.Heartbeat):  # first, since nearly all are
-            self._beaten(node, message)
+            self._epochs.beaten(node, message)
         elif isinstance(message, m.HoldingsChanged):
             if facts.report(node, message):
                 self._epochs.decide_if_ready()
@@ -378,24 +367,6 @@ class Controller:
         else:
             self._hear(node)  # in the order in which it was said
             self._on_news(node, message)
-
-    def _beaten(self, node: Node, beat: m.Heartbeat) -> None:
-        """Some thousands a second of a large job."""
-        epochs, now = self._epochs, self._epochs.now
-        newest = max([role.step for role in beat.roles.values()], default=-1)
-        takes_part = epochs.returning.taking_part(node.name, beat.roles)
-        counts = beat.epoch == self.facts.epoch and isinstance(self.phase, Running)
-        epochs.do(NodeBeat(node.name, node.beats, beat, takes_part if counts else {}, newest))
-        node.beat(beat)
-        node.sight.beat(now)
-        epochs.watch.beat(beat.begun, newest, now)
-        epochs.hangs.beat(takes_part, now)
-        epochs.remind(node, beat.epoch, beat.roles.keys())
-        if epochs.returning.attempt is not None:
-            epochs.do(*epochs.returning.beat(self.facts, node.name))
-        epochs.draining.beat(node, beat)
-        # Kept here, because a node that is lost takes what it said with it.
-        self.facts.seen_at([newest])
 
     def _on_news(self, node: Node, message: m.Message) -> None:
         facts, now = self.facts, self._epochs.now
