@@ -92,6 +92,7 @@ class Controller:
         it."""
         self.facts = ClusterState(settings, job_dir, Groups(settings.start), term)
         self._epochs = RecoveryCoordinator(self.facts, ids, recorded, settled)
+        self._do, self._record = self._epochs.do, self._epochs.record
         self._script = ScriptSettings()
         self._spent = spent, ago
         self._began = False
@@ -116,6 +117,10 @@ class Controller:
     def phase(self) -> Phase:
         """What the job is doing."""
         return self._epochs.phase
+
+    @property
+    def _now(self) -> float:
+        return self._epochs.now
 
     @property
     def busy(self) -> bool:
@@ -217,7 +222,7 @@ class Controller:
             self._arriving = event.connections
         elif isinstance(event, Refused):
             log.warning("refused: %s", event.reason)
-            self._epochs.record("refused", event.reason)
+            self._record("refused", event.reason)
         elif isinstance(event, Terminate):
             # `ftrun` has it from outside, and passes it on to the agents as well.
             self._epochs.leaving = True
@@ -232,20 +237,20 @@ class Controller:
 
     def _greet(self, peer: Peer, hello: m.AgentHello) -> None:
         """An agent is there, or again. Its greeting is a report too."""
-        facts, node = self.facts, Node.of(peer, hello, self._epochs.now)
+        facts, node = self.facts, Node.of(peer, hello, self._now)
         if hello.job not in ("", self._job):
             self._turn_away(peer, hello)
             return
         if hello.term > facts.term and not facts.settings.leadership:
-            self._epochs.do(Refuse(f"node {hello.node} obeys a controller of term {hello.term}"), Close(peer))
+            self._do(Refuse(f"node {hello.node} obeys a controller of term {hello.term}"), Close(peer))
             return
         if hello.term > facts.term:
-            self._epochs.do(Resign(hello.term))
+            self._do(Resign(hello.term))
             return
-        self._epochs.do(Send(peer, m.LeaderHello(facts.term, self._session, self._job)))
+        self._do(Send(peer, m.LeaderHello(facts.term, self._session, self._job)))
         self._heard()
         if isinstance(self.phase, Done):  # it has come while the others are told
-            self._epochs.do(Send(peer, m.Shutdown(code=self.phase.code)), Close(peer))
+            self._do(Send(peer, m.Shutdown(code=self.phase.code)), Close(peer))
             return
         if self._epochs.was_given_up(node):
             return
@@ -253,7 +258,7 @@ class Controller:
             self._epochs.strikes_changed = True
         known = facts.nodes.get(node.name)
         if known is not None:
-            self._epochs.do(Close(known.peer))
+            self._do(Close(known.peer))
             node.sight.pulses = known.sight.pulses
         facts.add(node)
         self._epochs.watch.greeted(node.name)
@@ -263,13 +268,13 @@ class Controller:
             facts.epoch = max(facts.epoch, node.holdings.epoch, facts.plan_epoch)
         if node.holdings.configured is not None:
             self._take_settings(node.holdings.configured)
-        self._epochs.do(*self._script.tell(node))
+        self._do(*self._script.tell(node))
         if known is None:
             if isinstance(self.phase, Forming):
-                self.phase.joined_at = self._epochs.now
+                self.phase.joined_at = self._now
             if not isinstance(self.phase, Rebuilding):  # or all of them come again
                 self._look_for_its_like(node)
-            self._epochs.record("joined", node=node.name, agent_pid=hello.pid, domain=hello.domain)
+            self._record("joined", node=node.name, agent_pid=hello.pid, domain=hello.domain)
             self._epochs.returning.node_joined()
         self._hear(node)
         self._epochs.has_greeted(node, known is not None)
@@ -282,7 +287,7 @@ class Controller:
         )
         if not self.facts.settings.leadership:
             reason += f"; or, to go on with that job, end this one and start it with --rdzv-id {hello.job}"
-        self._epochs.do(Refuse(reason), Send(peer, m.OtherJob(self._job)), Close(peer))
+        self._do(Refuse(reason), Send(peer, m.OtherJob(self._job)), Close(peer))
 
     def _look_for_its_like(self, node: Node) -> None:
         """Two nodes that were started with the same number: one of them only stands by."""
@@ -293,11 +298,11 @@ class Controller:
         if len(others) > 1:
             names = " and ".join(sorted(others))
             said = f"ftrun: {names} were all started with --node-rank {rank}: one trains, the others stand by"
-            self._epochs.do(PrintConsole(said, "WARNING"))
+            self._do(PrintConsole(said, "WARNING"))
 
     def _pulsed(self, pulses: Iterable[m.Pulse]) -> None:
         """Nodes that have greeted live, unless this was said to another controller."""
-        nodes, session, now = self.facts.nodes, self._session, self._epochs.now
+        nodes, session, now = self.facts.nodes, self._session, self._now
         for pulse in pulses:
             if pulse.session == session and (node := nodes.get(pulse.node)) is not None:
                 node.sight.pulse(now, pulse.number, pulse.stalled)
@@ -305,7 +310,7 @@ class Controller:
     def _heard(self) -> None:
         """Somebody who knows the secret was heard."""
         if isinstance(self.phase, Rebuilding):
-            self.phase.heard_at = self._epochs.now
+            self.phase.heard_at = self._now
 
     def _disconnected(self, peer: Peer) -> None:
         self._questions.disconnected(peer)
@@ -314,7 +319,7 @@ class Controller:
 
     def _receive(self, peer: Peer, message: m.Message) -> None:
         if (node := self.facts.peers.get(peer)) is not None:
-            node.sight.hear(self._epochs.now)
+            node.sight.hear(self._now)
             self._on_agent(node, message)
         elif isinstance(message, m.AskStatus):
             epochs = self._epochs
@@ -323,22 +328,22 @@ class Controller:
             about = {"complaint": self._standing(epochs.wall).complaint, "unprotected": epochs.not_protected}
             epochs.do(Send(peer, replace(status, seconds=seconds, **about)))
         elif isinstance(message, m.AskRows):
-            self._epochs.do(*self._questions.list_rows(self.facts, peer, message, self._epochs.now))
+            self._do(*self._questions.list_rows(self.facts, peer, message, self._now))
         elif isinstance(message, m.AskMore):
-            self._epochs.do(*self._questions.more(peer))
+            self._do(*self._questions.more(peer))
         elif isinstance(message, m.Inject):
-            self._epochs.do(*ctl.inject(self.facts, peer, message))
+            self._do(*ctl.inject(self.facts, peer, message))
         elif isinstance(message, m.AskHosts):
-            self._epochs.do(*ctl.hosts(self.facts, peer))
+            self._do(*ctl.hosts(self.facts, peer))
         elif isinstance(message, m.Forgive):
-            self._epochs.do(*ctl.forgive(self.facts, peer, message.node, self._epochs.now))
+            self._do(*ctl.forgive(self.facts, peer, message.node, self._now))
             self._epochs.strikes_changed = True
         elif isinstance(message, m.DrainNode):
             self._epochs.drain(peer, message.node)
         elif isinstance(message, m.DescribeRole | m.DescribeFlight):
-            self._epochs.do(*self._questions.ask(self.facts, peer, message, self._epochs.now))
+            self._do(*self._questions.ask(self.facts, peer, message, self._now))
         else:  # it is lost: what it had said before is of no use, and it will greet again
-            self._epochs.do(Close(peer))
+            self._do(Close(peer))
 
     # -- what agents say -----------------------------------------------------------------------
 
@@ -351,7 +356,7 @@ class Controller:
             if facts.report(node, message):
                 self._epochs.decide_if_ready()
             else:  # it will say everything
-                self._epochs.do(Close(node.peer))
+                self._do(Close(node.peer))
         elif isinstance(message, m.KeptState):
             self._epochs.take(node, message)
         elif isinstance(message, m.Hosts):
@@ -369,12 +374,12 @@ class Controller:
             self._on_news(node, message)
 
     def _on_news(self, node: Node, message: m.Message) -> None:
-        facts, now = self.facts, self._epochs.now
+        facts, now = self.facts, self._now
         match message:
             case m.WorkerLost():
                 self._epochs.worker_lost(node, message)
             case m.NoIdleWorker(role=role) if self._epochs.returning.concerns(role, node.name):
-                self._epochs.do(*self._epochs.returning.fail(facts, f"no idle worker on {node.name}"))
+                self._do(*self._epochs.returning.fail(facts, f"no idle worker on {node.name}"))
             case m.RestoreFailed(epoch=facts.epoch, role=role, reason=reason):
                 self._epochs.restore_failed(node, f"role {role} on {node.name}: {reason}", role)
             case m.NoIdleWorker(epoch=facts.epoch, role=role):
@@ -387,15 +392,15 @@ class Controller:
                 node.holdings.configured = values
                 self._settle()
             case m.RoleState():
-                self._epochs.do(*self._questions.described(facts, message))
+                self._do(*self._questions.described(facts, message))
             case m.RoleFlight():
-                self._epochs.do(*self._questions.flight(message))
+                self._do(*self._questions.flight(message))
             case m.RoleLayout():
                 facts.lay_out(message)
             case m.Trained():
-                self._epochs.do(*self._epochs.samples.trained(facts, message))
+                self._do(*self._epochs.samples.trained(facts, message))
             case m.OperationCounts():
-                self._epochs.do(*self._epochs.returning.counted(facts, message))
+                self._do(*self._epochs.returning.counted(facts, message))
             case m.Issued() if self._epochs.returning.concerns(message.role, node.name):
                 pass  # another worker of this role takes part
             case m.Issued():
@@ -404,9 +409,9 @@ class Controller:
             case m.Prepared(role, counts):
                 running = isinstance(self.phase, Running)
                 started = self._epochs.returning.prepared(facts, node.name, role, counts, running, now)
-                self._epochs.do(*started)
+                self._do(*started)
             case m.PausedAtStep(epoch=facts.epoch, role=role):
-                self._epochs.do(*self._epochs.returning.held(facts, role, now))
+                self._do(*self._epochs.returning.held(facts, role, now))
                 self._epochs.return_if_due()
             case m.Unprotected():
                 self._epochs.runs_unprotected(message)
@@ -417,14 +422,14 @@ class Controller:
                 if self._epochs.checkpoints.answered(node, message):
                     self._reconsider()
             case m.DurableWritten(role=role, version=version, seconds=seconds):
-                self._epochs.record("durable", roles=[role], version=version)
-                self._epochs.do(PartWritten(version, facts.settings.world_size, seconds))
+                self._record("durable", roles=[role], version=version)
+                self._do(PartWritten(version, facts.settings.world_size, seconds))
             case m.DurableFailed(version=version):
                 # One event a checkpoint: the other roles' parts fail of the same, or because this one did.
                 if (facts.epoch, version) != self._not_written:
                     self._not_written = (facts.epoch, version)
                     reason = f"node {node.name}: {message.reason}"
-                    self._epochs.record("durable_failed", reason, [message.role], version=version)
+                    self._record("durable_failed", reason, [message.role], version=version)
             case m.Completed():
                 self._epochs.completion.said(message)
                 self._epochs.release_if_complete()
@@ -432,7 +437,7 @@ class Controller:
                 self._epochs.completion.finished.add(role)
                 self._epochs.end_if_finished()
             case m.Leaving():
-                self._epochs.record("leaving", f"node {node.name} was told to end (SIGTERM)", node=node.name)
+                self._record("leaving", f"node {node.name} was told to end (SIGTERM)", node=node.name)
                 self._told_to_end = {*(self._told_to_end & facts.nodes.keys()), node.name}
                 if not isinstance(self.phase, Rebuilding):  # or others are yet to be heard of
                     self._look_whether_all_leave()
@@ -459,10 +464,10 @@ class Controller:
 
     def _rebuild(self, phase: Rebuilding) -> None:
         """Once it has heard from everybody, or it is clear who does not come, go on."""
-        facts, now = self.facts, self._epochs.now
+        facts, now = self.facts, self._now
         phase.newest = takeover.newest(facts)
         if not self._epochs.planned:
-            self._epochs.do(*takeover.ask(facts, phase, now))
+            self._do(*takeover.ask(facts, phase, now))
             return
         for node in list(facts.nodes.values()):
             self._hear(node)
@@ -480,12 +485,12 @@ class Controller:
         try:
             news = self._script.take(self.facts, question.settings)
         except ConfigError as error:
-            self._epochs.do(Send(node.peer, answer(question, str(error))))
+            self._do(Send(node.peer, answer(question, str(error))))
             return
         if news:
             self._settings_taken()
             values = question.settings.items()
-            self._epochs.record("configured", ", ".join(f"{name} {value}" for name, value in values))
+            self._record("configured", ", ".join(f"{name} {value}" for name, value in values))
             if self.facts.settings.spares > started:
                 warn_of_spares(self.facts, started)
         self._script.asking.append((node.peer, question))
@@ -502,7 +507,7 @@ class Controller:
     def _settings_taken(self) -> None:
         self._epochs.checkpoints = self._epochs.checkpoints.forgotten()
         for node in self.facts.nodes.values():
-            self._epochs.do(*self._script.tell(node))
+            self._do(*self._script.tell(node))
 
     def _settle(self) -> None:
         """Answer the workers that brought settings, once the agents of all roles use them."""
@@ -521,7 +526,7 @@ class Controller:
             reason = f"training starts from the durable checkpoint of step {version}"
             self._epochs.end_epoch("configured", reason, [])
             return
-        self._epochs.do(*self._script.answer_all())
+        self._do(*self._script.answer_all())
 
     def _look_whether_all_leave(self) -> None:
         """The job was told to end if all nodes were."""
@@ -530,11 +535,11 @@ class Controller:
 
     def _dismiss(self) -> None:
         """Nodes that were told to end, and that nobody needs, may; once nobody may obey another any more."""
-        if not self._to_dismiss or self._epochs.now < self._epochs.settled or self._epochs.leaving:
+        if not self._to_dismiss or self._now < self._epochs.settled or self._epochs.leaving:
             return
         names, self._to_dismiss = sorted(self._to_dismiss - self.facts.hosts.keys()), set()
         nodes = [node for name in names if (node := self.facts.nodes.get(name)) is not None]
-        self._epochs.do(*(Send(node.peer, m.Shutdown(code=ENDED)) for node in nodes))
+        self._do(*(Send(node.peer, m.Shutdown(code=ENDED)) for node in nodes))
 
     def _node_left(self, name: str) -> None:
         """All workers of a node have died of SIGTERM, which it had from outside."""
@@ -545,10 +550,10 @@ class Controller:
             return
         # The job ends, or at least this machine, and what is left is the business of the next controller.
         self.facts.drop(node)
-        self._epochs.do(Close(node.peer))
+        self._do(Close(node.peer))
         if self.facts.nodes.keys().isdisjoint(self.facts.hosts):
             self._epochs.end(ENDED, "it was told to end (SIGTERM)")
-        self._termination.end_later(name, self._epochs.now)
+        self._termination.end_later(name, self._now)
 
     def _reconsider(self) -> None:
         """More is known of the durable checkpoints."""
@@ -557,7 +562,7 @@ class Controller:
         self._epochs.decide_if_ready()
 
     def _tick(self) -> None:
-        now = self._epochs.now
+        now = self._now
         self._dismiss()
         for name in self._termination.nodes_left(now):
             self._node_left(name)
@@ -565,7 +570,7 @@ class Controller:
             self._epochs.end(ENDED, reason)
         self._epochs.look_for_nodes()
         self._epochs.tell_of_strikes()
-        self._epochs.do(*self._questions.tick(now))
+        self._do(*self._questions.tick(now))
         self._settle()
         if isinstance(self.phase, Forming):
             self._epochs.form_if_ready()
@@ -582,4 +587,4 @@ class Controller:
             self._epochs.start_ahead()
         told = isinstance(self.phase, Running) and not self._epochs.unprotected
         progress = self._epochs.progress if told else None
-        self._epochs.do(*self._bulletin.tick(self.facts, self.phase, progress, now))
+        self._do(*self._bulletin.tick(self.facts, self.phase, progress, now))

@@ -93,6 +93,7 @@ class Agent:
         self._phase: Phase = Serving()
         self.crew = WorkerTable()
         self.epochs = EpochExecutor(about, settings, self.crew, view)
+        self._do, self._post, self._say = self.epochs.do, self.epochs.post, self.epochs.say
         self._view = view
         self._plans = Received()
         self._beat: tuple[float, m.Heartbeat | None] = -math.inf, None
@@ -113,6 +114,10 @@ class Agent:
     def phase(self) -> Phase:
         """Where its life is."""
         return self._phase
+
+    @property
+    def _now(self) -> float:
+        return self.epochs.now
 
     def _go(self, to: Phase) -> None:
         self._phase = follow(TRANSITIONS, self._phase, to)
@@ -170,14 +175,14 @@ class Agent:
             case DurableDone():
                 self.epochs.written(event)
             case DurableListed(number, names, error):
-                self.epochs.post(m.DurableNames(number, list(names), error))
+                self._post(m.DurableNames(number, list(names), error))
             case FlightRead(answer):
-                self.epochs.post(answer)
+                self._post(answer)
             case Probed(number, reach):
-                self.epochs.post(m.NodesProbed(number, reach))
+                self._post(m.NodesProbed(number, reach))
             case Examined(number, end):
                 if end and self.crew.get(number) is not None:
-                    self.epochs.do(Kill(number))
+                    self._do(Kill(number))
             case PeerAsks():
                 self._ask_worker(event)
             case RecordsFound():
@@ -187,27 +192,27 @@ class Agent:
             case Terminate():
                 if not self._termination.under_way:
                     self._termination.begin(self.crew.playing())
-                    self.epochs.post(m.Leaving())
-                    self.epochs.do(*self._termination.pass_on(self.crew.playing()))
+                    self._post(m.Leaving())
+                    self._do(*self._termination.pass_on(self.crew.playing()))
                     self._leave_if_told()
             case LauncherGone():
                 log.error("node %s: ftrun is gone; this agent stops", self.about.node)
-                self.epochs.do(KillNode())
+                self._do(KillNode())
             case _:
                 assert_never(event)
 
     def _tick(self) -> None:
-        beat, now = self.epochs.heartbeat(), self.epochs.now
+        beat, now = self.epochs.heartbeat(), self._now
         settings, ago = self.epochs.settings, now - self._beat[0]
         news = beat != self._beat[1] and ago >= settings.pulse - settings.heartbeat / 2
         if news or ago >= settings.silence_limit * SAME:
             self._beat = now, beat
-            self.epochs.post(beat)
+            self._post(beat)
             if self._connected:
                 self.epochs.report_if_changed()
-        self.epochs.do(*self._termination.pass_on(self.crew.playing()))
+        self._do(*self._termination.pass_on(self.crew.playing()))
         self.epochs.tick()
-        if self.epochs.now >= self._termination.leave_at:
+        if self._now >= self._termination.leave_at:
             self._leave()
 
     # -- the controller ------------------------------------------------------------------------
@@ -218,15 +223,15 @@ class Agent:
         about = self.about
         who = about.node, term, about.pid, about.node_rank, about.domain, about.data
         # A controller that died may not have answered those, and not have written down these.
-        said = [*self.epochs.said.again(self.epochs.now), *self._asking.values(), *self._trained]
-        self.epochs.post(m.AgentHello(*who, self.epochs.greeting(), said, self.draining, job))
+        said = [*self.epochs.said.again(self._now), *self._asking.values(), *self._trained]
+        self._post(m.AgentHello(*who, self.epochs.greeting(), said, self.draining, job))
         if self._termination.under_way:
-            self.epochs.post(m.Leaving())
+            self._post(m.Leaving())
 
     def _alone(self, event: NotConnected) -> None:
         was, self._connected = self._connected, False
         if was and not event.other_job:
-            self._outage.begins(self.epochs.now)
+            self._outage.begins(self._now)
             self._leave_if_told()
             return
         node, address = self.about.node, self.epochs.settings.meeting
@@ -235,11 +240,11 @@ class Agent:
             self._end(2)
             return
         if event.other_job:
-            self._outage.warn(event.reason, self.epochs.now)
+            self._outage.warn(event.reason, self._now)
         if event.stranger:
             problem = f"whoever answers at {address} is not this job's controller: {event.reason}"
-            self._outage.warn(problem, self.epochs.now)
-        if self._outage.goes_on(bool(self.crew.playing()), self.epochs.now, event.reason):
+            self._outage.warn(problem, self._now)
+        if self._outage.goes_on(bool(self.crew.playing()), self._now, event.reason):
             self._end(1)
         else:
             self._leave_if_told()
@@ -264,24 +269,24 @@ class Agent:
                 self.epochs.nodes_changed(message)
             case m.KillWorker(role):
                 if role is None:
-                    self.epochs.do(KillNode())
+                    self._do(KillNode())
                 elif worker := self.crew.of_role(role):
                     worker.ordered = True
-                    self.epochs.do(Kill(worker.number))
+                    self._do(Kill(worker.number))
             case m.DescribeRole(role):
-                self.epochs.post(holdings.role_state(role, self.crew, self._view))
+                self._post(holdings.role_state(role, self.crew, self._view))
             case m.Examine(role, pid, end):
                 worker = self.crew.of_role(role)
                 if worker is not None and worker.pid == pid:
-                    self.epochs.do(WriteStacks(worker.number, role, end))
+                    self._do(WriteStacks(worker.number, role, end))
             case m.SendFlight() | m.DescribeFlight():
                 self.epochs.read_flight(message)
             case m.ListDurable(number):
-                self.epochs.do(LookForDurable(number))
+                self._do(LookForDurable(number))
             case m.ProbeNodes(number, addresses):
-                self.epochs.do(Probe(number, addresses))
+                self._do(Probe(number, addresses))
             case m.SendHeartbeat(number):
-                self.epochs.post(replace(self.epochs.heartbeat(), answers=number))
+                self._post(replace(self.epochs.heartbeat(), answers=number))
             case m.Drain(wanted):
                 self.draining = wanted
             case m.Release(parts):
@@ -301,14 +306,14 @@ class Agent:
                     self.about.node,
                 )
                 self._go(Over())
-                self.epochs.do(BecomeSpare())
+                self._do(BecomeSpare())
             case m.Withdraw(roles):
                 self.epochs.withdraw(roles)
             case m.UseSettings(values):
                 self.epochs.use(values)
             case m.ConfigureAnswer(number):
                 self._asking.pop(number, None)
-                self.epochs.do(ToWorker(number, message))
+                self._do(ToWorker(number, message))
             case m.KeepStrikes(strikes):
                 self.epochs.keep_strikes(strikes)
             case m.Shutdown(code):
@@ -329,17 +334,17 @@ class Agent:
     # -- workers -------------------------------------------------------------------------------
 
     def _tell_players(self, message: m.ToWorker) -> None:
-        self.epochs.do(*(ToWorker(worker.number, message) for worker in self.crew.playing()))
+        self._do(*(ToWorker(worker.number, message) for worker in self.crew.playing()))
 
     def _connected_worker(self, worker: Worker) -> None:
         if worker.meant_for >= 0:
             self.epochs.prepare_standby(worker)
             return
         worker.doing = WorkerState.IDLE
-        self.epochs.post(m.Idle(self.epochs.idle))
+        self._post(m.Idle(self.epochs.idle))
 
     def _start(self, device: int) -> None:
-        self.epochs.do(Start(self.crew.add(device).number, device))
+        self._do(Start(self.crew.add(device).number, device))
 
     def _hear(self, worker: Worker, message: m.FromWorker) -> None:
         ahead = worker.doing is WorkerState.AHEAD
@@ -348,7 +353,7 @@ class Agent:
         elif not _speaks_for_itself(worker, message):
             what = f"it has sent {type(message).__name__} in the name of another worker"
             worker.failed = m.ScriptFailed(m.Fault.ENGINE, what, "", "")
-            self.epochs.do(Kill(worker.number))
+            self._do(Kill(worker.number))
         elif ahead:
             self._on_standby(worker, message)
         else:
@@ -369,7 +374,7 @@ class Agent:
                 if worker.doing is WorkerState.AHEAD:
                     self.epochs.ready.registered(worker)
                 elif role not in self.epochs.roles_here():
-                    self.epochs.say(m.Prepared(role, counts))
+                    self._say(m.Prepared(role, counts))
             case m.Quiesced(epoch, stage, counts):
                 worker.quiesced, worker.stage, worker.counts = epoch, stage, counts
                 worker.answers_by = math.inf
@@ -378,38 +383,38 @@ class Agent:
             case m.Restored(version=version, loaded=loaded):
                 if loaded:  # it needs no memory of its own, if both buffers have been filled from elsewhere
                     self._lay_out(worker, role, self._view.segments(role))
-                self.epochs.say(message)
+                self._say(message)
                 for held in [role, *self.epochs.adopted_by(role)] if loaded else []:
                     self.epochs.staged(worker, held, version)
             case m.Stepped():
-                self.epochs.say(message)
+                self._say(message)
                 self.epochs.stepped(role)
             case m.Completed(epoch=epoch, part=part):
                 worker.completed = epoch, part
-                self.epochs.say(message)
+                self._say(message)
             case m.Finished():
                 worker.doing = WorkerState.FINISHED
-                self.epochs.say(message)
+                self._say(message)
             case m.Reopened() | m.PausedAtStep() | m.Unprotected() | m.Suspect():
-                self.epochs.say(message)
+                self._say(message)
             case m.OperationCounts() | m.Issued():
-                self.epochs.post(message)
+                self._post(message)
             case m.Trained():
                 self._trained.append(message)
-                self.epochs.post(message)
+                self._post(message)
             case m.Configure():
                 self._asking[worker.number] = message
-                self.epochs.post(message)
+                self._post(message)
             case m.CorruptCopy(of, slot, reason):
-                self.epochs.do(InvalidateCopy(of, slot, adopted=of != role))
-                self.epochs.say(m.RestoreFailed(self.epochs.epoch, role, reason))
+                self._do(InvalidateCopy(of, slot, adopted=of != role))
+                self._say(m.RestoreFailed(self.epochs.epoch, role, reason))
             case m.AskStartupEntries() | m.AskProgress():
                 self._ask_peer(worker, message)
             case m.StartupEntries() | m.Progress():
-                self.epochs.do(AnswerPeer(message.id, message))
+                self._do(AnswerPeer(message.id, message))
             case m.ScriptFailed():
                 worker.failed = message
-                self.epochs.do(ToWorker(worker.number, m.FailureNoted()))
+                self._do(ToWorker(worker.number, m.FailureNoted()))
             case _:
                 assert_never(message)
 
@@ -422,18 +427,18 @@ class Agent:
                 self._ask_peer(worker, message)
             case m.Unprotected(so_far=False) | m.Finished():
                 worker.failed = m.ScriptFailed(m.Fault.EXITED, "it does not come to any training", "", "")
-                self.epochs.do(Kill(worker.number))
+                self._do(Kill(worker.number))
             case _:
                 pass
 
     def _allocate(self, worker: Worker, request: m.Allocate) -> None:
         self._lay_out(worker, request.role, [Segment.of(layout) for layout in request.segments])
         adopted, again = request.role != worker.role, not self.crew.ending
-        self.epochs.do(Reserve(worker.number, request, adopted, again))
+        self._do(Reserve(worker.number, request, adopted, again))
 
     def _lay_out(self, worker: Worker, role: int, segments: Sequence[Segment]) -> None:
         """Say what the state of a role is, which `worker` plays or has adopted."""
-        self.epochs.say(
+        self._say(
             m.RoleLayout(
                 epoch=self.epochs.epoch,
                 role=role,
@@ -452,37 +457,37 @@ class Agent:
         node = self.epochs.plan.roles.get(question.holder, "")
         if (where := self.epochs.plan.nodes.get(node)) is None:
             error = f"role {question.holder} is on no node that is known here"
-            self.epochs.do(ToWorker(worker.number, m.Refused(question.id, error)))
+            self._do(ToWorker(worker.number, m.Refused(question.id, error)))
         else:
-            self.epochs.do(AskPeer(worker.number, question, where.data))
+            self._do(AskPeer(worker.number, question, where.data))
 
     def _ask_worker(self, event: PeerAsks) -> None:
         """The same from the other side."""
         question = event.question
         if (worker := self.crew.of_role(question.holder)) is None:
             error = f"role {question.holder} has no worker on node {self.about.node}"
-            self.epochs.do(AnswerPeer(question.id, error))
+            self._do(AnswerPeer(question.id, error))
         else:
-            self.epochs.do(ToWorker(worker.number, question))
+            self._do(ToWorker(worker.number, question))
 
     def _worker_ended(self, event: WorkerEnded) -> None:
         worker, code = self.crew.remove(event.worker), event.code
         self._asking.pop(event.worker, None)
         if worker.meant_for >= 0:
-            self.epochs.ready.ended(worker, in_words(code), self.epochs.now)
+            self.epochs.ready.ended(worker, in_words(code), self._now)
             if worker.needed:  # in the place of whom it would have taken
                 self._start(-1)
             return
         if self._termination.explains(code):
             if self.crew.playing():
-                self._termination.leave_at = min(self._termination.leave_at, self.epochs.now + GRACE)
+                self._termination.leave_at = min(self._termination.leave_at, self._now + GRACE)
             else:
                 self._leave()
             return
         if worker.doing is WorkerState.PLAYING:
-            self.epochs.say(lost(worker, code, event.version, event.out_of_memory))
+            self._say(lost(worker, code, event.version, event.out_of_memory))
             replaced, effects = self.epochs.ready.needed(worker.role)
-            self.epochs.do(*effects)
+            self._do(*effects)
             if not replaced:
                 self._start(-1)
         elif worker.doing is not WorkerState.FINISHED:
@@ -500,19 +505,19 @@ class Agent:
 
     def _leave(self) -> None:
         """End this node alone, and let the controller know that no failure did it."""
-        self.epochs.post(m.Left())
+        self._post(m.Left())
         self._end(ENDED)
 
     def _end(self, code: int) -> None:
-        self._go(farewell := Farewell(code, self.epochs.now + FAREWELL))
-        self.epochs.do(*(ToWorker(worker.number, m.Exit()) for worker in self.crew.playing()))
+        self._go(farewell := Farewell(code, self._now + FAREWELL))
+        self._do(*(ToWorker(worker.number, m.Exit()) for worker in self.crew.playing()))
         self._end_if_alone(farewell)
 
     def _end_if_alone(self, farewell: Farewell) -> None:
         left = any(worker.doing is WorkerState.FINISHED for worker in self.crew)
-        if not left or self.epochs.now >= farewell.until:
+        if not left or self._now >= farewell.until:
             self._go(Over())
-            self.epochs.do(End(farewell.code))
+            self._do(End(farewell.code))
 
 
 def _speaks_for_itself(worker: Worker, said: m.FromWorker) -> bool:

@@ -20,7 +20,7 @@ from ft_core.control.observe.recorded import ACCOUNT, ALWAYS, EVENTS
 from ft_core.node.metrics import PAGES as OF_NODE
 from ft_core.node.metrics import NodeNumbers
 
-RECORDERS = {"record", "_once", "Record", "end_epoch"}
+RECORDERS = {"record", "_record", "_once", "Record", "end_epoch"}
 """Functions of the controller whose first argument is an event."""
 
 
