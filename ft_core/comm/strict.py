@@ -36,8 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ft_core.process import stream
 
-BUFFER = 4 << 20
-"""Bytes of a single send that are on their way before they are received, for each receiver."""
+BUFFER = 1 << 10
+"""Bytes of single sends that may be on their way before they are received, for each receiver. NCCL's are some
+4 MiB, and what tests send is smaller by as much."""
 
 LAUNCHES = 1024
 """Operations that a communicator has queued at most."""
@@ -85,11 +86,11 @@ class Operation:
                 return
             if results is not None:
                 for to, source in results:
-                    to.copy_(source)
+                    to.data.copy_(source)  # of which autograd is not told
             else:
                 for call in self.calls:
                     for tensor in call.outputs():
-                        tensor.copy_(_garbage(tensor))
+                        tensor.data.copy_(_garbage(tensor))
             self.done.set()
         running.discard(self)
 
