@@ -111,10 +111,13 @@ def in_start_up(worker: Any, lost: int) -> dict[str, Any]:
     """Each role has a part of a reduce-scatter to itself, in start-up; one is lost after all have issued it,
     and before it has ended."""
     dist.init_process_group("gloo")
+    dist.barrier()
     t = torch.zeros(LARGE)
     if worker.role == lost and not worker.newcomer:
         worker.tell("stopped")
         threading.Event().wait()
+    if not worker.newcomer:
+        worker.tell("issues")
     dist.reduce_scatter_single(t, torch.ones(LARGE * worker.world))
     batch = torch.zeros(LARGE)
     peer = worker.role ^ 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from core.pg_harness import GroupJob
 
 STRICT = {"FT_COMM": "strict"}
@@ -48,6 +50,8 @@ def test_start_up_counts_nothing_that_the_device_has_not_done() -> None:
     """What one role alone has of an operation is in no record: garbage of an abort would stay with it."""
     with GroupJob(2, "strict:in_start_up", 1, environment=STRICT) as job:
         job.wait("stopped", [1])
+        job.wait("issues", [0])
+        time.sleep(0.5)  # it has issued it
         job.kill(1)
         job.next_epoch([1])
         assert job.results() == [{"part": [2.0], "batch": [7.0]}] * 2
