@@ -17,7 +17,8 @@ from ft_core.worker import device_memory
 
 ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 DUMP, PATIENCE = "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
-OFF = {name: "0" for name in (ERRORS, "TORCH_NCCL_ENABLE_MONITORING", DUMP, PATIENCE)}
+MULTICAST = "NCCL_NVLS_ENABLE"
+OFF = {name: "0" for name in (ERRORS, "TORCH_NCCL_ENABLE_MONITORING", DUMP, PATIENCE, MULTICAST)}
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,7 @@ OFF = {name: "0" for name in (ERRORS, "TORCH_NCCL_ENABLE_MONITORING", DUMP, PATI
         ({DUMP: "0"}, OFF),
         ({DUMP: "1"}, {name: value for name, value in OFF.items() if name != PATIENCE} | {DUMP: "1"}),
         ({DUMP: "1", PATIENCE: "500"}, OFF | {DUMP: "1", PATIENCE: "500"}),
+        ({MULTICAST: "1"}, OFF | {MULTICAST: "1"}),
         ({"PATH": "/bin"}, OFF),
     ],
 )
