@@ -78,8 +78,8 @@ class Inner:
         self.ready = False
         self.error: Exception | None = None
         self.pg: Any = None
-        self.issued: Counter[Series] = Counter()
-        """Operations that were begun here."""
+        self._begun: Counter[tuple[int, int] | None] = Counter()
+        """Operations that were begun here, by roles that send and receive; None: of the whole group."""
         self.wanted = False
         """Whether an operation of the whole group waits for the communicator to be open."""
         self._devices = strict.in_place_of(devices)
@@ -126,11 +126,16 @@ class Inner:
         if kind is None:
             return
         if kind not in ("send", "recv"):
-            self.issued[Series(self.group)] += by
+            self._begun[None] += by
         elif len(args) > 2:  # a receive from any source is nobody's in particular
             roles = self.members if self.partial is None else self.partial.members
             me, peer = self.members[self.rank], roles[args[1]]
-            self.issued[Series(self.group, (me, peer) if kind == "send" else (peer, me))] += by
+            self._begun[(me, peer) if kind == "send" else (peer, me)] += by
+
+    @property
+    def issued(self) -> dict[Series, int]:
+        """Operations that were begun here."""
+        return {Series(self.group, pair): count for pair, count in self._begun.items()}
 
     def connect(self, store: dist.Store) -> None:
         """Build the communicator; blocks until every member does. RuntimeError if a member is lost."""

@@ -508,19 +508,19 @@ class Communicators:
             self.ended(generation)
             self._end_records(records)
 
-        what = f"{method} in group {inner.group} of epoch {inner.epoch}"
-
         def timed_out() -> None:
-            self._give_up(inner, f"{what} has not ended within the group's time-out of {inner.timeout}")
+            late = f"has not ended within the group's time-out of {inner.timeout}"
+            self._give_up(inner, method, late)
 
         def broken(error: str) -> None:
-            self._give_up(inner, f"{what} cannot end: {error}")
+            self._give_up(inner, method, f"cannot end: {error}")
 
         deadline = time.monotonic() + inner.timeout.total_seconds()
         self._watchdog.watch(InFlight(over, ended, timed_out, deadline, inner.link_error, broken))
 
-    def _give_up(self, inner: Inner, reason: str) -> None:
+    def _give_up(self, inner: Inner, method: str, why: str) -> None:
         """What the device has to do does not end, unless with the epoch."""
+        reason = f"{method} in group {inner.group} of epoch {inner.epoch} {why}"
         try:
             self.failed(inner.epoch, RuntimeError(reason))
         except EpochChanged:
