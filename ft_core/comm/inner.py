@@ -103,11 +103,7 @@ class Inner:
 
     def marker(self) -> Callable[[], bool]:
         """Says later whether the device has come to where the caller's stream is now."""
-        if stream.stand_in is not None:
-            return stream.stand_in.event().query
-        event = torch.cuda.Event()
-        event.record()
-        return event.query
+        return stream.event().query
 
     def link_error(self) -> str:
         """What has broken under the communicator while all of its members may live; empty: nothing.

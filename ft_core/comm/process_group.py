@@ -41,6 +41,10 @@ log = logging.getLogger(__name__)
 OPENERS = 4
 """How many communicators are re-opened at once after a swap."""
 
+ABORTS = 15.0
+"""Seconds that the opening of a communicator waits for old ones to be aborted: their memory and the
+device's attention are its own then."""
+
 CLOSE_TIMEOUT = 5.0
 """Seconds that destroying a group waits for its operations to end."""
 
@@ -90,6 +94,7 @@ class Communicators:
         self._created: Counter[tuple[int, ...]] = Counter()
         self._absent: Mapping[int, int] = {}
         self._adopted = self._apart = False
+        self._aborts: list[threading.Thread] = []
         self._device: int | None = None
         """What this process works on, as far as is known."""
         self._promises: set[Promise] = set()
@@ -171,8 +176,8 @@ class Communicators:
                 if inner.epoch >= self.aborted:
                     woken.append(inner)
         self.aborted = max(self.aborted, epoch)
-        for inner in woken:
-            start("wake", inner.wake)
+        self._aborts = [thread for thread in self._aborts if thread.is_alive()]
+        self._aborts += [start("wake", inner.wake) for inner in woken]
         if self._promises:
             start("promises", self._break)
         return dead, woken
@@ -324,6 +329,10 @@ class Communicators:
 
     def _open(self, inner: Inner, opener: Opener, urgent: bool) -> None:
         error: Exception | None = None
+        if inner.asynchronous:
+            end = time.monotonic() + ABORTS
+            for abort in self._aborts:
+                abort.join(max(0, end - time.monotonic()))
         try:
             opener.open(inner, urgent)
         except Exception as caught:

@@ -6,9 +6,16 @@ thread that gives the work runs ahead of it. On a host without either nothing ha
 
 from __future__ import annotations
 
-from typing import Protocol
+import contextlib
+import ctypes
+from functools import cache
+from typing import Any, Protocol
 
 import torch
+
+_UNTIMED, _ASLEEP = 2, 1
+"""cudaEventDisableTiming; cudaEventBlockingSync: whoever waits sleeps, and keeps no core busy."""
+_NOT_READY = 600
 
 
 class Event(Protocol):
@@ -36,6 +43,57 @@ class Device(Protocol):
 
 stand_in: Device | None = None
 """Set once per process, before the script begins."""
+
+
+def event() -> Event:
+    """The place behind what this thread's stream has been given. For hosts with a device."""
+    if stand_in is not None:
+        return stand_in.event()
+    if (cuda := _library()) is not None:
+        return _Event(cuda, torch.cuda.current_stream().cuda_stream)
+    found = torch.cuda.Event(blocking=True)
+    found.record(torch.cuda.current_stream())
+    return found
+
+
+class _Event:
+    """One of CUDA's, made by its own library.
+
+    torch's is recorded with Python's lock held. Where the device's queue is full, to record one waits for
+    room, and while the queue is full of what waits for a lost peer there is none: nobody could abort it
+    without the lock. A call by `ctypes` lets go of it.
+    """
+
+    def __init__(self, cuda: Any, on: int) -> None:
+        self._cuda, self._event = cuda, ctypes.c_void_p()
+        self._check(cuda.cudaEventCreateWithFlags(ctypes.byref(self._event), _UNTIMED | _ASLEEP))
+        self._check(cuda.cudaEventRecord(self._event, ctypes.c_void_p(on)))
+
+    def query(self) -> bool:
+        code = self._cuda.cudaEventQuery(self._event)
+        if code != _NOT_READY:
+            self._check(code)
+        return bool(code != _NOT_READY)
+
+    def synchronize(self) -> None:
+        self._check(self._cuda.cudaEventSynchronize(self._event))
+
+    def __del__(self) -> None:
+        self._cuda.cudaEventDestroy(self._event)
+
+    @staticmethod
+    def _check(code: int) -> None:
+        if code:
+            raise RuntimeError(f"CUDA error {code} of an event")
+
+
+@cache
+def _library() -> Any:
+    """CUDA's, which torch has loaded; None where it is not to be found."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL(f"libcudart.so.{major}")
+    return None
 
 
 def settle() -> None:

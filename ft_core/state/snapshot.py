@@ -288,12 +288,11 @@ def _device_of(tensors: Iterable[StateTensor]) -> torch.device | None:
 def _fence(device: torch.device | None) -> _Fence | None:
     """Where the device is once all is done that makes the state; None: state on the host is made."""
     if stream.stand_in is not None:
-        return _Fence(None, stream.stand_in.event())
+        return _Fence(None, stream.event())
     if device is None:
         return None
-    event = torch.cuda.Event(blocking=True)  # whoever waits for it sleeps, and keeps no core busy
-    event.record(torch.cuda.current_stream(device))
-    return _Fence(device, event)
+    with torch.cuda.device(device):
+        return _Fence(device, stream.event())
 
 
 def verify(buffer: SnapshotBuffer) -> None:
