@@ -75,8 +75,9 @@ class Communicators:
         self.role, self.world_size = role, world_size
         self.traffic: Callable[[int], None] | None = None
         """Called with the number of operations in flight when it becomes 1 or 0. Must be cheap."""
-        self.hung: Callable[[str], None] = lambda reason: None
-        """Called with the reason when an operation on a GPU takes longer than its group's time-out."""
+        self.hung: Callable[[str, bool], None] = lambda reason, by_link: None
+        """Called with the reason when an operation on a GPU takes longer than its group's time-out, or its link
+        has failed."""
         self.passed: Callable[[], None] = lambda: None
         """Called whenever an operation of start-up was taken from the record. Must be cheap."""
         self.reopened: Callable[[int], None] | None = None
@@ -522,12 +523,12 @@ class Communicators:
             self._give_up(inner, method, late)
 
         def broken(error: str) -> None:
-            self._give_up(inner, method, f"cannot end: {error}")
+            self._give_up(inner, method, f"cannot end: {error}", by_link=True)
 
         deadline = time.monotonic() + inner.timeout.total_seconds()
         self._watchdog.watch(InFlight(over, ended, timed_out, deadline, inner.link_error, broken))
 
-    def _give_up(self, inner: Inner, method: str, why: str) -> None:
+    def _give_up(self, inner: Inner, method: str, why: str, by_link: bool = False) -> None:
         """What the device has to do does not end, unless with the epoch."""
         reason = f"{method} in group {inner.group} of epoch {inner.epoch} {why}"
         try:
@@ -535,7 +536,7 @@ class Communicators:
         except EpochChanged:
             return
         except RuntimeError as error:
-            self.hung(str(error))
+            self.hung(str(error), by_link)
 
     def awaits(self, records: tuple[int, ...]) -> None:
         """These operations of the flight record, which went on apart, are waited for."""

@@ -137,7 +137,8 @@ def link_fails(worker: Any) -> str:
     reasons: list[str] = []
     said = threading.Event()
 
-    def hung(reason: str) -> None:
+    def hung(reason: str, by_link: bool) -> None:
+        assert by_link
         reasons.append(reason)
         said.set()
 

@@ -192,9 +192,10 @@ def test_results_that_were_waited_for_are_not_kept(comms: Communicators) -> None
 @pytest.mark.parametrize("lost", [True, False])
 def test_an_error_of_a_link_is_told_of(comms: Communicators, lost: bool) -> None:
     """The operation does not end, or counts as completed; only the backend says that the link has failed."""
-    reasons: list[str] = []
+    reasons: list[tuple[str, bool]] = []
     suspected = threading.Event()
-    comms.hung, comms._on_failure = reasons.append, lambda reason: suspected.set()
+    comms.hung = lambda reason, by_link: reasons.append((reason, by_link))
+    comms._on_failure = lambda reason: suspected.set()
     comms._grace = 60.0 if lost else 0.1
     inner = Nccl()
     work = launched(comms, inner)
@@ -207,7 +208,7 @@ def test_an_error_of_a_link_is_told_of(comms: Communicators, lost: bool) -> None
         assert reasons == []
     else:
         said = "allreduce in group 0-1:1#0 of epoch 1 cannot end: nccl reports COMM_ERROR"
-        wait_for_value(lambda: reasons, [said])
+        wait_for_value(lambda: reasons, [(said, True)])
 
 
 def test_what_is_under_way_at_an_abort_counts_no_longer(comms: Communicators) -> None:
@@ -229,9 +230,10 @@ def test_what_is_under_way_at_an_abort_counts_no_longer(comms: Communicators) ->
 @pytest.mark.parametrize("lost", [True, False])
 def test_an_operation_that_takes_too_long_is_told_of(comms: Communicators, lost: bool) -> None:
     """Unless an epoch ends it."""
-    reasons: list[str] = []
+    reasons: list[tuple[str, bool]] = []
     suspected = threading.Event()
-    comms.hung, comms._on_failure = reasons.append, lambda reason: suspected.set()
+    comms.hung = lambda reason, by_link: reasons.append((reason, by_link))
+    comms._on_failure = lambda reason: suspected.set()
     comms._grace = 60.0 if lost else 0.1
     work = launched(comms, Nccl(timeout=0.01))
     assert work is not None and work.wait()
@@ -244,4 +246,4 @@ def test_an_operation_that_takes_too_long_is_told_of(comms: Communicators, lost:
         about = (
             "allreduce in group 0-1:1#0 of epoch 1 has not ended within the group's time-out of 0:00:00.01"
         )
-        wait_for_value(lambda: [r.startswith(about) for r in reasons], [True])
+        wait_for_value(lambda: [(r.startswith(about), by_link) for r, by_link in reasons], [(True, False)])
