@@ -76,8 +76,8 @@ class Communicators:
         self.traffic: Callable[[int], None] | None = None
         """Called with the number of operations in flight when it becomes 1 or 0. Must be cheap."""
         self.hung: Callable[[str, bool], None] = lambda reason, by_link: None
-        """Called with the reason when an operation on a GPU takes longer than its group's time-out, or where its
-        link has failed."""
+        """Called with the reason when an operation on a GPU takes longer than its group's limit (False), or
+        when its link fails (True)."""
         self.passed: Callable[[], None] = lambda: None
         """Called whenever an operation of start-up was taken from the record. Must be cheap."""
         self.reopened: Callable[[int], None] | None = None
