@@ -174,7 +174,8 @@ class Inner:
             self._backends["gloo"] = gloo
             return pg
 
-        communicator = strict.Communicator(opening, self.members[self.rank], self.epoch)
+        fails = self.epoch == 1 and self.size > 1
+        communicator = strict.Communicator(opening, strict.fails_at(self.members[self.rank]) if fails else -1)
         if self._device is not None:
             communicator.open(eager=True)
         return communicator

@@ -89,8 +89,7 @@ class Operation:
                     to.data.copy_(source)  # of which autograd is not told
             else:
                 for call in self.calls:
-                    for tensor in call.outputs():
-                        tensor.data.copy_(_garbage(tensor))
+                    call.spoil()
             self.done.set()
         running.discard(self)
 
@@ -104,6 +103,15 @@ class _Call:
     def outputs(self) -> list[torch.Tensor]:
         """What it writes."""
         return [] if self.method in _WRITES_NOTHING else _tensors(self.args[:1])
+
+    def spoil(self) -> None:
+        """Leave garbage as its results. A gather in place never writes the part that is this member's own."""
+        own = _tensors(self.args[1:2]) if "gather" in self.method else []
+        kept = [tensor.clone() for tensor in own]
+        for tensor in self.outputs():
+            tensor.data.copy_(_garbage(tensor))
+        for tensor, value in zip(own, kept, strict=True):
+            tensor.data.copy_(value)
 
     def nbytes(self) -> int:
         """What it moves."""
@@ -121,9 +129,9 @@ class _Call:
 class Communicator:
     """In the place of a `ProcessGroup` inside of one of ours; `open` makes gloo's."""
 
-    def __init__(self, opening: Callable[[bool], Any], role: int, epoch: int) -> None:
+    def __init__(self, opening: Callable[[bool], Any], fails_at: int) -> None:
         """`opening(eager)` connects to the other members and returns gloo's group, with which `eager` ones
-        meet eager ones only. `role`, `epoch`: whose, and when."""
+        meet eager ones only. `fails_at`: in which operation its link does; -1: in none."""
         self._opening = opening
         self._gloo: Any = None
         self._condition = threading.Condition()
@@ -132,7 +140,7 @@ class Communicator:
         self._sent: dict[int, deque[tuple[int, Any]]] = {}
         """Bytes and work of the buffered sends that are on their way, by receiver."""
         self._over = False
-        self._faulty, self._number = _fails_at(role) if epoch == 1 else -1, 0
+        self._fails_at, self._number = fails_at, 0
         self.error: Exception | None = None
 
     def open(self, eager: bool) -> None:
@@ -217,11 +225,11 @@ class Communicator:
                 operation.after.synchronize()
             self._number += 1
             try:
-                if self._number == self._faulty:
+                if self._number == self._fails_at:
                     raise dist.DistBackendError("ncclRemoteError: the link has failed, as it was told to")
                 results = self._execute(operation)
             except Exception as error:
-                if self._number == self._faulty:
+                if self._number == self._fails_at:
                     self.error = error
                 return  # who waits does so until somebody aborts
             operation.ends(results)
@@ -384,7 +392,8 @@ running: set[Operation] = set()
 training = TrainingStream()
 
 
-def _fails_at(role: int) -> int:
+def fails_at(role: int) -> int:
+    """In which operation of a communicator the link of a role fails; -1: in none."""
     whose, _, number = os.environ.get(_LINK_ERROR, "").partition(":")
     return int(number) if whose == str(role) else -1
 
@@ -400,7 +409,8 @@ def _touching(original: Callable[..., Any]) -> Callable[..., Any]:
 def _storage(tensor: torch.Tensor) -> int:
     if tensor.layout != torch.strided:
         return id(tensor)
-    return torch._C.TensorBase.untyped_storage(tensor)._cdata
+    with torch._C.DisableTorchFunction():  # a mode of the script's would come to `_touching`
+        return torch._C.TensorBase.untyped_storage(tensor)._cdata
 
 
 def _garbage(tensor: torch.Tensor) -> torch.Tensor:
