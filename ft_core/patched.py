@@ -14,6 +14,10 @@ BROADCAST_OBJECTS = tuple(
     declare(f"{module}:broadcast_object_list", "a newcomer that sent an object has the one that it sent")
     for module in ("torch.distributed", "torch.distributed.distributed_c10d")
 )
+BATCH = tuple(
+    declare(f"{module}:batch_isend_irecv", "sends and receives of a batch go out as one in our groups, too")
+    for module in ("torch.distributed", "torch.distributed.distributed_c10d")
+)
 BARRIER = declare(f"{_GROUPS}_store_based_barrier", "the store of a process group has one client")
 DDP = declare(
     "torch.nn.parallel:DistributedDataParallel.__init__", "its steps cannot be done again, which is said once"

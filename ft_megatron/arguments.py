@@ -190,6 +190,7 @@ def _is(name: str, *values: Any) -> Callable[[Any], bool]:
 
 _NVIDIA = "it restarts workers by rules of its own, also in a recovery; leave it out, ftrun does its work"
 _FSDP = "its shards are not restored; leave it out, and shard the optimizer by --use-distributed-optimizer"
+_OFFLOAD = "what an abandoned step has offloaded would be taken for the next one's; leave it out"
 _REFUSED = (
     _Refusal("--enable-ft-package", _NVIDIA),
     _Refusal("--inprocess-restart", _NVIDIA),
@@ -234,5 +235,31 @@ _REFUSED = (
     ),
     _Refusal("--fp8-param-gather", "scales of parameters kept in fp8 are not restored; leave it out"),
     _Refusal("--fp4-param-gather", "scales of parameters kept in fp4 are not restored; leave it out"),
+    _Refusal(
+        "--tp-comm-overlap",
+        "Transformer Engine's userbuffers hold communicators of their own, which no recovery opens again; "
+        "leave it out",
+    ),
+    _Refusal(
+        "--moe-token-dispatcher-type",
+        "the flex dispatcher keeps buffers and handles of its peers (DeepEP, HybridEP), which would be those "
+        "of lost ones; give alltoall",
+        _is("moe_token_dispatcher_type", "flex"),
+    ),
+    _Refusal(
+        "--delay-wgrad-compute",
+        "gradients that a step has put off would be left in Transformer Engine's queue; leave it out",
+    ),
+    _Refusal("--fine-grained-activation-offloading", _OFFLOAD),
+    _Refusal(
+        "--cpu-offloading-num-layers",
+        _OFFLOAD,
+        lambda args: bool(getattr(args, "cpu_offloading_num_layers", 0)),
+    ),
+    _Refusal(
+        "--te-rng-tracker",
+        "Transformer Engine's random states are not restored; leave it out",
+        lambda args: any(getattr(args, name, False) for name in ("te_rng_tracker", "use_te_rng_tracker")),
+    ),
     _Refusal("--perform-rl-step", "rollouts and their inference engine are not restored; leave it out"),
 )

@@ -46,11 +46,13 @@ class Script:
 
 @dataclass(frozen=True)
 class Killed:
-    """Of a worker that has said nothing."""
+    """Of a worker whose script has said nothing."""
 
     code: int
     out_of_memory: bool = False
     ordered: bool = False
+    told: Fault | None = None
+    """By the process itself."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,9 @@ CASES: dict[str, Script | Killed | Own] = {
     ),
     "NCCL: remote error, system error": Script(
         "import torch; raise torch.distributed.DistBackendError('NCCL error: ncclRemoteError: A call failed')"
+    ),
+    "NCCL: what no exception tells of and `get_error` does, though nobody was lost": Killed(
+        -9, told=Fault.LINK
     ),
     "gloo: connection closed, though nobody was lost": Script(
         RUNTIME("[../third_party/gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:3232")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from ft_core.state.snapshot import has_gpu
+from ft_core.process.stream import has_gpu
 
 Result = Literal["pass", "fail", "seen", "no device", "not there"]
 """`seen`: a figure that nothing is demanded of."""

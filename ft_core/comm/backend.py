@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ft_core import patched
+from ft_core.comm import strict
 from ft_core.comm.collectives import FtProcessGroup
 from ft_core.comm.process_group import Communicators
 from ft_core.comm.store import OwnStore
@@ -27,12 +28,13 @@ def install(comms: Communicators) -> None:
     """
     original = patched.NEW_GROUP.original()
     asked_for = ""
+    bound: int | None = None
     store: OwnStore | None = None
     """The newest: torch does not keep what is Python's of it."""
 
     def creator(options: Any, backend_options: Any) -> FtProcessGroup:
         members = tuple(options.global_ranks_in_group) or tuple(range(comms.world_size))
-        return comms.create(members, asked_for, options.timeout, options.store, backend_options)
+        return comms.create(members, asked_for, options.timeout, options.store, backend_options, bound)
 
     def rendezvous(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[Any]:
         _check_place(comms, rank, world_size)
@@ -43,7 +45,7 @@ def install(comms: Communicators) -> None:
     def helper(
         size: int, rank: Any, ranks: list[int], backend: Any, store: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        nonlocal asked_for
+        nonlocal asked_for, bound
         if str(backend) == c10d.Backend.FAKE:
             return original(size, rank, ranks, backend, store, *args, **kwargs)
         if not ranks:
@@ -51,7 +53,7 @@ def install(comms: Communicators) -> None:
         asked_for = str(backend)
         _check_backend(asked_for)
         # A bound device would make torch look for a communicator to split from.
-        kwargs.pop("device_id", None)
+        bound = getattr(kwargs.pop("device_id", None), "index", None)
         group, prefix = original(size, rank, ranks, NAME, store, *args, **kwargs)
         if isinstance(group, FtProcessGroup):
             backend = c10d.Backend(asked_for)
@@ -63,6 +65,27 @@ def install(comms: Communicators) -> None:
     patched.RENDEZVOUS.replace(rendezvous)
     patched.NEW_GROUP.replace(helper)
     patched.BARRIER.replace(lambda *args, **kwargs: None)
+    for patch in patched.BATCH:
+        patch.wrap(_batch)
+    if strict.wanted():
+        strict.training.begin()
+
+
+def _batch(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """torch lets a batch go out as one only in groups of its own class."""
+
+    def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
+        c10d._check_p2p_op_list(p2p_op_list)
+        group = p2p_op_list[0].group or c10d._get_default_group()
+        if not isinstance(group, FtProcessGroup) or not group.supports_coalescing:
+            return original(p2p_op_list)
+        with group.together(p2p_op_list[0].tensor.device) as works:
+            for each in p2p_op_list:
+                peer = "group_dst" if each.op is c10d.isend else "group_src"
+                each.op(each.tensor, group=each.group, tag=each.tag, **{peer: each.group_peer})
+        return works
+
+    return batch_isend_irecv
 
 
 def _check_place(comms: Communicators, rank: int, world_size: int) -> None:

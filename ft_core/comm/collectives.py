@@ -7,15 +7,16 @@ valid in models, optimizers and buckets over any number of epochs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import distributed as dist
 
 from ft_core.comm.flight import FlightRecorder
-from ft_core.comm.inner import Inner, devices_of
+from ft_core.comm.inner import Inner, asynchronous, devices_of
 from ft_core.comm.works import FtWork
 from ft_core.protocol.groups import GroupId
 
@@ -49,6 +50,15 @@ COLLECTIVES = {
 """Method of torch's `ProcessGroup`, under its old and its new name -> the kind it is counted as."""
 
 
+class Call(NamedTuple):
+    """An operation that is still to be issued."""
+
+    method: str
+    kind: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 class Recorder(Protocol):
     """What start-up operations go through, see `startup`."""
 
@@ -59,6 +69,9 @@ class Recorder(Protocol):
         self, group: FtProcessGroup, method: str, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Complete one operation."""
+
+    def run_together(self, group: FtProcessGroup, calls: list[Call]) -> Any:
+        """Complete some that wait for each other."""
 
 
 class Registry(Protocol):
@@ -72,23 +85,13 @@ class Registry(Protocol):
     def startup(self) -> Recorder:
         """The record of start-up's operations."""
 
-    def communicator(self, group: FtProcessGroup, kind: str, epoch: int | None = None) -> Inner:
-        """The group's communicator in the current epoch, opened if need be."""
-
     def issue(
         self, group: FtProcessGroup, method: str, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> FtWork | None:
         """Issue an operation on the inner communicator. None: it has no work to wait for."""
 
-    def launch(
-        self,
-        inner: Inner,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        records: tuple[int, ...] = (),
-    ) -> FtWork | None:
-        """Issue what ends these operations of the flight record."""
+    def issue_together(self, group: FtProcessGroup, device: torch.device, calls: list[Call]) -> FtWork | None:
+        """Issue operations that go out as one."""
 
     def forget(self, group: FtProcessGroup, wake: bool) -> None:
         """Destroy a group."""
@@ -115,19 +118,23 @@ class FtProcessGroup(dist.ProcessGroup):
         self.inner: Inner | None = None
         self.used = False
         self.p2p_used = False
-        self.cuda_device: int | None = None
+        self.device: int | None = None
+        """What the group works on, once that is known: who opens a communicator without it opens another than
+        the other members."""
         self._comms, self._store = comms, store
         self._rank, self._size = rank, len(members)
         self._name = self._desc = ""
-        self.coalescing = False
-        self.coalesced: list[int] = []
-        """Operations of the flight record that end with the coalescing."""
+        self.coalesced: list[Call] | None = None
+        """What was issued since coalescing began; None outside of it."""
         self.record = comms.flight.add(self.identity, members, self.name())
 
     def _issue(self, method: str, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         comms = self._comms
         comms.counts[kind] += 1
-        if comms.startup.recording and not self.coalescing:
+        if self.coalesced is not None:
+            self.coalesced.append(Call(method, kind, args, kwargs))
+            return None
+        if comms.startup.recording:
             return comms.startup.run(self, method, kind, args, kwargs)
         return comms.issue(self, method, kind, args, kwargs)
 
@@ -212,26 +219,35 @@ class FtProcessGroup(dist.ProcessGroup):
     @property
     def supports_coalescing(self) -> bool:
         """Whether operations between start and end of coalescing go out as one."""
-        return "nccl" in self.devices.values()
+        return asynchronous(self.devices)
 
     def get_group_store(self) -> dist.Store:
         """A store local to this process: nothing of torch's start-up needs a shared one here."""
         return self._store
 
     def _start_coalescing(self, device: torch.device) -> None:
-        if self._comms.startup.rehearsing:
-            return
-        self.coalescing = True
-        self._comms.communicator(self, "send").pg._start_coalescing(device)
+        # Nothing is begun before the end: torch does not come there if anything is raised in between, and
+        # NCCL's group, which is the thread's own, would stay open.
+        if not self.supports_coalescing:
+            raise RuntimeError(f"Backend {self.name()} does not support startCoalescing")
+        self.coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        if self._comms.startup.rehearsing:
-            return self._comms.startup.run(self, "barrier", "barrier", (), {})
-        self.coalescing = False
-        records = tuple(self.coalesced)
-        self.coalesced.clear()
-        inner = self._comms.communicator(self, "send")
-        return self._comms.launch(inner, "_end_coalescing", (device,), {}, records)
+        calls, self.coalesced = self.coalesced or [], None
+        if self._comms.startup.recording:
+            return self._comms.startup.run_together(self, calls)
+        return self._comms.issue_together(self, device, calls)
+
+    @contextmanager
+    def together(self, device: torch.device) -> Iterator[list[Any]]:
+        """What is issued here goes out as one; its works, at the end."""
+        works: list[Any] = []
+        self._start_coalescing(device)
+        try:
+            yield works
+            works += [work] if (work := self._end_coalescing(device)) is not None else []
+        finally:
+            self.coalesced = None
 
     def abort(self) -> None:
         """Make what is pending fail, and forget the group."""

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -25,12 +25,16 @@ import torch
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
+from ft_core.comm import strict
 from ft_core.comm.partial import Partial
 from ft_core.comm.rendezvous import EpochStore, connected
 from ft_core.errors import EpochChanged
+from ft_core.process import stream
 from ft_core.protocol.groups import GroupId, Series
 
 log = logging.getLogger(__name__)
+
+_SUCCESS = torch._C._distributed_c10d.ErrorType.SUCCESS
 
 NOW, PATIENCE = timedelta(0), timedelta(seconds=0.5)
 """How long an opening waits for members to come by themselves before it asks them."""
@@ -66,7 +70,7 @@ class Inner:
         timeout: timedelta,
         options: Any,
         epoch: int,
-        cuda_device: int | None,
+        device: int | None,
         partial: Partial | None = None,
     ) -> None:
         self.partial = partial
@@ -74,13 +78,14 @@ class Inner:
         self.ready = False
         self.error: Exception | None = None
         self.pg: Any = None
-        self.issued: Counter[Series] = Counter()
-        """Operations that were begun here."""
+        self._begun: Counter[tuple[int, int] | None] = Counter()
+        """Operations that were begun here, by roles that send and receive; None: of the whole group."""
         self.wanted = False
         """Whether an operation of the whole group waits for the communicator to be open."""
-        self._devices, self.timeout, self._options = devices, timeout, options
-        self._cuda_device = cuda_device
-        self.asynchronous = "nccl" in devices.values()
+        self._devices = strict.in_place_of(devices)
+        self.timeout, self._options = timeout, options
+        self._device = device
+        self.asynchronous = asynchronous(devices)
         """Whether operations go on after they were waited for: on a GPU's streams, unseen by the host."""
         self._backends: dict[str, Any] = {}
 
@@ -98,25 +103,43 @@ class Inner:
 
     def marker(self) -> Callable[[], bool]:
         """Says later whether the device has come to where the caller's stream is now."""
-        event = torch.cuda.Event()
-        event.record()
-        return event.query
+        return stream.event().query
+
+    def link_error(self) -> str:
+        """What has broken under the communicator while all of its members may live; empty: nothing.
+
+        Only this tells: an operation that it ends counts as completed, and others never end.
+        """
+        for kind in ("nccl", strict.NAME):
+            if (backend := self._backends.get(kind)) is not None:
+                error = backend.get_error()
+                if error != _SUCCESS:
+                    return f"{kind} reports {str(error).rpartition('.')[2]}"
+        return ""
 
     def count(self, kind: str | None, args: tuple[Any, ...], by: int = 1) -> None:
         """An operation is begun (`kind`: see `collectives`). Members that do the same count alike."""
         if kind is None:
             return
         if kind not in ("send", "recv"):
-            self.issued[Series(self.group)] += by
+            self._begun[None] += by
         elif len(args) > 2:  # a receive from any source is nobody's in particular
             roles = self.members if self.partial is None else self.partial.members
             me, peer = self.members[self.rank], roles[args[1]]
-            self.issued[Series(self.group, (me, peer) if kind == "send" else (peer, me))] += by
+            self._begun[(me, peer) if kind == "send" else (peer, me)] += by
+
+    @property
+    def issued(self) -> dict[Series, int]:
+        """Operations that were begun here."""
+        return {Series(self.group, pair): count for pair, count in self._begun.items()}
 
     def connect(self, store: dist.Store) -> None:
         """Build the communicator; blocks until every member does. RuntimeError if a member is lost."""
-        pg: Any = dist.ProcessGroup(store, self.rank, self.size)
         kinds = set(self._devices.values())
+        if strict.NAME in kinds:
+            self.pg = self._backends[strict.NAME] = self._strict(store)
+            return
+        pg: Any = dist.ProcessGroup(store, self.rank, self.size)
         default = "nccl" if "nccl" in kinds else "gloo"
         pg._set_default_backend(Backend.backend_type_map[default])
         pg._set_group_name(str(self.group))
@@ -137,10 +160,25 @@ class Inner:
         options.group_name = str(self.group)
         nccl = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
         nccl._set_sequence_number_for_group()
-        if self._cuda_device is not None:
+        if self._device is not None:
             # Here in the helper, because the lazy way blocks the main thread beyond reach of an abort.
-            nccl.eager_connect_single_device(torch.device("cuda", self._cuda_device))
+            nccl.eager_connect_single_device(torch.device("cuda", self._device))
         return nccl
+
+    def _strict(self, store: dist.Store) -> strict.Communicator:
+        def opening(eager: bool) -> Any:
+            pg: Any = dist.ProcessGroup(store, self.rank, self.size)
+            pg._set_default_backend(Backend.backend_type_map["gloo"])
+            gloo = self._connect("gloo", dist.PrefixStore("eager/" if eager else "lazy/", store))
+            pg._register_backend(torch.device("cpu"), Backend.backend_type_map["gloo"], gloo)
+            self._backends["gloo"] = gloo
+            return pg
+
+        fails = self.epoch == 1 and self.size > 1
+        communicator = strict.Communicator(opening, strict.fails_at(self.members[self.rank]) if fails else -1)
+        if self._device is not None:
+            communicator.open(eager=True)
+        return communicator
 
     def wake(self) -> None:
         """Make every pending operation fail now. From any thread; the communicator is useless afterwards.
@@ -148,6 +186,8 @@ class Inner:
         Each communicator in a thread of its own: NCCL's abort waits for the device once it has told its own
         kernels to end, and must not be the reason that others are told later.
         """
+        if communicator := self._backends.get(strict.NAME):
+            communicator.abort()
         if gloo := self._backends.get("gloo"):
             self._wake_gloo(gloo)
         if nccl := self._backends.get("nccl"):
@@ -177,8 +217,25 @@ class Inner:
         The backends go last: what waits for NCCL's threads is then their own end, which lets go of Python's
         lock, and not the group's, which does not. Those threads may need it.
         """
+        if communicator := self._backends.get(strict.NAME):
+            communicator.abort()
         self.pg = None
         self._backends = {}
+
+
+def device_of_thread(devices: Mapping[str, str]) -> int | None:
+    """The device that this thread uses, for backends that must know it; None where that is not settled."""
+    kinds = strict.in_place_of(devices)
+    if strict.NAME in kinds.values():
+        return 0
+    if kinds.get("cuda") != "nccl" or not torch.cuda.is_initialized():
+        return None
+    return torch.cuda.current_device()
+
+
+def asynchronous(devices: Mapping[str, str]) -> bool:
+    """Whether one of these backends works on a device's stream, which the host runs ahead of."""
+    return bool({"nccl", strict.NAME} & set(strict.in_place_of(devices).values()))
 
 
 def _tensor(args: Any) -> torch.Tensor | None:

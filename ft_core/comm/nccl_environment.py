@@ -21,7 +21,10 @@ _PREFIX = "TORCH_NCCL_"
 _ERRORS, _OLD_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"
 _MONITOR, _DUMP = "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT"
 _PATIENCE = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
-DEFAULTS = {_ERRORS: "0", _MONITOR: "0", _DUMP: "0", _PATIENCE: "0"}
+_MULTICAST = "NCCL_NVLS_ENABLE"
+"""NVLink SHARP. NCCL's source speaks of a possible hang where a communicator that uses it is aborted, and
+NVIDIA's own resiliency extension demands that it is off."""
+DEFAULTS = {_ERRORS: "0", _MONITOR: "0", _DUMP: "0", _PATIENCE: "0", _MULTICAST: "0"}
 """Where nobody has said otherwise."""
 
 

@@ -24,9 +24,9 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ft_core.comm.apart import LOOK, apart
-from ft_core.comm.collectives import COLLECTIVES, FtProcessGroup
+from ft_core.comm.collectives import COLLECTIVES, Call, FtProcessGroup
 from ft_core.comm.flight import FlightRecorder
-from ft_core.comm.inner import Inner, Opener, start
+from ft_core.comm.inner import Inner, Opener, device_of_thread, start
 from ft_core.comm.partial import Partial
 from ft_core.comm.startup import Fetch, Startup
 from ft_core.comm.startup_log import CountsByRole
@@ -40,6 +40,10 @@ log = logging.getLogger(__name__)
 
 OPENERS = 4
 """How many communicators are re-opened at once after a swap."""
+
+ABORTS = 15.0
+"""Seconds that the opening of a communicator waits for old ones to be aborted: their memory and the
+device's attention are its own then."""
 
 CLOSE_TIMEOUT = 5.0
 """Seconds that destroying a group waits for its operations to end."""
@@ -71,8 +75,9 @@ class Communicators:
         self.role, self.world_size = role, world_size
         self.traffic: Callable[[int], None] | None = None
         """Called with the number of operations in flight when it becomes 1 or 0. Must be cheap."""
-        self.hung: Callable[[str], None] = lambda reason: None
-        """Called with the reason when an operation on a GPU takes longer than its group's time-out."""
+        self.hung: Callable[[str, bool], None] = lambda reason, by_link: None
+        """Called with the reason when an operation on a GPU takes longer than its group's limit (False), or
+        when its link fails (True)."""
         self.passed: Callable[[], None] = lambda: None
         """Called whenever an operation of start-up was taken from the record. Must be cheap."""
         self.reopened: Callable[[int], None] | None = None
@@ -90,6 +95,9 @@ class Communicators:
         self._created: Counter[tuple[int, ...]] = Counter()
         self._absent: Mapping[int, int] = {}
         self._adopted = self._apart = False
+        self._aborts: list[threading.Thread] = []
+        self._device: int | None = None
+        """What this process works on, as far as is known."""
         self._promises: set[Promise] = set()
         """Results that somebody may wait for, whatever becomes of the operation."""
         self._opener = Opener(-1, "", b"", role, lambda: False, lambda group: None)
@@ -169,8 +177,8 @@ class Communicators:
                 if inner.epoch >= self.aborted:
                     woken.append(inner)
         self.aborted = max(self.aborted, epoch)
-        for inner in woken:
-            start("wake", inner.wake)
+        self._aborts = [thread for thread in self._aborts if thread.is_alive()]
+        self._aborts += [start("wake", inner.wake) for inner in woken]
         if self._promises:
             start("promises", self._break)
         return dead, woken
@@ -179,9 +187,7 @@ class Communicators:
         """After an epoch change, main thread: forget half-coalesced operations and what was in flight."""
         c10d._world.pg_coalesce_state.clear()
         for group in self._groups:
-            group.coalescing = False
-            self._end_records(tuple(group.coalesced))
-            group.coalesced.clear()
+            group.coalesced = None
         with self._traffic_lock:
             self._generation += 1
             busy, self._in_flight = self._in_flight > 0, 0
@@ -275,8 +281,8 @@ class Communicators:
             # What only start-up needs is not opened again in later epochs.
             group.used |= not self.startup.recording
             group.p2p_used |= kind in _POINT_TO_POINT and group.size() > 2
-            if "cuda" in group.devices and torch.cuda.is_available():
-                group.cuda_device = torch.cuda.current_device()
+            if (device := device_of_thread(group.devices)) is not None:
+                group.device = self._device = device
             inner, fresh = self._claim(group)
             inner.wanted |= kind not in _POINT_TO_POINT
             opener = self._opener
@@ -305,7 +311,7 @@ class Communicators:
             group.timeout,
             group.options,
             self.epoch,
-            group.cuda_device,
+            group.device if group.device is not None else self._device,
             partial,
         )
         return group.inner, True
@@ -324,6 +330,10 @@ class Communicators:
 
     def _open(self, inner: Inner, opener: Opener, urgent: bool) -> None:
         error: Exception | None = None
+        if inner.asynchronous:
+            end = time.monotonic() + ABORTS
+            for abort in self._aborts:
+                abort.join(max(0, end - time.monotonic()))
         try:
             opener.open(inner, urgent)
         except Exception as caught:
@@ -392,39 +402,47 @@ class Communicators:
         except Exception:
             self.flight.end(record)
             raise
-        if group.coalescing:
-            group.coalesced.append(record)
-            self.flight.apart(record, True)
-            return self.launch(inner, method, args, kwargs)
-        return self.launch(inner, method, args, kwargs, (record,))
+        return self.launch(inner, [Call(method, kind, args, kwargs)], (record,))
+
+    def issue_together(self, group: FtProcessGroup, device: torch.device, calls: list[Call]) -> FtWork | None:
+        """Issue operations that go out as one, where the backend can do that. Raises as `communicator`."""
+        records = tuple(self.flight.begin(group.record, self.epoch, call.kind, call.args) for call in calls)
+        try:
+            for kind in {call.kind for call in calls}:
+                inner = self.communicator(group, kind)
+        except Exception:
+            self._end_records(records)
+            raise
+        return self.launch(inner, calls, records, device) if calls else None
 
     def launch(
-        self,
-        inner: Inner,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        records: tuple[int, ...] = (),
+        self, inner: Inner, calls: list[Call], records: tuple[int, ...], together: torch.device | None = None
     ) -> FtWork | None:
-        """Issue an operation. None where the backend has already ordered it on the caller's stream.
-        `records`: what of the flight record ends with it."""
+        """Issue operations, more than one where they go out as one, `together` on a device. None where the
+        backend has already ordered them on the caller's stream. `records`: what of the flight record ends
+        with them."""
+        method = calls[0].method if together is None else "_end_coalescing"
         with self._traffic_lock:
             generation = self._generation
-            inner.count(kind := COLLECTIVES.get(method), args)
+            for call in calls:
+                inner.count(call.kind, call.args)
             self._in_flight += 1
             if self._in_flight == 1 and self.traffic is not None:
                 self.traffic(1)
         try:
-            if inner.pg is None:
+            if (pg := inner.pg) is None:
                 raise EpochChanged(f"epoch {inner.epoch} is over")
-            after: Callable[[], None] | None = None
-            call = getattr(inner.pg, method)
-            if method == "monitored_barrier":  # it waits for all others
-                work = apart(lambda: call(*args, **kwargs), lambda: inner.epoch < self.aborted, method)
-            elif inner.partial is not None and kind is not None:
-                work, after = inner.partial.issue(inner.pg, method, kind, args, kwargs)
+            after: list[Callable[[], None]] = []
+            if together is None:
+                work = self._call(inner, pg, calls[0], after)
             else:
-                work = call(*args, **kwargs)
+                pg._start_coalescing(together)
+                try:
+                    for call in calls:
+                        self._call(inner, pg, call, after)
+                finally:
+                    # Also after an error: NCCL's group is the thread's own, and holds back all that follows.
+                    work = pg._end_coalescing(together)
         except Exception as error:
             self.ended(generation)
             self._end_records(records)
@@ -432,11 +450,12 @@ class Communicators:
                 raise
             alive = inner.epoch >= self.aborted
             if alive and method != "monitored_barrier" and not is_transport_error(error):
-                with self._traffic_lock:
-                    inner.count(kind, args, -1)  # it was refused
                 group = self.find(inner.group)
-                if group is not None and kind is not None:
-                    self.flight.refused(group.record, kind, args)
+                for call in calls:  # it was refused
+                    with self._traffic_lock:
+                        inner.count(call.kind, call.args, -1)
+                    if group is not None:
+                        self.flight.refused(group.record, call.kind, call.args)
                 raise
             self.failed(inner.epoch, error)
         self._watchdog.begin()
@@ -446,13 +465,25 @@ class Communicators:
             return None
         for record in records:
             self.flight.apart(record, True)
-        about = self, inner, method, work, generation, after, records
-        by_gloo = inner.by_gloo(args)
-        if method == "recv_anysource" or (by_gloo and (kind in _APART or after is not None)):
+        about = self, inner, method, work, generation, tuple(after), records
+        by_gloo = inner.by_gloo(calls[0].args)
+        if method == "recv_anysource" or (by_gloo and (calls[0].kind in _APART or after)):
             return ApartWork(*about)
         found = FtWork(*about)
         found.looks = by_gloo
         return found
+
+    def _call(self, inner: Inner, pg: Any, call: Call, after: list[Callable[[], None]]) -> Any:
+        """Issue an operation on the communicator. `after` gets what there is to do once it is complete."""
+        method, kind, args, kwargs = call
+        if method == "monitored_barrier":  # it waits for all others
+            issue = getattr(pg, method)
+            return apart(lambda: issue(*args, **kwargs), lambda: inner.epoch < self.aborted, method)
+        if inner.partial is None:
+            return getattr(pg, method)(*args, **kwargs)
+        work, then = inner.partial.issue(pg, method, kind, args, kwargs)
+        after += [then] if then is not None else []
+        return work
 
     def ends_when(
         self,
@@ -488,17 +519,24 @@ class Communicators:
             self._end_records(records)
 
         def timed_out() -> None:
-            what = f"{method} in group {inner.group} of epoch {inner.epoch}"
-            late = RuntimeError(f"{what} has not ended within the group's time-out of {inner.timeout}")
-            try:
-                self.failed(inner.epoch, late)
-            except EpochChanged:
-                return
-            except RuntimeError as error:
-                self.hung(str(error))
+            late = f"has not ended within the group's time-out of {inner.timeout}"
+            self._give_up(inner, method, late)
+
+        def broken(error: str) -> None:
+            self._give_up(inner, method, f"cannot end: {error}", by_link=True)
 
         deadline = time.monotonic() + inner.timeout.total_seconds()
-        self._watchdog.watch(InFlight(over, ended, timed_out, deadline))
+        self._watchdog.watch(InFlight(over, ended, timed_out, deadline, inner.link_error, broken))
+
+    def _give_up(self, inner: Inner, method: str, why: str, by_link: bool = False) -> None:
+        """What the device has to do does not end, unless with the epoch."""
+        reason = f"{method} in group {inner.group} of epoch {inner.epoch} {why}"
+        try:
+            self.failed(inner.epoch, RuntimeError(reason))
+        except EpochChanged:
+            return
+        except RuntimeError as error:
+            self.hung(str(error), by_link)
 
     def awaits(self, records: tuple[int, ...]) -> None:
         """These operations of the flight record, which went on apart, are waited for."""
@@ -578,12 +616,20 @@ class Communicators:
     # -- groups -----------------------------------------------------------------------------------
 
     def create(
-        self, members: tuple[int, ...], requested: str, timeout: timedelta, store: dist.Store, options: Any
+        self,
+        members: tuple[int, ...],
+        requested: str,
+        timeout: timedelta,
+        store: dist.Store,
+        options: Any,
+        device: int | None = None,
     ) -> FtProcessGroup:
-        """Make a group; local to this process."""
+        """Make a group; local to this process. `device`: which the script has bound it to."""
         with self._condition:
             key = tuple(sorted(members))
             group = FtProcessGroup(self, members, self._created[key], requested, timeout, store, options)
+            group.device = device if device is not None else device_of_thread(group.devices)
+            self._device = group.device if group.device is not None else self._device
             self._created[key] += 1
             self._groups.append(group)
             asked = group.identity in self._asked

@@ -42,6 +42,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import distributed as dist
 
+from ft_core.comm.collectives import Call as Operation
 from ft_core.comm.collectives import FtProcessGroup
 from ft_core.comm.entries import Entry
 from ft_core.comm.startup_log import (
@@ -56,7 +57,7 @@ from ft_core.comm.startup_log import (
     tensors_in,
     to_bytes,
 )
-from ft_core.comm.works import CompletedWork, FtWork
+from ft_core.comm.works import CompletedWork, FtWork, Together
 from ft_core.errors import EpochChanged, ReplayMismatch
 from ft_core.protocol.groups import Ended, GroupId, RecordCount, Series
 
@@ -302,6 +303,19 @@ class Startup:
             for tensor, copy in saved:
                 tensor.copy_(copy)
 
+    def run_together(self, group: FtProcessGroup, calls: list[Operation]) -> Together:
+        """Complete operations that the script issues as one: one after the other, sends and receives in an
+        order of all pairs, in which no two members wait for each other's."""
+        me = group.rank()
+
+        def place(call: Operation) -> tuple[int, ...]:
+            if call.kind not in ("send", "recv"):
+                return ()
+            peer = call.args[1]
+            return min(me, peer), max(me, peer), me if call.kind == "send" else peer
+
+        return Together([self.run(group, *call) for call in sorted(calls, key=place)])
+
     def are_on_record(self, group: FtProcessGroup, many: int) -> bool:
         """Whether peers have completed so many of the next operations of this group."""
         if not self.recording or self._muted or self.rehearsing:
@@ -322,7 +336,7 @@ class Startup:
         # The epoch is pinned: in a newer one, peers may have completed the operation and not take part.
         work = self._comms.issue(group, method, kind, args, kwargs, epoch)
         if work is not None:
-            work.wait()
+            work.complete()  # what is garbage is not recorded, as its epoch is over
         return work
 
     def record(self, epoch: int, series: Series, entry: Entry) -> bool:
@@ -478,7 +492,7 @@ class PointToPoint(dist.Work):
         if entry is None:
             try:
                 if self._work is not None:
-                    self._work.wait()
+                    self._work.complete()
             except EpochChanged:
                 return False
             entry = _sent(self._tensors)

@@ -19,16 +19,22 @@ from ft_core.comm.inner import start
 POLL = 0.002
 """Seconds. A step's exchange takes longer, and so does a chunk of a snapshot that waits for its end."""
 
+LINKS = 0.5
+"""Seconds between two looks at the links under what is in flight."""
+
 
 @dataclass
 class InFlight:
     """`completed`: whether the device has done it. `on_end` is called once it has; `on_timeout` once, in a
-    thread of its own, if it has not at `deadline` (time.monotonic)."""
+    thread of its own, if it has not at `deadline` (time.monotonic); `on_error` likewise, with what
+    `link_error` says, which is the same function for all that use the same link."""
 
     completed: Callable[[], bool]
     on_end: Callable[[], None]
     on_timeout: Callable[[], None]
     deadline: float
+    link_error: Callable[[], str] = lambda: ""
+    on_error: Callable[[str], None] = lambda error: None
 
 
 class Watchdog:
@@ -49,15 +55,26 @@ class Watchdog:
 
     def _run(self) -> None:
         watched: list[InFlight] = []
+        look = 0.0
         while True:
             if not watched:
                 watched.append(self._new.get())
             with contextlib.suppress(queue.Empty):
                 while True:
                     watched.append(self._new.get_nowait())
+            if time.monotonic() > look:
+                _look_at_links(watched)
+                look = time.monotonic() + LINKS
             watched = [operation for operation in watched if not _over(operation)]
             if watched:
                 time.sleep(POLL)
+
+
+def _look_at_links(watched: list[InFlight]) -> None:
+    for operation in {operation.link_error: operation for operation in watched}.values():
+        if error := operation.link_error():
+            operation.link_error = lambda: ""
+            start("link", operation.on_error, error)
 
 
 def _over(operation: InFlight) -> bool:

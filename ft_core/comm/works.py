@@ -17,6 +17,7 @@ import ft_core
 from ft_core.comm.apart import LOOK, apart
 from ft_core.comm.inner import Inner, start
 from ft_core.errors import EpochChanged
+from ft_core.process import stream
 
 _TRANSPORT = re.compile(
     r"gloo/transport|pair closure|connection|socket|broken pipe|timed? ?out|nccl|remote|store", re.I
@@ -121,7 +122,7 @@ class FtWork(dist.Work):
         method: str,
         work: Any,
         generation: int,
-        after: Callable[[], None] | None = None,
+        after: tuple[Callable[[], None], ...] = (),
         records: tuple[int, ...] = (),
     ) -> None:
         """`after`: what completes the results once the work is done; called once, and may wait. `records`:
@@ -135,11 +136,14 @@ class FtWork(dist.Work):
         self.looks = False
         """Whether it is gloo's, and `wait` must not rely on being woken."""
 
-    def _end(self, dropped: bool = False) -> None:
+    def _end(self, dropped: bool = False, waited: bool = False) -> None:
         if self._counted:
             self._counted = False
-            what = self._inner, self._method, self._work.is_completed, self._generation, self._records
-            self._comms.ends_when(*what, dropped)
+            inner = self._inner
+            # The work holds its results, which the script may be rid of before the device has come there.
+            by_device = waited and inner.asynchronous and not self.looks
+            completed = inner.marker() if by_device else self._work.is_completed
+            self._comms.ends_when(inner, self._method, completed, self._generation, self._records, dropped)
 
     def __del__(self) -> None:
         self._end(dropped=True)
@@ -155,10 +159,16 @@ class FtWork(dist.Work):
         except Exception as error:
             self._end()
             self._comms.failed(self._inner.epoch, error)
-        self._end()
-        if self._inner.asynchronous and self._inner.epoch < self._comms.aborted:
+        self._end(waited=True)
+        if self._inner.asynchronous and self._over():
             raise EpochChanged(f"epoch {self._inner.epoch} ended during {self._method}")
         return bool(done)
+
+    def complete(self) -> None:
+        """`wait`, on the host: the results are there, or garbage, if the epoch is over."""
+        self.wait()
+        if self._inner.asynchronous:
+            stream.settle()
 
     def _wait(self, timeout: timedelta | None) -> bool:
         """Wait for one that does not end once its epoch is over (`apart` says which), no more than two looks.
@@ -193,9 +203,9 @@ class FtWork(dist.Work):
         return self._inner.epoch < self._comms.aborted
 
     def _complete(self) -> None:
-        after, self._after = self._after, None
-        if after is not None:
-            after()
+        after, self._after = self._after, ()
+        for each in after:
+            each()
 
     def is_completed(self) -> bool:
         """Whether it has finished, well or badly, or will never: its epoch is over."""
@@ -213,7 +223,7 @@ class FtWork(dist.Work):
         """The result as a future, which fails with EpochChanged where `wait` would."""
         self._comms.awaits(self._records)  # what becomes of it is not known here
         inner = self._work.get_future()
-        if any(t == "cuda" for t in devices_of_future(inner)):
+        if self._inner.asynchronous and not self.looks:
             return inner  # completed in stream order; NCCL's errors do not come this way
         promise = Promise(self._inner.epoch)
         self._comms.promise(promise)
@@ -282,6 +292,26 @@ class ApartWork(FtWork):
         return apart(call, self._over, self._method)
 
 
+class Together(dist.Work):
+    """Several operations, of which each is waited for."""
+
+    def __init__(self, works: list[Any]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for all of them."""
+        return all([work.wait() for work in self._works])
+
+    def is_completed(self) -> bool:
+        """Whether all of them are."""
+        return all(work.is_completed() for work in self._works)
+
+    def synchronize(self) -> None:
+        """Same as `wait`."""
+        self.wait()
+
+
 class CompletedWork(dist.Work):
     """An operation that is complete."""
 
@@ -319,9 +349,3 @@ class CompletedWork(dist.Work):
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._results)
         return future
-
-
-def devices_of_future(future: Any) -> list[str]:
-    """Device types that a future's value lives on; empty for a future of host tensors."""
-    devices = getattr(future, "devices", None)
-    return [d.type for d in devices()] if callable(devices) else []

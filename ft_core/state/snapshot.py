@@ -19,6 +19,7 @@ import xxhash
 
 from ft_core.adapter import State, StateTensor
 from ft_core.errors import CorruptSnapshot
+from ft_core.process import stream
 from ft_core.process.timeline import timeline
 from ft_core.state import envelope, threads
 from ft_core.state.manifest import CHUNK, Segment, layout
@@ -48,8 +49,9 @@ class _Live:
 
 @dataclass(frozen=True)
 class _Fence:
-    device: torch.device
-    event: torch.cuda.Event
+    device: torch.device | None
+    """None: a stand-in's."""
+    event: stream.Event
 
 
 _Row = tuple[str, torch.dtype, torch.Size, tuple[int, ...]]
@@ -102,7 +104,7 @@ class Snapshotter:
         known = buffer.version != TORN
         buffer.version = TORN
         # The copies of volatile tensors need no `record_stream`: the thread holds them until all is copied.
-        fence = None if device is None else _fence(device)
+        fence = _fence(device)
         self._staging = self._thread.submit(self._copy, buffer, tensors, version, fence, known)
 
     def wait(self) -> None:
@@ -200,10 +202,11 @@ class Snapshotter:
             self._live = None
             return
         by_name = {t.name: t.tensor for t in tensors}
-        likely = self._likely_the_same(buffer) if known and fence is None else [[]] * len(buffer.segments)
+        on_host = fence is None or fence.device is None
+        likely = self._likely_the_same(buffer) if known and on_host else [[]] * len(buffer.segments)
         for index, segment in enumerate(buffer.segments):
             with torch.no_grad():
-                if fence is None:
+                if on_host:
                     _copy_from_host(buffer, index, by_name, likely[index])
                     continue
                 data, sums = buffer.data(index), buffer.checksums(index)
@@ -216,7 +219,8 @@ class Snapshotter:
     def _passed(self, fence: _Fence) -> bool:
         """Wait until the state is made. False if the epoch ended before: what an aborted NCCL exchange leaves
         is garbage, of which neither the host nor the device is told."""
-        torch.cuda.set_device(fence.device)  # of this thread: else its streams are the first GPU's
+        if fence.device is not None:
+            torch.cuda.set_device(fence.device)  # of this thread: else its streams are the first GPU's
         fence.event.synchronize()
         return not self._epoch_is_over()
 
@@ -281,22 +285,14 @@ def _device_of(tensors: Iterable[StateTensor]) -> torch.device | None:
     return next((t.tensor.device for t in tensors if t.tensor.is_cuda), None)
 
 
-def _fence(device: torch.device) -> _Fence:
-    """Where the device is once all is done that makes the state."""
-    event = torch.cuda.Event(blocking=True)  # whoever waits for it sleeps, and keeps no core busy
-    event.record(torch.cuda.current_stream(device))
-    return _Fence(device, event)
-
-
-def settle() -> None:
-    """Wait for what this thread has given its GPU to do, if it has one."""
-    if torch.cuda.is_initialized() and has_gpu():
-        torch.cuda.current_stream().synchronize()
-
-
-def has_gpu() -> bool:
-    """Whether there is a real GPU: a shadowed `torch.cuda` (CPU runs) says it is available, too."""
-    return torch.version.cuda is not None and torch._C._cuda_getDeviceCount() > 0
+def _fence(device: torch.device | None) -> _Fence | None:
+    """Where the device is once all is done that makes the state; None: state on the host is made."""
+    if stream.stand_in is not None:
+        return _Fence(None, stream.event())
+    if device is None:
+        return None
+    with torch.cuda.device(device):
+        return _Fence(device, stream.event())
 
 
 def verify(buffer: SnapshotBuffer) -> None:

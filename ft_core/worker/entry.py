@@ -17,11 +17,11 @@ from ft_core.errors import ConfigError
 from ft_core.process import oom_score, stacks
 from ft_core.process.lines import LOG_CONTEXT
 from ft_core.process.outlet import log_beside_script
+from ft_core.process.stream import has_gpu
 from ft_core.process.timeline import timeline
 from ft_core.protocol.channel import Channel
 from ft_core.protocol.messages import TO_WORKER, Fault, ScriptFailed
 from ft_core.settings import Command
-from ft_core.state.snapshot import has_gpu
 from ft_core.worker import (
     cuda_fork,
     device_memory,

@@ -13,6 +13,7 @@ import torch
 from ft_core.adapter import Adapter
 from ft_core.errors import CorruptSnapshot, FtError
 from ft_core.process.collector import Pause
+from ft_core.process.stream import drain
 from ft_core.process.timeline import timeline
 from ft_core.protocol import messages as m
 from ft_core.state.adoption import Snapshots
@@ -134,6 +135,10 @@ class Recovery:
                 "role %d: staging version %d failed; the copy is not used",
                 *(self._shell.machine.role, self._shell.version),
             )
+        try:
+            drain()  # what an aborted exchange still writes, it writes now
+        except RuntimeError as error:
+            self._shell.replace(f"its device has failed while an epoch ended: {error}")
         if self._begun:
             self._adapter.reset()
         timeline.mark("waiting for the epoch")

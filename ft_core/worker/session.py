@@ -19,12 +19,12 @@ from ft_core.adapter import Adapter
 from ft_core.comm.process_group import Communicators
 from ft_core.errors import ConfigError, FtError
 from ft_core.overlay import Overlay
+from ft_core.process.stream import settle
 from ft_core.process.timeline import timeline
 from ft_core.protocol import messages as m
 from ft_core.protocol.groups import parse
 from ft_core.state.envelope import decode
 from ft_core.state.memory import IN_OPTIMIZER, Word, word_of_loss
-from ft_core.state.snapshot import settle
 from ft_core.worker import events as e
 from ft_core.worker import imports, marks
 from ft_core.worker.groups import Groups

@@ -262,10 +262,11 @@ class WorkerShell:
     def _suspect(self, reason: str) -> None:
         self.handle(e.Suspects(reason))
 
-    def _hung(self, reason: str) -> None:
+    def _hung(self, reason: str, by_link: bool) -> None:
         """The main thread may wait for the device, which nobody can interrupt."""
         log.error("role %d: %s", self.machine.role, reason)
-        self.failed(m.ScriptFailed(m.Fault.TRANSPORT, reason, "", reason))
+        fault = m.Fault.LINK if by_link else m.Fault.TRANSPORT
+        self.failed(m.ScriptFailed(fault, reason, "", reason))
         logging.shutdown()
         self.handle(e.Hung())
 

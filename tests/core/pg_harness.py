@@ -12,7 +12,7 @@ from multiprocessing import connection, get_context
 from typing import Any
 
 import torch
-from core import pg_scripts
+from core import pg_scripts, strict_scripts
 
 from ft_core.comm import backend
 from ft_core.comm.process_group import Communicators
@@ -41,6 +41,7 @@ class Worker:
         self.training = False
         self.newcomer = plan[0] > 1
         self.failures: list[str] = []
+        self.go = threading.Event()
         self.control = ControlBlock.create()
         flight = self.control.flight
         self.comms = Communicators(role, world, self._failed, SECRET, failure_grace=20.0, flight=flight)
@@ -90,6 +91,8 @@ class Worker:
                     if values[0] == self._question:
                         self._entries = values[1]
                         self._ready.notify_all()
+            elif kind == "go":
+                self.go.set()
             elif kind == "exit":
                 os._exit(0)
 
@@ -108,12 +111,22 @@ class Worker:
 
 
 def _main(
-    role: int, world: int, control: Any, up: Any, plan: tuple[Any, ...], script: str, args: Any
+    role: int,
+    world: int,
+    control: Any,
+    up: Any,
+    plan: tuple[Any, ...],
+    script: str,
+    args: Any,
+    environment: dict[str, str],
 ) -> None:
     torch.set_num_threads(1)
+    os.environ |= environment
     worker = Worker(role, world, control, up, plan)
     try:
-        worker.tell("result", getattr(pg_scripts, script)(worker, *args))
+        room, _, name = script.rpartition(":")
+        scripts = strict_scripts if room else pg_scripts
+        worker.tell("result", getattr(scripts, name)(worker, *args))
     except BaseException as error:
         worker.tell("error", type(error).__name__, str(error), traceback.format_exc())
     threading.Event().wait()
@@ -122,8 +135,11 @@ def _main(
 class GroupJob:
     """The controller's side. Use as a context manager: it kills what is left."""
 
-    def __init__(self, world: int, script: str, *args: Any) -> None:
+    def __init__(
+        self, world: int, script: str, *args: Any, environment: dict[str, str] | None = None
+    ) -> None:
         self.world, self._script, self._args = world, script, args
+        self._environment = environment or {}
         self.epoch = 1
         self.events: list[tuple[Any, ...]] = []
         self._condition = threading.Condition()
@@ -149,7 +165,9 @@ class GroupJob:
         control, theirs = CONTEXT.Pipe()
         up, sender = CONTEXT.Pipe(duplex=False)
         process = CONTEXT.Process(
-            target=_main, args=(role, self.world, theirs, sender, plan, self._script, args), daemon=True
+            target=_main,
+            args=(role, self.world, theirs, sender, plan, self._script, args, self._environment),
+            daemon=True,
         )
         process.start()
         theirs.close()
@@ -198,6 +216,9 @@ class GroupJob:
                     raise AssertionError(
                         f"no {kind} {prefix} from {wanted - found.keys()}; had {self.events}"
                     )
+
+    def go(self, role: int) -> None:
+        self._controls[role].send(("go",))
 
     def kill(self, *roles: int) -> None:
         for role in roles:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from ft_core.state import snapshot
+from ft_core.process import stream
 
 DEVICE = torch.device("cuda", 3)
 PATIENCE = 60.0
@@ -103,7 +103,7 @@ class Gpu:
         }
         for name, value in replaced.items():
             monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(snapshot, "has_gpu", lambda: True)
+        monkeypatch.setattr(stream, "has_gpu", lambda: True)
         monkeypatch.setattr(OnDevice, "gpu", self, raising=False)
 
     def launch(self, work: Callable[[], None], stream: Stream | None = None) -> None:

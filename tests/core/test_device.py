@@ -8,7 +8,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from core.simulated_gpu import DEVICE, Gpu, OnDevice, gpu
 
 from ft_core.adapter import Redundancy, ReplicaGroup, StateTensor
 from ft_core.comm.inner import start
+from ft_core.control.liveness.strikes import RULES, Counts, Retry
 from ft_core.errors import EpochChanged
 from ft_core.process.inject import ENV as INJECT_ENV
 from ft_core.protocol.channel import Channel
@@ -29,6 +30,7 @@ from ft_core.protocol.messages import (
     Allocated,
     Assign,
     BeganWith,
+    Fault,
     MembershipChanges,
     Message,
     Restore,
@@ -40,6 +42,7 @@ from ft_core.state.manifest import Segment
 from ft_core.state.memory import IN_OPTIMIZER, ControlBlock, Word
 from ft_core.state.snapshot import Snapshotter
 from ft_core.state.store import RoleMemory
+from ft_core.worker import recovery as recovery_module
 from ft_core.worker import session as session_module
 from ft_core.worker.session import Session
 from ft_core.worker.shell import WorkerShell
@@ -279,3 +282,34 @@ def test_the_optimizer_begins_once_the_device_has_passed_the_barrier(
     with pytest.raises(EpochChanged, match="epoch 2 was announced"):
         session.optimizer_begins()
     assert agent.shell.control[Word.TAG] == 1, "the state has not changed"
+
+
+def test_a_device_that_fails_while_an_epoch_ends_costs_its_worker_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An aborted broadcast leaves garbage, which may be taken for indices: nobody is to blame for that."""
+    agent = Agent(tmp_path)
+    session = agent.session
+    session.begin(Trained(), 0, lambda: None)
+    recovery = session._recovery
+    assert recovery is not None
+
+    def failed() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    class Replaced(Exception):  # noqa: N818 - the process would end
+        pass
+
+    said: list[tuple[str, Fault]] = []
+
+    def replace(reason: str, fault: Fault = Fault.TERMINATED) -> NoReturn:
+        said.append((reason, fault))
+        raise Replaced
+
+    monkeypatch.setattr(recovery_module, "drain", failed)
+    monkeypatch.setattr(agent.shell, "replace", replace)
+    with pytest.raises(Replaced):
+        recovery.quiesce()
+    reason, fault = said[0]
+    assert reason.startswith("its device has failed while an epoch ended: CUDA error: device-side assert")
+    assert RULES[fault] == (Retry.YES, Counts.NO)

@@ -159,6 +159,8 @@ def test_a_running_job_that_is_not_protected() -> None:
         ("megatron-core", "0.15.3", "fail"),
         ("megatron-core", "0.19.2", "ok"),
         ("deepspeed", "0.18.8", "warn"),
+        ("nccl", "2.25.1", "fail"),
+        ("nccl", "2.31.2", "warn"),
         ("nccl", "2.28.2", "ok"),
         ("nccl", "2.28.3", "fail"),
         ("nccl", "2.28.8", "fail"),

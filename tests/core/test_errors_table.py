@@ -31,6 +31,7 @@ def ended(case: Script | Killed | Own, path: Path, monkeypatch: pytest.MonkeyPat
     )
     if isinstance(case, Killed):
         worker.ordered = case.ordered
+        worker.failed = ScriptFailed(case.told, "its link", "", "") if case.told else None
         return lost(worker, case.code, step, case.out_of_memory)
     if isinstance(case, Own):
         code, worker.failed, _ = entry._ours(case.error)

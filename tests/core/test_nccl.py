@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import distributed as dist
 
 from ft_core.comm import nccl_environment
-from ft_core.comm.inner import Inner
+from ft_core.comm.inner import Inner, start
+from ft_core.comm.process_group import Communicators
+from ft_core.process import stream
 from ft_core.protocol.groups import GroupId
 from ft_core.worker import device_memory
 
 ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 DUMP, PATIENCE = "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
-OFF = {name: "0" for name in (ERRORS, "TORCH_NCCL_ENABLE_MONITORING", DUMP, PATIENCE)}
+MULTICAST = "NCCL_NVLS_ENABLE"
+OFF = {name: "0" for name in (ERRORS, "TORCH_NCCL_ENABLE_MONITORING", DUMP, PATIENCE, MULTICAST)}
 
 
 @pytest.mark.parametrize(
@@ -29,6 +36,7 @@ OFF = {name: "0" for name in (ERRORS, "TORCH_NCCL_ENABLE_MONITORING", DUMP, PATI
         ({DUMP: "0"}, OFF),
         ({DUMP: "1"}, {name: value for name, value in OFF.items() if name != PATIENCE} | {DUMP: "1"}),
         ({DUMP: "1", PATIENCE: "500"}, OFF | {DUMP: "1", PATIENCE: "500"}),
+        ({MULTICAST: "1"}, OFF | {MULTICAST: "1"}),
         ({"PATH": "/bin"}, OFF),
     ],
 )
@@ -145,3 +153,76 @@ def test_what_does_not_come_back_is_told_of(caplog: pytest.LogCaptureFixture) ->
 def test_a_process_without_nvml_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert device_memory.holders(0) is None
+
+
+# -- events --------------------------------------------------------------------------------------------
+
+
+class Cuda:
+    """CUDA's library, as far as events go. `ready`: what a query says."""
+
+    def __init__(self, ready: int = 0, refuses: str = "") -> None:
+        self.ready, self.refuses, self.calls = ready, refuses, list[str]()
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            self.calls.append(name)
+            return 700 if name == self.refuses else self.ready if name == "cudaEventQuery" else 0
+
+        return call
+
+
+def test_events_are_recorded_and_given_back() -> None:
+    cuda = Cuda(ready=600)
+    event = stream._Event(cuda, 7)
+    assert not event.query()
+    cuda.ready = 0
+    assert event.query()
+    event.synchronize()
+    del event
+    made = ["cudaEventCreateWithFlags", "cudaEventRecord"]
+    assert cuda.calls == [
+        *made,
+        "cudaEventQuery",
+        "cudaEventQuery",
+        "cudaEventSynchronize",
+        "cudaEventDestroy",
+    ]
+
+
+@pytest.mark.parametrize("call", ["cudaEventRecord", "cudaEventQuery", "cudaEventSynchronize"])
+def test_a_failed_device_is_told_of_by_its_events(call: str) -> None:
+    cuda = Cuda(refuses=call)
+
+    def use() -> None:
+        event = stream._Event(cuda, 7)
+        event.query()
+        event.synchronize()
+
+    with pytest.raises(RuntimeError, match="CUDA error 700"):
+        use()
+    gc.collect()
+    assert cuda.calls[-1] == "cudaEventDestroy"
+
+
+# -- aborts --------------------------------------------------------------------------------------------
+
+
+def test_what_is_opened_waits_for_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory may be all that there is."""
+    comms = Communicators(0, 2, lambda reason: None, b"s")
+    comms.startup.recording = False
+    group = comms.create((0, 1), "nccl", timedelta(seconds=9), dist.HashStore(), None)
+    log, aborted = list[str](), threading.Event()
+    old = opened(log)
+    old.wake = aborted.wait  # type: ignore[method-assign,assignment]
+    old.ready, old.epoch, group.inner, comms.epoch = True, 1, old, 1
+    comms.abort(2)
+    opener = SimpleNamespace(open=lambda inner, urgent: log.append("opened"))
+    new = opened(log)
+    opening = start("open", comms._open, new, opener, False)
+    opening.join(0.3)
+    assert log == []
+    aborted.set()
+    opening.join(60)
+    assert log == ["opened"]

@@ -15,7 +15,12 @@ _SUPPORTED = {
     "torch": Supported((2, 7), (2, 13)),
 }
 """What the engine itself needs (docs/compatibility.md)."""
-_NCCL_WITHOUT_ABORT = ((2, 28, 3), (2, 28, 8))
+_NCCL_WITHOUT_ABORT = (
+    ((2, 25, 1), (2, 25, 1), fail, "aborting a communicator hangs"),
+    ((2, 28, 3), (2, 28, 8), fail, "aborting a communicator hangs"),
+    ((2, 31, 2), (2, 31, 2), warn, "aborting a communicator hangs where another member destroys it"),
+)
+"""First and last version, how bad it is, and what is wrong."""
 _TEARS_DOWN = ("1", "3")
 """TORCH_NCCL_ASYNC_ERROR_HANDLING with which torch's watchdog ends the process. 3 is torch's default."""
 
@@ -44,14 +49,11 @@ def versions(case: Case) -> Iterator[Finding]:
     for name, text in case.versions.items():
         version = tuple(map(int, re.findall(r"\d+", text.partition("+")[0])[:3]))
         if name == "nccl":
-            low, high = _NCCL_WITHOUT_ABORT
-            if low <= version <= high:
-                yield fail(
-                    "version of nccl",
-                    text,
-                    "use 2.28.9 or later, or one before 2.28.3: aborting a communicator hangs in 2.28.3 "
-                    "to 2.28.8, and a recovery begins by aborting all of them",
-                )
+            for low, high, bad, what in _NCCL_WITHOUT_ABORT:
+                if low <= version <= high:
+                    advice = f"use another: in it {what}, and a recovery begins by aborting all of them"
+                    yield bad("version of nccl", text, advice)
+                    break
             else:
                 yield ok("version of nccl", text)
             continue

@@ -58,6 +58,7 @@ RULES: dict[Fault, tuple[Retry, Counts]] = {
     Fault.DEVICE_MEMORY: (Retry.ONCE, Counts.AGAIN),
     Fault.DEVICE: (Retry.YES, Counts.YES),
     Fault.TRANSPORT: (Retry.YES, Counts.NO),
+    Fault.LINK: (Retry.YES, Counts.AGAIN),
     Fault.STORAGE: (Retry.YES, Counts.YES),
     Fault.LOADER: (Retry.YES, Counts.AGAIN),
     Fault.KILLED: (Retry.YES, Counts.YES),

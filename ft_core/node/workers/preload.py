@@ -185,9 +185,12 @@ def _preload(without: dict[str, str]) -> dict[str, str]:
                     if why := traces.left_by(step.module):
                         unsafe[step.module] = why
             for preload in plugins.load(plugins.PRELOAD):
-                with contextlib.suppress(Exception):
-                    preload()
-                cuda_fork.look(f"what {preload.__module__} preloads")
+                name = preload.__module__
+                if not _is_left(name, without):
+                    with contextlib.suppress(Exception):
+                        preload()
+                    if cuda_fork.look(f"what {name} preloads"):
+                        unsafe[name] = "what it imports initializes CUDA, and no worker could use a GPU"
     finally:
         sys.path.pop(0)
         for name, value in before.items():  # each worker's script sets it anew

@@ -214,6 +214,8 @@ class Fault(StrEnum):
     """The device has failed, or what ran on it."""
     TRANSPORT = "transport"
     """A communicator, though no peer was lost."""
+    LINK = "link"
+    """What joins the device to its peers, by NCCL's own report, though no peer was lost."""
     STORAGE = "storage"
     """Files cannot be read or written: no space, an error of the device, a handle that went stale."""
     LOADER = "loader"

@@ -1,0 +1,121 @@
+"""What training has given its device to do: waiting for it, and places in it.
+
+The device is CUDA's, or a stand-in of a test's (`comm.strict`), which shows on a host what a GPU does: the
+thread that gives the work runs ahead of it. On a host without either nothing has to be waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+_UNTIMED, _ASLEEP = 2, 1
+"""cudaEventDisableTiming; cudaEventBlockingSync: whoever waits sleeps, and keeps no core busy."""
+_NOT_READY = 600
+
+
+class Event(Protocol):
+    """A place in a stream."""
+
+    def query(self) -> bool:
+        """Whether all before it is done."""
+
+    def synchronize(self) -> None:
+        """Wait until it is."""
+
+
+class Device(Protocol):
+    """What stands in for a GPU."""
+
+    def event(self) -> Event:
+        """The place behind what this thread has given so far."""
+
+    def settle(self) -> None:
+        """Wait for all that this thread has given."""
+
+    def drain(self) -> None:
+        """Wait for all that anybody has given."""
+
+
+stand_in: Device | None = None
+"""Set once per process, before the script begins."""
+
+
+def event() -> Event:
+    """The place behind what this thread's stream has been given. For hosts with a device."""
+    if stand_in is not None:
+        return stand_in.event()
+    if (cuda := _library()) is not None:
+        return _Event(cuda, torch.cuda.current_stream().cuda_stream)
+    found = torch.cuda.Event(blocking=True)
+    found.record(torch.cuda.current_stream())
+    return found
+
+
+class _Event:
+    """One of CUDA's, made by its own library.
+
+    torch's is recorded with Python's lock held. Where the device's queue is full, to record one waits for
+    room, and while the queue is full of what waits for a lost peer there is none: nobody could abort it
+    without the lock. A call by `ctypes` lets go of it.
+    """
+
+    def __init__(self, cuda: Any, on: int) -> None:
+        self._cuda, self._event = cuda, ctypes.c_void_p()
+        self._check(cuda.cudaEventCreateWithFlags(ctypes.byref(self._event), _UNTIMED | _ASLEEP))
+        self._check(cuda.cudaEventRecord(self._event, ctypes.c_void_p(on)))
+
+    def query(self) -> bool:
+        code = self._cuda.cudaEventQuery(self._event)
+        if code != _NOT_READY:
+            self._check(code)
+        return bool(code != _NOT_READY)
+
+    def synchronize(self) -> None:
+        self._check(self._cuda.cudaEventSynchronize(self._event))
+
+    def __del__(self) -> None:
+        self._cuda.cudaEventDestroy(self._event)
+
+    @staticmethod
+    def _check(code: int) -> None:
+        if code:
+            raise RuntimeError(f"CUDA error {code} of an event")
+
+
+@cache
+def _library() -> Any:
+    """CUDA's, which torch has loaded; None where it is not to be found."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL(f"libcudart.so.{major}")
+    return None
+
+
+def settle() -> None:
+    """Wait for what this thread's stream has been given."""
+    if stand_in is not None:
+        stand_in.settle()
+    elif _in_use():
+        torch.cuda.current_stream().synchronize()
+
+
+def drain() -> None:
+    """Wait for all that the device has been given. Raises RuntimeError where the device has failed."""
+    if stand_in is not None:
+        stand_in.drain()
+    elif _in_use():
+        torch.cuda.synchronize()
+
+
+def has_gpu() -> bool:
+    """Whether there is a real GPU: a shadowed `torch.cuda` (CPU runs) says it is available, too."""
+    return torch.version.cuda is not None and torch._C._cuda_getDeviceCount() > 0
+
+
+def _in_use() -> bool:
+    return torch.cuda.is_initialized() and has_gpu()
