@@ -414,6 +414,8 @@ class Protection:
                 before = sum(self._session.comms.counts.values())
                 numbers = counters.read(self._engine)
                 result = self._perform(call, action)
+                if sum(self._session.comms.counts.values()) > before:
+                    self._session.exchanged()  # the script's part is not run again
                 self._record(call, result, numbers, ends)
                 if ends:
                     self.results.record_norm(call.version, self._engine)

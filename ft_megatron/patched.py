@@ -24,8 +24,8 @@ BUILD_DATA = declare(
 )
 LOOP = declare_each(
     _TRAINING,
-    "load_checkpoint train train_step training_log evaluate_and_print_results save_checkpoint_and_time "
-    "save_checkpoint checkpoint_and_decide_exit write_args_to_tensorboard",
+    "load_checkpoint train train_step training_log evaluate evaluate_and_print_results "
+    "save_checkpoint_and_time save_checkpoint checkpoint_and_decide_exit write_args_to_tensorboard",
     "the loop is entered again after a recovery, and what was done before is not done twice",
 )
 LENGTHS = declare(

@@ -401,6 +401,13 @@ class Hooks:
 
         self._made(evaluated)
 
+    def evaluate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """What it finds is printed once, so it must be true."""
+        found = original(*args, **kwargs)
+        if self._session is not None and self._log is not None:
+            self._session.exchanged()
+        return found
+
     def save_checkpoint_and_time(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """In the loop, or after it as a part of its own."""
         if self._session is None or self._loop is None or self._groups is None:

@@ -94,7 +94,8 @@ class ProtectedTraining(Loop):
         place.
 
         `group`: a torch process group. `of_training`: in a training step those alone count that have been
-        dealt samples. All ranks of the group call it.
+        dealt samples. All ranks of the group call it. Waits for the device, as it is for a log that is
+        written once: raises EpochChanged where the mean may be garbage.
         """
         if self._session is None:
             dist.all_reduce(value, group=group)
@@ -103,6 +104,7 @@ class ProtectedTraining(Loop):
         if self._group not in counted:
             value.zero_()
         dist.all_reduce(value, group=group)
+        self._session.exchanged()
         return value.div_(
             max(1, dist.get_world_size(group) * len(counted) // self._session.groups.membership.groups)
         )

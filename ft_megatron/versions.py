@@ -56,6 +56,7 @@ RELIED_ON: dict[str, str] = {
     "forward_backward_func iteration",
     "training_log": "loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag "
     "skipped_iter grad_norm params_norm num_zeros_in_grad max_attention_logit",
+    "evaluate": "forward_step_func data_iterator model process_non_loss_data_func config verbose",
     "evaluate_and_print_results": "prefix forward_step_func data_iterator model iteration "
     "process_non_loss_data_func config verbose write_to_tensorboard non_loss_data_func",
     "save_checkpoint_and_time": "iteration model optimizer opt_param_scheduler "

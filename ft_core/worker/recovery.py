@@ -13,7 +13,7 @@ import torch
 from ft_core.adapter import Adapter
 from ft_core.errors import CorruptSnapshot, FtError
 from ft_core.process.collector import Pause
-from ft_core.process.stream import drain
+from ft_core.process.stream import drain, settle
 from ft_core.process.timeline import timeline
 from ft_core.protocol import messages as m
 from ft_core.state.adoption import Snapshots
@@ -114,6 +114,7 @@ class Recovery:
             shell.point("derive")
             with torch.no_grad():
                 self._adapter.derive()
+            settle()  # a weight that was garbage would be in all that is computed until the next exchange
             timeline.mark("step")
             shell.check_epoch()
         self._derived = epoch

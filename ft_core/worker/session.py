@@ -315,6 +315,15 @@ class Session:
         EpochChanged."""
         self._shell.check_epoch()
 
+    def exchanged(self) -> None:
+        """What exchanges have given until here is there, and true. Raises EpochChanged where it may not be.
+
+        On a GPU the host runs ahead of them, and an aborted one leaves garbage. Call it before a script gets
+        values that depend on them, unless what it makes of these is done again as well.
+        """
+        settle()
+        self._shell.check_epoch()
+
     def replace_worker(self, reason: str) -> NoReturn:
         """This process cannot get to where its peers are: end it, so that another takes its role over."""
         self._shell.replace(reason)
