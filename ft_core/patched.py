@@ -14,6 +14,11 @@ BROADCAST_OBJECTS = tuple(
     declare(f"{module}:broadcast_object_list", "a newcomer that sent an object has the one that it sent")
     for module in ("torch.distributed", "torch.distributed.distributed_c10d")
 )
+SET_TIMEOUT = declare(f"{_GROUPS}_set_pg_timeout", "it knows torch's own process groups alone")
+HANDED_OVER = declare(
+    "torch.distributed:Reducer._set_forward_pass_work_handle",
+    "an operation that C++ alone keeps can be waited for there",
+)
 BARRIER = declare(f"{_GROUPS}_store_based_barrier", "the store of a process group has one client")
 DDP = declare(
     "torch.nn.parallel:DistributedDataParallel.__init__", "its steps cannot be done again, which is said once"

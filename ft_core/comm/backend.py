@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 from torch import distributed as dist
@@ -12,6 +13,7 @@ from ft_core import patched
 from ft_core.comm.collectives import FtProcessGroup
 from ft_core.comm.process_group import Communicators
 from ft_core.comm.store import OwnStore
+from ft_core.comm.works import for_cpp
 from ft_core.errors import ConfigError
 
 NAME = "ft"
@@ -62,7 +64,24 @@ def install(comms: Communicators) -> None:
     c10d.Backend.register_backend(NAME, creator, extended_api=True, devices=["cpu", "cuda"])
     patched.RENDEZVOUS.replace(rendezvous)
     patched.NEW_GROUP.replace(helper)
+    patched.SET_TIMEOUT.wrap(_sets_timeout)
+    patched.HANDED_OVER.wrap(_hands_over)
     patched.BARRIER.replace(lambda *args, **kwargs: None)
+
+
+def _sets_timeout(original: Callable[..., None]) -> Callable[..., None]:
+    def _set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
+        over = c10d._get_default_group() if group is None else group
+        if isinstance(over, FtProcessGroup):
+            over.set_timeout(timeout)
+        else:
+            original(timeout, group)
+
+    return _set_pg_timeout
+
+
+def _hands_over(original: Callable[..., None]) -> Callable[..., None]:
+    return lambda reducer, work, *args, **kwargs: original(reducer, for_cpp(work), *args, **kwargs)
 
 
 def _check_place(comms: Communicators, rank: int, world_size: int) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import distributed as dist
 
 from ft_core.comm.flight import FlightRecorder
-from ft_core.comm.inner import Inner, devices_of
+from ft_core.comm.inner import Inner, devices_of, options_of
 from ft_core.comm.works import FtWork
 from ft_core.protocol.groups import GroupId
 
@@ -110,10 +110,12 @@ class FtProcessGroup(dist.ProcessGroup):
         rank = members.index(comms.role)
         super().__init__(rank, len(members))  # type: ignore[call-arg]
         self.identity = GroupId.of(members, ordinal)
-        self.members, self.requested, self.timeout, self.options = members, requested, timeout, options
+        self.members, self.requested, self.timeout = members, requested, timeout
         self.devices = devices_of(requested)
+        self.options = options_of(self.devices) if options is None else options
+        self.options._timeout = timeout
         self.inner: Inner | None = None
-        self.used = False
+        self.used = self.destroyed = False
         self.p2p_used = False
         self.cuda_device: int | None = None
         self._comms, self._store = comms, store
@@ -188,10 +190,9 @@ class FtProcessGroup(dist.ProcessGroup):
         pass
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
-        self.timeout = timeout
-        inner = self.inner
-        if inner is not None and inner.pg is not None:
-            inner.pg.set_timeout(timeout)
+        self.timeout = self.options._timeout = timeout
+        if (inner := self.inner) is not None:
+            inner.set_timeout(timeout)
 
     set_timeout = _set_default_timeout
 

@@ -50,6 +50,11 @@ def devices_of(requested: str) -> dict[str, str]:
     return {d: str(b) for d, b in BackendConfig(Backend(requested)).get_device_backend_map().items()}
 
 
+def options_of(devices: dict[str, str]) -> Any:
+    """What torch takes where a script gives no options, for a group of these `devices_of`."""
+    return dist.ProcessGroupNCCL.Options() if "nccl" in devices.values() else dist.ProcessGroupGloo._Options()
+
+
 class Inner:
     """One group's communicator in one epoch, as a plain `ProcessGroup` over gloo and/or NCCL.
 
@@ -131,7 +136,7 @@ class Inner:
             gloo = dist.ProcessGroupGloo(store, self.rank, self.size, self.timeout)
             gloo._set_sequence_number_for_group()
             return gloo
-        options = self._options or dist.ProcessGroupNCCL.Options()
+        options = self._options
         options._timeout = self.timeout
         options.global_ranks_in_group = list(self.members)
         options.group_name = str(self.group)
@@ -141,6 +146,12 @@ class Inner:
             # Here in the helper, because the lazy way blocks the main thread beyond reach of an abort.
             nccl.eager_connect_single_device(torch.device("cuda", self._cuda_device))
         return nccl
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """For operations that are issued from now on."""
+        self.timeout = timeout
+        if self.pg is not None:
+            self.pg.set_timeout(timeout)
 
     def wake(self) -> None:
         """Make every pending operation fail now. From any thread; the communicator is useless afterwards.

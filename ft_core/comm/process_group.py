@@ -261,6 +261,8 @@ class Communicators:
         what the opening failed with.
         """
         with self._condition:
+            if group.destroyed:
+                raise ValueError(f"process group {group.identity} was destroyed")
             if group.size() == 1:
                 return self._local(group)
             if self.epoch < self.aborted or epoch not in (None, self.epoch):
@@ -601,7 +603,7 @@ class Communicators:
             if group in self._groups:
                 self._groups.remove(group)
                 self.flight.drop(group.record)
-            inner, group.inner = group.inner, None
+            inner, group.inner, group.destroyed = group.inner, None, True
         if inner is not None and inner.ready:
             if wake:
                 inner.wake()

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future
 
 import ft_core
 from ft_core.comm.apart import LOOK, apart
@@ -129,7 +130,7 @@ class FtWork(dist.Work):
         super().__init__()
         self._comms, self._inner, self._work, self._generation = comms, inner, work, generation
         self._method = method
-        self._counted = True
+        self._counted, self._waited = True, False
         self._after = after
         self._records = records
         self.looks = False
@@ -147,8 +148,11 @@ class FtWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the result. Raises EpochChanged within milliseconds of an abort.
 
-        On a GPU only the caller's stream waits, and an abort is seen by whoever waits for the device.
+        On a GPU only the caller's stream waits, and an abort is seen by whoever waits for the device. Elsewhere
+        once is enough: gloo would wait for another message.
         """
+        if self._waited:
+            return True
         self._comms.awaits(self._records)
         try:
             done = self._wait(timeout)
@@ -156,7 +160,9 @@ class FtWork(dist.Work):
             self._end()
             self._comms.failed(self._inner.epoch, error)
         self._end()
-        if self._inner.asynchronous and self._inner.epoch < self._comms.aborted:
+        if not self._inner.asynchronous:
+            self._waited = True
+        elif self._inner.epoch < self._comms.aborted:
             raise EpochChanged(f"epoch {self._inner.epoch} ended during {self._method}")
         return bool(done)
 
@@ -206,8 +212,9 @@ class FtWork(dist.Work):
         return False
 
     def synchronize(self) -> None:
-        """Same as `wait`."""
-        self.wait()
+        """Make the caller's stream wait for the result; nothing where there is none, as with gloo."""
+        if self._inner.asynchronous:
+            self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """The result as a future, which fails with EpochChanged where `wait` would."""
@@ -319,6 +326,12 @@ class CompletedWork(dist.Work):
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._results)
         return future
+
+
+def for_cpp(work: dist.Work) -> dist.Work:
+    """The same, for C++ alone to keep: of an object of ours that nobody keeps in Python it has what waits for ever."""
+    ours = isinstance(work, FtWork | CompletedWork)
+    return _create_work_from_future(work.get_future()) if ours else work
 
 
 def devices_of_future(future: Any) -> list[str]:

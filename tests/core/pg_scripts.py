@@ -942,3 +942,52 @@ def recorded_mistake(worker: Any) -> list[tuple[str, int, bool]]:
             dist.group.WORLD.broadcast([torch.ones(1)], 7, 9, 11)
     dist.all_reduce(torch.ones(1))
     return [(record.kind, record.number, not record.under_way) for record in own_log(worker).records]
+
+
+# -- what torch's own groups do --------------------------------------------------------------------
+
+
+def as_torch(worker: Any, in_startup: bool) -> dict[str, Any]:
+    """What scripts get of torch's own groups beside the results of plain collectives."""
+    dist.init_process_group("gloo")
+    pair = dist.new_group([0, 1])
+    if not in_startup:
+        worker.begin_training()
+    role, other = worker.role, 1 - worker.role
+    found: dict[str, Any] = {}
+
+    sparse = torch.sparse_coo_tensor([[role, 1]], [1.0, 1.0], (3,), check_invariants=True)
+    dist.all_reduce(sparse)
+    found["sparse"] = sparse.to_dense()
+    embedding = torch.nn.parallel.DistributedDataParallel(torch.nn.Embedding(4, 2, sparse=True))
+    embedding(torch.tensor([role, 1])).sum().backward()
+    found["sparse gradient"] = embedding.module.weight.grad.to_dense()
+
+    received = torch.zeros(2)
+    works = [dist.isend(torch.full((2,), float(role)), other), dist.irecv(received, other)]
+    for _ in range(2):
+        for work in works:
+            work.wait()
+            work.synchronize()
+    found["received"] = received
+
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2, bias=False))
+    with model.join(divide_by_initial_world_size=False):
+        for _ in range(1 + role):
+            model.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+    found["joined"] = model.module.weight.grad
+
+    c10d._set_pg_timeout(timedelta(seconds=7), pair)
+    found["time-outs"] = [
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        for group in (dist.group.WORLD, pair)
+    ]
+    dist.all_reduce(torch.ones(1), group=pair)
+    dist.destroy_process_group(pair)
+    try:
+        dist.all_reduce(torch.ones(1), group=pair)
+    except ValueError as error:
+        found["destroyed"] = type(error).__name__
+    dist.barrier()
+    return plain(found)

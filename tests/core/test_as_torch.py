@@ -1,0 +1,36 @@
+"""Process groups do what torch's own do, beside the collectives themselves (`test_process_group`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from core.pg_harness import GroupJob
+
+from ft_core.comm.startup_log import Call
+from ft_core.errors import ReplayMismatch
+
+
+@pytest.mark.parametrize("in_startup", [False, True])
+def test_what_scripts_get(in_startup: bool) -> None:
+    with GroupJob(2, "as_torch", in_startup) as job:
+        results = job.results()
+    for role, found in enumerate(results):
+        assert found == {
+            "sparse": [1, 3, 0],
+            "sparse gradient": [[0.5, 0.5], [1.5, 1.5], [0, 0], [0, 0]],
+            "received": [1.0 - role] * 2,
+            "joined": [[1.0, 1.0]] * 2,
+            "time-outs": [1800, 7],
+            "destroyed": "ValueError",
+        }
+
+
+def test_sparse_results_are_not_on_record() -> None:
+    sparse = torch.zeros(3).to_sparse()
+    call = Call(0, "allreduce", ([sparse],), {})
+    saved = call.save()
+    assert len(saved) == 1 and saved[0][0] is sparse
+    entry = call.entry()
+    assert entry.tensors is None and entry.signature == "allreduce(float32[3] sparse)"
+    with pytest.raises(ReplayMismatch, match="is sparse, which the start-up log does not keep"):
+        call.apply(entry, "here")
