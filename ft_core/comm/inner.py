@@ -52,7 +52,9 @@ def devices_of(requested: str) -> dict[str, str]:
 
 def options_of(devices: dict[str, str]) -> Any:
     """What torch takes where a script gives no options, for a group of these `devices_of`."""
-    return dist.ProcessGroupNCCL.Options() if "nccl" in devices.values() else dist.ProcessGroupGloo._Options()
+    if "nccl" in devices.values():
+        return dist.ProcessGroupNCCL.Options()
+    return dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
 
 
 class Inner:

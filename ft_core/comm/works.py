@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C import _distributed_c10d as cpp
 
 import ft_core
 from ft_core.comm.apart import LOOK, apart
@@ -39,6 +39,8 @@ def is_transport_error(error: Exception) -> bool:
         "ProcessGroupGloo::" not in str(error) and _TRANSPORT.search(str(error)) is not None
     )
 
+
+_from_future: Callable[[Any], dist.Work] = cpp._create_work_from_future  # type: ignore[attr-defined]
 
 _ENGINE = Path(ft_core.__file__).parent
 
@@ -148,8 +150,8 @@ class FtWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the result. Raises EpochChanged within milliseconds of an abort.
 
-        On a GPU only the caller's stream waits, and an abort is seen by whoever waits for the device. Elsewhere
-        once is enough: gloo would wait for another message.
+        On a GPU only the caller's stream waits, and an abort is seen by whoever waits for the device.
+        Elsewhere once is enough: gloo would wait for another message.
         """
         if self._waited:
             return True
@@ -329,9 +331,10 @@ class CompletedWork(dist.Work):
 
 
 def for_cpp(work: dist.Work) -> dist.Work:
-    """The same, for C++ alone to keep: of an object of ours that nobody keeps in Python it has what waits for ever."""
+    """The same, for C++ alone to keep: it does not keep what is Python's of a work,
+    without which ours is waited for for ever."""
     ours = isinstance(work, FtWork | CompletedWork)
-    return _create_work_from_future(work.get_future()) if ours else work
+    return _from_future(work.get_future()) if ours else work
 
 
 def devices_of_future(future: Any) -> list[str]:
