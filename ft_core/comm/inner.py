@@ -52,9 +52,10 @@ def devices_of(requested: str) -> dict[str, str]:
 
 def options_of(devices: dict[str, str]) -> Any:
     """What torch takes where a script gives no options, for a group of these `devices_of`."""
-    if "nccl" in devices.values():
+    backend: Any = dist.ProcessGroupGloo
+    if "nccl" in devices.values() and dist.is_nccl_available():
         return dist.ProcessGroupNCCL.Options()
-    return dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    return backend._Options()
 
 
 class Inner:
@@ -89,6 +90,8 @@ class Inner:
         self._cuda_device = cuda_device
         self.asynchronous = "nccl" in devices.values()
         """Whether operations go on after they were waited for: on a GPU's streams, unseen by the host."""
+        self.timed_out = False
+        """Whether a time-out of gloo's has closed its connections."""
         self._backends: dict[str, Any] = {}
 
     @property

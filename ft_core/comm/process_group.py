@@ -31,7 +31,15 @@ from ft_core.comm.partial import Partial
 from ft_core.comm.startup import Fetch, Startup
 from ft_core.comm.startup_log import CountsByRole
 from ft_core.comm.watchdog import InFlight, Watchdog
-from ft_core.comm.works import ApartWork, FtWork, Promise, is_the_scripts, is_transport_error
+from ft_core.comm.works import (
+    ApartWork,
+    FtWork,
+    Promise,
+    is_mistake,
+    is_the_scripts,
+    is_timeout,
+    is_transport_error,
+)
 from ft_core.errors import EpochChanged, FtError
 from ft_core.protocol.groups import GroupId, RecordCount, Series
 from ft_core.protocol.messages import StartupEntry
@@ -188,13 +196,29 @@ class Communicators:
             if busy and self.traffic is not None:
                 self.traffic(0)
 
-    def failed(self, epoch: int, error: Exception) -> NoReturn:
+    def is_own(self, inner: Inner, error: Exception, began: float, limit: timedelta | None) -> bool:
+        """Whether the script itself is why an operation of gloo's that `began` then (time.monotonic) has
+        failed, and no lost peer: it has set so short a time, or has asked for what gloo does not do.
+
+        `limit`: the time that it has set for this operation. One that it has set for the whole group counts
+        where it is shorter than we would wait for a new epoch.
+        """
+        if inner.asynchronous:
+            return False
+        if limit is None and inner.timeout.total_seconds() < self._grace:
+            limit = inner.timeout
+        took = time.monotonic() - began
+        if limit is not None and took >= limit.total_seconds() and is_timeout(error):
+            inner.timed_out = True
+        return inner.timed_out or is_mistake(error)
+
+    def failed(self, epoch: int, error: Exception, own: bool = False) -> NoReturn:
         """An operation of `epoch` failed with `error`: find out why, and raise accordingly.
 
         Raises EpochChanged if the epoch is over, or ends within the grace period; else `error`. That at once
-        where it is the script's own.
+        where it is the script's own (`is_own`, or out of its code).
         """
-        if is_the_scripts(error):
+        if is_the_scripts(error) or (own and epoch >= self.aborted):
             raise error
         with self._condition:
             first = epoch >= self.aborted and self._reported < epoch
@@ -416,6 +440,7 @@ class Communicators:
             self._in_flight += 1
             if self._in_flight == 1 and self.traffic is not None:
                 self.traffic(1)
+        began = time.monotonic()
         try:
             if inner.pg is None:
                 raise EpochChanged(f"epoch {inner.epoch} is over")
@@ -432,15 +457,15 @@ class Communicators:
             self._end_records(records)
             if isinstance(error, (EpochChanged, FtError)):
                 raise
-            alive = inner.epoch >= self.aborted
-            if alive and method != "monitored_barrier" and not is_transport_error(error):
+            if inner.epoch >= self.aborted and not is_transport_error(error):
                 with self._traffic_lock:
                     inner.count(kind, args, -1)  # it was refused
                 group = self.find(inner.group)
                 if group is not None and kind is not None:
                     self.flight.refused(group.record, kind, args)
                 raise
-            self.failed(inner.epoch, error)
+            limit = next((each for each in [*args, *kwargs.values()] if isinstance(each, timedelta)), None)
+            self.failed(inner.epoch, error, self.is_own(inner, error, began, limit))
         self._watchdog.begin()
         if work is None:
             completed = inner.marker() if inner.asynchronous else None

@@ -20,8 +20,11 @@ from ft_core.comm.inner import Inner, start
 from ft_core.errors import EpochChanged
 
 _TRANSPORT = re.compile(
-    r"gloo/transport|pair closure|connection|socket|broken pipe|timed? ?out|nccl|remote|store", re.I
+    r"gloo/transport|pair closure|connection|socket|broken pipe|timed? ?out|nccl|remote|store|"
+    r"monitoredBarrier",
+    re.I,
 )
+_TIMEOUT = re.compile("timed? ?out|monitoredBarrier", re.I)
 
 
 def is_transport_error(error: Exception) -> bool:
@@ -29,9 +32,7 @@ def is_transport_error(error: Exception) -> bool:
 
     torch checks arguments before anything is queued, and gloo's collectives only queue: so an error at
     issue is the caller's, unless its text is one of the transport's (gloo's point-to-point operations
-    and NCCL touch the connection at issue). An error out of `wait` is always the transport's, unless it
-    `is_the_scripts`; when it was not (ranks passed different sizes), no epoch follows and it is raised after
-    the grace period.
+    and NCCL touch the connection at issue).
     """
     if isinstance(error, (TypeError, ValueError, NotImplementedError)):
         return False
@@ -41,6 +42,22 @@ def is_transport_error(error: Exception) -> bool:
 
 
 _from_future: Callable[[Any], dist.Work] = cpp._create_work_from_future  # type: ignore[attr-defined]
+
+
+def is_mistake(error: Exception) -> bool:
+    """Whether an error out of the `wait` of a gloo operation is the caller's mistake: torch has refused it
+    where it would have begun. What gloo itself raises names its source file, or the connection.
+
+    Where ranks pass different sizes it is gloo that notices: no epoch follows, and that is raised after the
+    grace period.
+    """
+    return not is_transport_error(error) and "gloo/" not in str(error)
+
+
+def is_timeout(error: Exception) -> bool:
+    """Whether an error may be that something took longer than it was given."""
+    return _TIMEOUT.search(str(error)) is not None
+
 
 _ENGINE = Path(ft_core.__file__).parent
 
@@ -64,7 +81,10 @@ class Epochs(Protocol):
 
     aborted: int
 
-    def failed(self, epoch: int, error: Exception) -> NoReturn:
+    def is_own(self, inner: Inner, error: Exception, began: float, limit: timedelta | None) -> bool:
+        """Whether the script is why an operation has failed."""
+
+    def failed(self, epoch: int, error: Exception, own: bool = False) -> NoReturn:
         """Find out why an operation of `epoch` failed, and raise accordingly."""
 
     def ends_when(
@@ -131,7 +151,7 @@ class FtWork(dist.Work):
         what it is in the flight record."""
         super().__init__()
         self._comms, self._inner, self._work, self._generation = comms, inner, work, generation
-        self._method = method
+        self._method, self._began = method, time.monotonic()
         self._counted, self._waited = True, False
         self._after = after
         self._records = records
@@ -155,18 +175,25 @@ class FtWork(dist.Work):
         """
         if self._waited:
             return True
+        began = time.monotonic() if timeout else self._began
         self._comms.awaits(self._records)
         try:
             done = self._wait(timeout)
         except Exception as error:
+            if self.looks and not isinstance(error, EpochChanged) and not self._work.is_completed():
+                raise  # after the time that the caller has given; it goes on
             self._end()
-            self._comms.failed(self._inner.epoch, error)
+            self._failed(error, began, timeout)
         self._end()
         if not self._inner.asynchronous:
             self._waited = True
         elif self._inner.epoch < self._comms.aborted:
             raise EpochChanged(f"epoch {self._inner.epoch} ended during {self._method}")
         return bool(done)
+
+    def _failed(self, error: Exception, began: float, limit: timedelta | None) -> NoReturn:
+        own = self._comms.is_own(self._inner, error, began, limit)
+        self._comms.failed(self._inner.epoch, error, own)
 
     def _wait(self, timeout: timedelta | None) -> bool:
         """Wait for one that does not end once its epoch is over (`apart` says which), no more than two looks.
@@ -245,7 +272,7 @@ class FtWork(dist.Work):
     def _settle_failure(self, promise: Promise, error: Exception) -> None:
         self._end()
         try:
-            self._comms.failed(self._inner.epoch, error)
+            self._failed(error, self._began, None)
         except Exception as verdict:
             self._comms.settled(promise)
             promise.fail(verdict)

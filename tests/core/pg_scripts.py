@@ -991,3 +991,38 @@ def as_torch(worker: Any, in_startup: bool) -> dict[str, Any]:
         found["destroyed"] = type(error).__name__
     dist.barrier()
     return plain(found)
+
+
+def own_errors(worker: Any) -> dict[str, Any]:
+    """Role 0 runs into time-outs that its script has set, and both make mistakes that gloo sees in `wait`."""
+    dist.init_process_group("gloo")
+    short, checked = dist.new_group(timeout=timedelta(seconds=1)), dist.new_group()
+    worker.begin_training()
+    role, found = worker.role, {}
+
+    def late(name: str, call: Callable[[], Any]) -> None:
+        began = time.monotonic()
+        with contextlib.suppress(RuntimeError):
+            call()
+            return
+        found[name] = time.monotonic() - began
+
+    one = torch.ones(1)
+    for group in (short, checked):
+        dist.all_reduce(torch.ones(1), group=group)
+    if role == 0:
+        work = dist.all_reduce(one, async_op=True)
+        late("of a wait", lambda: work.wait(timedelta(seconds=1)))
+        late(
+            "of a receive", lambda: dist.irecv(one.clone(), 1, group=short).wait(timedelta(milliseconds=500))
+        )
+        late("of a group that had one", lambda: dist.barrier(group=short))
+        late("of a barrier", lambda: dist.monitored_barrier(checked, timedelta(seconds=1)))
+        dist.send(torch.ones(1), 1)
+        work.wait()
+    else:
+        dist.recv(torch.ones(1), 0)
+        dist.all_reduce(one)
+    late("mistake", lambda: dist.all_reduce(torch.ones(1), dist.ReduceOp.BAND))
+    dist.barrier()
+    return {"seconds": found, "sum": one.item(), "failures": worker.failures}

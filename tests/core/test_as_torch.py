@@ -34,3 +34,20 @@ def test_sparse_results_are_not_on_record() -> None:
     assert entry.tensors is None and entry.signature == "allreduce(float32[3] sparse)"
     with pytest.raises(ReplayMismatch, match="is sparse, which the start-up log does not keep"):
         call.apply(entry, "here")
+
+
+def test_errors_of_the_scripts_own_are_raised_at_once() -> None:
+    """Time-outs that it has set, and what gloo refuses in `wait`: no peer is lost."""
+    with GroupJob(2, "own_errors") as job:
+        results = job.results()
+    seconds = results[0]["seconds"]
+    assert list(seconds) == [
+        "of a wait",
+        "of a receive",
+        "of a group that had one",
+        "of a barrier",
+        "mistake",
+    ]
+    assert max(seconds.values()) < 10, "a new epoch is waited for 20 s"
+    assert list(results[1]["seconds"]) == ["mistake"]
+    assert all((found["sum"], found["failures"]) == (2.0, []) for found in results)
