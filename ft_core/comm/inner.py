@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch.distributed.distributed_c10d import Backend, BackendConfig
+from torch.distributed.distributed_c10d import Backend, BackendConfig, _ProcessGroupWrapper
 
-from ft_core.comm.partial import Partial
+from ft_core.comm.partial import Fill, Partial
 from ft_core.comm.rendezvous import EpochStore, connected
 from ft_core.errors import EpochChanged
 from ft_core.protocol.groups import GroupId, Series
@@ -92,7 +92,10 @@ class Inner:
         """Whether operations go on after they were waited for: on a GPU's streams, unseen by the host."""
         self.timed_out = False
         """Whether a time-out of gloo's has closed its connections."""
+        self.checked = dist.get_debug_level() == dist.DebugLevel.DETAIL and self.size > 1
+        """Whether all members compare what they issue before it begins (TORCH_DISTRIBUTED_DEBUG)."""
         self._backends: dict[str, Any] = {}
+        self._checks: list[Any] = []
 
     @property
     def size(self) -> int:
@@ -123,6 +126,14 @@ class Inner:
             me, peer = self.members[self.rank], roles[args[1]]
             self.issued[Series(self.group, (me, peer) if kind == "send" else (peer, me))] += by
 
+    def begin(
+        self, method: str, kind: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Fill]:
+        """Issue an operation: its work, and what is to be done after it, as `Partial.issue` has it."""
+        if self.partial is not None and kind is not None and method != "monitored_barrier":
+            return self.partial.issue(self.pg, method, kind, args, kwargs)
+        return getattr(self.pg, method)(*args, **kwargs), None
+
     def connect(self, store: dist.Store) -> None:
         """Build the communicator; blocks until every member does. RuntimeError if a member is lost."""
         pg: Any = dist.ProcessGroup(store, self.rank, self.size)
@@ -132,15 +143,14 @@ class Inner:
         pg._set_group_name(str(self.group))
         pg._set_group_desc(f"epoch {self.epoch}")
         self._backends = {kind: self._connect(kind, dist.PrefixStore(f"{kind}/", store)) for kind in kinds}
+        shown = {kind: self._checked(kind, dist.PrefixStore(f"{kind} checks/", store)) for kind in kinds}
         for device, kind in self._devices.items():
-            pg._register_backend(torch.device(device), Backend.backend_type_map[kind], self._backends[kind])
+            pg._register_backend(torch.device(device), Backend.backend_type_map[kind], shown[kind])
         self.pg = pg
 
     def _connect(self, kind: str, store: dist.Store) -> Any:
         if kind == "gloo":
-            gloo = dist.ProcessGroupGloo(store, self.rank, self.size, self.timeout)
-            gloo._set_sequence_number_for_group()
-            return gloo
+            return self._gloo(store)
         options = self._options
         options._timeout = self.timeout
         options.global_ranks_in_group = list(self.members)
@@ -151,6 +161,18 @@ class Inner:
             # Here in the helper, because the lazy way blocks the main thread beyond reach of an abort.
             nccl.eager_connect_single_device(torch.device("cuda", self._cuda_device))
         return nccl
+
+    def _gloo(self, store: dist.Store) -> Any:
+        gloo = dist.ProcessGroupGloo(store, self.rank, self.size, self.timeout)
+        gloo._set_sequence_number_for_group()
+        return gloo
+
+    def _checked(self, kind: str, store: dist.Store) -> Any:
+        """The backend of this kind, behind what compares what members issue if that is wanted."""
+        if not self.checked:
+            return self._backends[kind]
+        self._checks.append(self._gloo(store))
+        return _ProcessGroupWrapper(self._backends[kind], self._checks[-1])
 
     def set_timeout(self, timeout: timedelta) -> None:
         """For operations that are issued from now on."""
@@ -164,6 +186,8 @@ class Inner:
         Each communicator in a thread of its own: NCCL's abort waits for the device once it has told its own
         kernels to end, and must not be the reason that others are told later.
         """
+        for check in self._checks:
+            self._wake_gloo(check)
         if gloo := self._backends.get("gloo"):
             self._wake_gloo(gloo)
         if nccl := self._backends.get("nccl"):
@@ -194,7 +218,7 @@ class Inner:
         lock, and not the group's, which does not. Those threads may need it.
         """
         self.pg = None
-        self._backends = {}
+        self._backends, self._checks = {}, []
 
 
 def _tensor(args: Any) -> torch.Tensor | None:

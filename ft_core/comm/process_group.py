@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -35,6 +36,7 @@ from ft_core.comm.works import (
     ApartWork,
     FtWork,
     Promise,
+    as_here,
     is_mistake,
     is_the_scripts,
     is_timeout,
@@ -320,9 +322,9 @@ class Communicators:
         if group.inner is not None and group.inner.epoch == self.epoch:
             return group.inner, False
         present = tuple(role for role in group.members if role not in self._absent)
-        partial = None
+        without = None
         if present != group.members:
-            partial = Partial(group.identity, group.members, self._absent, self.role, self._adopted)
+            without = Partial(group.identity, group.members, self._absent, self.role, self._adopted)
         group.inner = Inner(
             group.identity,
             present,
@@ -332,7 +334,7 @@ class Communicators:
             group.options,
             self.epoch,
             group.cuda_device,
-            partial,
+            without,
         )
         return group.inner, True
 
@@ -444,14 +446,12 @@ class Communicators:
         try:
             if inner.pg is None:
                 raise EpochChanged(f"epoch {inner.epoch} is over")
-            after: Callable[[], None] | None = None
-            call = getattr(inner.pg, method)
-            if method == "monitored_barrier":  # it waits for all others
-                work = apart(lambda: call(*args, **kwargs), lambda: inner.epoch < self.aborted, method)
-            elif inner.partial is not None and kind is not None:
-                work, after = inner.partial.issue(inner.pg, method, kind, args, kwargs)
+            begin: Callable[[], Any] = partial(inner.begin, method, kind, args, kwargs)
+            if method == "monitored_barrier" or (inner.checked and not inner.asynchronous):
+                # It waits for all others.
+                work, after = apart(as_here(begin), lambda: inner.epoch < self.aborted, method)
             else:
-                work = call(*args, **kwargs)
+                work, after = begin()
         except Exception as error:
             self.ended(generation)
             self._end_records(records)

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch._C import _distributed_c10d as cpp
 
 import ft_core
-from ft_core.comm.apart import LOOK, apart
+from ft_core.comm.apart import LOOK, R, apart
 from ft_core.comm.inner import Inner, start
 from ft_core.errors import EpochChanged
 
@@ -306,16 +306,23 @@ class ApartWork(FtWork):
     """
 
     def _wait(self, timeout: timedelta | None) -> bool:
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        call = lambda: self._finish(timeout)  # noqa: E731
+        # Nothing but what copies heeds the modes.
+        as_it_is = self._method.startswith(("send", "recv"))
+        return apart(call if as_it_is else as_here(call), self._over, self._method)
 
-        def finish() -> bool:
-            with torch.inference_mode(modes[1]), torch.set_grad_enabled(modes[0]):
-                return self._finish(timeout)
 
-        # A thread begins with these modes, and nothing but what copies heeds them.
-        as_it_is = modes == (True, False) or self._method.startswith(("send", "recv"))
-        call = (lambda: self._finish(timeout)) if as_it_is else finish
-        return apart(call, self._over, self._method)
+def as_here(call: Callable[[], R]) -> Callable[[], R]:
+    """The same for another thread, under the modes of this one."""
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    if modes == (True, False):  # a thread begins with these
+        return call
+
+    def called() -> R:
+        with torch.inference_mode(modes[1]), torch.set_grad_enabled(modes[0]):
+            return call()
+
+    return called
 
 
 class CompletedWork(dist.Work):

@@ -1026,3 +1026,43 @@ def own_errors(worker: Any) -> dict[str, Any]:
     late("mistake", lambda: dist.all_reduce(torch.ones(1), dist.ReduceOp.BAND))
     dist.barrier()
     return {"seconds": found, "sum": one.item(), "failures": worker.failures}
+
+
+def detail(worker: Any, in_startup: bool) -> dict[str, Any]:
+    """Operations that differ between roles, where torch is told to compare them, and a role that is lost."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    dist.init_process_group("gloo")
+    if not in_startup:
+        worker.begin_training()
+    role, raised = worker.role, []
+    one, received = torch.ones(1), torch.zeros(1)
+    calls = [
+        lambda: dist.all_reduce(torch.ones(4 << role)),
+        lambda: dist.broadcast(torch.ones(2), 0) if role else dist.all_reduce(torch.ones(2)),
+    ]
+    for call in () if worker.newcomer else calls:
+        try:
+            call()
+            raised.append("nothing")
+        except RuntimeError as error:
+            raised.append(str(error)[:80])
+    if worker.newcomer and not in_startup:
+        one.fill_(2)
+    else:
+        dist.all_reduce(one)
+        dist.monitored_barrier()
+        works = [dist.isend(one, 1 - role), dist.irecv(received, 1 - role)]
+        for work in works:
+            work.wait()
+    if not worker.newcomer:
+        if role:
+            worker.tell("stopped")
+            threading.Event().wait()
+        worker.tell("blocked")
+    while True:
+        try:
+            dist.all_reduce(one)
+            return {"raised": raised, "sums": [received.item(), one.item()]}
+        except EpochChanged:
+            worker.next_epoch()
+            one.fill_(2)

@@ -51,3 +51,18 @@ def test_errors_of_the_scripts_own_are_raised_at_once() -> None:
     assert max(seconds.values()) < 10, "a new epoch is waited for 20 s"
     assert list(results[1]["seconds"]) == ["mistake"]
     assert all((found["sum"], found["failures"]) == (2.0, []) for found in results)
+
+
+@pytest.mark.parametrize("in_startup", [False, True])
+def test_operations_that_differ_are_named_where_torch_is_told_to_compare(in_startup: bool) -> None:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL; who waits for the comparison leaves with the epoch."""
+    with GroupJob(2, "detail", in_startup) as job:
+        job.wait("stopped", [1])
+        job.wait("blocked", [0])
+        job.kill(1)
+        job.next_epoch([1])
+        survivor = job.results()[0]
+    assert survivor["sums"] == [2.0, 4.0]
+    assert len(survivor["raised"]) == 2
+    for text in survivor["raised"]:
+        assert "Detected mismatch between collectives on ranks" in text
