@@ -12,7 +12,6 @@ from torch.distributed import distributed_c10d as c10d
 from ft_core import patched
 from ft_core.comm.collectives import FtProcessGroup
 from ft_core.comm.process_group import Communicators
-from ft_core.comm.store import OwnStore
 from ft_core.comm.works import for_cpp
 from ft_core.errors import ConfigError
 
@@ -23,14 +22,12 @@ def install(comms: Communicators) -> None:
     """Make `init_process_group` and `new_group` create `ft` groups, whichever backend they ask for.
 
     Two functions that both of them go through are replaced in torch's module, so it does not matter who
-    imported what before: `rendezvous` (no network: a local store) and `_new_process_group_helper`.
+    imported what before: `rendezvous` (no network of its own: see `store`) and `_new_process_group_helper`.
     `get_backend` still returns what was asked for, because frameworks branch on "gloo" and "nccl". Once per
     process.
     """
     original = patched.NEW_GROUP.original()
     asked_for = ""
-    store: OwnStore | None = None
-    """The newest: torch does not keep what is Python's of it."""
 
     def creator(options: Any, backend_options: Any) -> FtProcessGroup:
         members = tuple(options.global_ranks_in_group) or tuple(range(comms.world_size))
@@ -38,9 +35,8 @@ def install(comms: Communicators) -> None:
 
     def rendezvous(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[Any]:
         _check_place(comms, rank, world_size)
-        nonlocal store
-        store = OwnStore()
-        yield store, comms.role, comms.world_size
+        alone = comms.world_size == 1
+        yield dist.HashStore() if alone else comms.shared, comms.role, comms.world_size
 
     def helper(
         size: int, rank: Any, ranks: list[int], backend: Any, store: Any, *args: Any, **kwargs: Any

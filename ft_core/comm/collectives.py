@@ -216,7 +216,7 @@ class FtProcessGroup(dist.ProcessGroup):
         return "nccl" in self.devices.values()
 
     def get_group_store(self) -> dist.Store:
-        """A store local to this process: nothing of torch's start-up needs a shared one here."""
+        """What the script has of keys that all roles share, see `store`."""
         return self._store
 
     def _start_coalescing(self, device: torch.device) -> None:

@@ -241,12 +241,13 @@ class Opener:
         alive: Callable[[], bool],
         asked: Callable[[GroupId], None],
         newcomers: Collection[int] = (),
+        joined: Callable[[EpochStore], None] = lambda store: None,
     ) -> None:
-        """`alive`: whether the epoch is under way. `asked` is given the groups that others open.
-        `newcomers`: roles that have other workers than in the epoch before."""
+        """`alive`: whether the epoch is under way. `asked` is given the groups that others open, `joined` the
+        store. `newcomers`: roles that have other workers than in the epoch before."""
         self.epoch, self._newcomers = epoch, frozenset(newcomers)
         self._address, self._secret, self._role = address, secret, role
-        self._alive, self._asked = alive, asked
+        self._alive, self._asked, self._joined = alive, asked, joined
         self._lock = threading.Lock()
         self._connected: EpochStore | None = None
 
@@ -281,6 +282,7 @@ class Opener:
         """Report the groups that this role is asked to open, until the epoch is over."""
         try:
             store = self._store()
+            self._joined(store)
             while True:
                 self._asked(store.next_asked())
         except dist.DistStoreError as error:

@@ -31,6 +31,7 @@ from ft_core.comm.inner import Inner, Opener, start
 from ft_core.comm.partial import Partial
 from ft_core.comm.startup import Fetch, Startup
 from ft_core.comm.startup_log import CountsByRole
+from ft_core.comm.store import SharedStore
 from ft_core.comm.watchdog import InFlight, Watchdog
 from ft_core.comm.works import (
     ApartWork,
@@ -94,6 +95,7 @@ class Communicators:
         self.aborted = 0
         """Epochs below this one are over."""
         self.startup = Startup(self)
+        self.shared = SharedStore(self)
         self._on_failure, self._grace = on_failure, failure_grace
         self._condition = threading.Condition()
         self._groups: list[FtProcessGroup] = []
@@ -138,7 +140,9 @@ class Communicators:
             old, _ = self._end_epochs(epoch)
             self._opener.close()
             alive = lambda: epoch >= self.aborted  # noqa: E731
-            about = (self.role, alive, self._on_asked, newcomers)
+            all_new = not newcomers or not set(range(self.world_size)) - {*newcomers, *(absent or ())}
+            self.shared.counts = self.epoch == -1 and all_new
+            about = (self.role, alive, self._on_asked, newcomers, partial(self.shared.joins, epoch))
             opener = Opener(epoch, store_address, self._secret, *about)
             self.epoch, self._opener = epoch, opener
             self.flight.begins(epoch)
@@ -243,6 +247,16 @@ class Communicators:
         with self._condition:
             self._condition.wait_for(lambda: self.epoch >= self.aborted)
             return self.epoch
+
+    def script_epoch(self) -> int:
+        """The live epoch, waited for where the script does so in an operation. Raises EpochChanged."""
+        if threading.current_thread() is not threading.main_thread():
+            return self.wait_live()
+        if self.startup.recording:
+            return self.startup.live_epoch()
+        if not self.alive:
+            raise EpochChanged(f"epoch {self.epoch} is over; role {self.role} goes on in the next")
+        return self.epoch
 
     def wait_for(self, predicate: Callable[[], bool], epoch: int) -> None:
         """Block until `predicate` or the end of `epoch`. Whoever makes it true notifies."""

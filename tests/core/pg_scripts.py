@@ -1066,3 +1066,46 @@ def detail(worker: Any, in_startup: bool) -> dict[str, Any]:
         except EpochChanged:
             worker.next_epoch()
             one.fill_(2)
+
+
+def shared_store(worker: Any, in_startup: bool) -> dict[str, Any]:
+    """Keys of torch's default store and of a group's, before and after role 1 is lost."""
+    dist.init_process_group("gloo")
+    role, store, found = worker.role, c10d._get_default_store(), {}
+    grouped = dist.new_group([0, 1]).get_group_store()
+    if not in_startup:
+        worker.begin_training()
+    store.set(f"of {role}", f"set by {role}")
+    grouped.set(f"of {role}", "first")
+    grouped.set(f"of {role}", f"in a group by {role}")
+    found["mine"] = store.get(f"of {role}")
+    if not worker.newcomer:
+        found["peer's"] = [store.get(f"of {1 - role}"), grouped.get(f"of {1 - role}")]
+        store.add("counter", 1)
+        while store.add("counter", 0) < 2:
+            time.sleep(0.01)
+        found["compared"] = store.compare_set("once", "", f"{role}")
+        found["deleted"] = [store.check(["of 0"]), store.check(["nobody's"]), store.delete_key("nobody's")]
+        try:
+            store.wait(["nobody's"], timedelta(milliseconds=100))
+        except dist.DistStoreError as error:
+            found["late"] = str(error)
+        if role:
+            store.wait(["read"])
+            worker.tell("stopped")
+            threading.Event().wait()
+        store.set("read", "")
+    else:
+        store.set("new", "by the newcomer")
+    while True:
+        try:
+            found["after"] = [store.get("new"), store.get(f"of {1 - role}"), grouped.get(f"of {1 - role}")]
+            break
+        except EpochChanged:
+            worker.next_epoch()
+    for name in ("add", "get"):
+        try:
+            store.add("counter", 1) if name == "add" else store.get("counter")
+        except FtError as error:
+            found[name] = str(error)
+    return found

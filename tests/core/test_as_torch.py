@@ -66,3 +66,21 @@ def test_operations_that_differ_are_named_where_torch_is_told_to_compare(in_star
     assert len(survivor["raised"]) == 2
     for text in survivor["raised"]:
         assert "Detected mismatch between collectives on ranks" in text
+
+
+@pytest.mark.parametrize("in_startup", [False, True])
+def test_the_default_store_is_shared_and_outlives_an_epoch(in_startup: bool) -> None:
+    with GroupJob(2, "shared_store", in_startup) as job:
+        job.wait("stopped", [1])
+        job.kill(1)
+        job.next_epoch([1])
+        survivor, newcomer = job.results()
+    assert survivor["mine"] == b"set by 0"
+    assert survivor["peer's"] == [b"set by 1", b"in a group by 1"]
+    assert survivor["compared"] in (b"0", b"1")
+    assert survivor["deleted"] == [True, False, False] and "nobody has set" in survivor["late"]
+    assert survivor["after"] == [b"by the newcomer", b"set by 1", b"in a group by 1"]
+    assert newcomer["after"] == [b"by the newcomer", b"set by 0", b"in a group by 0"]
+    for found in (survivor, newcomer):
+        assert "/counter' in torch's default store, and a worker was lost" in found["add"]
+        assert found["get"] == found["add"]
