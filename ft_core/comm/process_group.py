@@ -578,6 +578,7 @@ class Communicators:
 
     def end_startup(self) -> None:
         """The first training section begins. Raises ReplayMismatch if peers did more start-up than this."""
+        self.startup.complete()
         with self._condition:
             self.startup.end(g.identity for g in self._groups)
 

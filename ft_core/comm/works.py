@@ -165,7 +165,21 @@ class FtWork(dist.Work):
             self._comms.ends_when(*what, dropped)
 
     def __del__(self) -> None:
+        self.drop()
+
+    def drop(self) -> None:
+        """Nobody waits for it any more."""
         self._end(dropped=True)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has finished, well or badly; without waiting for it."""
+        return bool(self._work.is_completed())
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether no wait has ended it yet."""
+        return self._counted
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the result. Raises EpochChanged within milliseconds of an abort.
@@ -326,7 +340,7 @@ def as_here(call: Callable[[], R]) -> Callable[[], R]:
 
 
 class CompletedWork(dist.Work):
-    """An operation that is complete."""
+    """An operation that needs no peers: in a group of one, in a rehearsal, or where nothing is said."""
 
     def __init__(self, results: list[torch.Tensor], source: int = -1) -> None:
         super().__init__()
@@ -337,7 +351,7 @@ class CompletedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Always, since an operation of start-up is issued and completed in one call."""
+        """Always, since it is complete when it is issued."""
         return True
 
     def is_success(self) -> bool:
@@ -367,8 +381,7 @@ class CompletedWork(dist.Work):
 def for_cpp(work: dist.Work) -> dist.Work:
     """The same, for C++ alone to keep: it does not keep what is Python's of a work,
     without which ours is waited for for ever."""
-    ours = isinstance(work, FtWork | CompletedWork)
-    return _from_future(work.get_future()) if ours else work
+    return _from_future(work.get_future()) if type(work).__module__.startswith("ft_core.") else work
 
 
 def devices_of_future(future: Any) -> list[str]:

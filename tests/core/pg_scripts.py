@@ -213,10 +213,11 @@ def groups(worker: Any) -> dict[str, Any]:
     return {"sum": t.item(), "lonely": lonely.item(), "names": names, "backend": dist.get_backend(explicit)}
 
 
-def crossed_first_use(worker: Any) -> float:
+def crossed_first_use(worker: Any, in_startup: bool) -> float:
     """Roles 0 and 1 first use two groups in a different order, which is legal for asynchronous operations."""
     dist.init_process_group("gloo")
-    worker.begin_training()
+    if not in_startup:
+        worker.begin_training()
     pair = [dist.new_group([0, 1]), dist.new_group([0, 1])]
     ones = [torch.ones(1), torch.ones(1)]
     order = (0, 1) if worker.role == 0 else (1, 0)
@@ -599,6 +600,56 @@ def start_up(worker: Any, stop: Any, then: Any) -> dict[str, Any]:
     return plain({**out, "epoch": worker.epoch})
 
 
+def several_pending(worker: Any, issued: bool, waited: int) -> dict[str, Any]:
+    """Operations of start-up that go on at once. Role 2 stops before it has issued them, or once all have;
+    role 1 waits for none before the next epoch, and role 0 for the first few."""
+    dist.init_process_group("gloo")
+    role, everybody, again = worker.role, dist.group.WORLD, dist.new_group([0, 1, 2])
+
+    def until_next_epoch() -> None:
+        while worker.pending == worker.epoch == 1:
+            time.sleep(0.005)
+
+    def stop() -> None:
+        if role == 2 and not worker.newcomer:
+            worker.tell("stopped")
+            threading.Event().wait()
+
+    if not issued:
+        stop()
+    dist.barrier(async_op=True)  # which nobody waits for
+    mine = [torch.tensor([1.0 + role + 10 * i]) for i in range(4)]
+    gathered = [torch.zeros(1) for _ in range(3)]
+    calls = [
+        lambda: dist.all_reduce(mine[0], group=everybody, async_op=True),
+        lambda: dist.all_reduce(mine[1], group=again, async_op=True),
+        lambda: dist.all_reduce(mine[2], group=everybody, async_op=True),
+        lambda: dist.broadcast(mine[3], 1, group=again, async_op=True),
+        lambda: dist.all_gather(gathered, torch.tensor([float(role)]), async_op=True),
+    ]
+    order = (1, 3, 0, 2, 4) if role == 1 else (0, 1, 2, 3, 4)
+    works = {i: calls[i]() for i in order}
+    received = torch.zeros(1)
+    works[5] = dist.isend(torch.tensor([float(role)]), (role + 1) % 3)
+    works[6] = dist.irecv(received, (role - 1) % 3)
+    if issued:
+        store = c10d._get_default_store()
+        store.set(f"all begun by {role}", "")
+        store.wait([f"all begun by {other}" for other in range(3)])
+        stop()
+    if not worker.newcomer:
+        for i in order[:waited] if role == 0 else ():
+            works[i].wait()
+        worker.tell("passed")
+        until_next_epoch()
+    for i in reversed(works):
+        works[i].wait()
+        assert works[i].is_completed()
+    dist.barrier()
+    out = plain({"sums": mine, "gathered": gathered, "received": received})
+    return out | {"counts": worker.comms.startup_counts(), "pending": len(worker.comms.startup._pending)}
+
+
 def between_steps(worker: Any, stops: dict[int, int], begin: int, more: int | None) -> dict[str, Any]:
     """What a script does between 30 training steps, of which a newcomer passes those from `begin` on.
 
@@ -978,6 +1029,15 @@ def as_torch(worker: Any, in_startup: bool) -> dict[str, Any]:
             model(torch.ones(1, 2)).sum().backward()
     found["joined"] = model.module.weight.grad
 
+    if role == 0:
+        anybodys = dist.irecv(received := torch.zeros(1))
+        dist.barrier()
+        anybodys.wait()
+        found["from any"] = [received, anybodys.source_rank()]
+    else:
+        dist.barrier()
+        dist.send(torch.full((1,), 5.0), 0)
+
     c10d._set_pg_timeout(timedelta(seconds=7), pair)
     found["time-outs"] = [
         group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
@@ -993,11 +1053,12 @@ def as_torch(worker: Any, in_startup: bool) -> dict[str, Any]:
     return plain(found)
 
 
-def own_errors(worker: Any) -> dict[str, Any]:
+def own_errors(worker: Any, in_startup: bool) -> dict[str, Any]:
     """Role 0 runs into time-outs that its script has set, and both make mistakes that gloo sees in `wait`."""
     dist.init_process_group("gloo")
     short, checked = dist.new_group(timeout=timedelta(seconds=1)), dist.new_group()
-    worker.begin_training()
+    if not in_startup:
+        worker.begin_training()
     role, found = worker.role, {}
 
     def late(name: str, call: Callable[[], Any]) -> None:
