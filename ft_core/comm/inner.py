@@ -82,8 +82,8 @@ class Inner:
         self.ready = False
         self.error: Exception | None = None
         self.pg: Any = None
-        self.issued: Counter[Series] = Counter()
-        """Operations that were begun here."""
+        self._together, self._between = 0, Counter[tuple[str, int]]()
+        """Operations that were begun here: of all members, and by kind and peer."""
         self.wanted = False
         """Whether an operation of the whole group waits for the communicator to be open."""
         self._devices, self.timeout, self._options = devices, timeout, options
@@ -120,11 +120,19 @@ class Inner:
         if kind is None:
             return
         if kind not in ("send", "recv"):
-            self.issued[Series(self.group)] += by
+            self._together += by
         elif len(args) > 2:  # a receive from any source is nobody's in particular
-            roles = self.members if self.partial is None else self.partial.members
-            me, peer = self.members[self.rank], roles[args[1]]
-            self.issued[Series(self.group, (me, peer) if kind == "send" else (peer, me))] += by
+            self._between[kind, args[1]] += by
+
+    @property
+    def issued(self) -> dict[Series, int]:
+        """Operations that were begun here."""
+        roles = self.members if self.partial is None else self.partial.members
+        me = self.members[self.rank]
+        found = {Series(self.group): self._together} if self._together else {}
+        for (kind, peer), many in self._between.items():
+            found[Series(self.group, (me, roles[peer]) if kind == "send" else (roles[peer], me))] = many
+        return found
 
     def begin(
         self, method: str, kind: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
