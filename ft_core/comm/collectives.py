@@ -58,7 +58,7 @@ class Recorder(Protocol):
     def run(
         self, group: FtProcessGroup, method: str, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Complete one operation."""
+        """Issue one operation, or take its result from the record."""
 
 
 class Registry(Protocol):

@@ -194,7 +194,7 @@ class FtWork(dist.Work):
         try:
             done = self._wait(timeout)
         except Exception as error:
-            if self.looks and not isinstance(error, EpochChanged) and not self._work.is_completed():
+            if self.looks and not (self._over() or self._work.is_completed()):
                 raise  # after the time that the caller has given; it goes on
             self._end()
             self._failed(error, began, timeout)

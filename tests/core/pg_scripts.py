@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from ft_core.comm.flight import FlightRecorder
@@ -1028,6 +1029,12 @@ def as_torch(worker: Any, in_startup: bool) -> dict[str, Any]:
             model.zero_grad()
             model(torch.ones(1, 2)).sum().backward()
     found["joined"] = model.module.weight.grad
+
+    functional = all_reduce(torch.full((2,), 1.0 + role), "sum", dist.group.WORLD)
+    registered = torch.ones(1)
+    torch._C._distributed_c10d._register_work(registered, dist.all_reduce(registered, async_op=True))
+    wait_tensor(registered)
+    found["functional"] = [functional + 0, registered]
 
     if role == 0:
         anybodys = dist.irecv(received := torch.zeros(1))

@@ -20,6 +20,7 @@ def test_what_scripts_get(in_startup: bool) -> None:
             "sparse gradient": [[0.5, 0.5], [1.5, 1.5], [0, 0], [0, 0]],
             "received": [1.0 - role] * 2,
             "joined": [[1.0, 1.0]] * 2,
+            "functional": [[3, 3], [2]],
             "time-outs": [1800, 7],
             "destroyed": "ValueError",
         } | ({"from any": [[5], 1]} if role == 0 else {})
