@@ -18,6 +18,11 @@ BATCH = tuple(
     declare(f"{module}:batch_isend_irecv", "sends and receives of a batch go out as one in our groups, too")
     for module in ("torch.distributed", "torch.distributed.distributed_c10d")
 )
+SET_TIMEOUT = declare(f"{_GROUPS}_set_pg_timeout", "it knows torch's own process groups alone")
+HANDED_OVER = declare(
+    "torch.distributed:Reducer._set_forward_pass_work_handle",
+    "an operation that C++ alone keeps can be waited for there",
+)
 BARRIER = declare(f"{_GROUPS}_store_based_barrier", "the store of a process group has one client")
 DDP = declare(
     "torch.nn.parallel:DistributedDataParallel.__init__", "its steps cannot be done again, which is said once"

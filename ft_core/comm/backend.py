@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 from torch import distributed as dist
@@ -12,7 +13,7 @@ from ft_core import patched
 from ft_core.comm import strict
 from ft_core.comm.collectives import FtProcessGroup
 from ft_core.comm.process_group import Communicators
-from ft_core.comm.store import OwnStore
+from ft_core.comm.works import for_cpp
 from ft_core.errors import ConfigError
 
 NAME = "ft"
@@ -22,15 +23,13 @@ def install(comms: Communicators) -> None:
     """Make `init_process_group` and `new_group` create `ft` groups, whichever backend they ask for.
 
     Two functions that both of them go through are replaced in torch's module, so it does not matter who
-    imported what before: `rendezvous` (no network: a local store) and `_new_process_group_helper`.
+    imported what before: `rendezvous` (no network of its own: see `store`) and `_new_process_group_helper`.
     `get_backend` still returns what was asked for, because frameworks branch on "gloo" and "nccl". Once per
     process.
     """
     original = patched.NEW_GROUP.original()
     asked_for = ""
     bound: int | None = None
-    store: OwnStore | None = None
-    """The newest: torch does not keep what is Python's of it."""
 
     def creator(options: Any, backend_options: Any) -> FtProcessGroup:
         members = tuple(options.global_ranks_in_group) or tuple(range(comms.world_size))
@@ -38,9 +37,8 @@ def install(comms: Communicators) -> None:
 
     def rendezvous(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[Any]:
         _check_place(comms, rank, world_size)
-        nonlocal store
-        store = OwnStore()
-        yield store, comms.role, comms.world_size
+        alone = comms.world_size == 1
+        yield dist.HashStore() if alone else comms.shared, comms.role, comms.world_size
 
     def helper(
         size: int, rank: Any, ranks: list[int], backend: Any, store: Any, *args: Any, **kwargs: Any
@@ -64,6 +62,8 @@ def install(comms: Communicators) -> None:
     c10d.Backend.register_backend(NAME, creator, extended_api=True, devices=["cpu", "cuda"])
     patched.RENDEZVOUS.replace(rendezvous)
     patched.NEW_GROUP.replace(helper)
+    patched.SET_TIMEOUT.wrap(_sets_timeout)
+    patched.HANDED_OVER.wrap(_hands_over)
     patched.BARRIER.replace(lambda *args, **kwargs: None)
     for patch in patched.BATCH:
         patch.wrap(_batch)
@@ -86,6 +86,21 @@ def _batch(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         return works
 
     return batch_isend_irecv
+
+
+def _sets_timeout(original: Callable[..., None]) -> Callable[..., None]:
+    def _set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
+        over = c10d._get_default_group() if group is None else group
+        if isinstance(over, FtProcessGroup):
+            over.set_timeout(timeout)
+        else:
+            original(timeout, group)
+
+    return _set_pg_timeout
+
+
+def _hands_over(original: Callable[..., None]) -> Callable[..., None]:
+    return lambda reducer, work, *args, **kwargs: original(reducer, for_cpp(work), *args, **kwargs)
 
 
 def _check_place(comms: Communicators, rank: int, world_size: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import distributed as dist
 
 from ft_core.comm.flight import FlightRecorder
-from ft_core.comm.inner import Inner, asynchronous, devices_of
+from ft_core.comm.inner import Inner, asynchronous, devices_of, options_of
 from ft_core.comm.works import FtWork
 from ft_core.protocol.groups import GroupId
 
@@ -68,7 +68,7 @@ class Recorder(Protocol):
     def run(
         self, group: FtProcessGroup, method: str, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Complete one operation."""
+        """Issue one operation, or take its result from the record."""
 
     def run_together(self, group: FtProcessGroup, calls: list[Call]) -> Any:
         """Complete some that wait for each other."""
@@ -113,10 +113,12 @@ class FtProcessGroup(dist.ProcessGroup):
         rank = members.index(comms.role)
         super().__init__(rank, len(members))  # type: ignore[call-arg]
         self.identity = GroupId.of(members, ordinal)
-        self.members, self.requested, self.timeout, self.options = members, requested, timeout, options
+        self.members, self.requested, self.timeout = members, requested, timeout
         self.devices = devices_of(requested)
+        self.options = options_of(self.devices) if options is None else options
+        self.options._timeout = timeout
         self.inner: Inner | None = None
-        self.used = False
+        self.used = self.destroyed = False
         self.p2p_used = False
         self.device: int | None = None
         """What the group works on, once that is known: who opens a communicator without it opens another than
@@ -195,10 +197,9 @@ class FtProcessGroup(dist.ProcessGroup):
         pass
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
-        self.timeout = timeout
-        inner = self.inner
-        if inner is not None and inner.pg is not None:
-            inner.pg.set_timeout(timeout)
+        self.timeout = self.options._timeout = timeout
+        if (inner := self.inner) is not None:
+            inner.set_timeout(timeout)
 
     set_timeout = _set_default_timeout
 
@@ -222,7 +223,7 @@ class FtProcessGroup(dist.ProcessGroup):
         return asynchronous(self.devices)
 
     def get_group_store(self) -> dist.Store:
-        """A store local to this process: nothing of torch's start-up needs a shared one here."""
+        """What the script has of keys that all roles share, see `store`."""
         return self._store
 
     def _start_coalescing(self, device: torch.device) -> None:

@@ -188,7 +188,8 @@ def _place(group: Group, kind: str, args: tuple[Any, ...]) -> tuple[int, int]:
 def _measure(value: Any) -> tuple[int, int]:
     """Bytes and type of a tensor, or of all in a list."""
     if isinstance(value, torch.Tensor):
-        return value.nbytes, _CODES.get(value.dtype, 0)
+        # As large on all members, which what a sparse tensor takes is not.
+        return value.numel() * value.element_size(), _CODES.get(value.dtype, 0)
     nbytes = dtype = 0
     if isinstance(value, list | tuple):
         for each in value:

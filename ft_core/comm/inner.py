@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch.distributed.distributed_c10d import Backend, BackendConfig
+from torch.distributed.distributed_c10d import Backend, BackendConfig, _ProcessGroupWrapper
 
 from ft_core.comm import strict
-from ft_core.comm.partial import Partial
+from ft_core.comm.partial import Fill, Partial
 from ft_core.comm.rendezvous import EpochStore, connected
 from ft_core.errors import EpochChanged
 from ft_core.process import stream
@@ -54,6 +54,14 @@ def devices_of(requested: str) -> dict[str, str]:
     return {d: str(b) for d, b in BackendConfig(Backend(requested)).get_device_backend_map().items()}
 
 
+def options_of(devices: dict[str, str]) -> Any:
+    """What torch takes where a script gives no options, for a group of these `devices_of`."""
+    backend: Any = dist.ProcessGroupGloo
+    if "nccl" in devices.values() and dist.is_nccl_available():
+        return dist.ProcessGroupNCCL.Options()
+    return backend._Options()
+
+
 class Inner:
     """One group's communicator in one epoch, as a plain `ProcessGroup` over gloo and/or NCCL.
 
@@ -78,8 +86,8 @@ class Inner:
         self.ready = False
         self.error: Exception | None = None
         self.pg: Any = None
-        self._begun: Counter[tuple[int, int] | None] = Counter()
-        """Operations that were begun here, by roles that send and receive; None: of the whole group."""
+        self._together, self._between = 0, Counter[tuple[str, int]]()
+        """Operations that were begun here: of all members, and by kind and peer."""
         self.wanted = False
         """Whether an operation of the whole group waits for the communicator to be open."""
         self._devices = strict.in_place_of(devices)
@@ -87,7 +95,12 @@ class Inner:
         self._device = device
         self.asynchronous = asynchronous(devices)
         """Whether operations go on after they were waited for: on a GPU's streams, unseen by the host."""
+        self.timed_out = False
+        """Whether a time-out of gloo's has closed its connections."""
+        self.checked = dist.get_debug_level() == dist.DebugLevel.DETAIL and self.size > 1
+        """Whether all members compare what they issue before it begins (TORCH_DISTRIBUTED_DEBUG)."""
         self._backends: dict[str, Any] = {}
+        self._checks: list[Any] = []
 
     @property
     def size(self) -> int:
@@ -122,16 +135,29 @@ class Inner:
         if kind is None:
             return
         if kind not in ("send", "recv"):
-            self._begun[None] += by
+            self._together += by
         elif len(args) > 2:  # a receive from any source is nobody's in particular
-            roles = self.members if self.partial is None else self.partial.members
-            me, peer = self.members[self.rank], roles[args[1]]
-            self._begun[(me, peer) if kind == "send" else (peer, me)] += by
+            self._between[kind, args[1]] += by
 
     @property
     def issued(self) -> dict[Series, int]:
         """Operations that were begun here."""
-        return {Series(self.group, pair): count for pair, count in self._begun.items()}
+        roles = self.members if self.partial is None else self.partial.members
+        me = self.members[self.rank]
+        found = {Series(self.group): self._together} if self._together else {}
+        for (kind, peer), many in self._between.items():
+            found[Series(self.group, (me, roles[peer]) if kind == "send" else (roles[peer], me))] = many
+        return found
+
+    def begin(
+        self, method: str, kind: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Fill]:
+        """Issue an operation: its work, and what is to be done after it, as `Partial.issue` has it."""
+        if (pg := self.pg) is None:
+            raise EpochChanged(f"epoch {self.epoch} is over")
+        if self.partial is not None and kind is not None and method != "monitored_barrier":
+            return self.partial.issue(pg, method, kind, args, kwargs)
+        return getattr(pg, method)(*args, **kwargs), None
 
     def connect(self, store: dist.Store) -> None:
         """Build the communicator; blocks until every member does. RuntimeError if a member is lost."""
@@ -145,16 +171,15 @@ class Inner:
         pg._set_group_name(str(self.group))
         pg._set_group_desc(f"epoch {self.epoch}")
         self._backends = {kind: self._connect(kind, dist.PrefixStore(f"{kind}/", store)) for kind in kinds}
+        shown = {kind: self._checked(kind, dist.PrefixStore(f"{kind} checks/", store)) for kind in kinds}
         for device, kind in self._devices.items():
-            pg._register_backend(torch.device(device), Backend.backend_type_map[kind], self._backends[kind])
+            pg._register_backend(torch.device(device), Backend.backend_type_map[kind], shown[kind])
         self.pg = pg
 
     def _connect(self, kind: str, store: dist.Store) -> Any:
         if kind == "gloo":
-            gloo = dist.ProcessGroupGloo(store, self.rank, self.size, self.timeout)
-            gloo._set_sequence_number_for_group()
-            return gloo
-        options = self._options or dist.ProcessGroupNCCL.Options()
+            return self._gloo(store)
+        options = self._options
         options._timeout = self.timeout
         options.global_ranks_in_group = list(self.members)
         options.group_name = str(self.group)
@@ -169,7 +194,7 @@ class Inner:
         def opening(eager: bool) -> Any:
             pg: Any = dist.ProcessGroup(store, self.rank, self.size)
             pg._set_default_backend(Backend.backend_type_map["gloo"])
-            gloo = self._connect("gloo", dist.PrefixStore("eager/" if eager else "lazy/", store))
+            gloo = self._gloo(dist.PrefixStore("eager/" if eager else "lazy/", store))
             pg._register_backend(torch.device("cpu"), Backend.backend_type_map["gloo"], gloo)
             self._backends["gloo"] = gloo
             return pg
@@ -180,6 +205,24 @@ class Inner:
             communicator.open(eager=True)
         return communicator
 
+    def _gloo(self, store: dist.Store) -> Any:
+        gloo = dist.ProcessGroupGloo(store, self.rank, self.size, self.timeout)
+        gloo._set_sequence_number_for_group()
+        return gloo
+
+    def _checked(self, kind: str, store: dist.Store) -> Any:
+        """The backend of this kind, behind what compares what members issue if that is wanted."""
+        if not self.checked:
+            return self._backends[kind]
+        self._checks.append(self._gloo(store))
+        return _ProcessGroupWrapper(self._backends[kind], self._checks[-1])
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """For operations that are issued from now on."""
+        self.timeout = timeout
+        if self.pg is not None:
+            self.pg.set_timeout(timeout)
+
     def wake(self) -> None:
         """Make every pending operation fail now. From any thread; the communicator is useless afterwards.
 
@@ -188,6 +231,8 @@ class Inner:
         """
         if communicator := self._backends.get(strict.NAME):
             communicator.abort()
+        for check in self._checks:
+            self._wake_gloo(check)
         if gloo := self._backends.get("gloo"):
             self._wake_gloo(gloo)
         if nccl := self._backends.get("nccl"):
@@ -220,7 +265,7 @@ class Inner:
         if communicator := self._backends.get(strict.NAME):
             communicator.abort()
         self.pg = None
-        self._backends = {}
+        self._backends, self._checks = {}, []
 
 
 def device_of_thread(devices: Mapping[str, str]) -> int | None:
@@ -258,12 +303,13 @@ class Opener:
         alive: Callable[[], bool],
         asked: Callable[[GroupId], None],
         newcomers: Collection[int] = (),
+        joined: Callable[[EpochStore], None] = lambda store: None,
     ) -> None:
-        """`alive`: whether the epoch is under way. `asked` is given the groups that others open.
-        `newcomers`: roles that have other workers than in the epoch before."""
+        """`alive`: whether the epoch is under way. `asked` is given the groups that others open, `joined` the
+        store. `newcomers`: roles that have other workers than in the epoch before."""
         self.epoch, self._newcomers = epoch, frozenset(newcomers)
         self._address, self._secret, self._role = address, secret, role
-        self._alive, self._asked = alive, asked
+        self._alive, self._asked, self._joined = alive, asked, joined
         self._lock = threading.Lock()
         self._connected: EpochStore | None = None
 
@@ -298,6 +344,7 @@ class Opener:
         """Report the groups that this role is asked to open, until the epoch is over."""
         try:
             store = self._store()
+            self._joined(store)
             while True:
                 self._asked(store.next_asked())
         except dist.DistStoreError as error:

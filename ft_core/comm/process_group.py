@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -30,8 +31,18 @@ from ft_core.comm.inner import Inner, Opener, device_of_thread, start
 from ft_core.comm.partial import Partial
 from ft_core.comm.startup import Fetch, Startup
 from ft_core.comm.startup_log import CountsByRole
+from ft_core.comm.store import SharedStore
 from ft_core.comm.watchdog import InFlight, Watchdog
-from ft_core.comm.works import ApartWork, FtWork, Promise, is_the_scripts, is_transport_error
+from ft_core.comm.works import (
+    ApartWork,
+    FtWork,
+    Promise,
+    as_here,
+    is_mistake,
+    is_the_scripts,
+    is_timeout,
+    is_transport_error,
+)
 from ft_core.errors import EpochChanged, FtError
 from ft_core.protocol.groups import GroupId, RecordCount, Series
 from ft_core.protocol.messages import StartupEntry
@@ -89,6 +100,7 @@ class Communicators:
         self.aborted = 0
         """Epochs below this one are over."""
         self.startup = Startup(self)
+        self.shared = SharedStore(self)
         self._on_failure, self._grace = on_failure, failure_grace
         self._condition = threading.Condition()
         self._groups: list[FtProcessGroup] = []
@@ -136,7 +148,9 @@ class Communicators:
             old, _ = self._end_epochs(epoch)
             self._opener.close()
             alive = lambda: epoch >= self.aborted  # noqa: E731
-            about = (self.role, alive, self._on_asked, newcomers)
+            all_new = not newcomers or not set(range(self.world_size)) - {*newcomers, *(absent or ())}
+            self.shared.counts = self.epoch == -1 and all_new
+            about = (self.role, alive, self._on_asked, newcomers, partial(self.shared.joins, epoch))
             opener = Opener(epoch, store_address, self._secret, *about)
             self.epoch, self._opener = epoch, opener
             self.flight.begins(epoch)
@@ -194,13 +208,29 @@ class Communicators:
             if busy and self.traffic is not None:
                 self.traffic(0)
 
-    def failed(self, epoch: int, error: Exception) -> NoReturn:
+    def is_own(self, inner: Inner, error: Exception, began: float, limit: timedelta | None) -> bool:
+        """Whether the script itself is why an operation of gloo's that `began` then (time.monotonic) has
+        failed, and no lost peer: it has set so short a time, or has asked for what gloo does not do.
+
+        `limit`: the time that it has set for this operation. One that it has set for the whole group counts
+        where it is shorter than we would wait for a new epoch.
+        """
+        if inner.asynchronous:
+            return False
+        if limit is None and inner.timeout.total_seconds() < self._grace:
+            limit = inner.timeout
+        took = time.monotonic() - began
+        if limit is not None and took >= limit.total_seconds() and is_timeout(error):
+            inner.timed_out = True
+        return inner.timed_out or is_mistake(error)
+
+    def failed(self, epoch: int, error: Exception, own: bool = False) -> NoReturn:
         """An operation of `epoch` failed with `error`: find out why, and raise accordingly.
 
         Raises EpochChanged if the epoch is over, or ends within the grace period; else `error`. That at once
-        where it is the script's own.
+        where it is the script's own (`is_own`, or out of its code).
         """
-        if is_the_scripts(error):
+        if is_the_scripts(error) or (own and epoch >= self.aborted):
             raise error
         with self._condition:
             first = epoch >= self.aborted and self._reported < epoch
@@ -223,6 +253,16 @@ class Communicators:
         with self._condition:
             self._condition.wait_for(lambda: self.epoch >= self.aborted)
             return self.epoch
+
+    def script_epoch(self) -> int:
+        """The live epoch, waited for where the script does so in an operation. Raises EpochChanged."""
+        if threading.current_thread() is not threading.main_thread():
+            return self.wait_live()
+        if self.startup.recording:
+            return self.startup.live_epoch()
+        if not self.alive:
+            raise EpochChanged(f"epoch {self.epoch} is over; role {self.role} goes on in the next")
+        return self.epoch
 
     def wait_for(self, predicate: Callable[[], bool], epoch: int) -> None:
         """Block until `predicate` or the end of `epoch`. Whoever makes it true notifies."""
@@ -267,6 +307,8 @@ class Communicators:
         what the opening failed with.
         """
         with self._condition:
+            if group.destroyed:
+                raise ValueError(f"process group {group.identity} was destroyed")
             if group.size() == 1:
                 return self._local(group)
             if self.epoch < self.aborted or epoch not in (None, self.epoch):
@@ -300,9 +342,9 @@ class Communicators:
         if group.inner is not None and group.inner.epoch == self.epoch:
             return group.inner, False
         present = tuple(role for role in group.members if role not in self._absent)
-        partial = None
+        without = None
         if present != group.members:
-            partial = Partial(group.identity, group.members, self._absent, self.role, self._adopted)
+            without = Partial(group.identity, group.members, self._absent, self.role, self._adopted)
         group.inner = Inner(
             group.identity,
             present,
@@ -312,7 +354,7 @@ class Communicators:
             group.options,
             self.epoch,
             group.device if group.device is not None else self._device,
-            partial,
+            without,
         )
         return group.inner, True
 
@@ -429,27 +471,37 @@ class Communicators:
             self._in_flight += 1
             if self._in_flight == 1 and self.traffic is not None:
                 self.traffic(1)
+        began = time.monotonic()
         try:
             if (pg := inner.pg) is None:
                 raise EpochChanged(f"epoch {inner.epoch} is over")
             after: list[Callable[[], None]] = []
-            if together is None:
-                work = self._call(inner, pg, calls[0], after)
-            else:
+
+            def begin(call: Call) -> Any:
+                work, then = inner.begin(*call)
+                after.extend([then] if then is not None else [])
+                return work
+
+            if together is not None:
                 pg._start_coalescing(together)
                 try:
                     for call in calls:
-                        self._call(inner, pg, call, after)
+                        begin(call)
                 finally:
                     # Also after an error: NCCL's group is the thread's own, and holds back all that follows.
                     work = pg._end_coalescing(together)
+            elif method == "monitored_barrier" or (inner.checked and not inner.asynchronous):
+                # It waits for all others.
+                over = lambda: inner.epoch < self.aborted  # noqa: E731
+                work = apart(as_here(partial(begin, calls[0])), over, method)
+            else:
+                work = begin(calls[0])
         except Exception as error:
             self.ended(generation)
             self._end_records(records)
             if isinstance(error, (EpochChanged, FtError)):
                 raise
-            alive = inner.epoch >= self.aborted
-            if alive and method != "monitored_barrier" and not is_transport_error(error):
+            if inner.epoch >= self.aborted and not is_transport_error(error):
                 group = self.find(inner.group)
                 for call in calls:  # it was refused
                     with self._traffic_lock:
@@ -457,7 +509,9 @@ class Communicators:
                     if group is not None:
                         self.flight.refused(group.record, call.kind, call.args)
                 raise
-            self.failed(inner.epoch, error)
+            given = [each for call in calls for each in (*call.args, *call.kwargs.values())]
+            limit = next((each for each in given if isinstance(each, timedelta)), None)
+            self.failed(inner.epoch, error, self.is_own(inner, error, began, limit))
         self._watchdog.begin()
         if work is None:
             completed = inner.marker() if inner.asynchronous else None
@@ -472,18 +526,6 @@ class Communicators:
         found = FtWork(*about)
         found.looks = by_gloo
         return found
-
-    def _call(self, inner: Inner, pg: Any, call: Call, after: list[Callable[[], None]]) -> Any:
-        """Issue an operation on the communicator. `after` gets what there is to do once it is complete."""
-        method, kind, args, kwargs = call
-        if method == "monitored_barrier":  # it waits for all others
-            issue = getattr(pg, method)
-            return apart(lambda: issue(*args, **kwargs), lambda: inner.epoch < self.aborted, method)
-        if inner.partial is None:
-            return getattr(pg, method)(*args, **kwargs)
-        work, then = inner.partial.issue(pg, method, kind, args, kwargs)
-        after += [then] if then is not None else []
-        return work
 
     def ends_when(
         self,
@@ -575,6 +617,7 @@ class Communicators:
 
     def end_startup(self) -> None:
         """The first training section begins. Raises ReplayMismatch if peers did more start-up than this."""
+        self.startup.complete()
         with self._condition:
             self.startup.end(g.identity for g in self._groups)
 
@@ -647,7 +690,7 @@ class Communicators:
             if group in self._groups:
                 self._groups.remove(group)
                 self.flight.drop(group.record)
-            inner, group.inner = group.inner, None
+            inner, group.inner, group.destroyed = group.inner, None, True
         if inner is not None and inner.ready:
             if wake:
                 inner.wake()

@@ -490,7 +490,14 @@ class EpochStore(dist.Store):
         with self._condition:
             self._brought.update(reply.values)
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+    def fetch(self, keys: list[str], timeout: timedelta) -> dict[str, bytes] | None:
+        """The values that these keys have now, of what may be set again and again; None if they are not all
+        there within `timeout`."""
+        reply = self._end(self._begin(lambda number: WaitForKeys(number, keys)), timeout)
+        assert isinstance(reply, Values | None), f"{self._name} answered with {reply}"
+        return None if reply is None else reply.values
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set `key` if it has the expected value; returns what it has then."""
         values = _bytes(expected), _bytes(desired)
         return self._ask(lambda number: CompareAndSet(number, key, *values), bytes)

@@ -11,9 +11,10 @@ What a role alone receives (scatter, reduce-scatter, all-to-all, gather and redu
 be replayed. A point-to-point operation counts in a series of its own, of group, source and destination;
 there the sender's log holds what was sent.
 
-Operations of this phase are synchronous, because a survivor does not unwind here: it waits for the
-next epoch and issues the operation again. Only point-to-point operations stay asynchronous, since a
-send completes no earlier than its receive, and both directions may be under way.
+A survivor does not unwind here: who waits for an operation waits for the next epoch, and issues all that are
+under way again, in order. One is completed, and on record, once somebody has waited for it, and those of its
+series that were issued before it; so what it may overwrite is kept until then. Whoever has not waited for one
+that a peer has on record takes that, as a newcomer does.
 
 Where a script is protected in place (`Session.begin`), the phase does not end: it is what the script
 does between the framework's calls, for as long as it runs. The framework's own collectives are not
@@ -33,30 +34,28 @@ a send or a receive of before `s` without a `wait` for more than a step; its err
 
 from __future__ import annotations
 
-from collections import Counter
+import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import distributed as dist
 
-from ft_core.comm.collectives import Call as Operation
-from ft_core.comm.collectives import FtProcessGroup
+from ft_core.comm.collectives import Call as Coalesced
+from ft_core.comm.collectives import FtProcessGroup, asynchronous
 from ft_core.comm.entries import Entry
 from ft_core.comm.startup_log import (
-    ENTRY_CAP,
     Call,
     Completed,
     CountsByRole,
     StartupLog,
-    describe,
-    fill,
     mismatch,
     tensors_in,
-    to_bytes,
 )
+from ft_core.comm.startup_works import AnySource, Collective, Operation, PointToPoint, StartupWork
 from ft_core.comm.works import CompletedWork, FtWork, Together
 from ft_core.errors import EpochChanged, ReplayMismatch
 from ft_core.protocol.groups import Ended, GroupId, RecordCount, Series
@@ -123,8 +122,8 @@ class Startup:
         self._completed = Completed({})
         self._fetch: Fetch | None = None
         self._fetched: dict[Series, tuple[int, list[Entry]]] = {}
-        self._issued: Counter[Series] = Counter()
-        self._pending: list[PointToPoint] = []
+        self._pending: list[Operation] = []
+        """Operations under way, in the order in which they were issued."""
         self._ended: set[Series] = set()
         self._recover: Callable[[], None] | None = None
 
@@ -194,10 +193,8 @@ class Startup:
         """With the lock: the script has done `step` steps. Operations are counted from there, as a newcomer
         may begin at a later step than its predecessor did."""
         self._first = step if self._first is None else self._first
-        if step != self._step:
-            self._issued.clear()  # of series that do not come again
         self._step = step
-        under_way = (work.series.step for work in self._pending)
+        under_way = (operation.series.step for operation in self._pending)
         until = min([step, *(s for s in under_way if s is not None)])
         needed = min(self._begin, until)
         if self._first < needed and step > self._begin and not self._keep:
@@ -228,8 +225,6 @@ class Startup:
                     )
                 except EpochChanged:
                     continue
-            if series.pair is not None:
-                self._issued[series] = many
 
     def newcomers_begin_at(self, step: int) -> None:
         """With the lock: the script's own checkpoint of that step is complete, and its newcomers load it."""
@@ -259,7 +254,7 @@ class Startup:
         """With the lock: what the log tells, and a 1 for each series that gets no more."""
         return self.log.counts() | {Ended(series): 1 for series in self._ended}
 
-    def _series(self, group: FtProcessGroup, pair: tuple[int, int] | None = None) -> Series:
+    def series_of(self, group: FtProcessGroup, pair: tuple[int, int] | None = None) -> Series:
         """The series of what is issued now. `pair`: ranks in the group."""
         roles = None if pair is None else (group.members[pair[0]], group.members[pair[1]])
         return Series(group.identity, roles, None if self._section else self._step, self._section)
@@ -267,48 +262,55 @@ class Startup:
     def run(
         self, group: FtProcessGroup, method: str, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Complete one operation, over as many epochs as it takes. Raises ReplayMismatch."""
+        """Issue one operation, which its work completes over as many epochs as it takes. Raises
+        ReplayMismatch."""
         if self._muted:
             return CompletedWork(tensors_in(args), 0)
         if group.size() == 1:
-            self._execute(group, method, kind, args, kwargs, None)
+            self.tells()
+            if (alone := self._comms.issue(group, method, kind, args, kwargs)) is not None:
+                alone.wait()
             return CompletedWork(tensors_in(args), 0)
         if self.rehearsing:
             return CompletedWork(Call(group.rank(), kind, args, kwargs).without_peers(), 0)
-        if method == "recv_anysource":
-            return self._any_source(group, args)
-        if kind in ("send", "recv"):
-            return self._point_to_point(group, method, args)
-        call = Call(group.rank(), kind, args, kwargs)
-        saved = call.save()
-        series = self._series(group)
-        number = self.log.count(series)
-        while True:
-            epoch = self.live_epoch()
-            try:
-                entry = self.peers_entry(series, number, call.signature, epoch)
-                if entry is not None:
-                    # Once training has begun, no restore comes after this that overwrites large results.
-                    lenient = not self._strict
-                    call.apply(entry, self.where(series, number), lenient, lenient and self._weights)
-                else:
-                    if kind != "broadcast" or call.is_root:
-                        self.gives(call.inputs)
-                    self._execute(group, method, kind, args, kwargs, epoch)
-                    entry = call.entry()
-                if self.record(epoch, series, entry):
-                    return CompletedWork(call.results)
-            except EpochChanged:
-                pass
-            for tensor, copy in saved:
-                tensor.copy_(copy)
+        operation = self._operation(group, method, kind, args, kwargs)
+        self._pending.append(operation)
+        try:
+            self._issue()
+            self._reap()
+        except Exception:
+            operation.dropped = True
+            raise
+        work = StartupWork(self, operation, asynchronous(group.devices))
+        if method == "monitored_barrier":  # it has waited for all others
+            work.wait()
+        return work
 
-    def run_together(self, group: FtProcessGroup, calls: list[Operation]) -> Together:
+    def _operation(
+        self, group: FtProcessGroup, method: str, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Operation:
+        # The epoch is pinned: in a newer one, peers may have completed the operation and not take part.
+        issue = partial(self._comms.issue, group, method, kind, args, kwargs)
+        if method == "recv_anysource":
+            return AnySource(self, group, issue, tensors_in(args[0]))
+        me = group.rank()
+        if kind == "send":
+            return PointToPoint(self, self.series_of(group, (me, args[1])), issue, tensors_in(args[0]), None)
+        if kind == "recv":
+            source = args[1]
+            series = self.series_of(group, (source, me))
+            return PointToPoint(self, series, issue, tensors_in(args[0]), source)
+        # Once training has begun, no restore comes after this that overwrites large results.
+        lenient = not self._strict
+        call = Call(me, kind, args, kwargs)
+        return Collective(self, self.series_of(group), issue, call, lenient, lenient and self._weights)
+
+    def run_together(self, group: FtProcessGroup, calls: list[Coalesced]) -> Together:
         """Complete operations that the script issues as one: one after the other, sends and receives in an
         order of all pairs, in which no two members wait for each other's."""
         me = group.rank()
 
-        def place(call: Operation) -> tuple[int, ...]:
+        def place(call: Coalesced) -> tuple[int, ...]:
             if call.kind not in ("send", "recv"):
                 return ()
             peer = call.args[1]
@@ -320,24 +322,15 @@ class Startup:
         """Whether peers have completed so many of the next operations of this group."""
         if not self.recording or self._muted or self.rehearsing:
             return False
-        series = self._series(group)
-        return self._completed.holder(series, self.log.count(series) + many - 1) is not None
+        series = self.series_of(group)
+        under_way = sum(each.series == series for each in self._pending)
+        return self._completed.holder(series, self.log.count(series) + under_way + many - 1) is not None
 
-    def _execute(
-        self,
-        group: FtProcessGroup,
-        method: str,
-        kind: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        epoch: int | None,
-    ) -> Any:
+    def speaks(self, tensors: list[torch.Tensor]) -> None:
+        """This role is about to tell its peers something, these tensors among it."""
         self.tells()
-        # The epoch is pinned: in a newer one, peers may have completed the operation and not take part.
-        work = self._comms.issue(group, method, kind, args, kwargs, epoch)
-        if work is not None:
-            work.complete()  # what is garbage is not recorded, as its epoch is over
-        return work
+        if tensors:
+            self.gives(tensors)
 
     def record(self, epoch: int, series: Series, entry: Entry) -> bool:
         """Count the operation as completed, unless `epoch` is over: then its peers may not have."""
@@ -376,57 +369,83 @@ class Startup:
             self.goes_by = self.goes_by or self.where(series, number)
         return found_there
 
-    def _point_to_point(self, group: FtProcessGroup, method: str, args: tuple[Any, ...]) -> PointToPoint:
-        peer, me = args[1], group.rank()
-        series = self._series(group, (me, peer) if method == "send" else (peer, me))
-        work = PointToPoint(self, self._comms, group, series, self._issued[series], method, args)
-        self._issued[series] += 1
-        self._pending.append(work)
-        try:
-            work.issue()
-        except EpochChanged:
-            self.reissue()
-        return work
+    def check_any_source(self, whole: Series) -> None:
+        """Raises ReplayMismatch where a peer's record has a message that is next here."""
+        for series in self._completed.received(whole, self._comms.role):
+            number = self.log.count(series)
+            if self._completed.holder(series, number) is not None:
+                raise ReplayMismatch(
+                    f"{self.where(series, number)}: whose message comes next is not known for "
+                    "a receive from any source"
+                )
 
-    def _any_source(self, group: FtProcessGroup, args: tuple[Any, ...]) -> CompletedWork:
+    def number(self, operation: Operation) -> int:
+        """Which one of its series it is: they are completed in the order in which they were issued."""
+        earlier = itertools.takewhile(lambda each: each is not operation, self._pending)
+        return self.log.count(operation.series) + sum(each.series == operation.series for each in earlier)
+
+    def _issue(self) -> None:
+        """Issue what is pending, in order, in the live epoch, if that was not done. Raises EpochChanged in a
+        call of the framework's, which is done again."""
         while True:
+            if not (self.recording or self._comms.alive):
+                raise EpochChanged(f"an epoch of role {self._comms.role} is over")
             epoch = self.live_epoch()
-            for series in self._completed.received(self._series(group), self._comms.role):
-                number = self.log.count(series)
-                if self._completed.holder(series, number) is not None:
-                    raise ReplayMismatch(
-                        f"{self.where(series, number)}: whose message comes next is not known for "
-                        "a receive from any source"
-                    )
             try:
-                source = self._execute(group, "recv_anysource", "recv", args, {}, epoch).source_rank()
-            except EpochChanged:
-                continue
-            tensors, series = tensors_in(args[0]), self._series(group, (source, group.rank()))
-            if self.record(epoch, series, _sent(tensors)):
-                self._issued[series] += 1
-                return CompletedWork(tensors, source)
-
-    def reissue(self) -> None:
-        """After an epoch change: issue what is pending again, in order."""
-        while True:
-            self.live_epoch()
-            try:
-                for work in self._pending:
-                    work.issue()
+                for operation in list(self._pending):
+                    try:
+                        operation.issue(epoch)
+                    except EpochChanged:
+                        raise
+                    except Exception as error:
+                        self._fail(operation, error)
+                        raise
                 return
             except EpochChanged:
                 continue
 
-    def finish(self, work: PointToPoint) -> None:
-        """It is complete; earlier ones of the same series are completed first."""
-        for earlier in [w for w in self._pending if w.series == work.series and w.number < work.number]:
-            earlier.wait()
-        while work in self._pending:
-            if work.attempt():
-                self._pending.remove(work)
-            else:
-                self.reissue()
+    def _fail(self, operation: Operation, error: Exception) -> None:
+        operation.error = error
+        self._pending.remove(operation)
+
+    def finish(self, operation: Operation, timeout: timedelta | None = None) -> None:
+        """Complete it, over as many epochs as it takes; earlier ones of its series first."""
+        while operation in self._pending:
+            self._issue()
+            first = next(each for each in self._pending if each.series == operation.series)
+            try:
+                done = first.attempt(timeout)
+            except Exception as error:
+                if not first.goes_on:
+                    self._fail(first, error)
+                raise
+            if done:
+                self._pending.remove(first)
+        if operation.error is not None:
+            raise operation.error
+
+    def has_ended(self, operation: Operation) -> bool:
+        """Whether `finish` would not wait."""
+        if operation not in self._pending:
+            return True
+        self._issue()
+        return operation.is_completed()
+
+    def _reap(self) -> None:
+        """Complete what nobody waits for and has ended, unless something before it is under way."""
+        waiting: set[Series] = set()
+        for operation in list(self._pending):
+            if operation.series in waiting or not (operation.dropped and operation.has_ended):
+                waiting.add(operation.series)
+                continue
+            with contextlib.suppress(RuntimeError):  # nobody asks
+                self.finish(operation)
+
+    def complete(self) -> None:
+        """Complete what has ended: start-up is about to."""
+        for operation in list(self._pending):
+            if operation.has_ended:
+                self.finish(operation)
 
     def end(self, groups: Iterable[GroupId]) -> None:
         """With the lock: start-up is over. `groups`: those that there are.
@@ -445,87 +464,3 @@ class Startup:
         self.recording = False
         self._ended = {*map(Series, groups), *self.log.series}
         self._completed, self._fetch, self._fetched = Completed({}), None, {}
-
-
-class PointToPoint(dist.Work):
-    """A send or receive of the start-up phase: issued at once, completed in `wait`."""
-
-    def __init__(
-        self,
-        startup: Startup,
-        comms: Communicators,
-        group: FtProcessGroup,
-        series: Series,
-        number: int,
-        method: str,
-        args: tuple[Any, ...],
-    ) -> None:
-        super().__init__()
-        self.series, self.number = series, number
-        self._startup, self._comms, self._group = startup, comms, group
-        self._method, self._args = method, args
-        self._work: FtWork | None = None
-        self._entry: Entry | None = None
-        self._epoch = -1
-        self._tensors = tensors_in(args[0])
-
-    def issue(self) -> None:
-        """Issue it in the current epoch, unless a peer's log has it. Raises EpochChanged."""
-        epoch = self._startup.live_epoch()
-        if self._epoch == epoch:
-            return
-        self._work = None
-        self._entry = self._startup.peers_entry(
-            self.series, self.number, _sent_signature(self._tensors), epoch
-        )
-        if self._entry is None:
-            self._startup.tells()
-            if self._method == "send":
-                self._startup.gives(self._tensors)
-            self._work = self._comms.issue(self._group, self._method, self._method, self._args, {}, epoch)
-        self._epoch = epoch
-
-    def attempt(self) -> bool:
-        """Wait for it in the epoch it was issued in. False if that epoch ended first."""
-        where = self._startup.where(self.series, self.number)
-        entry = self._entry
-        if entry is None:
-            try:
-                if self._work is not None:
-                    self._work.complete()
-            except EpochChanged:
-                return False
-            entry = _sent(self._tensors)
-        elif entry.signature != _sent_signature(self._tensors):
-            raise mismatch(where, _sent_signature(self._tensors), entry.signature)
-        elif self._method == "recv":
-            if entry.tensors is None or [len(b) for b in entry.tensors] != [t.nbytes for t in self._tensors]:
-                raise ReplayMismatch(
-                    f"{where}: what was sent was too large for the start-up log; the job must fall back to "
-                    "its durable checkpoint"
-                )
-            for tensor, data in zip(self._tensors, entry.tensors, strict=True):
-                fill(tensor, data)
-        return self._startup.record(self._epoch, self.series, entry)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for it, over as many epochs as it takes. Raises ReplayMismatch."""
-        self._startup.finish(self)
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._work is None or self._work.is_completed()
-
-    def synchronize(self) -> None:
-        """Same as `wait`."""
-        self.wait()
-
-
-def _sent_signature(tensors: list[torch.Tensor]) -> str:
-    return f"send({', '.join(describe(tensors))})"
-
-
-def _sent(tensors: list[torch.Tensor]) -> Entry:
-    kept = sum(t.nbytes for t in tensors) <= ENTRY_CAP
-    return Entry("send", _sent_signature(tensors), tuple(map(to_bytes, tensors)) if kept else None)

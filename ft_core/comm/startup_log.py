@@ -252,8 +252,8 @@ class Call:
 
     def save(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copies of the inputs that executing it may overwrite, each with its original."""
-        places = {t.untyped_storage().data_ptr() for t in self.results}
-        touched = (t for t in self.inputs if t.untyped_storage().data_ptr() in places)
+        places = set(map(_place, self.results))
+        touched = (t for t in self.inputs if _place(t) in places)
         return [(t, t.detach().clone()) for t in touched] if self.kind != "broadcast" else []
 
     def without_peers(self) -> list[torch.Tensor]:
@@ -268,7 +268,7 @@ class Call:
         if self.kind in _OWN_RESULT + _AT_ROOT:
             return Entry(self.kind, self.signature, None)
         # A result that cannot be kept anyway is not copied.
-        if sum(t.nbytes for t in self.results) > ENTRY_CAP:
+        if any(map(_is_sparse, self.results)) or sum(t.nbytes for t in self.results) > ENTRY_CAP:
             return Entry(self.kind, self.signature, None)
         return Entry(self.kind, self.signature, tuple(to_bytes(t) for t in self.results))
 
@@ -286,6 +286,10 @@ class Call:
             )
         if self.kind in _AT_ROOT:
             return
+        if any(map(_is_sparse, self.results)):
+            raise ReplayMismatch(
+                f"{where}: the result of {self.signature} is sparse, which the start-up log does not keep"
+            )
         if entry.tensors is None:
             # Parameters are restored later. Anything else steers the script and must not be made up.
             if not lenient or not (weights or all(t.is_floating_point() for t in self.results)):
@@ -302,7 +306,17 @@ class Call:
 
 def describe(tensors: list[torch.Tensor]) -> list[str]:
     """Dtypes and shapes, for a signature."""
-    return [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
+    sparse = {True: " sparse", False: ""}
+    return [f"{str(t.dtype)[6:]}{list(t.shape)}{sparse[_is_sparse(t)]}" for t in tensors]
+
+
+def _is_sparse(tensor: torch.Tensor) -> bool:
+    return tensor.layout is not torch.strided
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Where a tensor's content is; what it is where that is in several places."""
+    return id(tensor) if _is_sparse(tensor) else tensor.untyped_storage().data_ptr()
 
 
 def mismatch(where: str, issued: str, recorded: str) -> ReplayMismatch:

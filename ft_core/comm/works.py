@@ -12,16 +12,20 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import distributed as dist
+from torch._C import _distributed_c10d as cpp
 
 import ft_core
-from ft_core.comm.apart import LOOK, apart
+from ft_core.comm.apart import LOOK, R, apart
 from ft_core.comm.inner import Inner, start
 from ft_core.errors import EpochChanged
 from ft_core.process import stream
 
 _TRANSPORT = re.compile(
-    r"gloo/transport|pair closure|connection|socket|broken pipe|timed? ?out|nccl|remote|store", re.I
+    r"gloo/transport|pair closure|connection|socket|broken pipe|timed? ?out|nccl|remote|store|"
+    r"monitoredBarrier",
+    re.I,
 )
+_TIMEOUT = re.compile("timed? ?out|monitoredBarrier", re.I)
 
 
 def is_transport_error(error: Exception) -> bool:
@@ -29,15 +33,31 @@ def is_transport_error(error: Exception) -> bool:
 
     torch checks arguments before anything is queued, and gloo's collectives only queue: so an error at
     issue is the caller's, unless its text is one of the transport's (gloo's point-to-point operations
-    and NCCL touch the connection at issue). An error out of `wait` is always the transport's, unless it
-    `is_the_scripts`; when it was not (ranks passed different sizes), no epoch follows and it is raised after
-    the grace period.
+    and NCCL touch the connection at issue).
     """
     if isinstance(error, (TypeError, ValueError, NotImplementedError)):
         return False
     return isinstance(error, dist.DistError) or (
         "ProcessGroupGloo::" not in str(error) and _TRANSPORT.search(str(error)) is not None
     )
+
+
+_from_future: Callable[[Any], dist.Work] = cpp._create_work_from_future  # type: ignore[attr-defined]
+
+
+def is_mistake(error: Exception) -> bool:
+    """Whether an error out of the `wait` of a gloo operation is the caller's mistake: torch has refused it
+    where it would have begun. What gloo itself raises names its source file, or the connection.
+
+    Where ranks pass different sizes it is gloo that notices: no epoch follows, and that is raised after the
+    grace period.
+    """
+    return not is_transport_error(error) and "gloo/" not in str(error)
+
+
+def is_timeout(error: Exception) -> bool:
+    """Whether an error may be that something took longer than it was given."""
+    return _TIMEOUT.search(str(error)) is not None
 
 
 _ENGINE = Path(ft_core.__file__).parent
@@ -62,7 +82,10 @@ class Epochs(Protocol):
 
     aborted: int
 
-    def failed(self, epoch: int, error: Exception) -> NoReturn:
+    def is_own(self, inner: Inner, error: Exception, began: float, limit: timedelta | None) -> bool:
+        """Whether the script is why an operation has failed."""
+
+    def failed(self, epoch: int, error: Exception, own: bool = False) -> NoReturn:
         """Find out why an operation of `epoch` failed, and raise accordingly."""
 
     def ends_when(
@@ -129,8 +152,8 @@ class FtWork(dist.Work):
         what it is in the flight record."""
         super().__init__()
         self._comms, self._inner, self._work, self._generation = comms, inner, work, generation
-        self._method = method
-        self._counted = True
+        self._method, self._began = method, time.monotonic()
+        self._counted, self._waited = True, False
         self._after = after
         self._records = records
         self.looks = False
@@ -146,29 +169,55 @@ class FtWork(dist.Work):
             self._comms.ends_when(inner, self._method, completed, self._generation, self._records, dropped)
 
     def __del__(self) -> None:
+        self.drop()
+
+    def drop(self) -> None:
+        """Nobody waits for it any more."""
         self._end(dropped=True)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has finished, well or badly; without waiting for it."""
+        return bool(self._work.is_completed())
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether no wait has ended it yet."""
+        return self._counted
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the result. Raises EpochChanged within milliseconds of an abort.
 
         On a GPU only the caller's stream waits, and an abort is seen by whoever waits for the device.
+        Elsewhere once is enough: gloo would wait for another message.
         """
+        if self._waited:
+            return True
+        began = time.monotonic() if timeout else self._began
         self._comms.awaits(self._records)
         try:
             done = self._wait(timeout)
         except Exception as error:
+            if self.looks and not (self._over() or self._work.is_completed()):
+                raise  # after the time that the caller has given; it goes on
             self._end()
-            self._comms.failed(self._inner.epoch, error)
+            self._failed(error, began, timeout)
         self._end(waited=True)
-        if self._inner.asynchronous and self._over():
+        if not self._inner.asynchronous:
+            self._waited = True
+        elif self._over():
             raise EpochChanged(f"epoch {self._inner.epoch} ended during {self._method}")
         return bool(done)
 
-    def complete(self) -> None:
+    def complete(self, timeout: timedelta | None = None) -> None:
         """`wait`, on the host: the results are there, or garbage, if the epoch is over."""
-        self.wait()
+        self.wait(timeout)
         if self._inner.asynchronous:
             stream.settle()
+
+    def _failed(self, error: Exception, began: float, limit: timedelta | None) -> NoReturn:
+        own = self._comms.is_own(self._inner, error, began, limit)
+        self._comms.failed(self._inner.epoch, error, own)
 
     def _wait(self, timeout: timedelta | None) -> bool:
         """Wait for one that does not end once its epoch is over (`apart` says which), no more than two looks.
@@ -216,8 +265,9 @@ class FtWork(dist.Work):
         return False
 
     def synchronize(self) -> None:
-        """Same as `wait`."""
-        self.wait()
+        """Make the caller's stream wait for the result; nothing where there is none, as with gloo."""
+        if self._inner.asynchronous:
+            self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """The result as a future, which fails with EpochChanged where `wait` would."""
@@ -246,7 +296,7 @@ class FtWork(dist.Work):
     def _settle_failure(self, promise: Promise, error: Exception) -> None:
         self._end()
         try:
-            self._comms.failed(self._inner.epoch, error)
+            self._failed(error, self._began, None)
         except Exception as verdict:
             self._comms.settled(promise)
             promise.fail(verdict)
@@ -280,16 +330,23 @@ class ApartWork(FtWork):
     """
 
     def _wait(self, timeout: timedelta | None) -> bool:
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        call = lambda: self._finish(timeout)  # noqa: E731
+        # Nothing but what copies heeds the modes.
+        as_it_is = self._method.startswith(("send", "recv"))
+        return apart(call if as_it_is else as_here(call), self._over, self._method)
 
-        def finish() -> bool:
-            with torch.inference_mode(modes[1]), torch.set_grad_enabled(modes[0]):
-                return self._finish(timeout)
 
-        # A thread begins with these modes, and nothing but what copies heeds them.
-        as_it_is = modes == (True, False) or self._method.startswith(("send", "recv"))
-        call = (lambda: self._finish(timeout)) if as_it_is else finish
-        return apart(call, self._over, self._method)
+def as_here(call: Callable[[], R]) -> Callable[[], R]:
+    """The same for another thread, under the modes of this one."""
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    if modes == (True, False):  # a thread begins with these
+        return call
+
+    def called() -> R:
+        with torch.inference_mode(modes[1]), torch.set_grad_enabled(modes[0]):
+            return call()
+
+    return called
 
 
 class Together(dist.Work):
@@ -313,7 +370,7 @@ class Together(dist.Work):
 
 
 class CompletedWork(dist.Work):
-    """An operation that is complete."""
+    """An operation that needs no peers: in a group of one, in a rehearsal, or where nothing is said."""
 
     def __init__(self, results: list[torch.Tensor], source: int = -1) -> None:
         super().__init__()
@@ -324,7 +381,7 @@ class CompletedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Always, since an operation of start-up is issued and completed in one call."""
+        """Always, since it is complete when it is issued."""
         return True
 
     def is_success(self) -> bool:
@@ -349,3 +406,9 @@ class CompletedWork(dist.Work):
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._results)
         return future
+
+
+def for_cpp(work: dist.Work) -> dist.Work:
+    """The same, for C++ alone to keep: it does not keep what is Python's of a work,
+    without which ours is waited for for ever."""
+    return _from_future(work.get_future()) if type(work).__module__.startswith("ft_core.") else work

@@ -46,7 +46,7 @@ class Worker:
         flight = self.control.flight
         self.comms = Communicators(role, world, self._failed, SECRET, failure_grace=20.0, flight=flight)
         backend.install(self.comms)
-        self.comms.swap(*plan, self._fetch)
+        self.comms.swap(*plan, self._fetch, newcomers=[role] if self.newcomer else [])
         threading.Thread(target=self._watch, daemon=True).start()
 
     def tell(self, kind: str, *values: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from ft_core.comm.flight import FlightRecorder
@@ -213,10 +214,11 @@ def groups(worker: Any) -> dict[str, Any]:
     return {"sum": t.item(), "lonely": lonely.item(), "names": names, "backend": dist.get_backend(explicit)}
 
 
-def crossed_first_use(worker: Any) -> float:
+def crossed_first_use(worker: Any, in_startup: bool) -> float:
     """Roles 0 and 1 first use two groups in a different order, which is legal for asynchronous operations."""
     dist.init_process_group("gloo")
-    worker.begin_training()
+    if not in_startup:
+        worker.begin_training()
     pair = [dist.new_group([0, 1]), dist.new_group([0, 1])]
     ones = [torch.ones(1), torch.ones(1)]
     order = (0, 1) if worker.role == 0 else (1, 0)
@@ -599,6 +601,56 @@ def start_up(worker: Any, stop: Any, then: Any) -> dict[str, Any]:
     return plain({**out, "epoch": worker.epoch})
 
 
+def several_pending(worker: Any, issued: bool, waited: int) -> dict[str, Any]:
+    """Operations of start-up that go on at once. Role 2 stops before it has issued them, or once all have;
+    role 1 waits for none before the next epoch, and role 0 for the first few."""
+    dist.init_process_group("gloo")
+    role, everybody, again = worker.role, dist.group.WORLD, dist.new_group([0, 1, 2])
+
+    def until_next_epoch() -> None:
+        while worker.pending == worker.epoch == 1:
+            time.sleep(0.005)
+
+    def stop() -> None:
+        if role == 2 and not worker.newcomer:
+            worker.tell("stopped")
+            threading.Event().wait()
+
+    if not issued:
+        stop()
+    dist.barrier(async_op=True)  # which nobody waits for
+    mine = [torch.tensor([1.0 + role + 10 * i]) for i in range(4)]
+    gathered = [torch.zeros(1) for _ in range(3)]
+    calls = [
+        lambda: dist.all_reduce(mine[0], group=everybody, async_op=True),
+        lambda: dist.all_reduce(mine[1], group=again, async_op=True),
+        lambda: dist.all_reduce(mine[2], group=everybody, async_op=True),
+        lambda: dist.broadcast(mine[3], 1, group=again, async_op=True),
+        lambda: dist.all_gather(gathered, torch.tensor([float(role)]), async_op=True),
+    ]
+    order = (1, 3, 0, 2, 4) if role == 1 else (0, 1, 2, 3, 4)
+    works = {i: calls[i]() for i in order}
+    received = torch.zeros(1)
+    works[5] = dist.isend(torch.tensor([float(role)]), (role + 1) % 3)
+    works[6] = dist.irecv(received, (role - 1) % 3)
+    if issued:
+        store = c10d._get_default_store()
+        store.set(f"all begun by {role}", "")
+        store.wait([f"all begun by {other}" for other in range(3)])
+        stop()
+    if not worker.newcomer:
+        for i in order[:waited] if role == 0 else ():
+            works[i].wait()
+        worker.tell("passed")
+        until_next_epoch()
+    for i in reversed(works):
+        works[i].wait()
+        assert works[i].is_completed()
+    dist.barrier()
+    out = plain({"sums": mine, "gathered": gathered, "received": received})
+    return out | {"counts": worker.comms.startup_counts(), "pending": len(worker.comms.startup._pending)}
+
+
 def between_steps(worker: Any, stops: dict[int, int], begin: int, more: int | None) -> dict[str, Any]:
     """What a script does between 30 training steps, of which a newcomer passes those from `begin` on.
 
@@ -942,3 +994,186 @@ def recorded_mistake(worker: Any) -> list[tuple[str, int, bool]]:
             dist.group.WORLD.broadcast([torch.ones(1)], 7, 9, 11)
     dist.all_reduce(torch.ones(1))
     return [(record.kind, record.number, not record.under_way) for record in own_log(worker).records]
+
+
+# -- what torch's own groups do --------------------------------------------------------------------
+
+
+def as_torch(worker: Any, in_startup: bool) -> dict[str, Any]:
+    """What scripts get of torch's own groups beside the results of plain collectives."""
+    dist.init_process_group("gloo")
+    pair = dist.new_group([0, 1])
+    if not in_startup:
+        worker.begin_training()
+    role, other = worker.role, 1 - worker.role
+    found: dict[str, Any] = {}
+
+    sparse = torch.sparse_coo_tensor([[role, 1]], [1.0, 1.0], (3,), check_invariants=True)
+    dist.all_reduce(sparse)
+    found["sparse"] = sparse.to_dense()
+    embedding = torch.nn.parallel.DistributedDataParallel(torch.nn.Embedding(4, 2, sparse=True))
+    embedding(torch.tensor([role, 1])).sum().backward()
+    found["sparse gradient"] = embedding.module.weight.grad.to_dense()
+
+    received = torch.zeros(2)
+    works = [dist.isend(torch.full((2,), float(role)), other), dist.irecv(received, other)]
+    for _ in range(2):
+        for work in works:
+            work.wait()
+            work.synchronize()
+    found["received"] = received
+
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2, bias=False))
+    with model.join(divide_by_initial_world_size=False):
+        for _ in range(1 + role):
+            model.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+    found["joined"] = model.module.weight.grad
+
+    functional = all_reduce(torch.full((2,), 1.0 + role), "sum", dist.group.WORLD)
+    registered = torch.ones(1)
+    torch._C._distributed_c10d._register_work(registered, dist.all_reduce(registered, async_op=True))
+    wait_tensor(registered)
+    found["functional"] = [functional + 0, registered]
+
+    if role == 0:
+        anybodys = dist.irecv(received := torch.zeros(1))
+        dist.barrier()
+        anybodys.wait()
+        found["from any"] = [received, anybodys.source_rank()]
+    else:
+        dist.barrier()
+        dist.send(torch.full((1,), 5.0), 0)
+
+    c10d._set_pg_timeout(timedelta(seconds=7), pair)
+    found["time-outs"] = [
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        for group in (dist.group.WORLD, pair)
+    ]
+    dist.all_reduce(torch.ones(1), group=pair)
+    dist.destroy_process_group(pair)
+    try:
+        dist.all_reduce(torch.ones(1), group=pair)
+    except ValueError as error:
+        found["destroyed"] = type(error).__name__
+    dist.barrier()
+    return plain(found)
+
+
+def own_errors(worker: Any, in_startup: bool) -> dict[str, Any]:
+    """Role 0 runs into time-outs that its script has set, and both make mistakes that gloo sees in `wait`."""
+    dist.init_process_group("gloo")
+    short, checked = dist.new_group(timeout=timedelta(seconds=1)), dist.new_group()
+    if not in_startup:
+        worker.begin_training()
+    role, found = worker.role, {}
+
+    def late(name: str, call: Callable[[], Any]) -> None:
+        began = time.monotonic()
+        with contextlib.suppress(RuntimeError):
+            call()
+            return
+        found[name] = time.monotonic() - began
+
+    one = torch.ones(1)
+    for group in (short, checked):
+        dist.all_reduce(torch.ones(1), group=group)
+    if role == 0:
+        work = dist.all_reduce(one, async_op=True)
+        late("of a wait", lambda: work.wait(timedelta(seconds=1)))
+        late(
+            "of a receive", lambda: dist.irecv(one.clone(), 1, group=short).wait(timedelta(milliseconds=500))
+        )
+        late("of a group that had one", lambda: dist.barrier(group=short))
+        late("of a barrier", lambda: dist.monitored_barrier(checked, timedelta(seconds=1)))
+        dist.send(torch.ones(1), 1)
+        work.wait()
+    else:
+        dist.recv(torch.ones(1), 0)
+        dist.all_reduce(one)
+    late("mistake", lambda: dist.all_reduce(torch.ones(1), dist.ReduceOp.BAND))
+    dist.all_reduce(torch.ones(1))  # and no barrier: gloo's may raise the mistake before it once more
+    return {"seconds": found, "sum": one.item(), "failures": worker.failures}
+
+
+def detail(worker: Any, in_startup: bool) -> dict[str, Any]:
+    """Operations that differ between roles, where torch is told to compare them, and a role that is lost."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    dist.init_process_group("gloo")
+    if not in_startup:
+        worker.begin_training()
+    role, raised = worker.role, []
+    one, received = torch.ones(1), torch.zeros(1)
+    calls = [
+        lambda: dist.all_reduce(torch.ones(4 << role)),
+        lambda: dist.broadcast(torch.ones(2), 0) if role else dist.all_reduce(torch.ones(2)),
+    ]
+    for call in () if worker.newcomer else calls:
+        try:
+            call()
+            raised.append("nothing")
+        except RuntimeError as error:
+            raised.append(str(error)[:80])
+    if worker.newcomer and not in_startup:
+        one.fill_(2)
+    else:
+        dist.all_reduce(one)
+        dist.monitored_barrier()
+        works = [dist.isend(one, 1 - role), dist.irecv(received, 1 - role)]
+        for work in works:
+            work.wait()
+    if not worker.newcomer:
+        if role:
+            worker.tell("stopped")
+            threading.Event().wait()
+        worker.tell("blocked")
+    while True:
+        try:
+            dist.all_reduce(one)
+            return {"raised": raised, "sums": [received.item(), one.item()]}
+        except EpochChanged:
+            worker.next_epoch()
+            one.fill_(2)
+
+
+def shared_store(worker: Any, in_startup: bool) -> dict[str, Any]:
+    """Keys of torch's default store and of a group's, before and after role 1 is lost."""
+    dist.init_process_group("gloo")
+    role, store, found = worker.role, c10d._get_default_store(), {}
+    grouped = dist.new_group([0, 1]).get_group_store()
+    if not in_startup:
+        worker.begin_training()
+    store.set(f"of {role}", f"set by {role}")
+    grouped.set(f"of {role}", "first")
+    grouped.set(f"of {role}", f"in a group by {role}")
+    found["mine"] = store.get(f"of {role}")
+    if not worker.newcomer:
+        found["peer's"] = [store.get(f"of {1 - role}"), grouped.get(f"of {1 - role}")]
+        store.add("counter", 1)
+        while store.add("counter", 0) < 2:
+            time.sleep(0.01)
+        found["compared"] = store.compare_set("once", "", f"{role}")
+        found["deleted"] = [store.check(["of 0"]), store.check(["nobody's"]), store.delete_key("nobody's")]
+        try:
+            store.wait(["nobody's"], timedelta(milliseconds=100))
+        except dist.DistStoreError as error:
+            found["late"] = str(error)
+        if role:
+            store.wait(["read"])
+            worker.tell("stopped")
+            threading.Event().wait()
+        store.set("read", "")
+    else:
+        store.set("new", "by the newcomer")
+    while True:
+        try:
+            found["after"] = [store.get("new"), store.get(f"of {1 - role}"), grouped.get(f"of {1 - role}")]
+            break
+        except EpochChanged:
+            worker.next_epoch()
+    for name in ("add", "get"):
+        try:
+            store.add("counter", 1) if name == "add" else store.get("counter")
+        except FtError as error:
+            found[name] = str(error)
+    return found

@@ -79,8 +79,9 @@ def test_collectives_without_a_member_whose_replica_group_is_away() -> None:
     assert results[2]["received"] == own[0]
 
 
-def test_first_uses_in_different_order_do_not_deadlock() -> None:
-    with GroupJob(2, "crossed_first_use") as job:
+@pytest.mark.parametrize("in_startup", [False, True])
+def test_first_uses_in_different_order_do_not_deadlock(in_startup: bool) -> None:
+    with GroupJob(2, "crossed_first_use", in_startup) as job:
         assert job.results() == [4.0, 4.0]
 
 

@@ -64,6 +64,25 @@ def test_two_kills_during_start_up() -> None:
         check(job.results(), 3)
 
 
+@pytest.mark.parametrize("issued,waited", [(False, 0), (True, 0), (True, 1), (True, 5)])
+def test_a_kill_while_several_operations_are_under_way(issued: bool, waited: int) -> None:
+    """What nobody has on record is done again, with what it was given; else all take it from there."""
+    with GroupJob(3, "several_pending", issued, waited) as job:
+        job.wait("stopped", [2])
+        job.wait("passed", [0, 1])
+        job.kill(2)
+        job.next_epoch([2])
+        results = job.results()
+    for role, result in enumerate(results):
+        assert result["sums"] == [[6], [36], [66], [32]]
+        assert result["gathered"] == [[0], [1], [2]] and result["received"] == [(role - 1) % 3]
+        assert result["pending"] == 0
+    whole = [
+        {series: n for series, n in result["counts"].items() if series.pair is None} for result in results
+    ]
+    assert whole[0] == whole[1] == whole[2] and sorted(whole[0].values()) == [2, 5]
+
+
 def lose(job: GroupJob, role: int, at: int, begin: int, more: int | None = None) -> None:
     """A role that stops in step `at` is killed; its newcomer begins at step `begin` (see `between_steps`)."""
     job.wait("stopped", [role], at)
