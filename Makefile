@@ -21,7 +21,7 @@ PARALLEL := $(if $(filter-out 0 1,$(WORKERS)),--numprocesses=$(WORKERS) --dist=l
 SMALL := --numprocesses=$$(nproc) --dist=loadfile tests/core tests/simulation tests/megatron tests/deepspeed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-megatron demo test test-light test-megatron test-rest test-all simulate test-exhaustive lint docs bench clean
+.PHONY: help setup setup-megatron demo test test-light test-megatron test-rest test-all test-strict simulate test-exhaustive lint docs bench clean
 
 help:  ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,10 @@ test-all: test test-rest  ## Both: an hour on 2 cores
 
 simulate: setup  ## Try SCHEDULES of failures (a million) on the state machines, without a process
 	$(BIN)/python -m tests.simulation --schedules $(or $(SCHEDULES),1000000)
+
+test-strict: setup setup-megatron  ## The quick whole jobs over a backend that has NCCL's rules (docs/communicators.md)
+	FT_COMM=strict $(BIN)/python -m pytest $(PARALLEL) -m $(QUICK) tests/chaos
+	FT_COMM=strict $(BIN312)/python -m pytest $(PARALLEL) -m $(QUICK) tests/chaos/test_pretrain*.py
 
 test-exhaustive: setup  ## More layouts and seeds of what `make test-all` runs
 	$(BIN)/python -m pytest -m exhaustive

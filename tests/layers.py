@@ -38,6 +38,11 @@ QUICK: dict[str, tuple[str, ...]] = {
     "standbys start roles ahead of need": (
         "test_ready.py::test_standbys_take_over[tp1pp1dp2-distopt-fp32-1-script0]",
     ),
+    "under NCCL's rules": (
+        "test_strict.py::test_every_moment[tp1pp2dp2-distopt-bf16]",
+        "test_strict.py::test_every_moment_with_deepspeed[zero3-dp3-gas2-bf16-gpt2-clip1--num-workers=2-1]",
+        "test_strict.py::test_a_link_fails_while_all_live",
+    ),
     "a node is taken out": ("test_drain.py::test_a_node_is_drained",),
     "the page": ("test_page.py::test_a_browser_walks_the_page_of_a_job",),
     "the flight record": ("test_flight.py::test_a_worker_that_is_stopped_is_read_and_found",),
@@ -93,6 +98,7 @@ MORE = {
     "test_deepspeed_versions.py": "other versions",
     "test_metrics.py": "drills, seen by a real Prometheus",
     "test_pretrain_errors.py": "an exception in the script",
+    "test_pretrain_strict.py": "under NCCL's rules",
     "test_pretrain_ready.py": "standbys start roles ahead of need",
     "test_pretrain_features.py": "what Megatron-LM does beside training",
     "test_random.py": "drills, at other moments",

@@ -98,7 +98,8 @@ class _Call:
     """One call of a collective."""
 
     def __init__(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.method, self.args, self.kwargs = method, args, kwargs
+        # A kernel has the memory, whatever the script makes of the tensor before it runs.
+        self.method, self.args, self.kwargs = method, _aliases(args), _aliases(kwargs)
 
     def outputs(self) -> list[torch.Tensor]:
         """What it writes."""
@@ -428,10 +429,20 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [tensor for each in value for tensor in _tensors(each)]
 
 
+def _aliases(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {key: _aliases(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_aliases, value))
+    return value
+
+
 def _copied(value: Any, copies: dict[int, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         if id(value) not in copies:
-            copies[id(value)] = value.detach().clone(memory_format=torch.contiguous_format)
+            copies[id(value)] = value.clone(memory_format=torch.contiguous_format)
         return copies[id(value)]
     if isinstance(value, dict):
         return {key: _copied(each, copies) for key, each in value.items()}
