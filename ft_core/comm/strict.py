@@ -49,7 +49,7 @@ OPENING = 0.005
 NAME = "strict"
 _LINK_ERROR = "FT_STRICT_LINK_ERROR"
 _GARBAGE = 0x7F
-"""Of each byte: a number that is large in any type."""
+"""What each byte of garbage is: a number that is large in any type."""
 
 _WRITES_NOTHING = ("send", "barrier", "monitored_barrier")
 _BUFFERED, _POINT_TO_POINT = ("send",), ("send", "recv")
