@@ -7,18 +7,15 @@ checksums are compared. The same without that wait shows that the comparison can
 
 from __future__ import annotations
 
-import gc
-import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.checks import NotThereError, Row, main
-from benchmarks.gpu.state import Copying, Tensors, checksums_of, synchronize
-from ft_core.state.manifest import layout
-from ft_core.state.memory import SharedMemory
-from ft_core.state.snapshot import MappedBuffer
+from benchmarks.gpu.state import Copying, Tensors, checksums_of
+from ft_core.state.device_copy import PIECE, locked
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adam for each": {"foreach": True},
@@ -92,8 +89,7 @@ def body(row: Row) -> None:
         check = f"bf16, {name}: a step follows at once"
         row.on_device(check, consistent(options, check))
     row.on_device("the same without the wait", lambda: _without(row, width))
-    row.on_device("locked memory: errors are seen", lambda: _refused(row))
-    row.on_device("locked memory: given back", lambda: _given_back(row))
+    row.on_device("locked memory", lambda: _locked(row))
 
 
 def _without(row: Row, width: int) -> None:
@@ -103,51 +99,13 @@ def _without(row: Row, width: int) -> None:
     row.tell("the same without the wait", "seen", f"{wrong} of {count} snapshots differ", wrong=wrong)
 
 
-def _buffer() -> tuple[SharedMemory, MappedBuffer]:
-    segments = [layout((0,), [("x", "uint8", (1 << 22,), 1 << 22)])]
-    memory = SharedMemory.create("ft-gpu", segments[0].nbytes + (1 << 16))
-    return memory, MappedBuffer(memory.address, segments)
-
-
-class _Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
-def _refused(row: Row) -> None:
-    """The same memory is locked twice, which CUDA refuses; the next kernel must not be blamed for it."""
+def _locked(row: Row) -> None:
+    """The pieces that copies go through."""
     if row.device == "cpu":
         raise NotThereError("memory is locked for a device only")
-    heard = _Heard()
-    logging.getLogger("ft_core.state.snapshot").addHandler(heard)
-    _owner, buffer = _buffer()
-    buffer.pin(torch.device("cuda", 0))
-    buffer.pin(torch.device("cuda", 0))
-    told = [text for text in heard.texts if "cannot be page-locked" in text]
-    value = (torch.ones(1 << 20, device="cuda") * 2).sum().item()  # raises what is left of an error
-    synchronize(row.device)
-    row.tell(
-        "locked memory: errors are seen", len(told) == 1 and value == 2 << 20, (told or ["nothing"])[0][:110]
-    )
-
-
-def _given_back(row: Row) -> None:
-    """A hundred times at the same place: what stays locked would be refused."""
-    if row.device == "cpu":
-        raise NotThereError("memory is locked for a device only")
-    heard = _Heard()
-    logging.getLogger("ft_core.state.snapshot").addHandler(heard)
-    for _ in range(100):
-        owner, buffer = _buffer()
-        buffer.pin(torch.device("cuda", 0))
-        pinned = torch.frombuffer(buffer.data(0), dtype=torch.uint8).is_pinned()
-        del buffer, owner
-        gc.collect()
-    row.tell("locked memory: given back", not heard.texts and pinned, (heard.texts or ["100 times"])[0][:110])
+    began = time.perf_counter()
+    pinned = locked(PIECE).is_pinned()
+    row.tell("locked memory", pinned, f"{PIECE >> 20} MiB in {time.perf_counter() - began:.3f} s")
 
 
 if __name__ == "__main__":

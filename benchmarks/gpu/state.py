@@ -57,14 +57,14 @@ class Copying:
         self.snapshotter = Snapshotter(
             state, lambda slot, segments: self.memory.allocate(slot, segments).memory.address, lambda _: None
         )
-        original = self.snapshotter._copy_from_device
+        original = self.snapshotter._copies.copy
 
         def timed(*args: Any) -> None:
             began = time.perf_counter()
             original(*args)
             self.copied.append(time.perf_counter() - began)
 
-        self.snapshotter._copy_from_device = timed  # type: ignore[method-assign,assignment]
+        self.snapshotter._copies.copy = timed  # type: ignore[method-assign,assignment]
 
     def whole(self, version: int) -> float:
         """Stage a version to its end. Seconds, with the checksums."""

@@ -15,6 +15,8 @@ import torch
 
 _UNTIMED, _ASLEEP = 2, 1
 """cudaEventDisableTiming; cudaEventBlockingSync: whoever waits sleeps, and keeps no core busy."""
+_UNORDERED = 1
+"""cudaStreamNonBlocking: no order with the legacy stream."""
 _NOT_READY = 600
 
 
@@ -66,25 +68,25 @@ class _Event:
 
     def __init__(self, cuda: Any, on: int) -> None:
         self._cuda, self._event = cuda, ctypes.c_void_p()
-        self._check(cuda.cudaEventCreateWithFlags(ctypes.byref(self._event), _UNTIMED | _ASLEEP))
-        self._check(cuda.cudaEventRecord(self._event, ctypes.c_void_p(on)))
+        _check(cuda.cudaEventCreateWithFlags(ctypes.byref(self._event), _UNTIMED | _ASLEEP))
+        _check(cuda.cudaEventRecord(self._event, ctypes.c_void_p(on)))
 
     def query(self) -> bool:
         code = self._cuda.cudaEventQuery(self._event)
         if code != _NOT_READY:
-            self._check(code)
+            _check(code)
         return bool(code != _NOT_READY)
 
     def synchronize(self) -> None:
-        self._check(self._cuda.cudaEventSynchronize(self._event))
+        _check(self._cuda.cudaEventSynchronize(self._event))
 
     def __del__(self) -> None:
         self._cuda.cudaEventDestroy(self._event)
 
-    @staticmethod
-    def _check(code: int) -> None:
-        if code:
-            raise RuntimeError(f"CUDA error {code} of an event")
+
+def _check(code: int, what: str = "an event") -> None:
+    if code:
+        raise RuntimeError(f"CUDA error {code} of {what}")
 
 
 @cache
@@ -94,6 +96,18 @@ def _library() -> Any:
     with contextlib.suppress(OSError):
         return ctypes.CDLL(f"libcudart.so.{major}")
     return None
+
+
+def beside() -> Any:
+    """A stream of this thread's device, for copies that nobody else's work is to wait for.
+
+    torch's come out of a pool of 32, where another may have been given the same.
+    """
+    if (cuda := _library()) is None:
+        return torch.cuda.Stream()
+    made = ctypes.c_void_p()
+    _check(cuda.cudaStreamCreateWithFlags(ctypes.byref(made), _UNORDERED), "a stream")
+    return torch.cuda.ExternalStream(made.value)
 
 
 def settle() -> None:

@@ -22,6 +22,7 @@ from ft_core.errors import CorruptSnapshot
 from ft_core.process import stream
 from ft_core.process.timeline import timeline
 from ft_core.state import envelope, threads
+from ft_core.state.device_copy import DeviceCopies, hash_of
 from ft_core.state.manifest import CHUNK, Segment, layout
 from ft_core.state.memory import TORN, SharedMemory, SnapshotBuffer
 
@@ -32,8 +33,6 @@ _PIECE = 256 << 10
 """Bytes that are copied, and then hashed, at once."""
 _RUN = 8
 """Chunks that a thread checks one after the other."""
-_PORTABLE = 1
-"""cudaHostRegisterPortable: locked for every thread and device of the process."""
 Allocate = Callable[[int, list[Segment]], Sequence[int]]
 """(slot, segments) -> address of fresh memory for that slot, owned by the agent."""
 
@@ -83,7 +82,7 @@ class Snapshotter:
         """Bytes that the envelope has in the layout."""
         self._rows: list[_Row] = []
         self._layout: list[Segment] = []
-        self._stream: torch.cuda.Stream | None = None
+        self._copies = DeviceCopies()
 
     def stage(self, version: int) -> None:
         """Begin to copy the state as version `version`; it must not change until `wait` or the commit.
@@ -100,7 +99,7 @@ class Snapshotter:
         self._live = _Live(version, data, {t.name: t.tensor for t in tensors if t.volatile})
         with torch._C.DisableTorchFunction():  # what the script has for functions is not for these
             device, segments = _device_of(tensors), self._segments(tensors)
-        buffer = self._buffer_for(segments, device)
+        buffer = self._buffer_for(segments)
         known = buffer.version != TORN
         buffer.version = TORN
         # The copies of volatile tensors need no `record_stream`: the thread holds them until all is copied.
@@ -132,7 +131,7 @@ class Snapshotter:
             return
         buffer = self._buffers[slot]
         if buffer is None or buffer.memory_address != list(address):
-            buffer = self._map(slot, address, segments, _device_of(self._state.tensors()))
+            buffer = self._map(slot, address, segments)
         if buffer.version != version:
             raise CorruptSnapshot(f"snapshot buffer {slot} holds version {buffer.version}, not {version}")
         nbytes = sum(segment.nbytes for segment in buffer.segments)
@@ -163,12 +162,12 @@ class Snapshotter:
             self._rows, self._layout = rows, _laid_out(rows)
         return self._layout
 
-    def _buffer_for(self, segments: list[Segment], device: torch.device | None) -> MappedBuffer:
+    def _buffer_for(self, segments: list[Segment]) -> MappedBuffer:
         held = [TORN - 1 if b is None else b.version for b in self._buffers]
         slot = held.index(min(held))
         buffer = self._buffers[slot]
         if buffer is None or buffer.signatures != [s.signature for s in segments]:
-            buffer = self._map(slot, self._allocate(slot, segments), segments, device)
+            buffer = self._map(slot, self._allocate(slot, segments), segments)
         return buffer
 
     def _likely_the_same(self, buffer: SnapshotBuffer) -> list[list[int]]:
@@ -179,13 +178,8 @@ class Snapshotter:
         sums = (np.array((buffer.checksums(i), other.checksums(i))) for i in range(len(buffer.segments)))
         return [np.flatnonzero(here == there).tolist() for here, there in sums]
 
-    def _map(
-        self, slot: int, address: Sequence[int], segments: Sequence[Segment], device: torch.device | None
-    ) -> MappedBuffer:
-        buffer = MappedBuffer(address, segments)
-        if device is not None:
-            buffer.pin(device)
-        self._buffers[slot] = buffer
+    def _map(self, slot: int, address: Sequence[int], segments: Sequence[Segment]) -> MappedBuffer:
+        buffer = self._buffers[slot] = MappedBuffer(address, segments)
         return buffer
 
     def _copy(
@@ -204,15 +198,12 @@ class Snapshotter:
         by_name = {t.name: t.tensor for t in tensors}
         on_host = fence is None or fence.device is None
         likely = self._likely_the_same(buffer) if known and on_host else [[]] * len(buffer.segments)
-        for index, segment in enumerate(buffer.segments):
-            with torch.no_grad():
+        with torch.no_grad():
+            for index in range(len(buffer.segments)):
                 if on_host:
                     _copy_from_host(buffer, index, by_name, likely[index])
-                    continue
-                data, sums = buffer.data(index), buffer.checksums(index)
-                self._copy_from_device(torch.frombuffer(data, dtype=torch.uint8), segment, by_name)
-            for chunk in range(segment.chunks):
-                sums[chunk] = _hash(data, chunk)
+                else:
+                    self._copies.copy(buffer, index, lambda name: _bytes_of(by_name[name]))
         buffer.version = version
         self._on_staged(version)
 
@@ -224,18 +215,6 @@ class Snapshotter:
         fence.event.synchronize()
         return not self._epoch_is_over()
 
-    def _copy_from_device(
-        self, flat: torch.Tensor, segment: Segment, by_name: dict[str, torch.Tensor]
-    ) -> None:
-        self._stream = self._stream or torch.cuda.Stream()
-        with torch.cuda.stream(self._stream):
-            for item in segment.items:
-                source = _bytes_of(by_name[item.name])
-                flat[item.offset : item.offset + item.nbytes].copy_(source, non_blocking=True)
-        copied = torch.cuda.Event(blocking=True)
-        copied.record(self._stream)
-        copied.synchronize()
-
 
 class MappedBuffer(SnapshotBuffer):
     """A snapshot buffer in another process's memory (the agent's)."""
@@ -243,41 +222,6 @@ class MappedBuffer(SnapshotBuffer):
     def __init__(self, address: Sequence[int], segments: Sequence[Segment]) -> None:
         super().__init__(SharedMemory.open(address), segments)
         self.memory_address = list(address)
-        self._unpin: Callable[[], object] = lambda: None
-
-    def pin(self, device: torch.device) -> None:
-        """Lock the pages, which is what makes copies from a device asynchronous.
-
-        In a thread of its own: CUDA keeps an error for the next kernel that the same thread launches, which
-        would fail in its place.
-        """
-        pointer, nbytes = self.memory.pointer, self.memory.nbytes
-
-        def register() -> tuple[int, str]:
-            with torch.cuda.device(device):
-                error = torch.cuda.cudart().cudaHostRegister(pointer, nbytes, _PORTABLE)
-                return int(error), torch.cuda.cudart().cudaGetErrorString(error)
-
-        with ThreadPoolExecutor(1, "ft-pin") as thread:
-            code, text = thread.submit(register).result()
-        if code:
-            log.warning(
-                "%d bytes of snapshot memory cannot be page-locked (CUDA error %d: %s): copies hold the GPU "
-                "up. Is there enough memory, and is the limit of locked memory high enough (ulimit -l)?",
-                *(nbytes, code, text),
-            )
-            return
-        self._unpin = lambda: _unregister(pointer, nbytes, device)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_unpin"):
-            self._unpin()  # while it is still mapped
-
-
-def _unregister(pointer: int, nbytes: int, device: torch.device) -> None:
-    with torch.cuda.device(device):  # else the thread's own, where this would make a context
-        if code := int(torch.cuda.cudart().cudaHostUnregister(pointer)):
-            log.warning("%d bytes of snapshot memory stay page-locked (CUDA error %d)", nbytes, code)
 
 
 def _device_of(tensors: Iterable[StateTensor]) -> torch.device | None:
@@ -312,7 +256,7 @@ def verify(buffer: SnapshotBuffer) -> None:
     def check(number: int) -> None:
         index, chunks = runs[number]
         data, sums = buffer.data(index), buffer.checksums(index)
-        bad.extend((index, chunk) for chunk in chunks if _hash(data, chunk) != sums[chunk])
+        bad.extend((index, chunk) for chunk in chunks if hash_of(data, chunk) != sums[chunk])
 
     threads.each(len(runs), check)
     if bad:
@@ -321,10 +265,6 @@ def verify(buffer: SnapshotBuffer) -> None:
             f"local snapshot of version {buffer.version}: chunk {chunk} of segment "
             f"{buffer.segments[index].id} does not match its checksum; this copy is not used"
         )
-
-
-def _hash(data: memoryview, chunk: int) -> int:
-    return xxhash.xxh3_64_intdigest(data[chunk * CHUNK : (chunk + 1) * CHUNK])
 
 
 def _copy_from_host(

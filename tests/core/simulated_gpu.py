@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -86,8 +85,6 @@ class Gpu:
         self.at_fence: Callable[[], None] = lambda: None
         self.copying = threading.Event()
         self.copying.set()
-        self.pinned: dict[int, torch.device | None] = {}
-        self.refuse = 0
         self.lock = threading.RLock()
         self._thread = threading.local()
         self.compute = Stream(self, compute=True)
@@ -98,7 +95,6 @@ class Gpu:
             "stream": self._using,
             "set_device": self._set_device,
             "device": self._on,
-            "cudart": lambda: self,
             "is_initialized": lambda: True,
         }
         for name, value in replaced.items():
@@ -143,28 +139,6 @@ class Gpu:
         self._thread.stream = stream
         yield
         del self._thread.stream
-
-    # -- cudart ------------------------------------------------------------------------------------
-
-    def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
-        assert flags == 1, "locked for one device's context only"
-        if self.refuse:
-            self._thread.error = self.refuse
-        else:
-            self.pinned[pointer] = self.device_of_thread()
-        return self.refuse
-
-    def cudaHostUnregister(self, pointer: int) -> int:  # noqa: N802 - CUDA's name
-        assert str(hex(pointer))[2:] in Path("/proc/self/maps").read_text(), "it is not mapped any more"
-        assert self.pinned.pop(pointer) == self.device_of_thread()
-        return self.refuse
-
-    def cudaGetErrorString(self, error: int) -> str:  # noqa: N802 - CUDA's name
-        return f"error {error}, in words"
-
-    def pending_error(self) -> int:
-        """What the next kernel of this thread would fail with."""
-        return getattr(self._thread, "error", 0)
 
 
 class OnDevice(torch.Tensor):

@@ -38,9 +38,11 @@ from ft_core.protocol.messages import (
     Welcome,
 )
 from ft_core.protocol.sockets import listen
-from ft_core.state.manifest import Segment
+from ft_core.state import device_copy
+from ft_core.state.device_copy import PIECE, PIECES
+from ft_core.state.manifest import CHUNK, Segment
 from ft_core.state.memory import IN_OPTIMIZER, ControlBlock, Word
-from ft_core.state.snapshot import Snapshotter
+from ft_core.state.snapshot import Snapshotter, verify
 from ft_core.state.store import RoleMemory
 from ft_core.worker import recovery as recovery_module
 from ft_core.worker import session as session_module
@@ -91,12 +93,6 @@ def snapshots(gpu: Gpu) -> Iterator[Snapshots]:
     gc.collect()
 
 
-def let_go(snapshotter: Snapshotter) -> None:
-    """Nothing but the caller has it, or any of its memory, any more."""
-    snapshotter._thread.shutdown()  # it says that a copy is done a moment before it lets go of it
-    gc.collect()
-
-
 def test_a_copy_from_a_gpu_has_its_order(gpu: Gpu, snapshots: Snapshots) -> None:
     _, snapshotter = snapshots(RoleMemory())
     for version in (1, 2):
@@ -141,64 +137,70 @@ def test_what_an_aborted_exchange_left_is_no_version(gpu: Gpu, snapshots: Snapsh
     assert torch.equal(model.shard, right)
 
 
-def test_memory_is_unlocked_before_it_is_unmapped(gpu: Gpu, snapshots: Snapshots) -> None:
-    model, snapshotter = snapshots(RoleMemory())
+def test_memory_is_locked_once(gpu: Gpu, snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the layout: a few pieces, and none to load."""
+    asked: list[int] = []
+    monkeypatch.setattr(device_copy, "locked", lambda n: asked.append(n) or torch.empty(n, dtype=torch.uint8))
+    memory = RoleMemory()
+    model, snapshotter = snapshots(memory)
     for version in range(4):
         model.late = torch.ones(version + 1)  # another layout, so other memory
         snapshotter.stage(version)
         snapshotter.wait()
-        gc.collect()
-        assert list(gpu.pinned.values()) == [DEVICE] * min(version + 1, 2)
-    let_go(snapshotter)
-    del snapshotter
-    assert not gpu.pinned
-
-
-def test_memory_that_is_loaded_from_is_locked_too(gpu: Gpu, snapshots: Snapshots) -> None:
-    memory = RoleMemory()
-    _, snapshotter = snapshots(memory)
-    snapshotter.stage(1)
-    snapshotter.wait()
-    slot, buffer = memory.find(1) or pytest.fail("there is no copy")
+        assert asked == [PIECE * PIECES]
+    slot, buffer = memory.find(3) or pytest.fail("there is no copy")
     _, successor = snapshots(memory)
-    successor.load(slot, buffer.memory.address, buffer.segments, 1)
-    assert len(gpu.pinned) == 2, "one mapping of each"
+    successor.load(slot, buffer.memory.address, buffer.segments, 3)
+    assert asked == [PIECE * PIECES]
 
 
-def test_state_on_the_host_locks_no_memory(gpu: Gpu) -> None:
+def test_items_go_through_pieces_of_any_size(
+    gpu: Gpu, snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some are in several pieces, some pieces have several; every chunk has its checksum."""
+    monkeypatch.setattr(device_copy, "PIECE", CHUNK)
+    memory = RoleMemory()
+    model, snapshotter = snapshots(memory)
+    model.late = torch.randn(3 * CHUNK // 4 + 5)
+    model.shard = torch.randn(2 * CHUNK + 1)
+    for version in range(3):
+        model.shard += 1
+        snapshotter.stage(version)
+        snapshotter.wait()
+        _, buffer = memory.find(version) or pytest.fail("there is no copy")
+        verify(buffer)
+        assert sum(segment.chunks for segment in buffer.segments) > 10
+    found = {
+        item.name: bytes(buffer.data(index)[item.offset : item.offset + item.nbytes])
+        for index, segment in enumerate(buffer.segments)
+        for item in segment.items
+    }
+    for each in model.tensors():
+        flat = each.tensor.as_subclass(torch.Tensor).contiguous().view(-1).view(torch.uint8)  # type: ignore[arg-type]
+        assert found[each.name] == flat.numpy().tobytes(), each.name
+
+
+def test_state_on_the_host_locks_no_memory(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_copy, "locked", lambda n: pytest.fail("it locks memory"))
     memory = RoleMemory()
     snapshotter = Snapshotter(
         Model(), lambda slot, s: memory.allocate(slot, s).memory.address, gpu.log.append
     )
     snapshotter.stage(1)
     snapshotter.wait()
-    assert gpu.log == [1] and not gpu.pinned
+    assert gpu.log == [1]
 
 
 def test_memory_that_cannot_be_locked_is_told_of(
     gpu: Gpu, snapshots: Snapshots, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gpu.refuse = 2
+    """Here none can, as there is no driver."""
     memory = RoleMemory()
     _, snapshotter = snapshots(memory)
     snapshotter.stage(1)
     snapshotter.wait()
     assert memory.versions() == [1]
-    assert "cannot be page-locked (CUDA error 2: error 2, in words)" in caplog.text
-    assert "ulimit -l" in caplog.text
-    assert not gpu.pending_error(), "the next kernel of the training thread would be blamed"
-
-
-def test_memory_that_stays_locked_is_told_of(
-    gpu: Gpu, snapshots: Snapshots, caplog: pytest.LogCaptureFixture
-) -> None:
-    _, snapshotter = snapshots(RoleMemory())
-    snapshotter.stage(1)
-    snapshotter.wait()
-    gpu.refuse = 713
-    let_go(snapshotter)
-    del snapshotter
-    assert "stay page-locked (CUDA error 713)" in caplog.text
+    assert "cannot be page-locked" in caplog.text and "ulimit -l" in caplog.text
 
 
 class Trained(Model):
