@@ -14,6 +14,7 @@ Without this, two processes that first use two groups in a different order would
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -276,6 +277,13 @@ def device_of_thread(devices: Mapping[str, str]) -> int | None:
     if kinds.get("cuda") != "nccl" or not torch.cuda.is_initialized():
         return None
     return torch.cuda.current_device()
+
+
+def likely_device(devices: Mapping[str, str]) -> int | None:
+    """The device that a script will use that has not said so yet: by its local rank, as all launchers have it."""
+    if "nccl" not in devices.values() or not (count := torch.cuda.device_count()):
+        return None
+    return int(os.environ.get("LOCAL_RANK", "0")) % count
 
 
 def asynchronous(devices: Mapping[str, str]) -> bool:

@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 from ft_core.comm.apart import LOOK, apart
 from ft_core.comm.collectives import COLLECTIVES, Call, FtProcessGroup
 from ft_core.comm.flight import FlightRecorder
-from ft_core.comm.inner import Inner, Opener, device_of_thread, start
+from ft_core.comm.inner import Inner, Opener, device_of_thread, likely_device, start
 from ft_core.comm.partial import Partial
 from ft_core.comm.startup import Fetch, Startup
 from ft_core.comm.startup_log import CountsByRole
@@ -418,6 +418,8 @@ class Communicators:
             if group is None:
                 self._asked.add(identity)  # its creation is still to come
                 return
+            if group.device is None and self._device is None:  # the others know theirs
+                group.device = likely_device(group.devices)
             inner, fresh = self._claim(group)
             opener = self._opener
         if fresh:

@@ -17,7 +17,7 @@
   and with garbage as their results; what is issued later is done at once, with garbage as well.
 - An error of the link (`FT_STRICT_LINK_ERROR=ROLE:OPERATION`, in epoch 1) counts as the end of the operations
   for `is_completed`; only `get_error` tells of it.
-- Tags are ignored, as is the size of what is received from any source: there is no such operation.
+- Tags are ignored. There is no receive from any source.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _GARBAGE = 0x7F
 """What each byte of garbage is: a number that is large in any type."""
 
 _WRITES_NOTHING = ("send", "barrier", "monitored_barrier")
-_BUFFERED, _POINT_TO_POINT = ("send",), ("send", "recv")
+_POINT_TO_POINT = ("send", "recv")
 
 
 def wanted() -> bool:

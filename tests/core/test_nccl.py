@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import distributed as dist
 
 from ft_core.comm import nccl_environment
@@ -226,3 +227,26 @@ def test_what_is_opened_waits_for_aborts(monkeypatch: pytest.MonkeyPatch) -> Non
     aborted.set()
     opening.join(60)
     assert log == ["opened"]
+
+
+# -- devices -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("bound", "used", "expected"), [(5, None, 5), (None, 3, 3), (None, None, 2)])
+def test_who_is_asked_knows_its_device(
+    monkeypatch: pytest.MonkeyPatch, bound: int | None, used: int | None, expected: int
+) -> None:
+    """Bound by the script, else used by it, else the one of its local rank: never none, which hangs."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    comms = Communicators(0, 2, lambda reason: None, b"s")
+    comms.epoch = 1
+    made = lambda device: comms.create(  # noqa: E731
+        (0, 1), "nccl", timedelta(seconds=9), dist.HashStore(), None, device
+    )
+    if used is not None:
+        made(used)  # another group
+    group = made(bound)
+    monkeypatch.setattr(comms, "_open", lambda *_: None)
+    comms._on_asked(group.identity)
+    assert group.inner is not None and group.inner._device == expected
