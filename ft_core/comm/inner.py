@@ -280,7 +280,7 @@ def device_of_thread(devices: Mapping[str, str]) -> int | None:
 
 
 def likely_device(devices: Mapping[str, str]) -> int | None:
-    """The device of the local rank, as all launchers have it, for a script that has not said which it uses."""
+    """The device of the local rank, as all launchers have it, for a script that has not said its own."""
     if "nccl" not in devices.values() or not (count := torch.cuda.device_count()):
         return None
     return int(os.environ.get("LOCAL_RANK", "0")) % count
