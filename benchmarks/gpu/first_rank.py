@@ -43,7 +43,7 @@ class Rank:
         self.comms.end_startup()
         self.check = check
 
-    def _failed(self, reason: str) -> None:
+    def _failed(self, reason: str, by_link: bool = False) -> None:
         self.failures.append(time.monotonic())
 
     def tensor(self, megabytes: int = 0, value: float = 0.0) -> torch.Tensor:

@@ -68,16 +68,16 @@ class Communicators:
     """All process groups of the worker that plays `role`, in creation order.
 
     `on_failure(reason)` is called once per epoch, from the thread whose operation failed, when a
-    communicator fails before the watcher heard of a new epoch. `failure_grace` is how long (seconds)
-    such an operation then waits for the new epoch before the original error is raised after all. `secret`
-    is the job's.
+    communicator fails before the watcher heard of a new epoch; with True beside it where a link has.
+    `failure_grace` is how long (seconds) such an operation then waits for the new epoch before the original
+    error is raised after all. `secret` is the job's.
     """
 
     def __init__(
         self,
         role: int,
         world_size: int,
-        on_failure: Callable[[str], None],
+        on_failure: Callable[..., None],
         secret: bytes,
         failure_grace: float = 30.0,
         flight: memoryview | None = None,
@@ -224,7 +224,7 @@ class Communicators:
             inner.timed_out = True
         return inner.timed_out or is_mistake(error)
 
-    def failed(self, epoch: int, error: Exception, own: bool = False) -> NoReturn:
+    def failed(self, epoch: int, error: Exception, own: bool = False, by_link: bool = False) -> NoReturn:
         """An operation of `epoch` failed with `error`: find out why, and raise accordingly.
 
         Raises EpochChanged if the epoch is over, or ends within the grace period; else `error`. That at once
@@ -237,7 +237,8 @@ class Communicators:
             if first:
                 self._reported = epoch
         if first:
-            self._on_failure(f"{type(error).__name__}: {error}")
+            beside = (True,) if by_link else ()
+            self._on_failure(f"{type(error).__name__}: {error}", *beside)
         with self._condition:
             if not self._condition.wait_for(lambda: epoch < self.aborted, self._grace):
                 raise error
@@ -576,7 +577,7 @@ class Communicators:
         """What the device has to do does not end, unless with the epoch."""
         reason = f"{method} in group {inner.group} of epoch {inner.epoch} {why}"
         try:
-            self.failed(inner.epoch, RuntimeError(reason))
+            self.failed(inner.epoch, RuntimeError(reason), by_link=by_link)
         except EpochChanged:
             return
         except RuntimeError as error:

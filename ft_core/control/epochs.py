@@ -523,10 +523,13 @@ class RecoveryCoordinator:
         if self.not_protected and "unprotected" not in self._recorded:
             self._once("unprotected", explain.unprotected(self.not_protected))
 
-    def suspected(self, node: Node, role: int, reason: str) -> None:
+    def suspected(self, node: Node, said: m.Suspect) -> None:
         """A worker saw connections break in this epoch."""
-        self.watch.suspected(node.name, reason, self.now)
-        self.record("suspected", reason, [role])
+        self.watch.suspected(node.name, said.reason, self.now)
+        self.record("suspected", said.reason, [said.role])
+        if said.by_link:  # also where nobody has to be replaced
+            self._strike(strikes.of_link(node.name, said), node.hello.domain)
+            self.tell_of_strikes()
         self._end_if_missed()
 
     def _end_if_missed(self) -> None:

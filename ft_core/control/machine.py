@@ -415,9 +415,9 @@ class Controller:
                 self._epochs.return_if_due()
             case m.Unprotected():
                 self._epochs.runs_unprotected(message)
-            case m.Suspect(epoch=epoch, role=role, reason=reason):
+            case m.Suspect(epoch=epoch):
                 if epoch == facts.epoch:
-                    self._epochs.suspected(node, role, reason)
+                    self._epochs.suspected(node, message)
             case m.DurableNames():
                 if self._epochs.checkpoints.answered(node, message):
                     self._reconsider()

@@ -114,9 +114,10 @@ class SettingsBrought:
 
 @dataclass(frozen=True)
 class Suspects:
-    """Connections of this epoch have broken."""
+    """Connections of this epoch have broken; `by_link`: the link under them, as NCCL reports."""
 
     reason: str
+    by_link: bool = False
 
 
 @dataclass(frozen=True)

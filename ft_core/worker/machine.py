@@ -185,8 +185,8 @@ class WorkerMachine:
             case SettingsBrought(settings):
                 values = {name: settings[name] for name in _IN_PLANS if name in settings}
                 self.plan = replace(self.plan, **values)
-            case Suspects(reason):
-                self._say(m.Suspect(self.epoch, self.role, reason))
+            case Suspects(reason, by_link):
+                self._say(m.Suspect(self.epoch, self.role, reason, by_link))
             case Reopened(epoch):
                 self._say(m.Reopened(epoch, self.role))
             case Hung():

@@ -259,8 +259,8 @@ class WorkerShell:
         """Start-up operations, by group."""
         return _texts(self.comms.startup_counts())
 
-    def _suspect(self, reason: str) -> None:
-        self.handle(e.Suspects(reason))
+    def _suspect(self, reason: str, by_link: bool = False) -> None:
+        self.handle(e.Suspects(reason, by_link))
 
     def _hung(self, reason: str, by_link: bool) -> None:
         """The main thread may wait for the device, which nobody can interrupt."""

@@ -54,3 +54,4 @@ def test_a_link_fails_while_all_live(tmp_path: Path, monkeypatch: pytest.MonkeyP
     check_survivors(result, layout.world)
     [found] = [event for event in result.events if event["event"] == "detected"]
     assert found["roles"] == [] and "cannot end: strict reports COMM_ERROR" in found["reason"]
+    assert [e["roles"] for e in result.events if e["event"] == "suspected"] == [[1]]

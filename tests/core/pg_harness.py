@@ -53,7 +53,7 @@ class Worker:
         with self._lock:
             self._up.send((kind, self.role, *values))
 
-    def _failed(self, reason: str) -> None:
+    def _failed(self, reason: str, by_link: bool = False) -> None:
         self.failures.append(reason)
         self.tell("failed", reason)
 

@@ -30,6 +30,7 @@ from ft_core.protocol.messages import (
     Left,
     NodesStatus,
     RoleLayout,
+    Suspect,
     WorkerLost,
 )
 
@@ -333,3 +334,18 @@ def test_the_cgroup_of_a_process(tmp_path: Path) -> None:
         assert own_cgroup(membership, tmp_path) == tmp_path / where
     membership.write_text("0::/elsewhere\n")
     assert own_cgroup(membership, tmp_path) == tmp_path
+
+
+def test_links_that_fail_again_count_against_the_node() -> None:
+    """Nobody has to be replaced for one: all open their communicators anew. Said again, it is the same."""
+    job = ControlPlane(nodes=2)
+    job.all_step(1)
+    counted = []
+    for _ in range(3):
+        epoch = job.controller.facts.epoch
+        for _ in range(2):
+            job["node1"].say(Suspect(epoch=epoch, role=1, reason="COMM_ERROR", by_link=True))
+        counted.append(len(job.controller.facts.strikes.against("node1", job.now)))
+        job.controller.facts.epoch = epoch + 1  # the next one, in which it fails again
+    assert counted == [0, 1, 2]
+    assert {strike.fault for strike in job.controller.facts.strikes.against("node1", job.now)} == {Fault.LINK}

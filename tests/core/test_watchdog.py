@@ -195,7 +195,7 @@ def test_an_error_of_a_link_is_told_of(comms: Communicators, lost: bool) -> None
     reasons: list[tuple[str, bool]] = []
     suspected = threading.Event()
     comms.hung = lambda reason, by_link: reasons.append((reason, by_link))
-    comms._on_failure = lambda reason: suspected.set()
+    comms._on_failure = lambda *_: suspected.set()
     comms._grace = 60.0 if lost else 0.1
     inner = Nccl()
     work = launched(comms, inner)
@@ -233,7 +233,7 @@ def test_an_operation_that_takes_too_long_is_told_of(comms: Communicators, lost:
     reasons: list[tuple[str, bool]] = []
     suspected = threading.Event()
     comms.hung = lambda reason, by_link: reasons.append((reason, by_link))
-    comms._on_failure = lambda reason: suspected.set()
+    comms._on_failure = lambda *_: suspected.set()
     comms._grace = 60.0 if lost else 0.1
     work = launched(comms, Nccl(timeout=0.01))
     assert work is not None and work.wait()

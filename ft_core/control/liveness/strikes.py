@@ -14,7 +14,7 @@ from enum import Enum, auto
 from msgspec.structs import replace
 
 from ft_core.errors import FAILED
-from ft_core.protocol.messages import FailureRecord, Fault, WorkerLost
+from ft_core.protocol.messages import FailureRecord, Fault, Suspect, WorkerLost
 
 TRIES = 8
 """Recoveries in a row without a step that nobody had done before, after which the job ends."""
@@ -197,6 +197,11 @@ def of_worker(lost: WorkerLost, node: str, trained: bool = True) -> FailureRecor
     return FailureRecord(
         place(node), lost.device, lost.role, lost.pid, step, lost.fault, lost.signature, lost.age
     )
+
+
+def of_link(node: str, said: Suspect) -> FailureRecord:
+    """A link that has failed on a node, in an epoch."""
+    return FailureRecord(place(node), -1, said.role, said.epoch, -1, Fault.LINK, "", age=0.0)
 
 
 def of_node(node: str, agent: int, fault: Fault) -> FailureRecord:

@@ -98,11 +98,12 @@ class Unprotected(Message, frozen=True):
 
 
 class Suspect(Message, frozen=True):
-    """A role, or its agent, has seen connections break."""
+    """A role, or its agent, has seen connections break. `by_link`: NCCL reports that the link has failed."""
 
     epoch: Epoch
     role: Role
     reason: str
+    by_link: bool = False
 
 
 class Completed(Message, frozen=True):
