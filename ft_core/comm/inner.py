@@ -201,7 +201,8 @@ class Inner:
             return pg
 
         fails = self.epoch == 1 and self.size > 1
-        communicator = strict.Communicator(opening, strict.fails_at(self.members[self.rank]) if fails else -1)
+        fails_at = strict.fails_at(self.members[self.rank]) if fails else -1
+        communicator = strict.Communicator(self.rank, opening, fails_at)
         if self._device is not None:
             communicator.open(eager=True)
         return communicator

@@ -97,13 +97,16 @@ class Operation:
 class _Call:
     """One call of a collective."""
 
-    def __init__(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, rank: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._rank = rank
         # A kernel has the memory, whatever the script makes of the tensor before it runs.
         self.method, self.args, self.kwargs = method, _aliases(args), _aliases(kwargs)
 
     def outputs(self) -> list[torch.Tensor]:
-        """What it writes."""
-        return [] if self.method in _WRITES_NOTHING else _tensors(self.args[:1])
+        """What it writes: a broadcast nothing at its root, a reduction to one member nothing elsewhere."""
+        root = next((o.rootRank for o in self.args if hasattr(o, "rootRank")), None)
+        idle = {"broadcast": root == self._rank, "reduce": root != self._rank}.get(self.method, False)
+        return [] if idle or self.method in _WRITES_NOTHING else _tensors(self.args[:1])
 
     def spoil(self) -> None:
         """Leave garbage as its results. A gather in place never writes the part that is this member's own."""
@@ -130,10 +133,10 @@ class _Call:
 class Communicator:
     """In the place of a `ProcessGroup` inside of one of ours; `open` makes gloo's."""
 
-    def __init__(self, opening: Callable[[bool], Any], fails_at: int) -> None:
+    def __init__(self, rank: int, opening: Callable[[bool], Any], fails_at: int) -> None:
         """`opening(eager)` connects to the other members and returns gloo's group, with which `eager` ones
         meet eager ones only. `fails_at`: in which operation its link does; -1: in none."""
-        self._opening = opening
+        self._rank, self._opening = rank, opening
         self._gloo: Any = None
         self._condition = threading.Condition()
         self._queue: deque[Operation] = deque()
@@ -166,7 +169,7 @@ class Communicator:
         """Queue an operation; inside of a group it is done with the group's others."""
         if method == "recv_anysource":
             raise RuntimeError("ProcessGroupNCCL does not support recvAnysource")
-        call = _Call(method, args, kwargs)
+        call = _Call(self._rank, method, args, kwargs)
         if _group.depth:
             _group.calls.append((self, call))
             return None
