@@ -329,7 +329,7 @@ class TrainingStream:
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._behind: list[Operation] = []
-        self._pending: dict[int, Operation] = {}
+        self._pending: dict[int, list[Operation]] = {}
         """By storage."""
 
     def begin(self) -> None:
@@ -349,16 +349,17 @@ class TrainingStream:
         if not self.is_current() or operation.done.is_set():
             return
         self._behind = [o for o in self._behind if not o.done.is_set()]
-        self._pending = {place: o for place, o in self._pending.items() if not o.done.is_set()}
+        under_way = {at: [o for o in each if not o.done.is_set()] for at, each in self._pending.items()}
+        self._pending = {at: each for at, each in under_way.items() if each}
         self._behind.append(operation)
         for tensor in operation.tensors():
-            self._pending[_storage(tensor)] = operation
+            self._pending.setdefault(_storage(tensor), []).append(operation)
 
     def touch(self, tensors: Iterable[torch.Tensor]) -> None:
         """The host reads or writes these."""
         if self._pending and self.is_current():
             for tensor in tensors:
-                if (operation := self._pending.pop(_storage(tensor), None)) is not None:
+                for operation in self._pending.pop(_storage(tensor), ()):
                     operation.done.wait()
 
     def event(self) -> _Place:
