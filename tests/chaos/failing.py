@@ -58,6 +58,10 @@ def happens(what: str) -> None:
         (Path(os.environ[CGROUP]) / "cgroup.procs").write_text(str(os.getpid()))
         while True:
             exhausted.append(b"\1" * (1 << 24))
+    elif case.told is not None:
+        current = session.current()
+        assert current is not None
+        current.comms.hung("the link has failed", True)
     elif case.code >= 0:
         os._exit(case.code)
     else:
