@@ -414,7 +414,8 @@ class Protection:
                 before = sum(self._session.comms.counts.values())
                 numbers = counters.read(self._engine)
                 result = self._perform(call, action)
-                if sum(self._session.comms.counts.values()) > before:
+                communicated = sum(self._session.comms.counts.values()) > before
+                if communicated:
                     self._session.exchanged()  # the script's part is not run again
                 self._record(call, result, numbers, ends)
                 if ends:
@@ -423,7 +424,7 @@ class Protection:
                     self._check_drawn(call)
                     self.kept = Kept.capture()
                     self._step_done()
-                if not call.evaluates or sum(self._session.comms.counts.values()) > before:
+                if not call.evaluates or communicated:
                     self._tape.record(call)
                 return result
             except CannotRepeat as reason:

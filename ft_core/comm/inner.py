@@ -131,10 +131,8 @@ class Inner:
                     return f"{kind} reports {str(error).rpartition('.')[2]}"
         return ""
 
-    def count(self, kind: str | None, args: tuple[Any, ...], by: int = 1) -> None:
+    def count(self, kind: str, args: tuple[Any, ...], by: int = 1) -> None:
         """An operation is begun (`kind`: see `collectives`). Members that do the same count alike."""
-        if kind is None:
-            return
         if kind not in ("send", "recv"):
             self._together += by
         elif len(args) > 2:  # a receive from any source is nobody's in particular
@@ -151,12 +149,12 @@ class Inner:
         return found
 
     def begin(
-        self, method: str, kind: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, method: str, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Fill]:
         """Issue an operation: its work, and what is to be done after it, as `Partial.issue` has it."""
         if (pg := self.pg) is None:
             raise EpochChanged(f"epoch {self.epoch} is over")
-        if self.partial is not None and kind is not None and method != "monitored_barrier":
+        if self.partial is not None and method != "monitored_barrier":
             return self.partial.issue(pg, method, kind, args, kwargs)
         return getattr(pg, method)(*args, **kwargs), None
 

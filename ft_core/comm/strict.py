@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ft_core.process import stream
@@ -68,7 +69,7 @@ def in_place_of(devices: Mapping[str, str]) -> dict[str, str]:
 class Operation:
     """What a communicator does at once: one call of a collective, or all of a group."""
 
-    def __init__(self, calls: list[_Call], after: stream.Event | None) -> None:
+    def __init__(self, calls: list[_Call], after: stream.Event) -> None:
         """`after`: where the caller's stream has to come to before."""
         self.calls, self.after = calls, after
         self.done = threading.Event()
@@ -225,8 +226,7 @@ class Communicator:
                     return
                 operation = self._running = self._queue.popleft()
                 self._condition.notify_all()
-            if operation.after is not None:
-                operation.after.synchronize()
+            operation.after.synchronize()
             self._number += 1
             try:
                 if self._number == self._fails_at:
@@ -424,32 +424,17 @@ def _garbage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return []
-    return [tensor for each in value for tensor in _tensors(each)]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _aliases(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    if isinstance(value, dict):
-        return {key: _aliases(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_aliases, value))
-    return value
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
 
 
 def _copied(value: Any, copies: dict[int, torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        if id(value) not in copies:
-            copies[id(value)] = value.clone(memory_format=torch.contiguous_format)
-        return copies[id(value)]
-    if isinstance(value, dict):
-        return {key: _copied(each, copies) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copied(each, copies) for each in value)
-    return value
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.clone(memory_format=torch.contiguous_format)
+        return copies[id(tensor)]
+
+    return pytree.tree_map_only(torch.Tensor, copy, value)

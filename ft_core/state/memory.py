@@ -91,7 +91,7 @@ class SharedMemory:
 
     @property
     def pointer(self) -> int:
-        """Address of the mapping in this process, for cudaHostRegister."""
+        """Address of the mapping in this process, for calls of C."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def grown(self, nbytes: int) -> SharedMemory:

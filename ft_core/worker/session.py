@@ -394,8 +394,7 @@ class Session:
         if self._recovery is None:  # a rehearsal
             return
         if self._control[Word.TAG] != IN_OPTIMIZER:  # some optimizers begin several times in a step
-            settle()
-            self._shell.check_epoch()
+            self.exchanged()
         self._control[Word.TAG] = IN_OPTIMIZER
         self._recovery.snapshots.step_begins()
         self.point("optimizer")
