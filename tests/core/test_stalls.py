@@ -19,7 +19,7 @@ def test_what_holds_a_loop_up_is_written_down_while_other_threads_are_busy(tmp_p
             sum(depth(i % 30) for i in range(50))
 
     def written() -> bool:
-        return path.exists() and "in wait_for_value" in path.read_text()
+        return path.exists() and "in test_what_holds_a_loop_up" in path.read_text()
 
     threads = [threading.Thread(target=busy) for _ in range(2)]
     for thread in threads:
