@@ -79,7 +79,7 @@ def own_plans(facts: ClusterState, plan: Plan) -> dict[NodeName, OwnPlan]:
             away.setdefault(hosts[other], {})[role] = list(facts.catalogue.get(role, ()))
     return {
         name: OwnPlan(plan.id, sources.get(name, {}), away.get(name, {}), needed.get(name, {}))
-        for name in {*sources, *away, *needed}
+        for name in dict.fromkeys(chain(sources, away, needed))
     }
 
 
