@@ -89,6 +89,8 @@ class Inner:
         self.pg: Any = None
         self._together, self._between = 0, Counter[tuple[str, int]]()
         """Operations that were begun here: of all members, and by kind and peer."""
+        self.unwaited: dict[int, Any] = {}
+        """The backend's works that nobody has waited for or dropped, oldest first."""
         self.wanted = False
         """Whether an operation of the whole group waits for the communicator to be open."""
         self._devices = strict.in_place_of(devices)

@@ -44,6 +44,7 @@ from ft_core.comm.works import (
     is_transport_error,
 )
 from ft_core.errors import EpochChanged, FtError
+from ft_core.process import stream
 from ft_core.protocol.groups import GroupId, RecordCount, Series
 from ft_core.protocol.messages import StartupEntry
 
@@ -55,6 +56,12 @@ OPENERS = 4
 ABORTS = 15.0
 """Seconds that the opening of a communicator waits for old ones to be aborted: their memory and the
 device's attention are its own then."""
+
+UNWAITED = 256
+"""Operations of a communicator that are queued on a device at most before one of them was waited for: its
+queue takes a thousand, and who finds it full may wait with Python's lock for what only an abort ends."""
+QUEUED = 0.001
+"""Seconds between two looks whether one of them has ended."""
 
 CLOSE_TIMEOUT = 5.0
 """Seconds that destroying a group waits for its operations to end."""
@@ -118,6 +125,7 @@ class Communicators:
         self._reported = self._announced = -1
         self._in_flight, self._generation = 0, 0
         self._watchdog = Watchdog()
+        self._ahead = stream.RunAhead()
         self._traffic_lock = threading.RLock()  # the garbage collector may end an operation inside
 
     # -- epochs -----------------------------------------------------------------------------------
@@ -467,6 +475,8 @@ class Communicators:
         backend has already ordered them on the caller's stream. `records`: what of the flight record ends
         with them."""
         method = calls[0].method if together is None else "_end_coalescing"
+        if inner.asynchronous:
+            self._hold_back(inner)
         with self._traffic_lock:
             generation = self._generation
             for call in calls:
@@ -529,6 +539,16 @@ class Communicators:
         found = FtWork(*about)
         found.looks = by_gloo
         return found
+
+    def _hold_back(self, inner: Inner) -> None:
+        """Before one more operation is queued on the device. Raises EpochChanged."""
+        self._ahead.wait()
+        while inner.epoch >= self.aborted:
+            queued = list(inner.unwaited.values())
+            if len(queued) < UNWAITED or queued[-UNWAITED].is_completed():
+                return
+            time.sleep(QUEUED)
+        raise EpochChanged(f"epoch {inner.epoch} is over")
 
     def ends_when(
         self,

@@ -156,6 +156,8 @@ class FtWork(dist.Work):
         self._counted, self._waited = True, False
         self._after = after
         self._records = records
+        if inner.asynchronous:
+            inner.unwaited[id(work)] = work
         self.looks = False
         """Whether it is gloo's, and `wait` must not rely on being woken."""
 
@@ -163,6 +165,7 @@ class FtWork(dist.Work):
         if self._counted:
             self._counted = False
             inner = self._inner
+            inner.unwaited.pop(id(self._work), None)
             # The work holds its results, which the script may be rid of before the device has come there.
             by_device = waited and inner.asynchronous and not self.looks
             completed = inner.marker() if by_device else self._work.is_completed

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
+from collections import defaultdict, deque
 from functools import cache
 from typing import Any, Protocol
 
@@ -18,6 +20,12 @@ _UNTIMED, _ASLEEP = 2, 1
 _UNORDERED = 1
 """cudaStreamNonBlocking: no order with the legacy stream."""
 _NOT_READY = 600
+
+AHEAD = 16
+"""Exchanges that the host is ahead of its device by, at most, in each stream. What lies between so many is some
+hundred kernels, and a device's queue takes a thousand."""
+_EVERY = 4
+"""Exchanges from one place that is waited for to the next."""
 
 
 class Event(Protocol):
@@ -56,6 +64,32 @@ def event() -> Event:
     found = torch.cuda.Event(blocking=True)
     found.record(torch.cuda.current_stream())
     return found
+
+
+class RunAhead:
+    """Holds the host back where it is far ahead of its device.
+
+    Behind an operation whose peer is lost nothing begins. Whoever gives the device more then waits for room in
+    its queue, some of them with Python's lock, without which nobody can abort what they wait for. So the host
+    waits before, without it: only for what the stream has to do first anyway.
+    """
+
+    def __init__(self) -> None:
+        self._given: defaultdict[int, int] = defaultdict(int)
+        self._places: defaultdict[int, deque[Event]] = defaultdict(deque)
+        """By stream."""
+
+    def wait(self) -> None:
+        """Before an exchange is given to this thread's stream."""
+        on = threading.get_ident() if stand_in is not None else torch.cuda.current_stream().cuda_stream
+        self._given[on] += 1
+        if self._given[on] % _EVERY:
+            return
+        places = self._places[on]
+        places.append(event())
+        if len(places) * _EVERY > AHEAD:
+            with contextlib.suppress(IndexError):  # another thread has taken it
+                places.popleft().synchronize()
 
 
 class _Event:

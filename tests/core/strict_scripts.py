@@ -151,3 +151,44 @@ def link_fails(worker: Any) -> str:
         assert said.wait(30)
         return reasons[0] + f", completed: {work.is_completed()}"
     return ""
+
+
+def held_back(worker: Any) -> list[int] | None:
+    """Role 1 comes late, and is lost the second time. How many operations role 0 had queued at most: first
+    those that it waits for later, then those that its stream waits for."""
+    dist.init_process_group("gloo")
+    worker.begin_training()
+    if worker.newcomer:
+        dist.barrier()
+        return None
+    dist.barrier()
+    if worker.role == 1:
+        worker.go.wait()
+        for _ in range(1000):
+            dist.all_reduce(torch.ones(1))
+        worker.tell("stopped")
+        threading.Event().wait()
+    most, over = 0, threading.Event()
+
+    def looks() -> None:
+        nonlocal most
+        while not over.wait(0.001):
+            most = max(most, len(strict.running))
+
+    looking = threading.Thread(target=looks)
+    looking.start()
+    threading.Timer(1, worker.tell, ["held"]).start()
+    for work in [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(1000)]:
+        work.wait()
+    strict.training.settle()
+    found, most = [most], 0
+    worker.tell("goes on")
+    try:
+        for _ in range(1000):
+            dist.all_reduce(torch.ones(1))
+    except EpochChanged:
+        worker.next_epoch()
+    over.set()
+    looking.join()
+    dist.barrier()
+    return [*found, most]

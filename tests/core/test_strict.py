@@ -6,6 +6,9 @@ import time
 
 from core.pg_harness import GroupJob
 
+from ft_core.comm.process_group import UNWAITED
+from ft_core.process import stream
+
 STRICT = {"FT_COMM": "strict"}
 
 
@@ -32,6 +35,21 @@ def test_the_host_runs_ahead_until_it_reads() -> None:
         first, second = job.results()
     assert first == {"done": False, "view": [3], "value": [3.0] * 4, "done at the end": True}
     assert second["value"] == [3.0] * 4
+
+
+def test_the_host_is_held_back_before_the_queue_is_full() -> None:
+    """Who finds it full may wait with Python's lock, and then nobody can abort what fills it."""
+    with GroupJob(2, "strict:held_back", environment=STRICT) as job:
+        job.wait("held", [0])
+        job.go(1)
+        job.wait("stopped", [1])
+        job.wait("goes on", [0])
+        time.sleep(0.5)
+        job.kill(1)
+        job.next_epoch([1])
+        asynchronous, in_order = job.results()[0]
+    assert asynchronous == UNWAITED
+    assert 10 < in_order <= stream.AHEAD + 4
 
 
 def test_an_abort_leaves_garbage_and_no_error() -> None:
