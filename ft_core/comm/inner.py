@@ -200,9 +200,8 @@ class Inner:
             self._backends["gloo"] = gloo
             return pg
 
-        fails = self.epoch == 1 and self.size > 1
-        fails_at = strict.fails_at(self.members[self.rank]) if fails else -1
-        communicator = strict.Communicator(self.rank, opening, fails_at)
+        fault = strict.fault_of(self.members[self.rank], self.epoch) if self.size > 1 else strict.Fault()
+        communicator = strict.Communicator(self.rank, opening, fault)
         if self._device is not None:
             communicator.open(eager=True)
         return communicator
@@ -331,11 +330,13 @@ class Opener:
             store.close()
         return store
 
-    def open(self, inner: Inner, urgent: bool) -> None:
-        """Meet the other members and connect. Raises EpochChanged if the epoch ends while waiting."""
+    def open(self, inner: Inner, urgent: bool, met: Callable[[], None]) -> None:
+        """Meet the other members and connect; `met` is called in between. Raises EpochChanged if the epoch ends
+        while waiting."""
         try:
             store = self._store()
             self._meet(store, inner, urgent)
+            met()
             inner.connect(dist.PrefixStore(f"{inner.group}/", store))
         except dist.DistStoreError as error:
             if self._alive():

@@ -57,6 +57,10 @@ ABORTS = 15.0
 """Seconds that the opening of a communicator waits for old ones to be aborted: their memory and the
 device's attention are its own then."""
 
+OPENED = 60.0
+"""Seconds in which members that have met are connected; NCCL takes some 14 s for 32,768 of them (FFTrainer,
+7.4)."""
+
 UNWAITED = 256
 """Operations of a communicator that are queued on a device at most before one of them was waited for: its
 queue takes a thousand, and who finds it full may wait with Python's lock for what only an abort ends."""
@@ -386,7 +390,7 @@ class Communicators:
             for abort in self._aborts:
                 abort.join(max(0, end - time.monotonic()))
         try:
-            opener.open(inner, urgent)
+            opener.open(inner, urgent, partial(self._watch_opening, inner))
         except Exception as caught:
             error = caught
         with self._condition:
@@ -398,6 +402,18 @@ class Communicators:
             self.reopened(inner.epoch)
         if dead:
             inner.close()
+
+    def _watch_opening(self, inner: Inner) -> None:
+        """All members are there, and connect now: if that does not end, a new epoch lets them try again."""
+
+        def over() -> bool:
+            return inner.ready or inner.error is not None or inner.epoch < self.aborted
+
+        def timed_out() -> None:
+            self._give_up(inner, "connecting", f"has not ended within {OPENED:g} s of their meeting")
+
+        self._watchdog.begin()
+        self._watchdog.watch(InFlight(over, lambda: None, timed_out, time.monotonic() + OPENED))
 
     def _all_reopened(self, epoch: int) -> bool:
         """With the lock: whether this opening was the last of those that the swap began."""

@@ -15,9 +15,12 @@
 - No more than `LAUNCHES` operations are queued: who issues one more waits.
 - A lost peer is not noticed: the operation does not end. `abort` ends all, from any thread, without an error
   and with garbage as their results; what is issued later is done at once, with garbage as well.
-- An error of the link (`FT_STRICT_LINK_ERROR=ROLE:OPERATION`, in epoch 1) counts as the end of the operations
-  for `is_completed`; only `get_error` tells of it.
+- An error of the link counts as the end of the operations for `is_completed`; only `get_error` tells of it.
 - Tags are ignored. There is no receive from any source.
+
+`FT_STRICT_FAULT=KIND:ROLE:NUMBER` lets a role's communicators fail: with `link` in their operation of this
+number in epoch 1, with `abort` each abort in epoch 1 takes so many seconds, and with `opening` the role never
+comes out of opening one in the epoch of this number.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -48,7 +51,7 @@ OPENING = 0.005
 """Seconds that a communicator takes to open beyond the meeting of its members."""
 
 NAME = "strict"
-_LINK_ERROR = "FT_STRICT_LINK_ERROR"
+_FAULT = "FT_STRICT_FAULT"
 _GARBAGE = 0x7F
 """What each byte of garbage is: a number that is large in any type."""
 
@@ -134,9 +137,9 @@ class _Call:
 class Communicator:
     """In the place of a `ProcessGroup` inside of one of ours; `open` makes gloo's."""
 
-    def __init__(self, rank: int, opening: Callable[[bool], Any], fails_at: int) -> None:
+    def __init__(self, rank: int, opening: Callable[[bool], Any], fault: Fault) -> None:
         """`opening(eager)` connects to the other members and returns gloo's group, with which `eager` ones
-        meet eager ones only. `fails_at`: in which operation its link does; -1: in none."""
+        meet eager ones only."""
         self._rank, self._opening = rank, opening
         self._gloo: Any = None
         self._condition = threading.Condition()
@@ -145,11 +148,13 @@ class Communicator:
         self._sent: dict[int, deque[tuple[int, Any]]] = {}
         """Bytes and work of the buffered sends that are on their way, by receiver."""
         self._over = False
-        self._fails_at, self._number = fails_at, 0
+        self._fault, self._number = fault, 0
         self.error: Exception | None = None
 
     def open(self, eager: bool) -> None:
         """Connect to the other members."""
+        if self._fault.hangs:
+            threading.Event().wait()
         gloo = self._opening(eager)
         time.sleep(OPENING)
         with self._condition:
@@ -192,6 +197,7 @@ class Communicator:
 
     def abort(self) -> None:
         """End all there is and will be. Any thread."""
+        time.sleep(self._fault.abort)
         with self._condition:
             self._over = True
             pending = [*([self._running] if self._running else []), *self._queue]
@@ -229,11 +235,11 @@ class Communicator:
             operation.after.synchronize()
             self._number += 1
             try:
-                if self._number == self._fails_at:
+                if self._number == self._fault.operation:
                     raise dist.DistBackendError("ncclRemoteError: the link has failed, as it was told to")
                 results = self._execute(operation)
             except Exception as error:
-                if self._number == self._fails_at:
+                if self._number == self._fault.operation:
                     self.error = error
                 return  # who waits does so until somebody aborts
             operation.ends(results)
@@ -397,10 +403,25 @@ running: set[Operation] = set()
 training = TrainingStream()
 
 
-def fails_at(role: int) -> int:
-    """In which operation of a communicator the link of a role fails; -1: in none."""
-    whose, _, number = os.environ.get(_LINK_ERROR, "").partition(":")
-    return int(number) if whose == str(role) else -1
+class Fault(NamedTuple):
+    """What is wrong with a communicator."""
+
+    operation: int = -1
+    """In which its link fails."""
+    abort: float = 0
+    """Seconds that an abort takes before anything ends."""
+    hangs: bool = False
+    """Whether its opening never ends."""
+
+
+def fault_of(role: int, epoch: int) -> Fault:
+    """What the environment says of a role's communicators in an epoch."""
+    kind, whose, number = (*os.environ.get(_FAULT, "").split(":"), "", "")[:3]
+    if whose != str(role):
+        return Fault()
+    if kind == "opening":
+        return Fault(hangs=epoch == int(number))
+    return Fault(**{{"link": "operation"}.get(kind, kind): int(number)}) if epoch == 1 else Fault()
 
 
 def _touching(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -46,7 +46,7 @@ def test_every_moment_with_deepspeed(training: Training, nproc: int, tmp_path: P
 
 def test_a_link_fails_while_all_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No exception tells of it, and the operation never ends: who sees it says so, and all begin anew."""
-    monkeypatch.setenv("FT_STRICT_LINK_ERROR", "1:9")
+    monkeypatch.setenv("FT_STRICT_FAULT", "link:1:9")
     layout = Layout(1, 1, 2, True, True)
     with Job(tmp_path / "job", layout, 12, spares=1, ftrun=("--respawn",)) as job:
         result = job.finish()
@@ -55,3 +55,15 @@ def test_a_link_fails_while_all_live(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [found] = [event for event in result.events if event["event"] == "detected"]
     assert found["roles"] == [] and "cannot end: strict reports COMM_ERROR" in found["reason"]
     assert [e["roles"] for e in result.events if e["event"] == "suspected"] == [[1]]
+
+
+@pytest.mark.parametrize("fault", ["abort:0:8", pytest.param("opening:0:2", marks=pytest.mark.long)])
+def test_a_survivor_is_late(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for its communicators to be aborted, or never gets others: nobody else is lost of that."""
+    monkeypatch.setenv("FT_STRICT_FAULT", fault)
+    layout = Layout(1, 1, 2, True, True)
+    inject = ("--ft-inject", "1@forward:5:worker")
+    with Job(tmp_path / "job", layout, 12, spares=1, ftrun=("--respawn", *inject)) as job:
+        result = job.finish()
+    check_identical(result, layout, 12)
+    check_survivors(result, layout.world)

@@ -75,8 +75,18 @@ def test_start_up_counts_nothing_that_the_device_has_not_done() -> None:
         assert job.results() == [{"part": [2.0], "batch": [7.0]}] * 2
 
 
+def test_members_that_have_met_and_do_not_connect_try_again() -> None:
+    with GroupJob(2, "strict:connects_again", environment=STRICT | {"FT_STRICT_FAULT": "opening:0:1"}) as job:
+        said = {reason for (reason,) in job.wait("failed").values()}
+        job.next_epoch([])
+        assert job.results() == [[2.0, 2.0]] * 2
+    assert said == {
+        "RuntimeError: connecting in group 0-1:1#0 of epoch 1 has not ended within 1 s of their meeting"
+    }
+
+
 def test_an_error_of_a_link_is_found_while_all_live() -> None:
-    environment = STRICT | {"FT_STRICT_LINK_ERROR": "1:3"}
+    environment = STRICT | {"FT_STRICT_FAULT": "link:1:3"}
     with GroupJob(2, "strict:link_fails", environment=environment) as job:
         said = job.results()[1]
     assert said.startswith("allreduce in group 0-1:1#0 of epoch 1 cannot end: strict reports COMM_ERROR")
