@@ -331,8 +331,8 @@ class Opener:
         return store
 
     def open(self, inner: Inner, urgent: bool, met: Callable[[], None]) -> None:
-        """Meet the other members and connect; `met` is called in between. Raises EpochChanged if the epoch ends
-        while waiting."""
+        """Meet the other members and connect; `met` is called in between. Raises EpochChanged if the epoch
+        ends while waiting."""
         try:
             store = self._store()
             self._meet(store, inner, urgent)

@@ -417,11 +417,15 @@ class Fault(NamedTuple):
 def fault_of(role: int, epoch: int) -> Fault:
     """What the environment says of a role's communicators in an epoch."""
     kind, whose, number = (*os.environ.get(_FAULT, "").split(":"), "", "")[:3]
-    if whose != str(role):
-        return Fault()
-    if kind == "opening":
-        return Fault(hangs=epoch == int(number))
-    return Fault(**{{"link": "operation"}.get(kind, kind): int(number)}) if epoch == 1 else Fault()
+    if whose == str(role):
+        match kind:
+            case "opening":
+                return Fault(hangs=epoch == int(number))
+            case "link" if epoch == 1:
+                return Fault(operation=int(number))
+            case "abort" if epoch == 1:
+                return Fault(abort=float(number))
+    return Fault()
 
 
 def _touching(original: Callable[..., Any]) -> Callable[..., Any]:

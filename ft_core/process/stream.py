@@ -22,8 +22,8 @@ _UNORDERED = 1
 _NOT_READY = 600
 
 AHEAD = 16
-"""Exchanges that the host is ahead of its device by, at most, in each stream. What lies between so many is some
-hundred kernels, and a device's queue takes a thousand."""
+"""Exchanges that the host is ahead of its device by, at most, in each stream. What lies between so many is
+some hundred kernels, and a device's queue takes a thousand."""
 _EVERY = 4
 """Exchanges from one place that is waited for to the next."""
 
@@ -69,9 +69,9 @@ def event() -> Event:
 class RunAhead:
     """Holds the host back where it is far ahead of its device.
 
-    Behind an operation whose peer is lost nothing begins. Whoever gives the device more then waits for room in
-    its queue, some of them with Python's lock, without which nobody can abort what they wait for. So the host
-    waits before, without it: only for what the stream has to do first anyway.
+    Behind an operation whose peer is lost nothing begins. Whoever gives the device more then waits for room
+    in its queue, some of them with Python's lock, without which nobody can abort what they wait for. So the
+    host waits before, without it: only for what the stream has to do first anyway.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,12 @@ class RunAhead:
 
     def wait(self) -> None:
         """Before an exchange is given to this thread's stream."""
-        on = threading.get_ident() if stand_in is not None else torch.cuda.current_stream().cuda_stream
+        if stand_in is not None:
+            on = threading.get_ident()
+        elif torch.cuda.is_initialized():
+            on = torch.cuda.current_stream().cuda_stream
+        else:
+            return
         self._given[on] += 1
         if self._given[on] % _EVERY:
             return
