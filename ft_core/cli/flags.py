@@ -197,7 +197,8 @@ def parser() -> Parser:
         help="roles of each node that a standby has started ahead of need, so that it has only to load when "
         "the worker dies, and of each of the two nodes that a spare guards: each takes as much memory as a "
         "worker. auto: one for each role for which there is "
-        "plenty of memory, none where there are GPUs (0, the default: none)",
+        "plenty of memory; with GPUs none beside training, and on a spare one for each GPU and more where "
+        "they fit (0, the default: none)",
     )
     f.add_argument(
         "--ft-policy",

@@ -133,6 +133,10 @@ class Word(IntEnum):
     PASSED = 8
     """Worker: how much it has passed over that was done before, as a newcomer: operations of start-up that it
     took from the record, and the framework's calls that were answered from it."""
+    DEVICE_FREE = 9
+    """Worker: bytes of its GPU that were free when it had started its role ahead of need."""
+    DEVICE_MEMORY = 10
+    """Worker: all bytes of that GPU."""
 
 
 def word_of_loss(loss: float) -> int:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from ft_core.state.memory import ControlBlock, Word
+
 log = logging.getLogger(__name__)
 
 LIMIT = 20.0
@@ -29,6 +31,13 @@ def warm(device: int) -> None:
         return
     torch.cuda.set_device(device)
     torch.zeros(1, device="cuda")
+
+
+def tell(control: ControlBlock) -> None:
+    """Have the agent know what this worker, which has started a role ahead of need, leaves of its GPU."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    control[Word.DEVICE_FREE], control[Word.DEVICE_MEMORY] = free, total
 
 
 def wait(role: int, device: int) -> None:

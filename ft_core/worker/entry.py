@@ -118,6 +118,8 @@ def _play(
     class Waits(Ahead):
         def is_ready(self) -> None:
             if backstage is not None:
+                if on_gpu:
+                    device_memory.tell(shell.control)
                 backstage.rests()
 
         def takes_over(self) -> None:

@@ -62,6 +62,12 @@ class Memory:
     def room(self, workers: Collection[int], agents: int) -> int:
         return 0
 
+    def gpus(self) -> bool:
+        return False
+
+    def device_memory(self, worker: int) -> tuple[int, int]:
+        return 0, 0
+
     def bandwidth(self) -> float:
         return 0.0
 

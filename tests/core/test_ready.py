@@ -238,18 +238,28 @@ def test_a_standby_serves_while_the_job_is_what_it_was():
 
 
 def test_there_are_as_many_as_there_is_plenty_of_memory_for(tmp_path: Path):
-    proc, dev = tmp_path / "proc", tmp_path / "dev"
+    proc = tmp_path / "proc"
     for pid, own in ((7, 900), (8, 1100)):
         (proc / str(pid)).mkdir(parents=True)
         (proc / str(pid) / "status").write_text(f"VmRSS:  9999999 kB\nRssAnon:\t {own} kB\n")
-    dev.mkdir()
     for free, agents, more in ((8000, 1, 2), (7999, 1, 1), (8000, 2, 1), (3000, 1, 0)):
         (proc / "meminfo").write_text(f"MemTotal: 99999 kB\nMemAvailable: {free} kB\n")
-        assert room.like([7, 8], agents, proc, dev) == more
-    assert room.like([7, 9], 1, proc, dev) == 0, "one has ended"
-    (proc / "meminfo").write_text("MemAvailable: 8000 kB\n")
-    (dev / "nvidia0").touch()
-    assert room.like([7, 8], 1, proc, dev) == 0
+        assert room.like([7, 8], agents, proc) == more
+    assert room.like([7, 9], 1, proc) == 0, "one has ended"
+
+
+def test_there_are_none_beside_training_on_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert not room.gpus(tmp_path)
+    (tmp_path / "nvidia0").touch()
+    assert room.gpus(tmp_path)
+    monkeypatch.setattr(Memory, "gpus", lambda self: True)
+    monkeypatch.setattr(Memory, "room", lambda self, workers, agents: 8)
+    node = Node(ready_standbys=AUTO)
+    node.hear(plan())
+    node.train()
+    committed(node)
+    node.handle(e.Tick())
+    assert not node.effects(e.Start)
 
 
 def test_automatically_it_is_a_question_of_room(monkeypatch: pytest.MonkeyPatch):
@@ -393,3 +403,16 @@ def test_an_unguarded_spare_starts_nothing():
     node = spare(ready_standbys=0)
     node.handle(e.Tick(), SETTLED)
     assert not node.effects(e.AskRecords)
+
+
+@pytest.mark.parametrize(("free", "guarded"), [(40, 1), (60, 2)])
+def test_a_spare_with_gpus_has_one_on_each_and_more_where_they_have_room(
+    free: int, guarded: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Memory, "gpus", lambda self: True)
+    monkeypatch.setattr(Memory, "room", lambda self, workers, agents: 8)
+    monkeypatch.setattr(Memory, "device_memory", lambda self, worker: (free, 100))
+    node = spare(ready_standbys=AUTO)
+    guard(node, 0)
+    node.handle(e.Tick())
+    assert len(node.effects(e.AskRecords)) == guarded - 1

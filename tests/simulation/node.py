@@ -625,6 +625,12 @@ class SimNode(Process):
     def room(self, workers: Collection[int], agents: int) -> int:
         return len(workers)
 
+    def gpus(self) -> bool:
+        return False
+
+    def device_memory(self, worker: int) -> tuple[int, int]:
+        return 0, 0
+
     def xids(self) -> dict[int, int]:
         return {}
 

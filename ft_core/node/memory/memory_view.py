@@ -57,5 +57,13 @@ class MemoryView:
     def room(self, workers: Collection[int], agents: int) -> int:
         return room.like([pid for w in workers if (pid := self._pool.pid(w)) is not None], agents)
 
+    def gpus(self) -> bool:
+        return room.gpus()
+
+    def device_memory(self, worker: int) -> tuple[int, int]:
+        if (control := self._pool.control(worker)) is None:
+            return 0, 0
+        return control[Word.DEVICE_FREE], control[Word.DEVICE_MEMORY]
+
     def xids(self) -> dict[int, int]:
         return self._xids.counts()

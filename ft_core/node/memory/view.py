@@ -53,5 +53,12 @@ class View(Protocol):
         """How many more workers like these this machine clearly has memory for, where so many agents each
         take so much: see `node.workers.standby_budget`."""
 
+    def gpus(self) -> bool:
+        """Whether this machine has any."""
+
+    def device_memory(self, worker: int) -> tuple[int, int]:
+        """Bytes of its GPU that were free when it had started its role ahead of need, and all of them; (0, 0)
+        where it has none."""
+
     def xids(self) -> dict[int, int]:
         """Errors of its GPUs, by number."""

@@ -8,15 +8,26 @@ from pathlib import Path
 
 PLENTY = 4
 """What is free must be this many times what is taken."""
+MARGIN = 1.1
+"""What is free of a device must be this many times what is taken."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def like(workers: Collection[int], agents: int, proc: Path = Path("/proc"), dev: Path = Path("/dev")) -> int:
-    """How many like these processes, where so many agents on this machine each take so many: none where there
-    are GPUs, whose memory each would take as well, or where nothing can be told. One where there are no such
-    processes yet, to see what it takes."""
-    if any(dev.glob("nvidia[0-9]*")) or (dev / "kfd").exists():
-        return 0
+def gpus(dev: Path = Path("/dev")) -> bool:
+    """Whether there are any, whose memory each worker would take as well."""
+    return any(dev.glob("nvidia[0-9]*")) or (dev / "kfd").exists()
+
+
+def fits(device: tuple[int, int], there: int) -> bool:
+    """Whether a device of which so many bytes (free, all) are free has room for one more like those that are
+    there and have the rest."""
+    free, total = device
+    return free * there > (total - free) * MARGIN
+
+
+def like(workers: Collection[int], agents: int, proc: Path = Path("/proc")) -> int:
+    """How many like these processes the host has memory for, where so many agents on this machine each take so
+    many: none where nothing can be told. One where there are no such processes yet, to see what it takes."""
     if not workers:
         return 1
     try:

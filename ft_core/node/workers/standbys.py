@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from ft_core.node.about import About
 from ft_core.node.events import AskRecords, Effect, Kill, RecordsFound, SetApart, Start, ToWorker
 from ft_core.node.memory.view import View
+from ft_core.node.workers import standby_budget
 from ft_core.node.workers.worker_table import NONE, Worker, WorkerState, WorkerTable
 from ft_core.protocol import messages as m
 from ft_core.protocol.groups import Ended, Series, Steps, parse, series_of
@@ -78,7 +79,7 @@ class Ready:
     def _most(self, plan: m.NodePlan, settings: Settings, playing: Collection[Worker], there: int) -> int:
         if settings.ready_standbys != AUTO:
             return settings.ready_standbys
-        return there + self._room(plan, playing)
+        return there if self._view.gpus() else there + self._room(plan, playing)
 
     def _room(self, plan: m.NodePlan, like: Collection[Worker]) -> int:
         host = self._about.data.rpartition(":")[0]
@@ -97,7 +98,8 @@ class Ready:
         if over := [worker for worker in ahead if worker.meant_for not in wanted]:
             return [effect for worker in over for effect in self.end(worker)]
         known = {worker.meant_for for worker in ahead}
-        role = next((r for r in wanted if r not in known and self._failed[r] < ATTEMPTS), None)
+        left = (r for r in wanted if r not in known and self._failed[r] < ATTEMPTS)
+        role = next((r for r in left if not auto or self._fits(r % settings.nproc_per_node, ahead)), None)
         if role is None or self._asking or (auto and not self._room(plan, ahead)):
             return []
         if now < self._settled and not self._copies_come(plan):
@@ -106,6 +108,14 @@ class Ready:
             return []
         self._asking = True
         return [AskRecords(role, plan.epoch, where.data)]
+
+    def _fits(self, device: int, ahead: Sequence[Worker]) -> bool:
+        """Whether one more has room on a GPU of a spare, which nobody else uses."""
+        there = [worker for worker in ahead if worker.device == device]
+        if not there or not self._view.gpus():
+            return True
+        newest = max(there, key=lambda worker: worker.number)
+        return standby_budget.fits(self._view.device_memory(newest.number), len(there))
 
     def _copies_come(self, plan: m.NodePlan) -> bool:
         begun = plan.version if plan.version is not None else NONE
@@ -169,9 +179,11 @@ class Ready:
     def registered(self, worker: Worker) -> None:
         """It has come to where it waits for its state."""
         self._failed[worker.meant_for] = 0
+        free, total = self._view.device_memory(worker.number)
+        taken = f"; {(total - free) >> 20} of {total >> 20} MiB of its GPU are taken" if total else ""
         log.info(
-            "node %s: a standby is ready for role %d: worker %d",
-            *(self._about.node, worker.meant_for, worker.pid),
+            "node %s: a standby is ready for role %d: worker %d%s",
+            *(self._about.node, worker.meant_for, worker.pid, taken),
         )
 
     def ended(self, worker: Worker, how: str, now: float) -> None:
