@@ -27,7 +27,8 @@ def fits(device: tuple[int, int], there: int) -> bool:
 
 def like(workers: Collection[int], agents: int, proc: Path = Path("/proc")) -> int:
     """How many like these processes the host has memory for, where so many agents on this machine each take
-    so many: none where nothing can be told. One where there are no such processes yet, to see what it takes."""
+    so many: none where nothing can be told. One where there are no such processes yet, to see what it
+    takes."""
     if not workers:
         return 1
     try:
