@@ -61,7 +61,8 @@ def install(comms: Communicators) -> None:
 
     c10d.Backend.register_backend(NAME, creator, extended_api=True, devices=["cpu", "cuda"])
     # From torch 2.15 on its flight recorder hooks into the others, which takes a backend of torch's.
-    getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(NAME)
+    recorded: set[str] = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recorded.add(NAME)
     patched.RENDEZVOUS.replace(rendezvous)
     patched.NEW_GROUP.replace(helper)
     patched.SET_TIMEOUT.wrap(_sets_timeout)

@@ -364,6 +364,9 @@ class RecoveryCoordinator:
         others = sorted(set(others).difference(self.returning.on(node.name))) if others else others
         if others and node.begun == plan.id:
             self.do(Send(node.peer, m.Withdraw(roles=others)))
+        if not running and node.begun != plan.id:  # and none hears of it any more: of starts ahead for it
+            if new := sorted(set(plan.newcomers).intersection(facts.hosts.get(node.name, ()))):
+                self.do(Send(node.peer, m.Withdraw(roles=new)))
         if not running:
             for role in sorted(shown):
                 if anew := self._is_to_begin_anew(role):
@@ -1027,7 +1030,7 @@ class RecoveryCoordinator:
     def _wait(self, phase: Quiescing | Waiting, shortage: Shortage) -> None:
         """There are too few workers."""
         facts = self.facts
-        facts.groups.withdrawn |= set(shortage.combine)
+        facts.groups.withdrawn |= set(facts.groups.roles(facts.groups.of(shortage.combine)))  # whole ones
         self._kill(shortage.combine)
         what, nodes = explain.shortage(facts, shortage)
         if self.leaving:

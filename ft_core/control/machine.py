@@ -107,6 +107,8 @@ class Controller:
         self._arriving = 0
         """Connections that have not said yet who they are."""
         self._told_to_end: set[m.NodeName] = set()
+        self._terminated = False
+        """Whether this controller was told to end by SIGTERM, and not single nodes alone."""
         """Nodes that were; if that is all that there are, the job was."""
         self._to_dismiss: set[m.NodeName] = set()
         """Those of them that nobody needs, and that have yet to hear that they may."""
@@ -225,7 +227,7 @@ class Controller:
             self._record("refused", event.reason)
         elif isinstance(event, Terminate):
             # `ftrun` has it from outside, and passes it on to the agents as well.
-            self._epochs.leaving = True
+            self._epochs.leaving = self._terminated = True
             if isinstance(self.phase, Forming):
                 self._epochs.end(ENDED, "it was told to end (SIGTERM) before it had begun")
         elif isinstance(event, LauncherGone):
@@ -270,6 +272,7 @@ class Controller:
             self._take_settings(node.holdings.configured)
         self._do(*self._script.tell(node))
         if known is None:
+            self._epochs.leaving = self._terminated  # until it says that it was told to end as well
             if isinstance(self.phase, Forming):
                 self.phase.joined_at = self._now
             if not isinstance(self.phase, Rebuilding):  # or all of them come again

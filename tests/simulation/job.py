@@ -212,6 +212,8 @@ class SimJob:
         """The epoch that a broken link has begun, and the machine that was replaced."""
         self._given_up: set[str] = set()
         """Nodes without which the job has gone on."""
+        self._begun_with = 0
+        """The version that the scripts have begun with last."""
         self._ailed: set[str] = set()
         """Those of which that is no wonder."""
         self.drained: set[str] = set()
@@ -625,6 +627,7 @@ class SimJob:
             content = self.storage.content(plan.durable)
         elif version is None or event.more["origin"] == "initial":  # as the scripts begin
             version, content = self.saved or (0, 1)
+            self._begun_with = version
         restarts, self.restarts = self.restarts, False
         covered = len(lost) <= self.shape.replicas and not self._newest_is_damaged
         if restarts:
@@ -695,9 +698,12 @@ class SimJob:
         if self.beyond and reason.startswith("after "):  # restarts
             return True
         storage = self.storage
-        # All that the controller sees were told to end; others are lost, as they are stopped.
+        # All that the controller sees were told to end; others are lost, as they are stopped, or cut off.
         if "told to end (SIGTERM)" in reason:
-            return self.shape.brief or all(node.leaving or node.stopped for node in self.live())
+            there = self.live()
+            return self.shape.brief or all(n.leaving or n.stopped or n.name in self._out for n in there)
+        if "no step was done yet" in reason:
+            return self.training.newest <= self._begun_with
         if "cannot be read" in reason:
             return storage.was_in_trouble
         if "Every durable checkpoint" in reason:

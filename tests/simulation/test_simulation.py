@@ -95,6 +95,13 @@ FAILED_ONCE = {
     -968976612: "the same",
     -969099808: "a node had no answer who leads for longer than a new leader waits, came too late, and the "
     "oracle took it for well",
+    1705214639: "the one node in sight was told to end, and the job did, though others came back",
+    969198483: "the same, and the oracle asked that one which was out of sight be waited for",
+    -1368074761: "a script raised in its first step after a start with its own checkpoint, and the oracle "
+    "held that steps had been done before",
+    1763685793: "a node was out of reach when the roles that it had started were to move there, and kept "
+    "them for ever: their places were missing",
+    -236150636: "a part of a replica group was withdrawn for another one, and the rest of it was placed",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
 
