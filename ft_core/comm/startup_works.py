@@ -6,6 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -172,6 +173,47 @@ class Collective(Operation):
 
     def _made(self) -> Entry:
         return self._call.entry()
+
+
+class Scatter(Collective):
+    """A small scatter, in place of which all parts go to all: what each has got is on record with everybody."""
+
+    @staticmethod
+    def is_small(call: Call, members: int) -> bool:
+        """Whether all parts together are kept on record. A larger one goes out as it is."""
+        given = [len(call.inputs), *(part.shape != call.results[0].shape for part in call.inputs)]
+        as_torch_wants = given == ([members] + [0] * members if call.is_root else [0])
+        return as_torch_wants and sum(t.nbytes for t in call.results) * members <= ENTRY_CAP
+
+    def __init__(
+        self,
+        startup: Startup,
+        series: Series,
+        broadcast: Callable[..., FtWork | None],
+        call: Call,
+        lenient: bool,
+        weights: bool,
+        rank: int,
+        members: int,
+    ) -> None:
+        """`broadcast(arguments, keywords, epoch)` issues one in the group."""
+        [output] = call.results
+        with torch.no_grad():
+            parts = torch.stack(call.inputs) if call.is_root else output.new_empty(members, *output.shape)
+        options = dist.BroadcastOptions()
+        options.rootRank = call.root
+        arguments = [parts], options
+        of_all = Call(rank, "broadcast", arguments, {})
+        super().__init__(startup, series, partial(broadcast, arguments, {}), of_all, lenient, weights)
+        self.results, self._part = [output], parts[rank]
+
+    def attempt(self, timeout: timedelta | None) -> bool:
+        """See `Operation.attempt`; this role's part goes where the script wants it."""
+        if not super().attempt(timeout):
+            return False
+        with torch.no_grad():
+            self.results[0].detach().copy_(self._part)
+        return True
 
 
 class PointToPoint(Operation):
