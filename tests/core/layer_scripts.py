@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,8 +34,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
+from ft_core.adapter import Adapter, StateTensor
 from ft_core.comm.collectives import FtProcessGroup
 from ft_core.errors import EpochChanged
+from ft_core.worker import session
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -401,7 +405,7 @@ def before_training(worker: Any, names: tuple[str, ...], lost: int = -1, at: int
 
 
 def in_training(worker: Any, names: tuple[str, ...], lost: int = -1, at: int = 0) -> dict[str, Any]:
-    """All in training. After a role is lost at an operation of it, all begin it again, over the same groups."""
+    """All in training. After a role is lost at an operation of it, all begin it again, in the same groups."""
     dist.init_process_group("gloo")
     meshes = Meshes(worker.world)
     worker.begin_training()
@@ -416,3 +420,124 @@ def in_training(worker: Any, names: tuple[str, ...], lost: int = -1, at: int = 0
             if worker.pending == worker.epoch:
                 raise
             worker.next_epoch()
+
+
+class Counted(Block):
+    """A stage whose forward pass leaves something behind, as a running statistic does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.passes += 1
+        return super().forward(x)
+
+
+class Alone(Adapter):
+    """Models whose state is each role's own."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer, self.ring = model, optimizer, (dist.get_rank(),)
+
+    def _all(self) -> Iterator[tuple[str, Any]]:
+        yield from self.model.state_dict().items()
+        for index, parameter in enumerate(self.model.parameters()):
+            for key, value in sorted(self.optimizer.state[parameter].items()):
+                yield f"{key} {index}", value
+
+    def tensors(self) -> Iterator[StateTensor]:
+        for name, tensor in self._all():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            counts = name.endswith("passes")  # it changes before the optimizer's step
+            yield StateTensor(name, local.detach(), self.ring, volatile=counts)
+
+    def envelope(self) -> Any:
+        return None
+
+    def envelope_holders(self) -> tuple[int, ...]:
+        return self.ring
+
+    def restore(self, tensors: Any, envelope: Any) -> None:
+        if tensors and not self.optimizer.state:  # the moments come with the first step
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            before = {name: value.clone() for name, value in tensors.items()}
+            self.optimizer.step()
+            tensors = before
+        for tensor in self.tensors():
+            if tensor.name in tensors:
+                tensor.tensor.copy_(tensors[tensor.name])
+
+    def reset(self) -> None:
+        self.optimizer.zero_grad()
+
+
+def protected(steps: int, sharded_too: bool) -> None:
+    """A loop of one's own, over two roles: a model in tensor-parallel parts, and each schedule of pipelines."""
+    dist.init_process_group("gloo")
+    job, rank = session.current(), dist.get_rank()
+    point = job.point if job is not None else lambda name: None
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(6)
+    parts = parallelize_module(Block(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    models = nn.ModuleList([parts])
+    if sharded_too:
+        models.append(fully_shard(Block(), mesh=mesh))
+
+    def loss_of(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        point("gradients")
+        return (y - target).square().mean()
+
+    schedules: list[Any] = []
+    for schedule in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B):
+        many = 2 if schedule is ScheduleInterleaved1F1B else 1
+        blocks = [Counted() for _ in range(2 * many)]
+        mine = [rank + 2 * i for i in range(many)]
+        models.extend(blocks[i] for i in mine)
+        stages = [PipelineStage(blocks[i], i, 2 * many, torch.device("cpu")) for i in mine]
+        schedules.append(schedule(stages if many > 1 else stages[0], 4, loss_fn=loss_of))  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(models.parameters(), lr=0.01)
+
+    def one(step: int) -> float:
+        optimizer.zero_grad()
+        loss = parts(numbers(4, 8, seed=step)).square().mean()
+        point("forward")
+        loss.backward()
+        losses: list[torch.Tensor] = [loss]
+        for run in schedules:
+            if rank:
+                run.step(target=numbers(8, 8, seed=step + 50), losses=(told := []))
+                losses += told
+            else:
+                run.step(numbers(8, 8, seed=step))
+        total = torch.stack([each.detach() for each in losses]).sum()
+        if job is not None:
+            job.commit_wait()
+        dist.all_reduce(total)
+        if job is not None:
+            job.optimizer_begins()
+        optimizer.step()
+        return total.item()
+
+    def loop() -> None:
+        while job.version < steps:
+            told = f"step {job.version + 1} loss {one(job.version)!r}"
+            job.exchanged()
+            print(told, flush=True)
+            job.step_done()
+
+    if job is not None:
+        job.protect(Alone(models, optimizer), loop, version=0)
+    else:
+        for step in range(steps):
+            print(f"step {step + 1} loss {one(step)!r}", flush=True)
+    state = [t.to_local() if isinstance(t, DTensor) else t for t in models.state_dict().values()]
+    whole = b"".join(t.detach().numpy().tobytes() for t in state)
+    print(f"rank {rank} ends with {hashlib.sha256(whole).hexdigest()}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    protected(int(sys.argv[1]), "sharded" in sys.argv)
