@@ -7,9 +7,10 @@ For a group G and the sequence number s of an operation in it, the rule is:
 
 It holds for a newcomer, which has completed nothing, as for a survivor that was blocked in the operation.
 It works because the results of barrier, broadcast, all-reduce and all-gather are the same on all members.
-What a role alone receives (reduce-scatter, all-to-all, gather and reduce at the root) cannot be replayed; a
-scatter, by which torch's DTensor is dealt out, goes to all as a whole instead, if it is small: see `startup_works.Scatter`. A point-to-point operation counts in a series of its own, of group, source and destination;
-there the sender's log holds what was sent.
+What a role alone receives (reduce-scatter, all-to-all, gather and reduce at the root) cannot be replayed. A
+small scatter, by which torch deals a DTensor out, goes to all as a whole instead: see `Scatter`. A
+point-to-point operation counts in a series of its own, of group, source and destination; there the sender's
+log holds what was sent.
 
 A survivor does not unwind here: who waits for an operation waits for the next epoch, and issues all that are
 under way again, in order. One is completed, and on record, once somebody has waited for it, and those of its

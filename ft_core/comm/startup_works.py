@@ -176,7 +176,7 @@ class Collective(Operation):
 
 
 class Scatter(Collective):
-    """A small scatter, in place of which all parts go to all: what each has got is on record with everybody."""
+    """A small scatter, in place of which all parts go to all, so that everybody has them on record."""
 
     @staticmethod
     def is_small(call: Call, members: int) -> bool:
@@ -201,6 +201,7 @@ class Scatter(Collective):
         with torch.no_grad():
             parts = torch.stack(call.inputs) if call.is_root else output.new_empty(members, *output.shape)
         options = dist.BroadcastOptions()
+        assert call.root is not None
         options.rootRank = call.root
         arguments = [parts], options
         of_all = Call(rank, "broadcast", arguments, {})

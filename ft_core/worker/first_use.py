@@ -1,7 +1,7 @@
 """What torch's layers exchange when they are used for the first time, and never again.
 
-In start-up that is on record, as all is. In a training step it is not: a worker that takes a role over comes to
-its first use while its peers are past theirs, and would exchange with nobody.
+In start-up that is on record, as all is. In a training step it is not: a worker that takes a role over comes
+to its first use while its peers are past theirs, and would exchange with nobody.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ft_core.import_hook import after_import
 from ft_core.worker.session import Session
 
 _RANDOM = (
-    "a random operation of torch's DTensor, the first of this process, comes in a training step: it exchanges "
-    "random states, which a worker that takes this role over would do alone. Do one before training: "
+    "a random operation of torch's DTensor, the first of this process, comes in a training step: it "
+    "exchanges random states, which a worker that takes this role over would do alone. Do one before training: "
     "torch.distributed.tensor.rand(1, device_mesh=mesh)"
 )
 
@@ -31,7 +31,7 @@ def install(session: Session) -> None:
     """By schedule of a pipeline: when it was used last, 0 for start-up, else the epoch."""
 
     def anew(initialize: Callable[..., Any]) -> Callable[..., Any]:
-        """Stages tell each other what they send whenever an epoch begins, as newcomers know nothing of it."""
+        """Stages tell each other what they send whenever an epoch begins: newcomers know nothing of it."""
 
         def initialized(
             schedule: Any,
@@ -50,7 +50,7 @@ def install(session: Session) -> None:
             state = forward and not again, backward and not again
             before = []
             if again and session.has_advanced:
-                # It computes outputs, and what that counts (a running statistic) was counted in the first step.
+                # It computes outputs; what that counts (a running statistic) was counted in the first step.
                 buffers = [buffer for stage in stages for buffer in stage.submod.buffers()]
                 before = [(buffer, buffer.detach().clone()) for buffer in buffers]
             found = initialize(schedule, stages, args, kwargs, target, *state, *more, **named)

@@ -475,7 +475,7 @@ class Alone(Adapter):
 
 
 def protected(steps: int, sharded_too: bool) -> None:
-    """A loop of one's own, over two roles: a model in tensor-parallel parts, and each schedule of pipelines."""
+    """A loop of one's own, over two roles: a model in tensor-parallel parts, and schedules of pipelines."""
     dist.init_process_group("gloo")
     job, rank = session.current(), dist.get_rank()
     point = job.point if job is not None else lambda name: None
@@ -484,7 +484,9 @@ def protected(steps: int, sharded_too: bool) -> None:
     parts = parallelize_module(Block(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     models = nn.ModuleList([parts])
     if sharded_too:
-        models.append(fully_shard(Block(), mesh=mesh))
+        from torch.distributed.fsdp._fully_shard._fully_shard import fully_shard as as_others_have_it
+
+        models.append(as_others_have_it(Block(), mesh=mesh))
 
     def loss_of(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         point("gradients")
