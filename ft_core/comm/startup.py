@@ -306,7 +306,7 @@ class Startup:
         call = Call(me, kind, args, kwargs)
         about = call, lenient, lenient and self._weights
         if kind == "scatter" and Scatter.is_small(call, group.size()):
-            broadcast = partial(self._comms.issue, group, "broadcast", "broadcast")
+            broadcast = partial(self._comms.issue, group, "broadcast", kind)
             return Scatter(self, self.series_of(group), broadcast, *about, me, group.size())
         return Collective(self, self.series_of(group), issue, *about)
 

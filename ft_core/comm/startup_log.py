@@ -39,7 +39,7 @@ CountsByRole = Mapping[RecordCount, tuple[int, int]]
 _IN_PLACE = ("allreduce", "broadcast", "reduce")
 _OVERHEAD = 256
 _OWN_RESULT = ("reduce_scatter", "scatter", "alltoall")
-"""Of these a scatter is a large one, see `startup_works.Scatter`."""
+"""A scatter among these is a large one: a small one goes out as `startup_works.Scatter`."""
 _AT_ROOT = ("gather", "reduce")
 
 

@@ -209,7 +209,7 @@ class Scatter(Collective):
         self.results, self._part = [output], parts[rank]
 
     def attempt(self, timeout: timedelta | None) -> bool:
-        """See `Operation.attempt`; this role's part goes where the script wants it."""
+        """As `Operation.attempt` does; then this role's part goes where the script wants it."""
         if not super().attempt(timeout):
             return False
         with torch.no_grad():

@@ -20,7 +20,7 @@ from ft_core.worker.session import Session
 
 _RANDOM = (
     "a random operation of torch's DTensor, the first of this process, comes in a training step: it "
-    "exchanges random states, which a worker that takes this role over would do alone. Do one before training: "
+    "exchanges random states, which a worker that takes this role over would do alone. Do one before: "
     "torch.distributed.tensor.rand(1, device_mesh=mesh)"
 )
 

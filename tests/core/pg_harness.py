@@ -122,10 +122,10 @@ def _main(
 ) -> None:
     torch.set_num_threads(1)
     os.environ |= environment
+    room, _, name = script.rpartition(":")
+    scripts = import_module(f"core.{room or 'pg'}_scripts")  # here: some import much
     worker = Worker(role, world, control, up, plan)
     try:
-        room, _, name = script.rpartition(":")
-        scripts = import_module(f"core.{room or 'pg'}_scripts")  # here: some import much
         worker.tell("result", getattr(scripts, name)(worker, *args))
     except BaseException as error:
         worker.tell("error", type(error).__name__, str(error), traceback.format_exc())

@@ -195,7 +195,7 @@ def test_a_first_random_operation_of_dtensor_in_a_step_is_refused(monkeypatch: p
         _random.OffsetBasedRNGTracker("mesh")
         session.comms.startup.recording = False
         _random.OffsetBasedRNGTracker("mesh", run_state_sync=False)
-        with pytest.raises(ConfigError, match="Do one before training"):
+        with pytest.raises(ConfigError, match="Do one before"):
             _random.OffsetBasedRNGTracker("mesh")
         session.protecting = False
         _random.OffsetBasedRNGTracker("mesh")
