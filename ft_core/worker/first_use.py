@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -29,6 +29,8 @@ def install(session: Session) -> None:
     """Once per process."""
     phases: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
     """By schedule of a pipeline: when it was used last, 0 for start-up, else the epoch."""
+    warm: WeakSet[Any] = WeakSet()
+    """Those that were used in start-up."""
 
     def anew(initialize: Callable[..., Any]) -> Callable[..., Any]:
         """Stages tell each other what they send whenever an epoch begins: newcomers know nothing of it."""
@@ -47,10 +49,12 @@ def install(session: Session) -> None:
             phase = 0 if session.comms.startup.recording else session.epoch
             again = phases.get(schedule, 0) != phase
             phases[schedule] = phase
+            if phase == 0:
+                warm.add(schedule)
             state = forward and not again, backward and not again
             before = []
-            if again and session.has_advanced:
-                # It computes outputs; what that counts (a running statistic) was counted in the first step.
+            if again and (session.has_advanced or schedule in warm):
+                # It computes outputs; what that counts (a running statistic) was counted the first time.
                 buffers = [buffer for stage in stages for buffer in stage.submod.buffers()]
                 before = [(buffer, buffer.detach().clone()) for buffer in buffers]
             found = initialize(schedule, stages, args, kwargs, target, *state, *more, **named)

@@ -474,7 +474,7 @@ class Alone(Adapter):
         self.optimizer.zero_grad()
 
 
-def protected(steps: int, sharded_too: bool) -> None:
+def protected(steps: int, sharded_too: bool, warm: bool) -> None:
     """A loop of one's own, over two roles: a model in tensor-parallel parts, and schedules of pipelines."""
     dist.init_process_group("gloo")
     job, rank = session.current(), dist.get_rank()
@@ -502,7 +502,7 @@ def protected(steps: int, sharded_too: bool) -> None:
         schedules.append(schedule(stages if many > 1 else stages[0], 4, loss_fn=loss_of))  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(models.parameters(), lr=0.01)
 
-    def one(step: int) -> float:
+    def passes(step: int) -> torch.Tensor:
         optimizer.zero_grad()
         loss = parts(numbers(4, 8, seed=step)).square().mean()
         point("forward")
@@ -514,7 +514,10 @@ def protected(steps: int, sharded_too: bool) -> None:
                 losses += told
             else:
                 run.step(numbers(8, 8, seed=step))
-        total = torch.stack([each.detach() for each in losses]).sum()
+        return torch.stack([each.detach() for each in losses]).sum()
+
+    def one(step: int) -> float:
+        total = passes(step)
         if job is not None:
             job.commit_wait()
         dist.all_reduce(total)
@@ -530,6 +533,8 @@ def protected(steps: int, sharded_too: bool) -> None:
             print(told, flush=True)
             job.step_done()
 
+    if warm:
+        passes(99)
     if job is not None:
         job.protect(Alone(models, optimizer), loop, version=0)
     else:
@@ -542,4 +547,4 @@ def protected(steps: int, sharded_too: bool) -> None:
 
 
 if __name__ == "__main__":
-    protected(int(sys.argv[1]), "sharded" in sys.argv)
+    protected(int(sys.argv[1]), "sharded" in sys.argv, "warm" in sys.argv)

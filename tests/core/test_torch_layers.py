@@ -145,21 +145,30 @@ def told(output: str) -> set[str]:
 
 
 @cache
-def undisturbed() -> set[str]:
-    code, output = run("torch.distributed.run", [SCRIPT, str(STEPS)], plain_environment())
+def undisturbed(how: str) -> set[str]:
+    code, output = run("torch.distributed.run", [SCRIPT, str(STEPS), how], plain_environment())
     assert code == 0, output[-4000:]
     assert len(told(output)) == STEPS + 2
     return told(output)
 
 
-@pytest.mark.parametrize("comm", [GLOO, pytest.param(STRICT, marks=pytest.mark.long)])
-def test_a_loop_of_ones_own_with_parts_and_pipelines(comm: dict[str, str], tmp_path: Path) -> None:
-    """A stage of a pipeline learns in its first step what the others send; newcomers know nothing of that."""
-    expected = undisturbed()
+@pytest.mark.parametrize(
+    "comm,how",
+    [
+        (GLOO, "cold"),
+        pytest.param(GLOO, "warm", marks=pytest.mark.long),
+        pytest.param(STRICT, "cold", marks=pytest.mark.long),
+    ],
+)
+def test_a_loop_of_ones_own_with_parts_and_pipelines(comm: dict[str, str], how: str, tmp_path: Path) -> None:
+    """A stage of a pipeline learns in its first step what the others send; newcomers know nothing of that.
+
+    That step may be one of start-up.
+    """
+    expected = undisturbed(how)
     inject = "1@forward:1:worker,1@gradients:3:worker,0@optimizer:4:worker"
     words = ["--nnodes=1", "--ft-replicas=0", f"--job-dir={tmp_path / 'job'}", f"--ft-inject={inject}"]
-    words += [SCRIPT, str(STEPS)]
-    code, output = run("ft_core.cli.launch", words, environment() | comm)
+    code, output = run("ft_core.cli.launch", [*words, SCRIPT, str(STEPS), how], environment() | comm)
     assert code == 0, output[-4000:]
     assert told(output) == expected
     events = (tmp_path / "job" / "events.jsonl").read_text()
