@@ -181,9 +181,11 @@ class Scatter(Collective):
     @staticmethod
     def is_small(call: Call, members: int) -> bool:
         """Whether all parts together are kept on record. A larger one goes out as it is."""
-        given = [len(call.inputs), *(part.shape != call.results[0].shape for part in call.inputs)]
-        as_torch_wants = given == ([members] + [0] * members if call.is_root else [0])
-        return as_torch_wants and sum(t.nbytes for t in call.results) * members <= ENTRY_CAP
+        if [len(call.results), len(call.inputs)] != [1, members if call.is_root else 0]:
+            return False  # torch refuses it
+        [output] = call.results
+        alike = all(part.shape == output.shape and part.dtype == output.dtype for part in call.inputs)
+        return alike and output.nbytes * members <= ENTRY_CAP
 
     def __init__(
         self,
