@@ -32,7 +32,19 @@ FSDP = declare(
     "its steps cannot be done again, which is said once",
 )
 FULLY_SHARD = declare(
-    "torch.distributed.fsdp:fully_shard", "its steps cannot be done again, which is said once"
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState.__init__",
+    "steps of fully_shard, whoever has imported it, cannot be done again, which is said once",
+)
+_SCHEDULES = "torch.distributed.pipelining.schedules:_PipelineSchedule."
+STAGES = declare(
+    f"{_SCHEDULES}_initialize_pp_stages",
+    "stages of a pipeline tell each other anew what they send when an epoch begins",
+    optional=True,
+)
+SCHEDULE = declare(f"{_SCHEDULES}__init__", "without that, pipelines are not protected, which is said once")
+RANDOM_STATES = declare(
+    "torch.distributed.tensor._random:OffsetBasedRNGTracker.__init__",
+    "random states are exchanged before training, or not at all",
 )
 _IMPORT = "in a fork server, while it imports what the script does: what a package reads and needs is noted"
 IMPORT = declare("builtins:__import__", _IMPORT)

@@ -47,7 +47,7 @@ class Partial:
         """
         if kind in ("allreduce", "barrier"):
             return getattr(pg, method)(*args, **kwargs), None
-        if kind in ("broadcast", "reduce"):
+        if method in ("broadcast", "reduce"):
             with_root = [self._with_root(a) if hasattr(a, "rootRank") else a for a in args]
             return getattr(pg, method)(*with_root, **kwargs), None
         if kind in ("send", "recv") and method != "recv_anysource":

@@ -7,9 +7,10 @@ For a group G and the sequence number s of an operation in it, the rule is:
 
 It holds for a newcomer, which has completed nothing, as for a survivor that was blocked in the operation.
 It works because the results of barrier, broadcast, all-reduce and all-gather are the same on all members.
-What a role alone receives (scatter, reduce-scatter, all-to-all, gather and reduce at the root) cannot
-be replayed. A point-to-point operation counts in a series of its own, of group, source and destination;
-there the sender's log holds what was sent.
+What a role alone receives (reduce-scatter, all-to-all, gather and reduce at the root) cannot be replayed. A
+small scatter, by which torch deals a DTensor out, goes to all as a whole instead: see `Scatter`. A
+point-to-point operation counts in a series of its own, of group, source and destination; there the sender's
+log holds what was sent.
 
 A survivor does not unwind here: who waits for an operation waits for the next epoch, and issues all that are
 under way again, in order. One is completed, and on record, once somebody has waited for it, and those of its
@@ -55,7 +56,7 @@ from ft_core.comm.startup_log import (
     mismatch,
     tensors_in,
 )
-from ft_core.comm.startup_works import AnySource, Collective, Operation, PointToPoint, StartupWork
+from ft_core.comm.startup_works import AnySource, Collective, Operation, PointToPoint, Scatter, StartupWork
 from ft_core.comm.works import CompletedWork, FtWork, Together
 from ft_core.errors import EpochChanged, ReplayMismatch
 from ft_core.protocol.groups import Ended, GroupId, RecordCount, Series
@@ -303,7 +304,11 @@ class Startup:
         # Once training has begun, no restore comes after this that overwrites large results.
         lenient = not self._strict
         call = Call(me, kind, args, kwargs)
-        return Collective(self, self.series_of(group), issue, call, lenient, lenient and self._weights)
+        about = call, lenient, lenient and self._weights
+        if kind == "scatter" and Scatter.is_small(call, group.size()):
+            broadcast = partial(self._comms.issue, group, "broadcast", kind)
+            return Scatter(self, self.series_of(group), broadcast, *about, me, group.size())
+        return Collective(self, self.series_of(group), issue, *about)
 
     def run_together(self, group: FtProcessGroup, calls: list[Coalesced]) -> Together:
         """Complete operations that the script issues as one: one after the other, sends and receives in an

@@ -39,6 +39,7 @@ CountsByRole = Mapping[RecordCount, tuple[int, int]]
 _IN_PLACE = ("allreduce", "broadcast", "reduce")
 _OVERHEAD = 256
 _OWN_RESULT = ("reduce_scatter", "scatter", "alltoall")
+"""A scatter among these is a large one: a small one goes out as `startup_works.Scatter`."""
 _AT_ROOT = ("gather", "reduce")
 
 
@@ -238,7 +239,7 @@ class Call:
         if root is None and kind in ("broadcast", "gather", "scatter", "reduce"):
             root = next((o for o in flat if isinstance(o, int)), 0)
         op = next((o.reduceOp for o in flat if hasattr(o, "reduceOp")), None)
-        self.is_root = root == rank
+        self.root, self.is_root = root, root == rank
         shown = self.inputs if kind == "gather" else self.results
         words = [str(op.op).rpartition(".")[2]] if op is not None else []
         words += [f"root {root}"] if root is not None else []
@@ -280,7 +281,9 @@ class Call:
         """
         if entry.signature != self.signature:
             raise mismatch(where, self.signature, entry.signature)
-        if not self.replayable:
+        # Parameters are restored later. Anything else steers the script and must not be made up.
+        left = lenient and (weights or all(t.is_floating_point() for t in self.results))
+        if not self.replayable and not (self.kind == "scatter" and left):
             raise ReplayMismatch(
                 f"{where}: the result of {self.signature} existed on this role only, whose worker is lost"
             )
@@ -291,8 +294,7 @@ class Call:
                 f"{where}: the result of {self.signature} is sparse, which the start-up log does not keep"
             )
         if entry.tensors is None:
-            # Parameters are restored later. Anything else steers the script and must not be made up.
-            if not lenient or not (weights or all(t.is_floating_point() for t in self.results)):
+            if not left:
                 raise ReplayMismatch(
                     f"{where}: the result of {self.signature} was too large for the start-up log"
                 )

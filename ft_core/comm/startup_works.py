@@ -6,6 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -172,6 +173,50 @@ class Collective(Operation):
 
     def _made(self) -> Entry:
         return self._call.entry()
+
+
+class Scatter(Collective):
+    """A small scatter, in place of which all parts go to all, so that everybody has them on record."""
+
+    @staticmethod
+    def is_small(call: Call, members: int) -> bool:
+        """Whether all parts together are kept on record. A larger one goes out as it is."""
+        if [len(call.results), len(call.inputs)] != [1, members if call.is_root else 0]:
+            return False  # torch refuses it
+        [output] = call.results
+        alike = all(part.shape == output.shape and part.dtype == output.dtype for part in call.inputs)
+        return alike and output.nbytes * members <= ENTRY_CAP
+
+    def __init__(
+        self,
+        startup: Startup,
+        series: Series,
+        broadcast: Callable[..., FtWork | None],
+        call: Call,
+        lenient: bool,
+        weights: bool,
+        rank: int,
+        members: int,
+    ) -> None:
+        """`broadcast(arguments, keywords, epoch)` issues one in the group."""
+        [output] = call.results
+        with torch.no_grad():
+            parts = torch.stack(call.inputs) if call.is_root else output.new_empty(members, *output.shape)
+        options = dist.BroadcastOptions()
+        assert call.root is not None
+        options.rootRank = call.root
+        arguments = [parts], options
+        of_all = Call(rank, "broadcast", arguments, {})
+        super().__init__(startup, series, partial(broadcast, arguments, {}), of_all, lenient, weights)
+        self.results, self._part = [output], parts[rank]
+
+    def attempt(self, timeout: timedelta | None) -> bool:
+        """As `Operation.attempt` does; then this role's part goes where the script wants it."""
+        if not super().attempt(timeout):
+            return False
+        with torch.no_grad():
+            self.results[0].detach().copy_(self._part)
+        return True
 
 
 class PointToPoint(Operation):

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from ft_core.process import stream
 
@@ -385,6 +385,8 @@ class _Touch(TorchDispatchMode):
     """Waits for what is pending before an operation uses it. Views use nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # it is made of other tensors, and this is called with those next
         if training._pending and not getattr(func, "is_view", False):
             training.touch(_tensors((args, kwargs)))
         return func(*args, **(kwargs or {}))

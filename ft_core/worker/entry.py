@@ -26,6 +26,7 @@ from ft_core.worker import (
     cuda_fork,
     device_memory,
     faults,
+    first_use,
     former,
     import_output,
     imports,
@@ -133,6 +134,7 @@ def _play(
     backend.install(session.comms)
     objects.install(session.comms.startup)
     watch = unprotected.install(session)
+    first_use.install(session)
     marks.install()
     cuda_fork.check()
     for install in plugins.load(plugins.HOOKS):

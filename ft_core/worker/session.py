@@ -76,6 +76,8 @@ class Session:
         """Log directories, as far as they can be seen here, of the workers that played this role before."""
         self._recovery: Recovery | None = None
         self._part = 0
+        self._began_at = 0
+        """The version that the script has begun with."""
         self._unprotected: str | None = None
         """Why nothing is, if so."""
         self._control = shell.control
@@ -105,6 +107,11 @@ class Session:
     def version(self) -> int:
         """How many steps the state of this role has seen."""
         return self._shell.version
+
+    @property
+    def has_advanced(self) -> bool:
+        """Whether the state has seen steps since the script began."""
+        return self.version > self._began_at
 
     @property
     def comms(self) -> Communicators:
@@ -199,6 +206,7 @@ class Session:
         if objection and not self.joining:
             raise ConfigError(objection)
         self._shell.is_at(version)
+        self._began_at = version
         about_role = adapter, redo, self._about_ahead
         self._recovery = recovery = Recovery(self._shell, self.groups, *about_role)
         if self._plan.apart:

@@ -74,9 +74,9 @@ def install(session: Session) -> UnprotectedWatch:
 
         return wrapped
 
-    def patch(fsdp: ModuleType) -> None:
+    def patch(_: ModuleType) -> None:
         patched.FSDP.wrap(partial(noticing, "FullyShardedDataParallel"))
-        patched.FULLY_SHARD.wrap(partial(noticing, "fully_shard"), of=fsdp)
+        patched.FULLY_SHARD.wrap(partial(noticing, "fully_shard"))
 
     patched.DDP.wrap(partial(noticing, "DistributedDataParallel"))
     after_import("torch.distributed.fsdp", patch)

@@ -8,11 +8,11 @@ import signal
 import threading
 import time
 import traceback
+from importlib import import_module
 from multiprocessing import connection, get_context
 from typing import Any
 
 import torch
-from core import pg_scripts, strict_scripts
 
 from ft_core.comm import backend
 from ft_core.comm.process_group import Communicators
@@ -122,10 +122,10 @@ def _main(
 ) -> None:
     torch.set_num_threads(1)
     os.environ |= environment
+    room, _, name = script.rpartition(":")
+    scripts = import_module(f"core.{room or 'pg'}_scripts")  # here: some import much
     worker = Worker(role, world, control, up, plan)
     try:
-        room, _, name = script.rpartition(":")
-        scripts = strict_scripts if room else pg_scripts
         worker.tell("result", getattr(scripts, name)(worker, *args))
     except BaseException as error:
         worker.tell("error", type(error).__name__, str(error), traceback.format_exc())
