@@ -364,10 +364,10 @@ class RecoveryCoordinator:
         others = sorted(set(others).difference(self.returning.on(node.name))) if others else others
         if others and node.begun == plan.id:
             self.do(Send(node.peer, m.Withdraw(roles=others)))
-        if not running and node.begun != plan.id:  # and none hears of it any more: of starts ahead for it
-            if new := sorted(set(plan.newcomers).intersection(facts.hosts.get(node.name, ()))):
-                self.do(Send(node.peer, m.Withdraw(roles=new)))
         if not running:
+            new = sorted(set(plan.newcomers).intersection(facts.hosts.get(node.name, ())))
+            if new and node.begun != plan.id:  # they have started ahead for it, which is over unheard
+                self.do(Send(node.peer, m.Withdraw(roles=new)))
             for role in sorted(shown):
                 if anew := self._is_to_begin_anew(role):
                     self._ending.append((role, node.name))

@@ -233,13 +233,18 @@ class SimController(Process):
             self.job.stop_for_a_while(self, self.world.rng)
             held = self._lease
             at = self._handled
-            self.do(lambda: self._carry_out(effects, at) if self._lease is held else None)
-        elif (ends := [e for e in effects if isinstance(e, ev.End)]) and self.job.arbiter is not None:
+            self.do(lambda: self._act(effects, at) if self._lease is held else None)
+        else:
+            self._act(effects, self._handled)
+        self.job.check(self)
+
+    def _act(self, effects: list[ev.Effect], handled: float) -> None:
+        """`handled`: when their event was."""
+        if (ends := [e for e in effects if isinstance(e, ev.End)]) and self.job.arbiter is not None:
             self._ending = True
             self._end(self._lease, effects, ends[0].code)
         else:
-            self._carry_out(effects, self._handled)
-        self.job.check(self)
+            self._carry_out(effects, handled)
 
     def _carry_out(self, effects: list[ev.Effect], handled: float) -> None:
         """`handled`: when their event was."""
