@@ -334,6 +334,10 @@ class RecoveryCoordinator:
         if kept := facts.strikes.value(self.now):
             self.do(Send(node.peer, m.KeepStrikes(kept)))
         self.remind(node, node.holdings.epoch, roles)
+        if isinstance(self.phase, Quiescing | Waiting) and node.begun != facts.begun.id:
+            # Those who have started ahead for a plan that is over, and was not heard here, keep their places.
+            new = sorted(set(facts.begun.newcomers).intersection(facts.hosts.get(node.name, ())))
+            self.do(*([Send(node.peer, m.Withdraw(roles=new))] if new else []))
         if isinstance(self.phase, Running) and facts.begun.nodes.get(node.name) != node.address:
             self.tell_of_nodes()
         if facts.plan is not None and node.begun == facts.plan.id:
@@ -365,9 +369,6 @@ class RecoveryCoordinator:
         if others and node.begun == plan.id:
             self.do(Send(node.peer, m.Withdraw(roles=others)))
         if not running:
-            new = sorted(set(plan.newcomers).intersection(facts.hosts.get(node.name, ())))
-            if new and node.begun != plan.id:  # they have started ahead for it, which is over unheard
-                self.do(Send(node.peer, m.Withdraw(roles=new)))
             for role in sorted(shown):
                 if anew := self._is_to_begin_anew(role):
                     self._ending.append((role, node.name))
