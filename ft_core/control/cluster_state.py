@@ -370,9 +370,12 @@ class ClusterState:
     def forgotten(self) -> bool:
         """Whether steps were done, and all who did them are lost, with a controller that knew what they held:
         nobody is left who knows of more than the first plan. It may be on record nowhere, if a leader was
-        lost that could not write its notes; but where there are copies of two versions a step was done."""
+        lost that could not write its notes; but where there are copies of two versions a step was done, and
+        where a part of the script was."""
         if self.initial is not None:
             return False
+        if any(end > (self.start[0] or 0) for end in self.parts):
+            return True
         copies: set[int] = set()
         for node in self.nodes.values():
             copies |= node.holdings.copied_versions()

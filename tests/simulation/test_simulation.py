@@ -102,6 +102,8 @@ FAILED_ONCE = {
     1763685793: "a node was out of reach when the roles that it had started were to move there, and kept "
     "them for ever: their places were missing",
     -236150636: "a part of a replica group was withdrawn for another one, and the rest of it was placed",
+    -1139192242: "all who had trained a part of the script were lost with the controller, and training began "
+    "anew behind that part",
     -1222341117: "a leader was stopped before it ended the job, and the simulator let it do so when "
     "another led",
 }
