@@ -219,7 +219,7 @@ def test_what_is_opened_waits_for_aborts(monkeypatch: pytest.MonkeyPatch) -> Non
     old.wake = aborted.wait  # type: ignore[method-assign,assignment]
     old.ready, old.epoch, group.inner, comms.epoch = True, 1, old, 1
     comms.abort(2)
-    opener = SimpleNamespace(open=lambda inner, urgent: log.append("opened"))
+    opener = SimpleNamespace(open=lambda inner, urgent, met: log.append("opened"))
     new = opened(log)
     opening = start("open", comms._open, new, opener, False)
     opening.join(0.3)

@@ -31,6 +31,16 @@ DIFFERENT = {
 """Tests that pass bare and not with ours, on purpose, and why."""
 
 
+GLOOS = {
+    "test_batch_isend_irecv_gloo_tags": "NCCL knows no tags",
+    "test_irecv": "that an operation was waited for does not mean that it is done",
+    "test_isend_autograd_profiler": "likewise",
+    "test_monitored_barrier_gloo": "NCCL has none",
+    "test_send_recv_any_source": "NCCL receives from one source",
+}
+"""Of the quick ones, those that NCCL's rules do not allow, and why."""
+
+
 def outcomes(directory: Path, how: str, names: Iterable[str], limit: float) -> dict[str, set[str]]:
     """What became of each test on any rank."""
     directory.mkdir()
@@ -67,6 +77,13 @@ def outcomes(directory: Path, how: str, names: Iterable[str], limit: float) -> d
 def test_one_of_each_kind(how: str, tmp_path: Path) -> None:
     """Before the first step, and in a job that trains."""
     assert outcomes(tmp_path / how, how, QUICK, 150) == {name: {"passed"} for name in QUICK}
+
+
+def test_one_of_each_kind_that_nccl_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under its rules, in a job that trains."""
+    monkeypatch.setenv("FT_COMM", "strict")
+    names = [name for name in QUICK if name not in GLOOS]
+    assert outcomes(tmp_path / "strict", "training", names, 150) == {name: {"passed"} for name in names}
 
 
 @pytest.mark.long
