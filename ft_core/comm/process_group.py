@@ -560,6 +560,8 @@ class Communicators:
         """Before one more operation is queued on the device. Raises EpochChanged."""
         self._ahead.wait()
         while inner.epoch >= self.aborted:
+            if len(inner.unwaited) < UNWAITED:
+                return
             queued = list(inner.unwaited.values())
             if len(queued) < UNWAITED or queued[-UNWAITED].is_completed():
                 return
