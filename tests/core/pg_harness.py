@@ -8,11 +8,13 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from importlib import import_module
 from multiprocessing import connection, get_context
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
 from ft_core.comm import backend
 from ft_core.comm.process_group import Communicators
@@ -130,6 +132,23 @@ def _main(
     except BaseException as error:
         worker.tell("error", type(error).__name__, str(error), traceback.format_exc())
     threading.Event().wait()
+
+
+def over_gloo(world: int, target: Callable[..., None]) -> list[dict[str, Any]]:
+    """What `target(rank, world, port of a store, pipe)` sends of each rank, over torch's own groups."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes, processes = [], []
+    for rank in range(world):
+        ours, theirs = CONTEXT.Pipe()
+        about = (rank, world, store.port, theirs)
+        processes.append(CONTEXT.Process(target=target, args=about, daemon=True))
+        processes[-1].start()
+        pipes.append(ours)
+    results = [pipe.recv() for pipe in pipes]
+    for process in processes:
+        process.join(60)
+        process.kill()
+    return results
 
 
 class GroupJob:

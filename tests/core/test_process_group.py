@@ -9,8 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from core import pg_scripts
-from core.pg_harness import CONTEXT, GroupJob
-from torch import distributed as dist
+from core.pg_harness import GroupJob, over_gloo
 
 from ft_core.comm import works
 from ft_core.comm.works import FtWork, is_transport_error
@@ -18,18 +17,7 @@ from ft_core.comm.works import FtWork, is_transport_error
 
 @pytest.fixture(scope="module")
 def reference() -> list[dict[str, Any]]:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes, processes = [], []
-    for rank in range(4):
-        ours, theirs = CONTEXT.Pipe()
-        processes.append(CONTEXT.Process(target=pg_scripts.plain_gloo, args=(rank, 4, store.port, theirs)))
-        processes[-1].start()
-        pipes.append(ours)
-    results = [p.recv() for p in pipes]
-    for process in processes:
-        process.join(60)
-        process.kill()
-    return results
+    return over_gloo(4, pg_scripts.plain_gloo)
 
 
 @pytest.mark.parametrize("in_startup", [False, True])

@@ -248,17 +248,23 @@ def test_there_are_as_many_as_there_is_plenty_of_memory_for(tmp_path: Path):
     assert room.like([7, 9], 1, proc) == 0, "one has ended"
 
 
+def automatic() -> Node:
+    """It trains, and has as many standbys as there is room for."""
+    node = Node(ready_standbys=AUTO)
+    node.hear(plan())
+    node.train()
+    committed(node)
+    node.handle(e.Tick())
+    return node
+
+
 def test_there_are_none_beside_training_on_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert not room.gpus(tmp_path)
     (tmp_path / "nvidia0").touch()
     assert room.gpus(tmp_path)
     monkeypatch.setattr(Memory, "gpus", lambda self: True)
     monkeypatch.setattr(Memory, "room", lambda self, workers, agents: 8)
-    node = Node(ready_standbys=AUTO)
-    node.hear(plan())
-    node.train()
-    committed(node)
-    node.handle(e.Tick())
+    node = automatic()
     assert not node.effects(e.Start)
 
 
@@ -270,11 +276,7 @@ def test_automatically_it_is_a_question_of_room(monkeypatch: pytest.MonkeyPatch)
         return len(asked) - 1
 
     monkeypatch.setattr(Memory, "room", room_for)
-    node = Node(ready_standbys=AUTO)
-    node.hear(plan())
-    node.train()
-    committed(node)
-    node.handle(e.Tick())
+    node = automatic()
     assert not node.effects(e.Start)
     start(node)
     assert asked == [([node.number()], 3)] * 2, "all nodes are at the same address, the spare's too"

@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from core.pg_harness import CONTEXT, GroupJob
+from core.pg_harness import GroupJob, over_gloo
 from harness import environment, plain_environment
 from torch import distributed as dist
 
@@ -39,19 +39,7 @@ def bare(world: int) -> list[dict[str, Any]]:
     """What each rank has of each layer over torch's own gloo."""
     from core import layer_scripts  # which imports much
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes, processes = [], []
-    for rank in range(world):
-        ours, theirs = CONTEXT.Pipe()
-        about = (rank, world, store.port, theirs)
-        processes.append(CONTEXT.Process(target=layer_scripts.bare, args=about, daemon=True))
-        processes[-1].start()
-        pipes.append(ours)
-    results = [pipe.recv() for pipe in pipes]
-    for process in processes:
-        process.join(60)
-        process.kill()
-    return results
+    return over_gloo(world, layer_scripts.bare)
 
 
 def check(found: list[dict[str, Any]], names: tuple[str, ...]) -> None:
