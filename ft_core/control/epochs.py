@@ -334,10 +334,12 @@ class RecoveryCoordinator:
         if kept := facts.strikes.value(self.now):
             self.do(Send(node.peer, m.KeepStrikes(kept)))
         self.remind(node, node.holdings.epoch, roles)
-        if isinstance(self.phase, Quiescing | Waiting) and node.begun != facts.begun.id:
+        here = facts.hosts.get(node.name)
+        if here and isinstance(self.phase, Quiescing | Waiting) and node.begun != facts.begun.id:
             # Those who have started ahead for a plan that is over, and was not heard here, keep their places.
-            new = sorted(set(facts.begun.newcomers).intersection(facts.hosts.get(node.name, ())))
-            self.do(*([Send(node.peer, m.Withdraw(roles=new))] if new else []))
+            newcomers = set(facts.begun.newcomers)
+            if new := [role for role in here if role in newcomers]:
+                self.do(Send(node.peer, m.Withdraw(roles=new)))
         if isinstance(self.phase, Running) and facts.begun.nodes.get(node.name) != node.address:
             self.tell_of_nodes()
         if facts.plan is not None and node.begun == facts.plan.id:

@@ -107,9 +107,9 @@ class Controller:
         self._arriving = 0
         """Connections that have not said yet who they are."""
         self._told_to_end: set[m.NodeName] = set()
-        self._terminated = False
-        """Whether this controller was told to end by SIGTERM, and not single nodes alone."""
         """Nodes that were; if that is all that there are, the job was."""
+        self._terminated = False
+        """Whether this controller was, by SIGTERM, and not single nodes alone."""
         self._to_dismiss: set[m.NodeName] = set()
         """Those of them that nobody needs, and that have yet to hear that they may."""
         self._not_written = (0, -1)
