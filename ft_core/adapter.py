@@ -63,7 +63,8 @@ class State(Protocol):
 
         `tensors`: by the names that `tensors` gave, views of host memory: copy, do not keep. Where the state
         has not changed since, they are its own tensors. A newcomer is given what its predecessor had, also
-        where its own state has no such tensor yet. `envelope`: what `envelope` returned. What cannot be put
+        where its own state has no such tensor yet; what a survivor has beside these came after that version,
+        and is to be dropped. `envelope`: what `envelope` returned. What cannot be put
         back is an error to raise: it ends the job.
         """
 

@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from ft_core.adapter import State, StateTensor
-from ft_core.errors import CorruptSnapshot
+from ft_core.errors import CorruptSnapshot, FtError
 from ft_core.process import stream
 from ft_core.process.timeline import timeline
 from ft_core.state import envelope, threads
@@ -123,14 +123,16 @@ class Snapshotter:
         """Put version `version`, held in the agent's buffer `slot`, back into the framework.
 
         Every chunk is verified first; raises CorruptSnapshot without having touched anything. Where the
-        framework still has that version, only what an abandoned step may have changed is put back.
+        framework still has that version, only what an abandoned step may have changed is put back. Raises
+        FtError where the framework goes on with more than that version had.
         """
         if self._live is not None and self._live.version == version:
             live = {t.name: t.tensor.detach() for t in self._state.tensors()}
             self._state.restore(live | self._live.volatile, envelope.decode(self._live.envelope))
             return
         buffer = self._buffers[slot]
-        if buffer is None or buffer.memory_address != list(address):
+        own = buffer is not None and buffer.memory_address == list(address)
+        if buffer is None or not own:
             buffer = self._map(slot, address, segments)
         if buffer.version != version:
             raise CorruptSnapshot(f"snapshot buffer {slot} holds version {buffer.version}, not {version}")
@@ -148,7 +150,13 @@ class Snapshotter:
         data = views.pop(ENVELOPE).numpy().tobytes()
         self._live, self._room = None, max(self._room, len(data))
         self._state.restore(views, envelope.decode(data))
-        volatile = {t.name: t.tensor.detach().clone() for t in self._state.tensors() if t.volatile}
+        now = list(self._state.tensors())
+        if own and (left := sorted(t.name for t in now if t.name not in views)):
+            raise FtError(
+                f"after `restore` of version {version} the state has {len(left)} tensors that came after it, "
+                f"{left[0]} for one: the adapter's `restore` must drop what it is not given"
+            )
+        volatile = {t.name: t.tensor.detach().clone() for t in now if t.volatile}
         self._live = _Live(version, data, volatile)
 
     def step_begins(self) -> None:

@@ -460,7 +460,9 @@ class Alone(Adapter):
         return self.ring
 
     def restore(self, tensors: Any, envelope: Any) -> None:
-        if tensors and not self.optimizer.state:  # the moments come with the first step
+        if not any(name.startswith("exp_avg") for name in tensors):  # they come with the first step
+            self.optimizer.state.clear()
+        elif not self.optimizer.state:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             before = {name: value.clone() for name, value in tensors.items()}

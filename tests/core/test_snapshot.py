@@ -103,6 +103,17 @@ def test_a_version_from_before_the_optimizer_had_state_takes_that_state_away(par
     assert same(model.content(), before) and model.late is None
 
 
+def test_an_adapter_that_does_not_take_it_away_is_told(parts):
+    model, memory, snapshotter, _ = parts
+    snapshotter.stage(0)
+    snapshotter.wait()
+    model.step(snapshotter)
+    restore, kept = model.restore, model.late
+    model.restore = lambda *about: (restore(*about), setattr(model, "late", kept))
+    with pytest.raises(FtError, match=r"after `restore` of version 0 .* 1 tensors .* late for one"):
+        load(snapshotter, memory, 0)
+
+
 def test_a_new_worker_loads_what_a_dead_one_left(parts):
     model, memory, snapshotter, _ = parts
     model.step()
