@@ -8,7 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ft_core.protocol.messages import Redundancy, ReplicaGroup
+from ft_core.elastic.rules import Membership
+from ft_core.protocol.messages import Dealt, Redundancy, ReplicaGroup
 
 __all__ = ["Adapter", "Redundancy", "ReplicaGroup", "State", "StateTensor"]
 
@@ -93,6 +94,11 @@ class Adapter(State, Protocol):
         after this role's own state.
         """
         return {}
+
+    def dealt_after(self, version: int, membership: Membership) -> Iterable[tuple[int, Dealt]]:
+        """What each step after `version` trained, up to the version that the state is now, as
+        `ft_core.elastic.rules.Deal.entries_after` has it. On one role of each group, with policy `shrink`."""
+        return ()
 
     def derive(self) -> None:
         """Make what a version leaves out because it follows from what all roles have restored: a collective.

@@ -215,7 +215,7 @@ class Dealing:
         if saved is None:
             return True
         right = not self._turns[version + 1] or (
-            self._states.get(version) == saved["deal"]
+            self._deal_after(version) == Deal.from_json(saved["deal"])
             and len(self._membership.dealt(version + 1)) == self._groups
         )
         self._states[version] = saved["deal"]
@@ -223,6 +223,9 @@ class Dealing:
         self._epochs.update(saved["epochs"])
         self._under_way = None
         return right
+
+    def _deal_after(self, version: int) -> Deal | None:
+        return Deal.from_json(self._states[version]) if version in self._states else None
 
     def _dealt_so_far(self, step: int) -> Deal:
         if self._under_way is None or self._under_way[0] != step:

@@ -9,7 +9,9 @@ import torch
 from msgspec import structs
 
 from ft_core.adapter import Redundancy, State, StateTensor
+from ft_core.elastic.rules import Deal, Membership
 from ft_core.kept import Kept
+from ft_core.protocol.messages import Dealt
 from ft_deepspeed.draws import Draws
 from ft_deepspeed.history import NAME as HISTORY
 from ft_deepspeed.module_state import ModuleState
@@ -31,6 +33,8 @@ class Script(Protocol):
     loop: TrainerLoop | None
     """A framework's, whose newcomers need not pass all steps."""
     references: References
+    leads_group: bool
+    """Whether it tells of its replica group's samples."""
     first: int
     """With which version the files were begun that it goes on with."""
 
@@ -115,6 +119,11 @@ class ProtectedState:
     def stepped(self) -> Iterator[torch.Tensor]:
         """What a step changes of the engine."""
         return self._engine.stepped()
+
+    def dealt_after(self, version: int, membership: Membership) -> Iterator[tuple[int, Dealt]]:
+        saved = self.loaded["deal"] if self._script.leads_group and self.loaded else None
+        if saved is not None:
+            yield from Deal.from_json(saved["deal"]).entries_after(version, membership)
 
     def results(self) -> Results:
         """The results of the role, as they were when what was loaded was saved. Raises CorruptSnapshot."""

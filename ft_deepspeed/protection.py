@@ -153,7 +153,7 @@ class Protection:
         engine.ft_protection = self
         boundary.install(engine, session)
         self.dealing: Dealing | None = None
-        self._leads_group = 0 in state.ring
+        self.leads_group = 0 in state.ring
         if self._adapter.replica_group.may_leave:
             self._elastic(state.replica_group, state.ring)
         elif shrink:
@@ -474,7 +474,7 @@ class Protection:
         if self.loop is not None:
             self.loop.step_done()
         self._adapter.compare()
-        self._session.step_done(dealt if self._leads_group else None)
+        self._session.step_done(dealt if self.leads_group else None)
 
     def _check_drawn(self, call: Call) -> None:
         engine = self._engine

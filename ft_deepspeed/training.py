@@ -14,8 +14,10 @@ import torch
 from msgspec import structs
 
 from ft_core.adapter import Redundancy, State, StateTensor
+from ft_core.elastic.rules import Membership
 from ft_core.errors import ConfigError
 from ft_core.kept import Kept
+from ft_core.protocol.messages import Dealt
 from ft_core.state import rng
 from ft_core.worker import session
 from ft_core.worker.loop import Loop
@@ -146,6 +148,9 @@ class LoopState:
 
     def adopt(self, roles: Sequence[int]) -> Mapping[int, State]:
         return {}
+
+    def dealt_after(self, version: int, membership: Membership) -> Iterable[tuple[int, Dealt]]:
+        return ()
 
     def derive(self) -> None:
         self._state.derive()

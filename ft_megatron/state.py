@@ -24,8 +24,10 @@ from megatron.core.distributed.finalize_model_grads import reset_model_temporary
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
 from ft_core.adapter import Redundancy, ReplicaGroup, State, StateTensor
+from ft_core.elastic.rules import Deal, Membership
 from ft_core.errors import ConfigError, EpochChanged
 from ft_core.kept import Kept
+from ft_core.protocol.messages import Dealt
 from ft_core.state import rng
 from ft_core.worker import session
 from ft_megatron.adoption import Shards, can_adopt, remember_parameters
@@ -128,6 +130,11 @@ class MegatronAdapter:
         if len(self.dealers) < len(self._deals):
             dealer.restore(self._deals[len(self.dealers)])
         self.dealers.append(dealer)
+
+    def dealt_after(self, version: int, membership: Membership) -> Iterator[tuple[int, Dealt]]:
+        """What the newest steps trained, as `ft_core.adapter.Adapter.dealt_after`."""
+        if self._deals and self.leads_group:
+            yield from Deal.from_json(self._deals[0]).entries_after(version, membership)
 
     def envelope_holders(self) -> Holders:
         """The envelope goes where the optimizer's state is: hyper-parameters and step counts belong to it.

@@ -17,7 +17,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -69,6 +70,8 @@ def intervened(param_groups: Sequence[dict[str, Any]], factor: float) -> Iterato
 CHANGES = 128
 """The most changes of who takes part that are known: plans have them, and a job that lives for months has
 thousands. Nobody goes back to before so many."""
+PAST = 32
+"""Steps that a deal can tell of again, at the least, and twice as many at the most."""
 TELLERS = 8
 """Replica groups that tell the controller of a step's samples; all know the same."""
 
@@ -237,6 +240,16 @@ class Start:
         return role % (self.roles // self.stages)
 
 
+class _Past(NamedTuple):
+    """Steps in a row, by what was dealt before them."""
+
+    version: int
+    next: int
+    waiting: list[list[int]]
+    turns: list[int]
+    """How many were dealt in each step."""
+
+
 @dataclass
 class Deal:
     """Deals samples in the order of the data, each exactly once, `turn` at a time to each group.
@@ -253,9 +266,15 @@ class Deal:
     """[first step in which they may be dealt, first, end] of samples that were dealt in vain."""
     dealt: dict[int, list[Range]] = field(default_factory=dict)
     """What the step under way has been dealt so far, by group."""
+    _past: list[_Past] = field(default_factory=list, compare=False)
+    """Of which the samples of the last steps follow."""
+    _turns: int = field(default=0, compare=False)
+    """Of the step under way."""
 
     def take(self, step: int, membership: Membership) -> dict[int, list[Range]]:
         """Deal one more turn of `step`: by group, `turn` samples each."""
+        self._note_the_past(step)
+        self._turns += 1
         turn = {group: self._draw(step, self.turn) for group in membership.dealt(step)}
         for group, ranges in turn.items():
             held = self.dealt.setdefault(group, [])
@@ -284,8 +303,28 @@ class Deal:
         waiting = [(since, first, end) for since, first, end in self.waiting]
         return Dealt({group: list(ranges) for group, ranges in trained.items()}, waiting, self.next)
 
+    def entries_after(self, version: int, membership: Membership) -> Iterator[tuple[int, Dealt]]:
+        """`ledger_entry` again, with its step, of each step after `version` that is done and still known.
+
+        What a step trained follows from what was dealt before it and from who took part: so whoever has the
+        newest state can tell, though all who trained before are lost.
+        """
+        known = [past for past in self._past if past.version <= version][-1:] or self._past[:1]
+        for past in known:
+            deal = Deal(self.turn, past.next, _pieces(past.waiting))
+            later = (each.turns for each in self._past if each.version >= past.version)
+            for step, turns in enumerate(chain.from_iterable(later), past.version + 1):
+                for _ in range(turns):
+                    deal.take(step, membership)
+                entry = deal.ledger_entry(step, membership)
+                if step > version:
+                    yield step, entry
+
     def step_done(self, step: int, membership: Membership) -> dict[int, list[Range]]:
         """The step is complete: by group, what was trained in it. The rest waits."""
+        self._note_the_past(step)
+        self._past[-1].turns.append(self._turns)
+        self._turns = 0
         trained = {g: ranges for g, ranges in self.dealt.items() if g in membership.contributing(step)}
         for group in sorted(set(self.dealt) - set(trained)):
             self.waiting += [[step + AHEAD + 1, first, end] for first, end in self.dealt[group]]
@@ -294,12 +333,25 @@ class Deal:
 
     def to_json(self) -> dict[str, Any]:
         """At the end of a step: for the snapshot's envelope."""
-        return {"turn": self.turn, "next": self.next, "waiting": [list(w) for w in self.waiting]}
+        past = [[p.version, p.next, _pieces(p.waiting), list(p.turns)] for p in self._past]
+        return {
+            "turn": self.turn,
+            "next": self.next,
+            "waiting": [list(w) for w in self.waiting],
+            "past": past,
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Deal:
-        """Inverse of `to_json`."""
-        return cls(int(data["turn"]), int(data["next"]), [list(map(int, w)) for w in data["waiting"]])
+        """Inverse of `to_json`, also of what has no past."""
+        past = [
+            _Past(int(at), int(to), _pieces(of), list(turns)) for at, to, of, turns in data.get("past", ())
+        ]
+        return cls(int(data["turn"]), int(data["next"]), _pieces(data["waiting"]), _past=past)
+
+    def _note_the_past(self, step: int) -> None:
+        if not self._turns and (not self._past or len(self._past[-1].turns) >= PAST):
+            self._past = [*self._past[-1:], _Past(step - 1, self.next, _pieces(self.waiting), [])]
 
     def _draw(self, step: int, count: int) -> list[Range]:
         drawn: list[Range] = []
@@ -314,6 +366,10 @@ class Deal:
             drawn.append((self.next, self.next + count))
             self.next += count
         return drawn
+
+
+def _pieces(waiting: Iterable[Sequence[int]]) -> list[list[int]]:
+    return [list(map(int, piece)) for piece in waiting]
 
 
 def stand_in(role: int, peers: Sequence[int], absent: Collection[int]) -> int:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 
-from ft_core.adapter import ReplicaGroup
+from ft_core.adapter import Adapter, ReplicaGroup
 from ft_core.elastic.rules import AHEAD, Membership, Start, lr_factor, tellers
 from ft_core.protocol.messages import Dealt, Trained, WorkerPlan
 from ft_core.worker.shell import WorkerShell
 
 log = logging.getLogger(__name__)
-
-_KEPT = 8
-"""Steps that may pass until who tells of them is heard, or known to be lost."""
 
 
 class Groups:
@@ -25,8 +21,6 @@ class Groups:
         """Which replica groups take part in which step."""
         self._own = 0
         """This role's."""
-        self._newest: deque[Trained] = deque(maxlen=_KEPT)
-        """The samples of the steps that were done last."""
 
     @property
     def _plan(self) -> WorkerPlan:
@@ -55,7 +49,6 @@ class Groups:
         machine = self._shell.machine
         if self.membership != before and machine.role == min(set(range(machine.world_size)) - self.absent):
             self._say_what_changes(self._plan.version or 0)
-        self._fill_the_ledger()
 
     @property
     def elastic(self) -> bool:
@@ -84,18 +77,21 @@ class Groups:
 
     def trained(self, dealt: Dealt) -> None:
         """A step is done, with these samples."""
-        machine, version = self._shell.machine, self._shell.version
-        self._newest.append(Trained(machine.epoch, self._plan.version, version, machine.role, dealt))
+        version = self._shell.version
         if self._own in tellers(self.membership.taking_part(version)):
-            self._shell.send(self._newest[-1])
+            self._tell(version, dealt)
 
-    def _fill_the_ledger(self) -> None:
-        """Who was to tell of steps may be lost, all at once."""
-        plan, newest = self._plan, list(self._newest)
-        self._newest.clear()
-        for trained in newest:
-            if plan.entered < trained.step <= (plan.version or 0):
-                self._shell.send(trained)
+    def fill_the_ledger(self, adapter: Adapter) -> None:
+        """Tell again of steps that the ledger does not have: who was to tell of them may be lost, all at
+        once. The state of the version that the epoch begins from is there."""
+        version, entered = self._plan.version or 0, self._plan.entered
+        if entered < version and self._own in tellers(self.membership.taking_part(version + 1)):
+            for step, dealt in adapter.dealt_after(entered, self.membership):
+                self._tell(step, dealt)
+
+    def _tell(self, step: int, dealt: Dealt) -> None:
+        machine = self._shell.machine
+        self._shell.send(Trained(machine.epoch, self._plan.version, step, machine.role, dealt))
 
     def _say_what_changes(self, version: int) -> None:
         """The log says what becomes of the learning rate."""

@@ -183,6 +183,8 @@ class Recovery:
         assert isinstance(state, Loading), state
         timeline.mark("loading")
         loaded = self._load(state.restore)
+        if self._groups.elastic:
+            self._groups.fill_the_ledger(self._adapter)
         timeline.mark("step")
         if not loaded:
             self.snapshots.stage(shell.version)

@@ -15,6 +15,7 @@ from torch.utils.data import DistributedSampler
 from ft_core.elastic.rules import (
     AHEAD,
     CHANGES,
+    PAST,
     TELLERS,
     Deal,
     Membership,
@@ -195,6 +196,36 @@ def test_an_epoch_that_changes_nobody_is_no_change():
     assert Membership(3).changed(5, (2, 1, 0)) == Membership(3)
     assert membership.changed(8, (1, 0)) == membership
     assert membership.changed(5, (0, 1)) == membership
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_steps_trained_follows_from_the_newest_state(seed):
+    """Whoever leaves and returns, and as often as the state has been in a snapshot: for as many steps as are
+    promised, and never for one wrongly."""
+    chance = random.Random(seed)
+    deal, membership, told = Deal(2), Membership(3), {}
+    for step in range(1, 150):
+        if chance.random() < 0.1:
+            here = sorted(chance.sample(range(3), chance.randint(1, 3)))
+            membership = membership.changed(step - 1, here)
+        if chance.random() < 0.3:
+            deal = Deal.from_json(deal.to_json())
+        for _ in range(chance.randint(0, 3)):
+            deal.take(step, membership)
+        told[step] = deal.ledger_entry(step, membership)
+        after = chance.randint(max(0, step - 90), step)
+        found = dict(deal.entries_after(after, membership))
+        assert found == {known: told[known] for known in found}
+        assert set(found) >= set(range(max(after, step - PAST) + 1, step + 1)), "what is promised"
+        assert len(found) <= 2 * PAST and all(known > after for known in found)
+
+
+def test_a_deal_of_a_checkpoint_from_before_has_no_past():
+    deal = Deal.from_json({"turn": 2, "next": 8, "waiting": []})
+    assert list(deal.entries_after(0, Membership(2))) == []
+    deal.take(4, Membership(2))
+    entry = deal.ledger_entry(4, Membership(2))
+    assert list(deal.entries_after(0, Membership(2))) == [(4, entry)]
 
 
 def test_membership_and_deal_travel_in_json():

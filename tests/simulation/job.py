@@ -29,7 +29,6 @@ from .node import SimNode
 from .storage import Storage, preloaded
 from .time_account import TimeAccount
 from .training import Content, Training
-from .workers import SimWorker
 from .world import Link, Network, World
 
 _CALM = 12.0
@@ -198,10 +197,6 @@ class SimJob:
         """(kind of message, how many more of them, what happens then)."""
         self.beyond = False
         """Whether more was ever lost at once than there are copies for: word of steps, too."""
-        self.told: set[Content] = set()
-        """What came of the steps of which some worker has told what they trained."""
-        self._untold: set[Content] = set()
-        """The same of those of which nobody has, and none who could is left."""
         self._exposed: set[str] = set()
         """Nodes whose memory is lost since everything was in enough of them."""
         self._out: dict[str, float] = {}
@@ -356,15 +351,12 @@ class SimJob:
         """The version with which so many parts of the script end."""
         return self.shape.part if parts else 0
 
-    def leads(self, role: int | None) -> bool:
-        """Whether it is the first of its replica group, which tells of the samples."""
-        return role is not None and role % (self.training.roles // self.shape.groups) == 0
-
     def tells(self, role: int | None, there: tuple[int, ...]) -> bool:
-        """Whether its group is one of those that tell the controller: only one in some jobs, so that it is
-        lost now and then."""
-        group = (role or 0) // (self.training.roles // self.shape.groups)
-        return group in (there[:1] if self.shape.nodes % 2 else tellers(there))
+        """Whether it tells of the samples: the first role of its replica group, if that is one of those that
+        tell the controller: only one in some jobs, so that it is lost now and then."""
+        group, place = divmod(-1 if role is None else role, self.training.roles // self.shape.groups)
+        telling = there[:1] if self.shape.nodes % 2 else tellers(there)
+        return self.shape.policy == "shrink" and place == 0 and group in telling
 
     def own_checkpoint(self, plan: m.WorkerPlan) -> tuple[int, Content]:
         """What a script loads that begins now: version 0 if nothing."""
@@ -400,13 +392,6 @@ class SimJob:
         self._exposed.add(node.machine_name)
         self.errors.node_gone(node)
         self.beyond |= len(self._exposed) > self.shape.replicas
-
-    def word_lost(self, worker: SimWorker) -> None:
-        """With one who could have told what steps trained."""
-        workers = [w for node in self.live() for w in node.workers.values() if w.alive]
-        for step, content in worker.knows.items():
-            if content not in self.told and all(w.knows.get(step) != content for w in workers):
-                self._untold.add(content)
 
     def record(self, controller: SimController, event: ev.Record) -> None:
         """A line of events.jsonl."""
@@ -671,8 +656,7 @@ class SimJob:
                     f"the job has ended well, and only roles {done} have done step {self.steps}",
                 )
             lines = [line for _, part in sorted(self.ledger.items()) for line in part]
-            complete = not self.beyond and self._untold.isdisjoint(self.training.truth.values())
-            if complete and (problems := ledger_check.verify(lines).problems):
+            if not self.beyond and (problems := ledger_check.verify(lines).problems):
                 raise Invariant.SAMPLES.broken(f"the ledger: {problems}")
         elif "recoveries in a row without a new step" in self.outcome.reason and not self._hopeless:
             raise Invariant.ENDS.broken(f"the job has given up recoveries in vain: {self.outcome.reason}")

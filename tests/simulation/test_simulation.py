@@ -97,6 +97,7 @@ FAILED_ONCE = {
     "oracle took it for well",
     1705214639: "the one node in sight was told to end, and the job did, though others came back",
     969198483: "the same, and the oracle asked that one which was out of sight be waited for",
+    -1052442203: "who trained a step, and was to tell of its samples, was lost before the next leader heard",
     -1368074761: "a script raised in its first step after a start with its own checkpoint, and the oracle "
     "held that steps had been done before",
     1763685793: "a node was out of reach when the roles that it had started were to move there, and kept "

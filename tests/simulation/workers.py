@@ -90,9 +90,6 @@ class SimWorker(Process):
         """In which epoch."""
         self.deal = Deal(1)
         self.membership = Membership(node.job.shape.groups)
-        self._newest: list[m.Trained] = []
-        self.knows: dict[int, Content] = {}
-        """Of which steps it can tell what they trained, and what came of each."""
         self.outbox = 0
         self.hung = False
         """Whether its main thread does nothing any more."""
@@ -187,11 +184,6 @@ class SimWorker(Process):
     def _group(self) -> str:
         """That of all roles."""
         return str(GroupId.of(range(self.node.job.settings.world_size), 0))
-
-    def die(self) -> None:
-        """With what it has yet to tell."""
-        super().die()
-        self.node.job.word_lost(self)
 
     def counts(self) -> dict[str, int]:
         return {self._group: self.begun}
@@ -368,11 +360,6 @@ class SimWorker(Process):
         if changes.groups:  # else the plan was made before the roles had told of their groups
             self.membership = Membership.of(changes)
         held = self.held
-        for trained in self._newest:  # as `ft_core.worker.groups`
-            if self.plan.entered < trained.step <= (self.plan.version or 0):
-                self._say_of_step(trained)
-        self._newest.clear()
-        self.knows.clear()
         without = set(held[1:]) - {copy.role for copy in restore.parts}
         if without and self.version:
             raise Invariant.NOTHING_LOST.broken(
@@ -400,6 +387,7 @@ class SimWorker(Process):
         if self.version < job.end_of(self.machine.parts):
             raise Invariant.PARTS.broken(f"a part is done, and role {self.role} is at version {self.version}")
         self.deal = Deal.from_json(self.training.deals[self.content])
+        self._fill_the_ledger()
         if not loaded:
             yield from self._stage()
         self.words.version = self.words.tag = self.version
@@ -485,8 +473,6 @@ class SimWorker(Process):
         self._covered = max(self._covered, step - 1)
         self.words.version = self.words.tag = self.version
         self.training.stepped(self, trained)
-        if job.shape.policy == "shrink" and job.leads(self.role):
-            self.knows[step] = self.content
         job.achieved.add(("resumed", self.epoch, self.role))
         poisoned = job.poison == (self.role, self.version)
         if self.machine.reports_step:
@@ -495,20 +481,23 @@ class SimWorker(Process):
             self.node.end_worker(self, -11)
             yield Until(lambda: False, False)
         yield from self._stage()
-        if job.shape.policy == "shrink" and job.leads(self.role):
+        if job.tells(self.role, self.membership.taking_part(step)):
             dealt = {group: list(ranges) for group, ranges in trained.items()}
             waiting = [(first, start, end) for first, start, end in self.deal.waiting]
-            told = m.Dealt(dealt, waiting, self.deal.next)
-            self._newest.append(m.Trained(self.epoch, self.plan.version, step, self.machine.role, told))
-            if job.tells(self.role, self.membership.taking_part(step)):
-                self._say_of_step(self._newest[-1])
+            self._tell(step, m.Dealt(dealt, waiting, self.deal.next))
         yield from self._hold()
         if job.shape.saves and step % job.shape.saves == 0:
             yield from self._save()
 
-    def _say_of_step(self, trained: m.Trained) -> None:
-        self.node.job.told.add(self.knows[trained.step])
-        self._say(trained)
+    def _fill_the_ledger(self) -> None:
+        """As `ft_core.worker.groups`."""
+        entered, version = self.plan.entered, self.plan.version or 0
+        if entered < version and self.node.job.tells(self.role, self.membership.taking_part(version + 1)):
+            for step, dealt in self.deal.entries_after(entered, self.membership):
+                self._tell(step, dealt)
+
+    def _tell(self, step: int, dealt: m.Dealt) -> None:
+        self._say(m.Trained(self.epoch, self.plan.version, step, self.machine.role, dealt))
 
     def _save(self) -> Thread:
         """A checkpoint of the script's own: nobody begins beyond what all go back to (`Resumption`)."""

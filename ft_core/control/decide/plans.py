@@ -30,6 +30,7 @@ def make(facts: ClusterState, start: Start, name: str, job: str) -> Plan:
     """The next epoch's. `name`: the plan's id."""
     ordered = sorted(start.roles)
     lead = facts.nodes[start.roles[ordered[0]]].holdings
+    version = start.version or 0
     return Plan(
         id=name,
         epoch=facts.epoch,
@@ -57,7 +58,8 @@ def make(facts: ClusterState, start: Start, name: str, job: str) -> Plan:
         goal=facts.goal,
         height=facts.height,
         furthest=facts.furthest,
-        entered=min(facts.entered, start.version or 0),
+        # A job does not tell what was trained before a durable checkpoint: that may be another job's.
+        entered=min(facts.entered, version) if start.origin == "memory" else version,
         start=facts.start,
     )
 
