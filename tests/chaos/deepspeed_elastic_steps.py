@@ -25,7 +25,7 @@ import torch.distributed as dist
 from deepspeed import comm
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from digest import state_tensors
-from elastic_told import taking_part, told
+from elastic_told import taking_part, tell_again, told
 from torch.utils.data import default_collate
 
 from ft_core.errors import EpochChanged
@@ -190,6 +190,7 @@ def main() -> None:
     """As the recipe's."""
     pipeline = any(argument.startswith("--num-stages") for argument in sys.argv)
     recipe = pretrain_pipeline if pipeline else pretrain_clm
+    tell_again()
     ledger = os.environ.get("FT_TOLD")
     recipe.Trainer = knowing(recipe, Path(ledger)) if ledger else telling(recipe)
     recipe.main()

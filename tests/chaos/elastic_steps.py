@@ -21,7 +21,7 @@ import pretrain_gpt_core as recipe
 import torch
 import torch.distributed as dist
 from elastic_norm import sum_as_held
-from elastic_told import told
+from elastic_told import tell_again, told
 from megatron.core import parallel_state
 
 from ft_core.worker import session
@@ -141,6 +141,7 @@ def main() -> None:
     MegatronAdapter.restore = slowed_down(MegatronAdapter.restore)  # type: ignore[method-assign]
     if "FT_KEEPS" in os.environ:  # as with a fused optimizer that has the main parameters inside
         state.can_adopt = lambda optimizers: False
+    tell_again()
     args = recipe.parse_args()
     recipe.initialize(args)
     trainer = (Told if "FT_TOLD" in os.environ else Telling)(args)

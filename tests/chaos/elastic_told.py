@@ -5,7 +5,22 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ft_core.elastic.rules import Membership
+from ft_core.adapter import Adapter
+from ft_core.elastic.rules import Membership, tellers
+from ft_core.worker.groups import Groups
+
+
+def tell_again() -> None:
+    """Roles tell in each epoch of all steps that they know of, and not of those alone which the ledger
+    lacks: were one of them not what the ledger has, it would say so."""
+
+    def told(self: Groups, adapter: Adapter) -> None:
+        version = self._plan.version or 0
+        if self._own in tellers(self.membership.taking_part(version + 1)):
+            for step, dealt in adapter.dealt_after(0, self.membership):
+                self._tell(step, dealt)
+
+    Groups.fill_the_ledger = told  # type: ignore[method-assign]
 
 
 def taking_part(path: Path, step: int) -> tuple[int, ...]:

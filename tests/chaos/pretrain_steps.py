@@ -23,7 +23,7 @@ import pretrain_gpt as recipe
 import torch
 import torch.distributed as dist
 from elastic_norm import sum_as_held
-from elastic_told import told
+from elastic_told import tell_again, told
 from megatron.core import mpu
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.optimizer import ChainedOptimizer
@@ -120,6 +120,7 @@ class Told:
 def main() -> None:
     """As the recipe's own."""
     training.train_step = telling(training.train_step)
+    tell_again()
     if "FT_TOLD" in os.environ:
         Told(Path(os.environ["FT_TOLD"])).install()
     recipe.main()
