@@ -19,8 +19,8 @@
 - Tags are ignored. There is no receive from any source.
 
 `FT_STRICT_FAULT=KIND:ROLE:NUMBER` lets a role's communicators fail: with `link` in their operation of this
-number in epoch 1, with `abort` each abort in epoch 1 takes so many seconds, and with `opening` the role never
-comes out of opening one in the epoch of this number.
+number in epoch 1, with `abort` each abort in epoch 1 takes so many seconds; in the epoch of this number, with
+`opening` the role never comes out of opening one, and with `memory` its device has no room for one.
 """
 
 from __future__ import annotations
@@ -155,6 +155,10 @@ class Communicator:
         """Connect to the other members."""
         if self._fault.hangs:
             threading.Event().wait()
+        if not self._fault.room:
+            raise dist.DistBackendError(
+                "ncclUnhandledCudaError: Cuda failure 2 'out of memory', as it was told to"
+            )
         gloo = self._opening(eager)
         time.sleep(OPENING)
         with self._condition:
@@ -414,6 +418,8 @@ class Fault(NamedTuple):
     """Seconds that an abort takes before anything ends."""
     hangs: bool = False
     """Whether its opening never ends."""
+    room: bool = True
+    """Whether the device has memory for it."""
 
 
 def fault_of(role: int, epoch: int) -> Fault:
@@ -423,6 +429,8 @@ def fault_of(role: int, epoch: int) -> Fault:
         match kind:
             case "opening":
                 return Fault(hangs=epoch == int(number))
+            case "memory":
+                return Fault(room=epoch != int(number))
             case "link" if epoch == 1:
                 return Fault(operation=int(number))
             case "abort" if epoch == 1:

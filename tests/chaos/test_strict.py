@@ -57,9 +57,9 @@ def test_a_link_fails_while_all_live(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [e["roles"] for e in result.events if e["event"] == "suspected"] == [[1]]
 
 
-@pytest.mark.parametrize("fault", ["abort:0:8", pytest.param("opening:0:2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("fault", ["abort:0:8", "opening:0:2", "memory:0:2"])
 def test_a_survivor_is_late(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits for its communicators to be aborted, or never gets others: nobody else is lost of that."""
+    """It waits for its communicators to be aborted, or gets no others: nobody else is lost of that."""
     monkeypatch.setenv("FT_STRICT_FAULT", fault)
     layout = Layout(1, 1, 2, True, True)
     inject = ("--ft-inject", "1@forward:5:worker")
